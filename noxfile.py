@@ -1,0 +1,170 @@
+"""The checks of this repository; `python3 dev.py tests` runs the default ones.
+
+Every session installs with the pins of constraints.txt, so that a result depends on the commit and not on the day.
+"""
+
+from __future__ import annotations
+
+import email
+import os
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+import nox
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+nox.needs_version = ">=2025.2.9"
+nox.options.sessions = ["tests", "lint", "types", "docs"]
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = True
+
+ROOT = Path(__file__).resolve().parent
+CONSTRAINTS = str(ROOT / "constraints.txt")
+GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
+BUILD_BACKEND = "hatchling"
+RUNTIME_REQUIREMENTS = {"torch", "psutil", "typing-extensions"}
+SCRIPTS = ("noxfile.py", "dev.py")
+
+IMPORT_CHECK = """
+import sys, nostall
+assert "torch" not in sys.modules, "import nostall imported torch"
+assert nostall.__version__ == sys.argv[1], nostall.__version__
+assert "site-packages" in nostall.__file__, nostall.__file__
+nostall.FileSystemWriterAsync
+"""
+
+os.environ.update(
+    PIP_DISABLE_PIP_VERSION_CHECK="1",
+    PIP_NO_WARN_SCRIPT_LOCATION="1",
+    PIP_ROOT_USER_ACTION="ignore",
+    VIRTUALENV_NO_PERIODIC_UPDATE="1",
+)
+
+
+def install(session: nox.Session, *requirements: str) -> None:
+    """Install from an index, held to the pins."""
+    session.install("-c", CONSTRAINTS, *requirements)
+
+
+def install_group(session: nox.Session, group: str) -> None:
+    """Install one dependency group of pyproject.toml."""
+    install(session, *nox.project.dependency_groups({"dependency-groups": GROUPS}, group))
+
+
+def install_package(session: nox.Session, *options: str) -> None:
+    """Build nostall from this tree and install it, never as an editable: what is checked is what is shipped.
+
+    Without build isolation: an isolated build would fetch a backend that no pin holds.
+    """
+    install(session, BUILD_BACKEND)
+    install(session, "--no-build-isolation", *options, str(ROOT))
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the test suite against the installed package; arguments after `--` go to pytest."""
+    install_group(session, "test")
+    install_package(session)
+    # Absolute and outside the tree: tests change the current directory, and so do the processes they start.
+    session.env["COVERAGE_FILE"] = str(Path(session.create_tmp()).resolve() / "coverage")
+    session.run("coverage", "erase")
+    session.run("coverage", "run", "-m", "pytest", *session.posargs)
+    session.run("coverage", "combine", "--quiet")
+    session.run("coverage", "report")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check format, rules, and which module may import which. Needs no torch: nothing is imported."""
+    install_group(session, "lint")
+    install_package(session, "--no-deps")
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+    session.run("lint-imports")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Type-check the package and its tests; torch is there because its types are part of ours."""
+    install_group(session, "types")
+    install(session, *nox.project.load_toml(ROOT / "pyproject.toml")["project"]["dependencies"])
+    session.run("mypy")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation; a warning is an error."""
+    install_group(session, "docs")
+    install_package(session)
+    built = Path(session.create_tmp()).resolve()
+    sphinx = ("sphinx-build", "-q", "-W", "--keep-going", "-E", "-b", "html")
+    session.run(*sphinx, "-d", str(built / "doctrees"), "docs", str(built / "html"))
+    session.log(f"built {built / 'html' / 'index.html'}")
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Run the example against the installed package; arguments after `--` go to it."""
+    install(session, "numpy")  # torch warns on import when it is missing
+    install_package(session)
+    session.run("python", "examples/demo.py", *session.posargs)
+
+
+@nox.session
+def dist(session: nox.Session) -> None:
+    """Build the wheel from the sdist, install it into a fresh environment, and look at what a user gets."""
+    install_group(session, "dist")
+    tmp = Path(session.create_tmp()).resolve()
+    out = tmp / "dist"
+    for old in out.glob("*"):
+        old.unlink()
+    session.run("python", "-m", "build", "--no-isolation", "--outdir", str(out), silent=True)
+    (wheel,) = out.glob("*.whl")
+    version = check_wheel(session, wheel)
+    fresh = tmp / "fresh"
+    session.run("python", "-m", "venv", "--clear", str(fresh))
+    python = str(fresh / "bin" / "python")
+    session.run(
+        *(python, "-m", "pip", "install", "-c", CONSTRAINTS, str(wheel)),
+        external=True,
+        silent=True,
+    )
+    session.run(python, "-m", "pip", "check", external=True, silent=True)
+    session.chdir(tmp)
+    # torch without numpy, which nostall does not need either, says so once; nothing else may be said.
+    warnings = ("-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning")
+    session.run(python, *warnings, "-c", IMPORT_CHECK, version, external=True, log=False)
+    shutil.rmtree(fresh)  # it holds a whole torch
+    session.log(
+        f"{wheel.name}: carries py.typed, needs only {sorted(RUNTIME_REQUIREMENTS)}, imports"
+    )
+
+
+def check_wheel(session: nox.Session, wheel: Path) -> str:
+    """Fail the session unless the wheel is typed and needs only what it may; return its version."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata_name,) = (n for n in names if n.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(metadata_name))
+    if "nostall/py.typed" not in names:
+        session.error(f"{wheel.name} lacks nostall/py.typed: type checkers would ignore its types")
+    strays = sorted(n for n in names if not n.startswith(("nostall/", "nostall-")))
+    if strays:
+        session.error(f"{wheel.name} installs files outside the package: {strays}")
+    requirements = map(Requirement, metadata.get_all("Requires-Dist", []))
+    needed = {
+        canonicalize_name(r.name)
+        for r in requirements
+        if r.marker is None or r.marker.evaluate({"extra": ""})
+    }
+    if needed != RUNTIME_REQUIREMENTS:
+        session.error(f"{wheel.name} needs {sorted(needed)}, not {sorted(RUNTIME_REQUIREMENTS)}")
+    return str(metadata["Version"])
+
+
+if __name__ == "__main__":
+    sys.exit("run it with nox, or through `python3 dev.py`")

@@ -1,0 +1,60 @@
+"""Asynchronous PyTorch Distributed Checkpoint saves that do not stall training and never tear.
+
+Importing this package starts nothing and does not import torch; public names are resolved when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from nostall._version import __version__
+
+if TYPE_CHECKING:
+    from nostall._runtime import EngineOptions as EngineOptions
+    from nostall._runtime import configure as configure
+    from nostall._runtime import warmup as warmup
+    from nostall.core import AsyncCallsQueue as AsyncCallsQueue
+    from nostall.core import AsyncRequest as AsyncRequest
+    from nostall.core import abort_all as abort_all
+    from nostall.filesystem_async import FileSystemWriterAsync as FileSystemWriterAsync
+    from nostall.state_dict_saver import (
+        save_state_dict_async_finalize as save_state_dict_async_finalize,
+    )
+    from nostall.state_dict_saver import save_state_dict_async_plan as save_state_dict_async_plan
+    from nostall.torch_ckpt import TorchAsyncCheckpoint as TorchAsyncCheckpoint
+
+_HOME = {
+    "AsyncCallsQueue": "core",
+    "AsyncRequest": "core",
+    "CachedMetadataFileSystemReader": "cached_metadata_filesystem_reader",
+    "EngineOptions": "_runtime",
+    "FileSystemWriterAsync": "filesystem_async",
+    "TorchAsyncCheckpoint": "torch_ckpt",
+    "abort_all": "core",
+    "configure": "_runtime",
+    "save_state_dict_async_finalize": "state_dict_saver",
+    "save_state_dict_async_plan": "state_dict_saver",
+    "warmup": "_runtime",
+}
+_MODULES = (
+    "cached_metadata_filesystem_reader",
+    "core",
+    "errors",
+    "filesystem_async",
+    "state_dict_saver",
+    "torch_ckpt",
+)
+__all__ = ["__version__", *_HOME, *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"nostall.{name}")
+    if name in _HOME:
+        return getattr(import_module(f"nostall.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'nostall' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,179 @@
+"""Host memory for snapshots: reserved once, handed out as leases, reused for every save.
+
+A block is anonymous memory behind a descriptor (``memfd_create``), so that one descriptor gives the writer process the
+whole image and nothing is left in ``/dev/shm`` whoever dies. Its pages are reserved when it is made
+(``posix_fallocate``): too little memory is an error at that line, not a SIGBUS in the middle of a copy.
+
+The lease that is not yet returned *is* the back-pressure: with ``max_blocks`` leases out, the next one waits.
+Blocks are made exactly as large as asked for; a larger request replaces a free block that is too small.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from nostall.errors import ReservationError, SaveTimeoutError
+
+_MAP_UNIT_NBYTES = 2 << 20
+"""Blocks are whole huge pages, so that the system can back them with such."""
+
+
+class Block:
+    """One piece of memory behind one descriptor."""
+
+    _ids = itertools.count(1)
+
+    def __init__(self, nbytes: int) -> None:
+        self.id = next(Block._ids)
+        self.nbytes = max(1, -(-nbytes // _MAP_UNIT_NBYTES)) * _MAP_UNIT_NBYTES
+        self.fd = os.memfd_create(f"nostall-{self.id}", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(self.fd, 0, self.nbytes)
+            self.memory = mmap.mmap(self.fd, self.nbytes)
+        except OSError as error:
+            os.close(self.fd)
+            if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
+                raise
+            raise ReservationError(
+                f"{self.nbytes} bytes of host memory for a snapshot are not to be had"
+                f" ({os.strerror(error.errno)})",
+                nbytes=self.nbytes,
+                phase="stage",
+                hint="free memory on this host or raise the container's limit; a snapshot needs the size of"
+                " this rank's share of the checkpoint",
+            ) from error
+        # A forked data loader must neither pay for these pages nor keep them.
+        self.memory.madvise(mmap.MADV_DONTFORK)
+        self.primed: tuple[Any, Any] | None = None
+        """What a stage left in the block for the next save of the same layout: its key, and views or the like."""
+        self.close_descriptor = weakref.finalize(self, os.close, self.fd)
+
+    def image(self, offset: int, nbytes: int) -> memoryview:
+        """A writable view of part of the block."""
+        return memoryview(self.memory)[offset : offset + nbytes]
+
+
+class Lease:
+    """The right to one block until :meth:`release`; idempotent, and released by losing the last reference, too."""
+
+    def __init__(self, block: Block, give_back: Callable[[Block], None]) -> None:
+        self.block = block
+        self.label: Any = None
+        """What the holder wants to find again with :meth:`Arena.lease_at`."""
+        self._finalizer = weakref.finalize(self, give_back, block)
+
+    def release(self) -> None:
+        """Give the block back; its bytes may change from now on."""
+        self._finalizer()
+
+    @property
+    def held(self) -> bool:
+        """Whether the block is still this lease's."""
+        return self._finalizer.alive
+
+
+class Arena:
+    """At most ``max_blocks`` blocks of memory, shared by all saves of this process."""
+
+    def __init__(
+        self,
+        *,
+        max_blocks: int = 2,
+        on_new: Callable[[Block], None] = lambda _: None,
+        on_drop: Callable[[Block], None] = lambda _: None,
+    ) -> None:
+        self._max_blocks = max_blocks
+        self._on_new = on_new
+        self._on_drop = on_drop
+        self._free: list[Block] = []
+        self._leased: list[Block] = []
+        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._changed = threading.Condition(threading.RLock())
+
+    def lease(self, nbytes: int, *, timeout_s: float, beyond_limit: bool = False) -> Lease:
+        """A block of at least ``nbytes`` bytes, waiting for an earlier save to return one if need be.
+
+        A caller that already holds a lease must not wait for another one: it asks ``beyond_limit``, and what exceeds
+        the limit is given back to the system on return.
+
+        Raises:
+            ReservationError: The system has not that much memory.
+            SaveTimeoutError: No block came back within ``timeout_s`` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                fitting = [block for block in self._free if block.nbytes >= nbytes]
+                if fitting:
+                    block = min(fitting, key=lambda candidate: candidate.nbytes)
+                    self._free.remove(block)
+                    break
+                if beyond_limit or len(self._leased) < self._max_blocks:
+                    if self._free and len(self._leased) + len(self._free) >= self._max_blocks:
+                        self._drop(self._free.pop())
+                    block = Block(nbytes)
+                    self._on_new(block)
+                    break
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise SaveTimeoutError(
+                        f"all {self._max_blocks} snapshot buffers are still being written after {timeout_s:g} s",
+                        phase="stage",
+                        hint="save less often, or wait for the saves in flight first",
+                    )
+            self._leased.append(block)
+            lease = Lease(block, self._give_back)
+            self._leases.add(lease)
+            return lease
+
+    def lease_at(self, address: int) -> Lease | None:
+        """The lease, still held, whose block a memory address lies in; ``None`` for any other memory."""
+        for lease in list(self._leases):
+            start = address_of(lease.block)
+            if lease.held and start <= address < start + lease.block.nbytes:
+                return lease
+        return None
+
+    @property
+    def reserved_nbytes(self) -> int:
+        """Memory held at present, leased or free."""
+        with self._changed:
+            return sum(block.nbytes for block in (*self._free, *self._leased))
+
+    def close(self) -> None:
+        """Return all free memory to the system; leased blocks follow when they are returned."""
+        with self._changed:
+            self._max_blocks = 0
+            while self._free:
+                self._drop(self._free.pop())
+
+    def abandon_after_fork(self) -> None:
+        """In a forked child, which has no such memory mapped: close the descriptors, so as not to keep it alive."""
+        for block in (*self._free, *self._leased):
+            block.close_descriptor()
+
+    def _give_back(self, block: Block) -> None:
+        with self._changed:
+            self._leased.remove(block)
+            if len(self._leased) + len(self._free) < self._max_blocks:
+                self._free.append(block)
+            else:
+                self._drop(block)
+            self._changed.notify_all()
+
+    def _drop(self, block: Block) -> None:
+        block.primed = None
+        self._on_drop(block)
+
+
+def address_of(block: Block) -> int:
+    """Address of a block's first byte in this process."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(block.memory))

@@ -1,0 +1,77 @@
+"""A save that can be written in the background: what the queue schedules without a Python worker."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
+from typing import Any
+
+from nostall import _save
+from nostall._runtime import Engine, default_engine
+from nostall._values import Failure, RankFailed, RankReport
+from nostall.errors import OptionError
+
+_ABORT_TIMEOUT_S = 5.0
+"""A writer drops a job between two chunks, so well within this; one that does not is killed."""
+
+
+class BackgroundSave(ABC):
+    """One rank's share of one save and, once there is one, its report."""
+
+    def __init__(self, *, rank: int, job: str) -> None:
+        self.rank = rank
+        self.job = job
+        self.engine: Engine = default_engine()
+        self._report: Future[RankReport] = Future()
+
+    @abstractmethod
+    def stage(self) -> Any:
+        """Take the snapshot: the ``preload_fn``. When it returns, tensors may be changed."""
+
+    @abstractmethod
+    def write(self, snapshot: Any) -> RankReport:
+        """Write a snapshot here and now; releases it."""
+
+    @abstractmethod
+    def submit(self, snapshot: Any) -> Future[RankReport]:
+        """Let the writer process write a snapshot; it is released when the future is done."""
+
+    def __call__(self, rank: int, snapshot: Any, results: object = None) -> None:
+        """Write here and now: the ``save_fn``, with the snapshot in place of argument index 1."""
+        if snapshot is None:
+            raise OptionError(
+                "the save function got nothing to write",
+                rank=rank,
+                hint="put what preload_fn() returns in place of argument index 1",
+            )
+        self._settle(self.write(snapshot))
+
+    def start(self, snapshot: Any) -> Future[RankReport]:
+        """Write in the background; the future always ends with a report."""
+        self.submit(snapshot).add_done_callback(lambda done: self._settle(done.result()))
+        return self._report
+
+    def fail(self, error: BaseException, *, phase: str) -> None:
+        """Record that this rank cannot do its part, to be reported when the save is finalised."""
+        self._settle(RankFailed(rank=self.rank, failure=_save.failure_of(error, phase=phase)))
+
+    def abort(self) -> None:
+        """Give the save up; bounded in time, and harmless when it is over."""
+        self.engine.cancel(self.job, self._report, timeout_s=_ABORT_TIMEOUT_S)
+        failure = Failure(kind="SaveAbortedError", message="the save was aborted", phase="write")
+        self._settle(RankFailed(rank=self.rank, failure=failure))
+
+    def await_report(self) -> RankReport:
+        """What came of it, waiting if need be; a report that does not come in time is a failed one."""
+        timeout_s = self.engine.options.save_timeout_s
+        return _save.await_report(self._report, rank=self.rank, timeout_s=timeout_s)
+
+    def _settle(self, report: RankReport) -> None:
+        if not self._report.done():
+            self._report.set_result(report)
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise TypeError(
+            "a nostall save function does not travel to other processes: schedule it with nostall's"
+            " AsyncCallsQueue, which hands the snapshot to the writer process, or call it yourself"
+        )

@@ -1,0 +1,138 @@
+"""What ranks need to say to each other, as a small port with two adapters.
+
+All of it happens on the caller's thread, on a group that the caller named. ``agree`` is the cheap one (a few integers);
+``gather`` and ``broadcast`` carry objects. A single process needs no group and gets the same answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from nostall import _torch
+
+T = TypeVar("T")
+
+
+class Coordination(Protocol):
+    """How the ranks of one save reach each other."""
+
+    rank: int
+    world_size: int
+    coordinator: int
+    """The coordinator's rank within the group."""
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank publishes the metadata."""
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """Element-wise maximum over all ranks. Collective: call on every rank."""
+
+    def gather(self, value: T) -> list[T] | None:
+        """Every rank's value, in rank order, on the coordinator; ``None`` elsewhere. Collective."""
+
+    def broadcast(self, value: T | None) -> T:
+        """The coordinator's value on every rank. Collective."""
+
+    def scatter(self, values: list[T] | None) -> T:
+        """This rank's element of the coordinator's list. Collective."""
+
+    def all_gather(self, value: T) -> list[T]:
+        """Every rank's value, in rank order, on every rank. Collective."""
+
+
+class SingleProcess:
+    """One process that is its own coordinator."""
+
+    rank = 0
+    world_size = 1
+    coordinator = 0
+    is_coordinator = True
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """The values themselves."""
+        return list(values)
+
+    def gather(self, value: T) -> list[T] | None:
+        """The value, in a list."""
+        return [value]
+
+    def broadcast(self, value: T | None) -> T:
+        """The value itself."""
+        return value  # type: ignore[return-value]  # the coordinator never broadcasts None where T excludes it
+
+    def scatter(self, values: list[T] | None) -> T:
+        """The only element."""
+        assert values is not None
+        return values[0]
+
+    def all_gather(self, value: T) -> list[T]:
+        """The value, in a list."""
+        return [value]
+
+
+class TorchGroup:
+    """Ranks of a ``torch.distributed`` process group; ranks here are those within the group."""
+
+    def __init__(self, group: dist.ProcessGroup | None, coordinator: int) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.coordinator = coordinator
+        self._coordinator_global = (
+            coordinator if group is None else dist.get_global_rank(group, coordinator)
+        )
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank publishes the metadata."""
+        return self.rank == self.coordinator
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """One all_reduce of a few 64-bit integers."""
+        device = _torch.device_for_collectives(self._group)
+        tensor = torch.tensor(list(values), dtype=torch.int64, device=device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        return [int(value) for value in tensor.tolist()]
+
+    def gather(self, value: T) -> list[T] | None:
+        """One gather_object."""
+        collected: list[Any] | None = [None] * self.world_size if self.is_coordinator else None
+        dist.gather_object(value, collected, dst=self._coordinator_global, group=self._group)
+        return collected
+
+    def broadcast(self, value: T | None) -> T:
+        """One broadcast_object_list."""
+        holder: list[Any] = [value]
+        dist.broadcast_object_list(holder, src=self._coordinator_global, group=self._group)
+        return holder[0]  # type: ignore[no-any-return]
+
+    def scatter(self, values: list[T] | None) -> T:
+        """One scatter_object_list."""
+        holder: list[Any] = [None]
+        dist.scatter_object_list(holder, values, src=self._coordinator_global, group=self._group)
+        return holder[0]  # type: ignore[no-any-return]
+
+    def all_gather(self, value: T) -> list[T]:
+        """One all_gather_object."""
+        collected: list[Any] = [None] * self.world_size
+        dist.all_gather_object(collected, value, group=self._group)
+        return collected
+
+
+def coordination_of(wrapper: _torch.DistWrapper) -> Coordination:
+    """The port for the wrapper that DCP and frameworks pass around."""
+    if not wrapper.use_dist:
+        return SingleProcess()
+    return TorchGroup(wrapper.group, wrapper.coordinator_rank)
+
+
+def coordination_for(group: dist.ProcessGroup | None, coordinator: int = 0) -> Coordination:
+    """The port for a process group, or for one process where none is initialised."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return SingleProcess()
+    return TorchGroup(group, coordinator)

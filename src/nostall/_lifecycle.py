@@ -1,0 +1,62 @@
+"""The life of a save request, as a table.
+
+No I/O and no waiting here: whoever drives a request asks for a transition and either gets it or an
+:class:`~nostall.errors.IllegalTransitionError` that changed nothing. ``docs/architecture.md`` shows the same table.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from nostall.errors import IllegalTransitionError
+
+
+class State(str, Enum):
+    """Where a request is."""
+
+    QUEUED = "queued"
+    STAGING = "staging"
+    STAGED = "staged"
+    WRITING = "writing"
+    WRITTEN = "written"
+    FINALIZED = "finalized"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+_UNFINISHED = {State.FAILED, State.ABORTED}
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.QUEUED: frozenset({State.STAGING} | _UNFINISHED),
+    State.STAGING: frozenset({State.STAGED} | _UNFINISHED),
+    State.STAGED: frozenset({State.WRITING} | _UNFINISHED),
+    State.WRITING: frozenset({State.WRITTEN} | _UNFINISHED),
+    State.WRITTEN: frozenset({State.FINALIZED} | _UNFINISHED),
+    State.FINALIZED: frozenset(),
+    State.FAILED: frozenset(),
+    State.ABORTED: frozenset(),
+}
+"""What may follow what. A finalised, failed or aborted request stays what it is."""
+
+
+class Lifecycle:
+    """One request's present state."""
+
+    __slots__ = ("state",)
+
+    def __init__(self) -> None:
+        self.state = State.QUEUED
+
+    def to(self, wanted: State) -> None:
+        """Enter ``wanted``.
+
+        Raises:
+            IllegalTransitionError: The table has no such transition; the state is unchanged.
+        """
+        if wanted not in TRANSITIONS[self.state]:
+            raise IllegalTransitionError.between(self.state.value, wanted.value)
+        self.state = wanted
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more can happen to the request."""
+        return not TRANSITIONS[self.state]

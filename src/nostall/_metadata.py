@@ -1,0 +1,162 @@
+"""Metadata as bytes: DCP's own objects in DCP's own format, read through an allow-list.
+
+``.metadata`` is a pickle, so reading one runs whatever it says. What nostall reads itself, it reads with
+:class:`_MetadataUnpickler`, which resolves exactly the classes that DCP metadata consists of. Stock readers have no
+such limit.
+
+Frameworks keep every rank's local plan with the metadata (``Metadata.all_local_plans``) to validate the plan cache of a
+resumed run. It is an attribute that the dataclass does not declare, so anything that rebuilds the dataclass drops it;
+the same object therefore also stands in the planner data under :data:`_PLANS_KEY`, which costs nothing in a pickle.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Mapping
+from copy import copy
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from nostall import _torch
+from nostall.errors import UntrustedMetadataError
+
+_PLANS_KEY = "nostall.all_local_plans"
+
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.planner": {
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    },
+    "torch": {"Size", "device"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
+    "collections": {"OrderedDict"},
+    "builtins": {"set", "frozenset", "complex", "range", "slice", "bytearray"},
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and name in _DTYPE_NAMES:
+            return super().find_class(module, name)
+        raise UntrustedMetadataError(
+            f"the metadata names {module}.{name}, which DCP metadata does not consist of",
+            phase="read",
+            hint="if you trust whoever wrote it, read it with torch's own FileSystemReader",
+        )
+
+
+def _dtype_names() -> frozenset[str]:
+    import torch
+
+    return frozenset(name for name in vars(torch) if isinstance(getattr(torch, name), torch.dtype))
+
+
+_DTYPE_NAMES = _dtype_names()
+
+
+def load_metadata(content: bytes, *, path: str) -> Metadata:
+    """The metadata in a ``.metadata`` file.
+
+    Raises:
+        UntrustedMetadataError: It holds something that DCP metadata does not consist of, or is no pickle of metadata.
+    """
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+    except UntrustedMetadataError as error:
+        error.path = path
+        raise
+    except Exception as error:  # a broken pickle can raise anything
+        raise UntrustedMetadataError(
+            f"the metadata cannot be read: {type(error).__name__}: {error}", phase="read", path=path
+        ) from error
+    if not isinstance(metadata, Metadata):
+        raise UntrustedMetadataError(
+            f"the file holds a {type(metadata).__name__}, not DCP metadata", phase="read", path=path
+        )
+    return _with_plans_restored(metadata)
+
+
+def dump_metadata(metadata: Metadata) -> bytes:
+    """The content of a ``.metadata`` file."""
+    plans = getattr(metadata, "all_local_plans", None)
+    if plans is not None and isinstance(metadata.planner_data, Mapping):
+        twin = copy(metadata)
+        twin.planner_data = {**metadata.planner_data, _PLANS_KEY: plans}
+        metadata = twin
+    return pickle.dumps(metadata)
+
+
+def complete_metadata(
+    metadata: Metadata, results: list[list[WriteResult]], storage_meta: StorageMeta | None
+) -> Metadata:
+    """The metadata of a finished save; the argument is not changed."""
+    finished = copy(metadata)
+    finished.version = _torch.DCP_VERSION
+    finished.storage_data = {
+        result.index: result.storage_data for per_rank in results for result in per_rank
+    }
+    finished.storage_meta = storage_meta
+    return finished
+
+
+def planned_indices(metadata: Metadata) -> list[MetadataIndex]:
+    """Every item that a reader of this metadata may ask storage for."""
+    indices = []
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            indices += [MetadataIndex(fqn, chunk.offsets) for chunk in entry.chunks]
+        elif isinstance(entry, BytesStorageMetadata):
+            indices.append(MetadataIndex(fqn))
+    return indices
+
+
+def referenced_files(path: str) -> set[str]:
+    """Names of the shard files that a committed checkpoint consists of; empty if its metadata cannot be trusted."""
+    try:
+        with open(path, "rb") as stream:
+            metadata = load_metadata(stream.read(), path=path)
+    except (OSError, UntrustedMetadataError):
+        return set()
+    names = {getattr(info, "relative_path", "") for info in (metadata.storage_data or {}).values()}
+    return {name for name in names if isinstance(name, str) and name and _stays_inside(name)}
+
+
+def _stays_inside(name: str) -> bool:
+    normal = os.path.normpath(name)
+    return not os.path.isabs(normal) and normal.split(os.sep)[0] != os.pardir
+
+
+def _with_plans_restored(metadata: Metadata) -> Metadata:
+    if isinstance(metadata.planner_data, dict) and _PLANS_KEY in metadata.planner_data:
+        plans = metadata.planner_data.pop(_PLANS_KEY)
+        if getattr(metadata, "all_local_plans", None) is None:
+            metadata.all_local_plans = plans  # type: ignore[attr-defined]  # frameworks keep plans there
+    return metadata

@@ -1,0 +1,60 @@
+"""Commit: publish the metadata of a save whose files are all durable. The last thing that happens to a save.
+
+Order: temporary metadata, fsync, ``os.replace``, fsync of the directory. A crash before the replacement leaves what
+was there, a crash after it leaves the new checkpoint. Files of the checkpoint that was replaced are removed only when
+the replacement is durable.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from nostall._storage.posix import remove_files, sync_directory
+from nostall._values import CommittedCheckpoint
+from nostall.errors import WriteError
+
+
+def commit(
+    directory: str,
+    metadata: bytes,
+    *,
+    metadata_name: str,
+    replaced_files: Iterable[str],
+    sync: bool,
+) -> CommittedCheckpoint:
+    """Make a checkpoint exist.
+
+    Args:
+        directory: The checkpoint directory; every file that ``metadata`` names is complete in it.
+        metadata: The pickled metadata.
+        metadata_name: ``.metadata``, or a rank's own name for saves without coordination.
+        replaced_files: Names below ``directory`` that only the checkpoint being replaced refers to.
+        sync: Whether to wait until the device has it.
+
+    Raises:
+        WriteError: Storage refused; what was committed before still is.
+    """
+    final = os.path.join(directory, metadata_name)
+    temporary = f"{final}.tmp"
+    try:
+        with open(temporary, "wb") as stream:
+            stream.write(metadata)
+            stream.flush()
+            if sync:
+                os.fsync(stream.fileno())
+        os.replace(temporary, final)
+        if sync:
+            sync_directory(directory)
+    except OSError as error:
+        remove_files([temporary])
+        raise WriteError(
+            f"the metadata could not be published: {error.strerror or error}",
+            errno=error.errno,
+            phase="commit",
+            path=final,
+            hint="the previous checkpoint, if there was one, is untouched",
+        ) from error
+    removed = tuple(replaced_files)
+    remove_files(os.path.join(directory, name) for name in removed)
+    return CommittedCheckpoint(path=directory, metadata_nbytes=len(metadata), removed=removed)

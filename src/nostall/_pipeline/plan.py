@@ -1,0 +1,130 @@
+"""Plan: turn DCP's save plan into this rank's items, each with its source and the container around it.
+
+What the planner hands out is classified once:
+
+* *bytes*: an object that the planner has serialised; its bytes are fixed from here on;
+* *tensor*: a plain strided tensor, on any device; only its container is made here, the copy is the snapshot's;
+* *run*: a tensor whose file form is more than one payload (sparse, conjugated, a subclass, a sub-byte dtype).
+  ``torch.save`` writes it into memory here, as stock would into the file.
+
+Quantised tensors and wrappers that override ``dequantize`` are dequantised first.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from nostall import _torch
+from nostall._pipeline.container import build_container
+from nostall._values import Container, ItemShape, PlannedItem, PlannedSave
+from nostall.errors import StagingError
+
+
+class Resolver(Protocol):
+    """What is used of a ``SavePlanner`` here."""
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The live tensor, or the serialised object, behind a planned item."""
+
+
+def plan_rank(plan: SavePlan, resolver: Resolver, *, rank: int) -> PlannedSave:
+    """Resolve every item of a rank's final plan.
+
+    Raises:
+        StagingError: A tensor has no data (meta device), or the planner could not produce an item.
+    """
+    return PlannedSave(
+        rank=rank, plan=plan, items=tuple(_plan_item(item, resolver, rank) for item in plan.items)
+    )
+
+
+def _plan_item(item: WriteItem, resolver: Resolver, rank: int) -> PlannedItem:
+    try:
+        value: Any = resolver.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO:
+            return _run(item, bytes(value.getbuffer()), weight=0)
+        return _plan_tensor(item, _plain(value.detach()))
+    except Exception as error:
+        raise StagingError(
+            f"item {item.index.fqn!r} cannot be staged: {type(error).__name__}: {error}",
+            rank=rank,
+            phase="plan",
+        ) from error
+
+
+def _plan_tensor(item: WriteItem, tensor: torch.Tensor) -> PlannedItem:
+    if tensor.device.type == "meta":
+        raise ValueError("the tensor is on the meta device and has no data")
+    weight = _chunk_nbytes(item, tensor)
+    stride = _torch.payload_stride(tensor)
+    if stride is None:
+        buffer = io.BytesIO()
+        torch.save(_as_stock_writes(tensor), buffer)
+        return _run(item, bytes(buffer.getbuffer()), weight=weight or 1)
+    container = _container(
+        tensor.dtype, tuple(tensor.shape), stride, _torch.container_settings()
+    )
+    return PlannedItem(
+        write_item=item,
+        shape=ItemShape(
+            fqn=item.index.fqn, container=container, nbytes=container.nbytes, weight=weight
+        ),
+        source=tensor,
+        stride=stride,
+    )
+
+
+@lru_cache(maxsize=65536)
+def _container(
+    dtype: torch.dtype,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    settings: tuple[bool, int],  # part of the cache key: they change what torch writes
+) -> Container:
+    skeleton = _torch.container_skeleton(dtype, size, stride)
+    return build_container(
+        prefix=skeleton.prefix,
+        payload_nbytes=skeleton.payload_nbytes,
+        suffix=skeleton.suffix,
+        checksums=skeleton.checksums,
+    )
+
+
+def _run(item: WriteItem, content: bytes, *, weight: int) -> PlannedItem:
+    shape = ItemShape(fqn=item.index.fqn, container=None, nbytes=len(content), weight=weight)
+    return PlannedItem(write_item=item, shape=shape, source=content, stride=())
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Undo quantisation, whether torch's own or that of a wrapper class."""
+    wait: Callable[[], torch.Tensor] | None = getattr(tensor, "wait", None)
+    if wait is not None:  # functional collectives hand out tensors that are still on their way
+        tensor = wait()
+    if tensor.is_quantized or type(tensor).dequantize is not torch.Tensor.dequantize:
+        tensor = tensor.dequantize()
+    return tensor
+
+
+def _as_stock_writes(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.cpu()
+    if (
+        tensor.layout == torch.strided
+        and tensor.untyped_storage().nbytes() != tensor.numel() * tensor.itemsize
+    ):
+        tensor = tensor.clone()
+    return tensor
+
+
+def _chunk_nbytes(item: WriteItem, tensor: torch.Tensor) -> int:
+    if item.tensor_data is None:
+        return tensor.nbytes
+    count = 1
+    for extent in item.tensor_data.chunk.sizes:
+        count *= extent
+    return count * tensor.itemsize

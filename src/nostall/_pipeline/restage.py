@@ -1,0 +1,194 @@
+"""Stage a whole state dict into snapshot memory, for ``dcp.async_save``, which stages before it plans.
+
+The copy that stock's executors then plan and save consists of views into one block. If the structure was saved before,
+every tensor goes straight to the place it will have in its file image, and the later write finds the image complete:
+still one copy. The first time, places are unknown; tensors lie side by side and the write, which is in the background
+by then, copies them once more. Correctness never rests on the prediction: ``snapshot.adopt_staged`` compares addresses.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import mmap
+import os
+import pickle
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from nostall import _torch
+from nostall._arena import Lease
+
+_ALIGNMENT = 64
+
+Structure = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Leaf:
+    fqn: str
+    tensor: torch.Tensor
+    stride: tuple[int, ...]
+
+
+class StagedStateDict(dict[str, Any]):
+    """A private copy of a state dict whose tensors lie in leased memory; the lease ends with it."""
+
+    def __init__(self, content: Mapping[str, Any], lease: Lease, structure: Structure) -> None:
+        super().__init__(content)
+        self.lease = lease
+        lease.label = structure
+        weakref.finalize(self, lease.release)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel to another process as one descriptor and the places in it, not as one file per tensor."""
+        block = self.lease.block
+        stream = io.BytesIO()
+        _PlacePickler(stream, block.memory).dump(dict(self))
+        return (_arrive, (DupFd(block.fd), block.nbytes, stream.getvalue()))
+
+
+def find_leaves(state_dict: Mapping[str, Any]) -> list[_Leaf]:
+    """The tensors of a state dict that one payload can hold, in a fixed order."""
+    leaves: list[_Leaf] = []
+
+    def note(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
+        stride = _torch.payload_stride(tensor.detach())
+        if stride is not None and tensor.device.type != "meta":
+            leaves.append(_Leaf(fqn=fqn, tensor=tensor.detach(), stride=stride))
+        return tensor
+
+    _rebuild(state_dict, "", note, copy_others=False)
+    return leaves
+
+
+def structure_of(leaves: list[_Leaf]) -> Structure:
+    """What has to be equal for an earlier placement to fit."""
+    return tuple((leaf.fqn, leaf.tensor.nbytes) for leaf in leaves)
+
+
+def stage_state_dict(
+    state_dict: Mapping[str, Any],
+    leaves: list[_Leaf],
+    placement: Mapping[str, int],
+    lease_of: Callable[[int], Lease],
+) -> StagedStateDict:
+    """Copy a state dict into leased memory.
+
+    Args:
+        state_dict: What to copy.
+        leaves: What :func:`find_leaves` found in it.
+        placement: Offsets of payloads in the block by name, as far as they are known.
+        lease_of: Gives a lease on at least so many bytes.
+    """
+    end = max((placement[x.fqn] + x.tensor.nbytes for x in leaves if x.fqn in placement), default=0)
+    end = max(end, placement.get("", 0))
+    offsets = []
+    for leaf in leaves:
+        if leaf.fqn in placement:
+            offsets.append(placement[leaf.fqn])
+        else:
+            end = -(-end // _ALIGNMENT) * _ALIGNMENT
+            offsets.append(end)
+            end += leaf.tensor.nbytes
+    lease = lease_of(end)
+    views = [
+        _torch.view_of(lease.block.memory, offset, x.tensor.dtype, x.tensor.shape, x.stride)
+        for x, offset in zip(leaves, offsets, strict=True)
+    ]
+    lease.block.primed = None
+    _torch.copy_all(views, [leaf.tensor for leaf in leaves])
+    remaining = iter(views)
+
+    def place(_: str, tensor: torch.Tensor) -> torch.Tensor:
+        plain = tensor.detach()
+        if _torch.payload_stride(plain) is None or plain.device.type == "meta":
+            # deepcopy, unlike clone, keeps a conjugated or negated view what it is.
+            return copy.deepcopy(plain) if plain.is_cpu or plain.is_meta else plain.cpu()
+        return next(remaining).requires_grad_(tensor.requires_grad)
+
+    content = _rebuild(state_dict, "", place, copy_others=True)
+    return StagedStateDict(content, lease, structure_of(leaves))
+
+
+def _rebuild(
+    value: Any, path: str, on_tensor: Callable[[str, torch.Tensor], torch.Tensor], *, copy_others: bool
+) -> Any:
+    """Copy containers, hand every local tensor with its flattened name to ``on_tensor``."""
+
+    def inner(key: object, element: Any) -> Any:
+        name = f"{path}.{key}" if path else str(key)
+        return _rebuild(element, name, on_tensor, copy_others=copy_others)
+
+    if isinstance(value, DTensor):
+        return DTensor.from_local(
+            on_tensor(path, value.to_local()),
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.size(),
+            stride=value.stride(),
+        )
+    if isinstance(value, _torch.ShardedTensor):
+        twin = copy.copy(value)
+        twin._local_shards = [copy.copy(shard) for shard in value.local_shards()]
+        for number, shard in enumerate(twin._local_shards):
+            shard.tensor = on_tensor(f"{path}#{number}", shard.tensor)
+        return twin
+    if isinstance(value, torch.Tensor):
+        return on_tensor(path, value)
+    if isinstance(value, Mapping):
+        return {key: inner(key, element) for key, element in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(inner(key, element) for key, element in enumerate(value))
+    return copy.deepcopy(value) if copy_others else value
+
+
+# --- to another process ---------------------------------------------------------------------------------------------
+
+
+class _PlacePickler(pickle.Pickler):
+    """Pickles tensors that lie in a block as their place in it."""
+
+    def __init__(self, stream: io.BytesIO, memory: mmap.mmap) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        self._begin, self._end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+
+    def persistent_id(self, value: Any) -> Any:
+        if type(value) is torch.Tensor and self._begin <= value.data_ptr() < self._end:
+            return (
+                value.data_ptr() - self._begin,
+                value.dtype,
+                tuple(value.shape),
+                tuple(value.stride()),
+                value.requires_grad,
+            )
+        return None
+
+
+class _PlaceUnpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, memory: mmap.mmap) -> None:
+        super().__init__(stream)
+        self._memory = memory
+
+    def persistent_load(self, place: Any) -> torch.Tensor:
+        offset, dtype, shape, stride, requires_grad = place
+        view = _torch.view_of(self._memory, offset, dtype, shape, stride)
+        return view.requires_grad_(requires_grad)
+
+
+def _arrive(descriptor: Any, nbytes: int, pickled: bytes) -> dict[str, Any]:
+    fd = descriptor.detach()
+    try:
+        memory = mmap.mmap(fd, nbytes)
+    finally:
+        os.close(fd)
+    content: dict[str, Any] = _PlaceUnpickler(io.BytesIO(pickled), memory).load()
+    return content

@@ -1,0 +1,237 @@
+"""The one process-wide object: memory for snapshots and the processes that write them.
+
+Everything that has to outlive a single save lives in an :class:`Engine`, and nothing else does. The default engine is
+made when a save first needs it; :func:`configure` replaces it, :func:`reset` ends it. Writers, queues and checkpoints
+come and go without touching it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from nostall import _torch
+from nostall._arena import Arena, Block, Lease, address_of
+from nostall._pipeline.layout import FileNaming, Packing, lay_out
+from nostall._values import ItemShape, Layout, RankFailed, RankReport, RankWritten, WriteJob
+from nostall._writer.handle import WriterProcess
+from nostall._writer.priority import lower_priority
+from nostall.options import EngineOptions
+
+_LAYOUTS_KEPT = 8
+
+
+class Engine:
+    """Memory, writer processes and cached layouts of one trainer process. Thread-safe."""
+
+    def __init__(self, options: EngineOptions | None = None) -> None:
+        self.options = options or EngineOptions()
+        self.arena = Arena(
+            max_blocks=self.options.max_in_flight,
+            on_new=lambda block: _torch.register_pinned(address_of(block), block.nbytes),
+            on_drop=self._forget,
+        )
+        self.placements: OrderedDict[Any, dict[str, int]] = OrderedDict()
+        """Where the payloads of a staged state dict ended up in its image, by structure; see ``restage``."""
+        self.faults: tuple[dict[str, Any], ...] = ()
+        """Faults that every job carries; set by ``nostall.testing`` only."""
+        self._writers: list[WriterProcess] = []
+        self._layouts: OrderedDict[Any, Layout] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def lay_out(
+        self, shapes: Sequence[ItemShape], naming: FileNaming, packing: Packing
+    ) -> Layout:
+        """The layout of these items, from the cache if they were laid out before."""
+        key = (tuple(shapes), naming, packing)
+        with self._lock:
+            layout = self._layouts.get(key)
+            if layout is None:
+                layout = self._layouts[key] = lay_out(shapes, naming, packing)
+                if len(self._layouts) > _LAYOUTS_KEPT:
+                    self._layouts.popitem(last=False)
+            else:
+                self._layouts.move_to_end(key)
+        return layout
+
+    def lease(self, nbytes: int, *, beyond_limit: bool = False) -> Lease:
+        """Snapshot memory; see :meth:`nostall._arena.Arena.lease`."""
+        timeout_s = self.options.save_timeout_s
+        return self.arena.lease(nbytes, timeout_s=timeout_s, beyond_limit=beyond_limit)
+
+    def remember_placement(self, structure: Any, placement: dict[str, int]) -> None:
+        """Keep where the payloads of a staged structure belong, for the next time it is staged."""
+        with self._lock:
+            self.placements[structure] = placement
+            self.placements.move_to_end(structure)
+            while len(self.placements) > _LAYOUTS_KEPT:
+                self.placements.popitem(last=False)
+
+    def set_priority(self, cpu_priority: int | None, io_priority: int | None) -> None:
+        """Use these priorities for writer processes, running ones included."""
+        with self._lock:
+            self.options = replace(
+                self.options, cpu_priority=cpu_priority, io_priority=io_priority
+            )
+            for writer in self._writers:
+                lower_priority(writer.pid, cpu_priority, io_priority)
+
+    def submit(self, jobs: Sequence[WriteJob], lease: Lease) -> Future[RankReport]:
+        """Let writer processes do one rank's jobs, one process each; the lease is returned when all are done."""
+        writers = self.writers(len(jobs))
+        parts = [
+            writer.submit(job, lease.block) for writer, job in zip(writers, jobs, strict=True)
+        ]
+        return _joined(parts, lease)
+
+    def writers(self, count: int) -> list[WriterProcess]:
+        """That many running writer processes; dead ones are replaced."""
+        with self._lock:
+            self._writers = [writer for writer in self._writers if writer.alive]
+            while len(self._writers) < count:
+                self._writers.append(
+                    WriterProcess(
+                        cpu_priority=self.options.cpu_priority,
+                        io_priority=self.options.io_priority,
+                    )
+                )
+            return self._writers[:count]
+
+    def warmup(self, nbytes: int, *, timeout_s: float) -> None:
+        """Start a writer process and make memory for a snapshot of ``nbytes`` bytes, so that no save has to."""
+        writer = self.writers(1)[0]
+        if nbytes:
+            self.lease(nbytes).release()
+        writer.wait_ready(timeout_s)
+
+    def cancel(self, job: str, done: Future[RankReport], *, timeout_s: float) -> None:
+        """Give up one save: its writers drop it, or are killed if they do not answer within ``timeout_s``."""
+        with self._lock:
+            writers = [writer for writer in self._writers if writer.has(job)]
+        for writer in writers:
+            writer.cancel(job)
+        try:
+            done.result(timeout_s)
+        except TimeoutError:
+            for writer in writers:
+                writer.kill("it did not stop when the save was aborted", kind="SaveAbortedError")
+
+    def abort(self, reason: str) -> None:
+        """Kill the writer processes; what they have not finished fails and is removed."""
+        with self._lock:
+            writers, self._writers = self._writers, []
+        for writer in writers:
+            writer.kill(reason, kind="SaveAbortedError")
+
+    def close(self) -> None:
+        """End idle writer processes and return memory. Idempotent."""
+        with self._lock:
+            writers, self._writers = self._writers, []
+        for writer in writers:
+            writer.close()
+        self.arena.close()
+
+    def abandon_after_fork(self) -> None:
+        """In a forked child: let go of what belongs to the parent."""
+        for writer in self._writers:
+            writer.abandon_after_fork()
+        self.arena.abandon_after_fork()
+
+    def _forget(self, block: Block) -> None:
+        _torch.unregister_pinned(address_of(block))
+        with self._lock:
+            writers = list(self._writers)
+        for writer in writers:
+            writer.forget(block.id)
+
+
+def _joined(parts: Sequence[Future[RankReport]], lease: Lease) -> Future[RankReport]:
+    """One report for all of a rank's jobs: the first failure, or all receipts."""
+    whole: Future[RankReport] = Future()
+    whole.set_running_or_notify_cancel()
+    left = len(parts)
+    lock = threading.Lock()
+
+    def one_done(_: Future[RankReport]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if left:
+                return
+        lease.release()  # before the report, so that who waits for it finds the memory free
+        reports = [part.result() for part in parts]
+        failed = [report for report in reports if isinstance(report, RankFailed)]
+        written = [report for report in reports if isinstance(report, RankWritten)]
+        whole.set_result(
+            failed[0]
+            if failed
+            else RankWritten(
+                rank=written[0].rank,
+                receipts=tuple(receipt for report in written for receipt in report.receipts),
+            )
+        )
+
+    for part in parts:
+        part.add_done_callback(one_done)
+    return whole
+
+
+_default: Engine | None = None
+_default_lock = threading.Lock()
+
+
+def default_engine() -> Engine:
+    """The engine of this process, made on first use."""
+    global _default
+    with _default_lock:
+        if _default is None:
+            _default = Engine()
+        return _default
+
+
+def configure(options: EngineOptions) -> None:
+    """Use these options for all saves from now on; saves in flight must be finished before."""
+    global _default
+    with _default_lock:
+        old, _default = _default, Engine(options)
+    if old is not None:
+        old.close()
+
+
+def warmup(nbytes: int = 0, *, timeout: float = 30.0) -> None:
+    """Start the writer process, and reserve memory for a snapshot, before the first save needs them.
+
+    Args:
+        nbytes: Size of this rank's share of a checkpoint in bytes; 0 to start the process only.
+        timeout: Seconds to wait for the process.
+
+    Raises:
+        ReservationError: There is not that much memory.
+    """
+    default_engine().warmup(nbytes, timeout_s=timeout)
+
+
+def reset() -> None:
+    """End the default engine: its processes, its memory, its caches. The next save makes a new one."""
+    global _default
+    with _default_lock:
+        old, _default = _default, None
+    if old is not None:
+        old.abort("the engine was reset")
+        old.close()
+
+
+def _after_fork_in_child() -> None:
+    global _default, _default_lock
+    _default_lock = threading.Lock()  # another thread may have held it when this process was made
+    old, _default = _default, None
+    if old is not None:
+        old.abandon_after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

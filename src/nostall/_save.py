@@ -1,0 +1,350 @@
+"""One rank's part of a save, from a plan to a report: the composer that joins the stages.
+
+::
+
+    plan -> PlannedSave -> lay_out -> Layout -> take_snapshot -> Snapshot -> write -> RankReport -> results
+
+Facades call these functions and nothing below them. Where the writing happens is the caller's choice: in a writer
+process (:func:`write_in_background`), or here and now (:func:`write_here`); the code that writes is the same.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import traceback
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from nostall import _torch
+from nostall._arena import Lease
+from nostall._pipeline.collect import require_one_result_each
+from nostall._pipeline.layout import FileNaming, Packing
+from nostall._pipeline.plan import Resolver, plan_rank
+from nostall._pipeline.snapshot import Snapshot, adopt_staged, take_snapshot
+from nostall._runtime import Engine
+from nostall._storage.streams import StreamTarget
+from nostall._values import (
+    Failure,
+    FileImage,
+    FileLayout,
+    Layout,
+    PlannedSave,
+    RankFailed,
+    RankReport,
+    RankWritten,
+    Seal,
+    SealTable,
+    WriteJob,
+    page_aligned,
+)
+from nostall._writer.files import perform
+from nostall.errors import (
+    NostallError,
+    SaveAbortedError,
+    SaveError,
+    SaveTimeoutError,
+    StagingError,
+    WriteError,
+    WriterDiedError,
+)
+from nostall.options import WriterOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveTarget:
+    """Where and how one rank's files of one save are written."""
+
+    job: str
+    directory: str
+    naming: FileNaming
+    options: WriterOptions
+    stream: StreamTarget | None
+    transform_descriptors: tuple[str, ...] | None
+    """What DCP's reader needs to undo stream transforms; ``None`` without any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedSave:
+    """A rank's share with its layout: all that can be done before data is copied."""
+
+    planned: PlannedSave
+    layout: Layout
+    target: SaveTarget
+
+
+def prepare(
+    plan: SavePlan, resolver: Resolver, *, rank: int, target: SaveTarget, engine: Engine
+) -> PreparedSave:
+    """Resolve a final plan and lay it out.
+
+    Raises:
+        StagingError: An item could not be resolved.
+    """
+    planned = plan_rank(plan, resolver, rank=rank)
+    options = target.options
+    packing = Packing(file_count=options.thread_count, file_per_item=options.file_per_item)
+    layout = engine.lay_out(planned.shapes, target.naming, packing)
+    return PreparedSave(planned=planned, layout=layout, target=target)
+
+
+def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False) -> Snapshot:
+    """Take the snapshot; when this returns, the trainer may change everything.
+
+    Raises:
+        SaveTimeoutError: Earlier saves still hold all snapshot memory.
+        ReservationError: There is not enough host memory.
+        StagingError: A copy failed.
+    """
+    lease = engine.lease(prepared.layout.image_nbytes, beyond_limit=beyond_limit)
+    try:
+        return take_snapshot(prepared.planned, prepared.layout, lease)
+    except Exception as error:
+        lease.release()
+        raise StagingError(
+            f"the snapshot failed: {type(error).__name__}: {error}",
+            rank=prepared.planned.rank,
+            phase="stage",
+            job=prepared.target.job,
+        ) from error
+
+
+def adopt_or_stage(prepared: PreparedSave, engine: Engine) -> tuple[Snapshot, bool]:
+    """The snapshot, and whether the items came from a stager; such items are not copied if they are in place."""
+    lease = _stager_lease(prepared, engine)
+    if lease is None:
+        return stage(prepared, engine), False
+    structure = lease.label
+    adopted = adopt_staged(prepared.planned, prepared.layout, lease)
+    if adopted is not None:
+        return adopted, True
+    snapshot = stage(prepared, engine, beyond_limit=True)
+    lease.release()
+    engine.remember_placement(structure, _placement(prepared))
+    return snapshot, True
+
+
+def _stager_lease(prepared: PreparedSave, engine: Engine) -> Lease | None:
+    for item in prepared.planned.items:
+        if not isinstance(item.source, bytes) and item.source.is_cpu and item.source.nbytes:
+            lease = engine.arena.lease_at(item.source.data_ptr())
+            return lease if lease is not None and lease.label is not None else None
+    return None
+
+
+def _placement(prepared: PreparedSave) -> dict[str, int]:
+    """Where payloads belong in memory, by name; under ``""`` the end of the image."""
+    names = Counter(item.shape.fqn for item in prepared.planned.items)
+    placement = {"": prepared.layout.image_nbytes}
+    for file in prepared.layout.files:
+        for slot in file.slots:
+            fqn = prepared.planned.items[slot.item].shape.fqn
+            if names[fqn] == 1 and prepared.layout.shapes[slot.item].container is not None:
+                placement[fqn] = file.image_offset + slot.payload_offset
+    return placement
+
+
+def write_here(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> RankReport:
+    """Write on the calling thread; releases the snapshot."""
+    try:
+        (job,) = _jobs(snapshot, target, engine, processes=1, stream=None)
+        return perform(job, _images(job, snapshot), target.stream)
+    finally:
+        snapshot.lease.release()
+
+
+def write_in_background(
+    snapshot: Snapshot, target: SaveTarget, engine: Engine
+) -> Future[RankReport]:
+    """Write in writer processes, or in a thread if the user's callables cannot travel; releases the snapshot."""
+    stream = _pickled(target.stream)
+    if target.stream is not None and stream is None:
+        return _write_in_thread(snapshot, target, engine)
+    processes = min(target.options.processes, len(snapshot.layout.files))
+    jobs = _jobs(snapshot, target, engine, processes=processes, stream=stream)
+    return engine.submit(jobs, snapshot.lease)
+
+
+def await_report(future: Future[RankReport], *, rank: int, timeout_s: float) -> RankReport:
+    """Wait for a rank's report; a report that does not come in time is a failed one."""
+    try:
+        return future.result(timeout_s)
+    except TimeoutError:
+        failure = Failure(
+            kind="SaveTimeoutError",
+            message=f"the files were not written within {timeout_s:g} s",
+            phase="write",
+            hint="the storage is slower than EngineOptions.save_timeout_s allows, or it is stuck",
+        )
+        return RankFailed(rank=rank, failure=failure)
+
+
+def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResult]:
+    """DCP's results for a rank's report, exactly one per planned item.
+
+    Raises:
+        SaveError: The report says that the rank failed; the subclass says how.
+        IncompleteSaveError: Items and results do not match.
+    """
+    if isinstance(report, RankFailed):
+        raise error_of(report, job=prepared.target.job)
+    descriptors = prepared.target.transform_descriptors
+    results = []
+    for file, receipt in zip(prepared.layout.files, _in_layout_order(prepared, report), strict=True):
+        for position, slot in enumerate(file.slots):
+            offset, length = receipt.extents[position] if receipt.extents else (slot.offset, slot.length)
+            index = prepared.planned.items[slot.item].write_item.index
+            info = _torch.StorageInfo(
+                receipt.name, offset, length, None if descriptors is None else list(descriptors)
+            )
+            results.append(WriteResult(index=index, size_in_bytes=length, storage_data=info))
+    require_one_result_each(
+        (item.index for item in prepared.planned.plan.items),
+        (result.index for result in results),
+        rank=report.rank,
+    )
+    return results
+
+
+_ERROR_KINDS: dict[str, type[SaveError]] = {
+    kind.__name__: kind
+    for kind in (SaveError, StagingError, WriteError, WriterDiedError, SaveTimeoutError, SaveAbortedError)
+}
+
+
+def error_of(report: RankFailed, *, job: str | None = None) -> SaveError:
+    """The exception that a failed rank's report stands for."""
+    failure = report.failure
+    kind = _ERROR_KINDS.get(failure.kind, SaveError)
+    place: dict[str, Any] = {
+        "rank": report.rank,
+        "phase": failure.phase,
+        "path": failure.path,
+        "job": job,
+        "hint": failure.hint,
+    }
+    if kind is WriteError:
+        return WriteError(failure.message, errno=failure.errno, **place)
+    if kind is WriterDiedError:
+        return WriterDiedError(failure.message, exit_code=failure.exit_code, **place)
+    return kind(failure.message, **place)
+
+
+def failure_of(error: BaseException, *, phase: str) -> Failure:
+    """Any exception as plain data."""
+    known = isinstance(error, NostallError)
+    return Failure(
+        kind=type(error).__name__,
+        message=error.message if isinstance(error, NostallError) else f"{type(error).__name__}: {error}",
+        phase=(error.phase if known else None) or phase,  # type: ignore[attr-defined]
+        path=getattr(error, "path", None) if known else None,
+        errno=getattr(error, "errno", None),
+        exit_code=getattr(error, "exit_code", None),
+        hint=getattr(error, "hint", None),
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+# --- jobs -----------------------------------------------------------------------------------------------------------
+
+
+def _jobs(
+    snapshot: Snapshot, target: SaveTarget, engine: Engine, *, processes: int, stream: bytes | None
+) -> list[WriteJob]:
+    shares: list[list[FileImage]] = [[] for _ in range(max(1, processes))]
+    for number, file in enumerate(snapshot.layout.files):
+        shares[number % len(shares)].append(_file_image(file, snapshot))
+    return [
+        WriteJob(
+            job=f"{target.job}/{snapshot.planned.rank}/{number}",
+            rank=snapshot.planned.rank,
+            directory=target.directory,
+            files=tuple(files),
+            sync_files=target.options.sync_files,
+            io_threads=engine.options.io_threads,
+            chunk_nbytes=engine.options.chunk_nbytes,
+            direct=engine.options.direct_io,
+            stream=stream,
+            sys_path=tuple(sys.path) if stream is not None else (),
+            faults=engine.faults,
+        )
+        for number, files in enumerate(shares)
+    ]
+
+
+def _file_image(file: FileLayout, snapshot: Snapshot) -> FileImage:
+    block = snapshot.lease.block
+    return FileImage(
+        name=file.name,
+        nbytes=file.nbytes,
+        block=block.id,
+        block_offset=file.image_offset,
+        seals=_seal_table(file, snapshot.layout),
+    )
+
+
+def _seal_table(file: FileLayout, layout: Layout) -> SealTable:
+    templates: dict[tuple[int, int, Seal | None], int] = {}
+    template_of_slot = []
+    for slot in file.slots:
+        container = layout.shapes[slot.item].container
+        template = (
+            slot.payload_offset - slot.offset,
+            slot.payload_nbytes,
+            container.seal if container is not None else None,
+        )
+        template_of_slot.append(templates.setdefault(template, len(templates)))
+    return SealTable(
+        templates=tuple(templates),
+        blob_offsets=tuple(slot.offset for slot in file.slots),
+        template_of_slot=tuple(template_of_slot),
+    )
+
+
+def _images(job: WriteJob, snapshot: Snapshot) -> dict[str, memoryview]:
+    block = snapshot.lease.block
+    return {
+        image.name: block.image(image.block_offset, page_aligned(image.nbytes)) for image in job.files
+    }
+
+
+def _in_layout_order(prepared: PreparedSave, report: RankWritten) -> list[Any]:
+    receipts = {receipt.name: receipt for receipt in report.receipts}
+    return [receipts[file.name] for file in prepared.layout.files]
+
+
+def _pickled(stream: StreamTarget | None) -> bytes | None:
+    """The user's callables as a pickle that a process without the user's main module can read, or ``None``."""
+    if stream is None:
+        return None
+    try:
+        pickled = pickle.dumps(stream)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return None
+    return None if b"__main__" in pickled else pickled
+
+
+def _write_in_thread(
+    snapshot: Snapshot, target: SaveTarget, engine: Engine
+) -> Future[RankReport]:
+    future: Future[RankReport] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        future.set_result(write_here(snapshot, target, engine))
+
+    threading.Thread(target=run, name="nostall-stream-writer", daemon=True).start()
+    return future
+
+
+
+def partial_files(prepared: PreparedSave) -> list[str]:
+    """Where this rank's files would be: what to remove when the save is given up."""
+    return [os.path.join(prepared.target.directory, file.name) for file in prepared.layout.files]

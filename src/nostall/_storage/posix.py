@@ -1,0 +1,98 @@
+"""Files on a POSIX file system, written in large positional chunks, past the page cache where that is possible.
+
+``O_DIRECT`` asks for page-aligned memory, offsets and lengths. Images are page-aligned; the last chunk is written with
+its padding and the file cut to length before it is synced. A file system that does not take ``O_DIRECT`` refuses the
+open or the first write with ``EINVAL``: the file then goes through the page cache, with the same result.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Iterable
+
+from nostall._values import page_aligned
+
+
+class ImageFile:
+    """One file under construction; chunks may be written from several threads at once."""
+
+    def __init__(self, path: str, nbytes: int, *, direct: bool) -> None:
+        self.path = path
+        self._nbytes = nbytes
+        self._lock = threading.Lock()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        self._direct = direct
+        try:
+            self._fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o666)
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            self._direct = False
+            self._fd = os.open(path, flags, 0o666)
+
+    def write(self, image: memoryview, begin: int, end: int) -> None:
+        """Write ``image[begin:end]`` to the same place in the file.
+
+        Args:
+            image: The file's whole image, padded to whole pages.
+            begin: First byte, a multiple of the page size.
+            end: One past the last byte; a multiple of the page size or the file's length.
+
+        Raises:
+            OSError: The system refused, or took fewer bytes without saying why.
+        """
+        length = page_aligned(end) if self._direct else end
+        while begin < end:
+            direct = self._direct
+            try:
+                written = os.pwrite(self._fd, image[begin : length if direct else end], begin)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not direct:
+                    raise
+                self._go_through_page_cache()
+                continue
+            if written == 0:
+                raise OSError(errno.EIO, "the system wrote nothing and gave no reason", self.path)
+            begin += written
+
+    def finish(self, *, sync: bool) -> None:
+        """Cut the file to its length and, if asked, wait until the device has it."""
+        os.ftruncate(self._fd, self._nbytes)
+        if sync:
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close the descriptor; idempotent."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _go_through_page_cache(self) -> None:
+        """Switch ``O_DIRECT`` off for all further writes; several threads may find out at once."""
+        with self._lock:
+            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            self._direct = False
+
+
+def sync_directory(path: str) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def remove_files(paths: Iterable[str]) -> None:
+    """Remove what is left of files that will never be committed; one that is not there is no error."""
+    for path in paths:
+        try:
+            os.unlink(path)
+        except OSError:
+            # The failure being cleaned up after is the one to report; a file that stays is only wasted space.
+            continue

@@ -1,0 +1,229 @@
+"""The only file that imports private torch names; differences between torch versions end here.
+
+Everything else of nostall reaches torch through its public API or through this file.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import ShardedTensor as ShardedTensor
+from torch.distributed.checkpoint.api import (
+    CheckpointException as CheckpointException,
+)
+from torch.distributed.checkpoint.api import (
+    _is_wrapped_exception,
+    _wrap_exception,
+)
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    _metadata_fn,
+    _StorageInfo,
+    _StoragePrefix,
+)
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+METADATA_NAME: str = _metadata_fn
+DCP_VERSION: str = CURRENT_DCP_VERSION
+StorageInfo = _StorageInfo
+StoragePrefix = _StoragePrefix
+DistWrapper = _DistWrapper
+WrappedException = tuple[BaseException, Any]
+
+def wrap_exception(error: BaseException) -> WrappedException:
+    """The form in which DCP sends an exception to other ranks."""
+    wrapped: WrappedException = _wrap_exception(error)
+    return wrapped
+
+
+def is_wrapped_exception(candidate: object) -> bool:
+    """Whether something is an exception in DCP's form."""
+    return bool(_is_wrapped_exception(candidate))
+
+
+class _Skeleton(io.RawIOBase):
+    """Receives a container without its payload: keeps what is written and the one gap that is sought over."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytearray] = [bytearray()]
+        self.gap_nbytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def write(self, piece: Any) -> int:
+        self.parts[-1] += piece
+        return len(piece)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence != os.SEEK_CUR or len(self.parts) > 1:
+            raise io.UnsupportedOperation("only one relative seek, over the payload, is expected")
+        self.gap_nbytes = offset
+        self.parts.append(bytearray())
+        return self.tell()
+
+    def tell(self) -> int:
+        return sum(map(len, self.parts)) + self.gap_nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerSkeleton:
+    """What ``torch.save`` writes for a tensor, less the payload."""
+
+    prefix: bytes
+    payload_nbytes: int
+    suffix: bytes
+    checksums: bool
+    """Whether torch is set to store CRCs."""
+
+
+def container_skeleton(
+    dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]
+) -> ContainerSkeleton:
+    """The container of a plain CPU tensor that owns exactly its own storage, from ``torch.save`` itself."""
+    # Never touched, so no page of it is ever backed by memory, however large it is.
+    stand_in = torch.empty_strided(size, stride, dtype=dtype)
+    skeleton = _Skeleton()
+    with torch.serialization.skip_data():
+        torch.save(stand_in, skeleton)
+    before, after = skeleton.parts if skeleton.gap_nbytes else (b"", b"".join(skeleton.parts))
+    return ContainerSkeleton(
+        prefix=bytes(before),
+        payload_nbytes=skeleton.gap_nbytes,
+        suffix=bytes(after),
+        checksums=bool(torch.serialization.get_crc32_options()),
+    )
+
+
+def container_settings() -> tuple[bool, int]:
+    """The process-wide settings of torch that change a container: checksums, payload alignment."""
+    return bool(torch.serialization.get_crc32_options()), _storage_alignment()
+
+
+def _storage_alignment() -> int:
+    from torch.utils.serialization import config
+
+    return int(getattr(config.save, "storage_alignment", 64))
+
+
+@lru_cache(maxsize=256)
+def can_be_viewed(dtype: torch.dtype) -> bool:
+    """Whether raw memory can be viewed with this dtype and copied into; sub-byte and quantised types cannot."""
+    try:
+        memory = bytearray(16)
+        view = torch.frombuffer(memory, dtype=dtype, count=1, offset=0)
+        view.copy_(torch.empty_strided((1,), (1,), dtype=dtype))
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return False
+    return view.nbytes == dtype.itemsize
+
+
+def payload_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Strides under which stock writes the tensor, or ``None`` if its file form is not one payload."""
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor.layout != torch.strided
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or not can_be_viewed(tensor.dtype)
+    ):
+        return None
+    if tensor.is_contiguous():
+        return tuple(tensor.stride())
+    dense = tuple(torch.empty_like(tensor, device="meta").stride())
+    owns_exactly = tensor.is_cpu and tensor.untyped_storage().nbytes() == tensor.nbytes
+    if owns_exactly and dense != tuple(tensor.stride()):
+        return None  # overlapping or gapped over a storage of its own size: stock writes the storage as it is
+    return dense
+
+
+def view_of(
+    memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """A tensor over raw memory; the address need not be aligned to the element size."""
+    count = 1
+    for extent in size:
+        count *= extent
+    if count == 0:
+        return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype)
+    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+    return flat.as_strided(tuple(size), tuple(stride))
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy every source into its host target and return when all bytes are there.
+
+    Sources on an accelerator are copied on a side stream that first waits for the caller's stream, so that the copy
+    sees the values which the caller's program order says; the host then waits for that stream.
+    """
+    by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        pair = by_device.setdefault(source.device, ([], []))
+        pair[0].append(target)
+        pair[1].append(source)
+    pending: list[Callable[[], None]] = []
+    with torch.no_grad():
+        for device, (to, of) in by_device.items():
+            if device.type == "cpu":
+                continue
+            pending.append(_start_device_copy(device, to, of))
+        if torch.device("cpu") in by_device:
+            to, of = by_device[torch.device("cpu")]
+            torch._foreach_copy_(to, of)
+    for wait in pending:
+        wait()
+
+
+def _start_device_copy(
+    device: torch.device, targets: list[torch.Tensor], sources: list[torch.Tensor]
+) -> Callable[[], None]:
+    module = torch.get_device_module(device)
+    if not hasattr(module, "Stream"):  # a backend without streams copies in order and returns when it is done
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+        return lambda: None
+    stream = _side_stream(device)
+    stream.wait_stream(module.current_stream(device))
+    with module.stream(stream):
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+    synchronize: Callable[[], None] = stream.synchronize
+    return synchronize
+
+
+@lru_cache(maxsize=64)
+def _side_stream(device: torch.device) -> Any:
+    return torch.get_device_module(device).Stream(device=device)
+
+
+def register_pinned(address: int, nbytes: int) -> None:
+    """Pin host memory for the CUDA copy engines, where CUDA is present and in use; elsewhere do nothing."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        code = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+        if int(code) not in (0, 712):  # success, or registered already
+            raise RuntimeError(f"cudaHostRegister of {nbytes} bytes failed with code {int(code)}")
+
+
+def unregister_pinned(address: int) -> None:
+    """Undo :func:`register_pinned`; memory that was never pinned is left as it is."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def device_for_collectives(group: dist.ProcessGroup | None) -> torch.device:
+    """A device on which ``group`` can run a collective: the CPU if it has a backend for it, else its own."""
+    types = {torch.device(kind).type for kind in (group or dist.group.WORLD)._device_types}
+    if "cpu" in types:
+        return torch.device("cpu")
+    kind = min(types)
+    return torch.device(kind, torch.get_device_module(kind).current_device())

@@ -1,0 +1,222 @@
+"""The trainer's side of a background process: start it, send it requests, learn how each one ended.
+
+One daemon thread per process receives answers and settles futures, so a caller never has to drive anything and every
+wait is a ``Future.result`` with three exits: the answer, the failure that the process died, or the caller's deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from nostall._values import Failure
+from nostall._writer.messages import Message, Receiver, send
+from nostall._writer.priority import lower_priority
+from nostall.errors import NostallError
+
+_SEND_TIMEOUT_S = 60.0
+"""A child reads its socket all the time; one that does not for this long is stopped or broken."""
+_EXIT_TIMEOUT_S = 5.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waiting(Generic[T]):
+    future: Future[T]
+    on_death: Callable[[Failure], T]
+    """What to answer if the process dies; runs once it is gone, so it may clean up after it."""
+
+
+class ChildProcess(ABC, Generic[T]):
+    """A running background process whose answers are of type ``T``.
+
+    Args:
+        command: Interpreter arguments; the child's end of the socket and the parent's process id are appended.
+        cpu_priority: Niceness, or ``None`` to leave it alone.
+        io_priority: I/O scheduling class, or ``None``.
+    """
+
+    kind: str
+    """What the process is called in messages."""
+
+    def __init__(
+        self, command: Sequence[str], *, cpu_priority: int | None, io_priority: int | None
+    ) -> None:
+        if not sys.executable:
+            raise NostallError(
+                f"this interpreter does not know its own executable, so no {self.kind} can be started",
+                phase="write",
+                hint="set sys.executable",
+            )
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(  # ended by kill() or close()
+                [sys.executable, *command, str(theirs.fileno()), str(os.getpid())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C at the trainer's terminal is not for this process
+            )
+        ours.settimeout(_SEND_TIMEOUT_S)
+        self._socket = ours
+        self._send_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._waiting: dict[str, _Waiting[T]] = {}
+        self._death: Failure | None = None
+        self._ready = threading.Event()
+        self._receiver = threading.Thread(
+            target=self._receive, name=f"nostall-receiver-{self.pid}", daemon=True
+        )
+        self._receiver.start()
+        lower_priority(self.pid, cpu_priority, io_priority)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can still be given to it."""
+        return self._death is None
+
+    def wait_ready(self, timeout: float) -> bool:
+        """Wait until the process listens, at most ``timeout`` seconds; false if it did not or is dead."""
+        return self._ready.wait(timeout) and self.alive
+
+    def kill(self, reason: str, kind: str = "WriterDiedError") -> None:
+        """End the process now; unanswered requests fail with ``reason``. Idempotent."""
+        self._pronounce(kind, reason)
+        self._process.kill()
+        self._reap(_EXIT_TIMEOUT_S)
+
+    def terminate(self, reason: str, *, kill_after_s: float) -> None:
+        """As :meth:`kill`, but with SIGTERM first."""
+        self._pronounce("SaveAbortedError", reason)
+        self._process.terminate()
+        self._reap(kill_after_s)
+
+    def close(self, *, kill_after_s: float = _EXIT_TIMEOUT_S) -> None:
+        """End an idle process by closing its socket. Idempotent."""
+        self._pronounce("SaveAbortedError", "it was closed")
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the process was faster
+        self._reap(kill_after_s)
+
+    def abandon_after_fork(self) -> None:
+        """In a forked child: drop the descriptor; the process belongs to the parent."""
+        os.close(self._socket.detach())
+
+    @abstractmethod
+    def _answer(self, message: Message) -> T:
+        """What a message with an answer says."""
+
+    def _ask(
+        self,
+        request: Message,
+        on_death: Callable[[Failure], T],
+        *,
+        descriptors: tuple[int, ...] = (),
+        before: Sequence[tuple[Message, tuple[int, ...]]] = (),
+    ) -> Future[T]:
+        """Send messages and then a request; the future always ends."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # what was sent cannot be cancelled, only aborted
+        with self._lock:
+            death = self._death
+            if death is None:
+                self._waiting[request["job"]] = _Waiting(future=future, on_death=on_death)
+        if death is not None:
+            future.set_result(on_death(death))
+            return future
+        self._tell(*before, (request, descriptors))
+        return future
+
+    def _tell(self, *messages: tuple[Message, tuple[int, ...]]) -> None:
+        """Send messages in one go; a process that does not take them is killed."""
+        try:
+            with self._send_lock:
+                for message, descriptors in messages:
+                    send(self._socket, message, descriptors)
+        except OSError as error:
+            self.kill(f"it no longer takes messages ({type(error).__name__}: {error})")
+
+    def _receive(self) -> None:
+        """The receiving thread: settle futures until the process is gone, then fail what is left."""
+        receiver = Receiver(self._socket)
+        try:
+            while True:
+                try:
+                    received = receiver.receive()
+                except TimeoutError:
+                    continue
+                if received is None:
+                    break
+                self._take(received[0])
+        except Exception as error:  # a confused peer is a dead peer
+            self._pronounce("ProtocolError", f"{type(error).__name__}: {error}")
+            self._process.kill()
+        self._settle_rest()
+
+    def _take(self, message: Message) -> None:
+        if message["type"] == "ready":
+            self._ready.set()
+            return
+        with self._lock:
+            waiting = self._waiting.pop(message["job"], None)
+        if waiting is not None:  # a late answer that nobody waits for is dropped
+            waiting.future.set_result(self._answer(message))
+
+    def _settle_rest(self) -> None:
+        try:
+            code = self._process.wait(_EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        self._pronounce("WriterDiedError", _how_it_ended(code), code)
+        with self._lock:
+            rest = list(self._waiting.values())
+            self._waiting.clear()
+        self._ready.set()
+        self._socket.close()
+        assert self._death is not None  # pronounced above at the latest
+        for waiting in rest:
+            waiting.future.set_result(waiting.on_death(self._death))
+
+    def _pronounce(self, kind: str, reason: str, code: int | None = None) -> None:
+        """Record why the process is no more; the first reason stands."""
+        with self._lock:
+            if self._death is None:
+                self._death = Failure(
+                    kind=kind,
+                    message=f"{self.kind} {self.pid}: {reason}",
+                    phase="write",
+                    exit_code=code,
+                    hint="the next save starts a new one",
+                )
+
+    def _reap(self, kill_after_s: float) -> None:
+        try:
+            self._process.wait(kill_after_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if threading.current_thread() is not self._receiver:
+            self._receiver.join(_EXIT_TIMEOUT_S)
+
+
+def _how_it_ended(code: int) -> str:
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"

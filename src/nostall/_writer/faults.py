@@ -1,0 +1,58 @@
+"""Faults to order, for tests: an error, a death, a pause or a delay at a named point of a write.
+
+A fault is plain data in the job. Points are ``start``, ``open``, ``chunk``, ``fsync`` and ``report``; ``file`` limits
+a fault to shard files whose name contains it, ``after`` skips that many passages.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class Faults:
+    """The faults of one job; thread-safe, and free when there are none."""
+
+    def __init__(self, faults: Sequence[Mapping[str, Any]]) -> None:
+        self._faults = tuple(faults)
+        self._passages = [0] * len(self._faults)
+        self._lock = threading.Lock()
+
+    def at(self, point: str, file: str = "") -> None:
+        """Pass a named point; whatever fault is set there happens.
+
+        Raises:
+            OSError: The fault asks for an errno.
+            RuntimeError: The fault asks for an ordinary exception.
+        """
+        for position, fault in enumerate(self._faults):
+            if fault["point"] != point or fault.get("file", "") not in file:
+                continue
+            with self._lock:
+                self._passages[position] += 1
+                due = self._passages[position] > fault.get("after", 0)
+            if due:
+                _happen(fault, file)
+
+
+def _happen(fault: Mapping[str, Any], file: str) -> None:
+    match fault["do"]:
+        case "errno":
+            raise OSError(fault["errno"], os.strerror(fault["errno"]), file or None)
+        case "raise":
+            raise RuntimeError(fault["message"])
+        case "exit":
+            os._exit(fault["code"])
+        case "kill":
+            os.kill(os.getpid(), fault["signal"])
+        case "delay":
+            time.sleep(fault["seconds"])
+        case "hold":
+            # Opening a FIFO for reading returns when the test opens it for writing: a pause without a clock.
+            with open(fault["fifo"], "rb") as fifo:
+                fifo.read()
+        case other:
+            raise ValueError(f"unknown fault {other!r}")

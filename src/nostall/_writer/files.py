@@ -1,0 +1,380 @@
+"""Seal file images and put them on storage, from a few threads.
+
+A file is worked through in chunks, taken in order by whichever thread is free. For each chunk a thread
+
+1. computes the CRC-32 of the payload pieces inside it,
+2. seals the containers whose payload ends in it, once the threads that hold the earlier pieces of that payload have
+   done step 1,
+3. writes it, once a container whose end reaches over from the chunk before is sealed.
+
+A thread waits only for steps 1 and 2 of earlier chunks, which other threads have begun and which themselves wait only
+for still earlier ones: there is no cycle, and one thread alone never waits. Checksumming one chunk thus overlaps with
+writing others. The same code runs in the writer process and, for synchronous saves, in the trainer.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import traceback
+import zlib
+from bisect import bisect_right
+from collections.abc import Mapping
+
+from nostall._pipeline.container import seal_patches
+from nostall._storage.posix import ImageFile, remove_files, sync_directory
+from nostall._storage.streams import StreamTarget, write_stream
+from nostall._values import (
+    PAGE_NBYTES,
+    Failure,
+    FileImage,
+    FileReceipt,
+    RankFailed,
+    RankReport,
+    RankWritten,
+    SealTable,
+    WriteJob,
+    page_aligned,
+)
+from nostall._writer.crc import combine
+from nostall._writer.faults import Faults
+
+
+def perform(
+    job: WriteJob,
+    images: Mapping[str, memoryview],
+    stream: StreamTarget | None = None,
+    cancelled: threading.Event | None = None,
+) -> RankReport:
+    """Write all files of a job; never raises an ordinary exception.
+
+    Args:
+        job: What to write.
+        images: Per file name, the writable image, padded to whole pages.
+        stream: The user's own callables, if files are to be written through them.
+        cancelled: Set by another thread to give the job up between two chunks.
+
+    Returns:
+        A receipt for every file, or the first failure; in that case no file of the job is left.
+    """
+    at = _Position(phase="open", path=job.directory)
+    try:
+        cancelled = cancelled or threading.Event()
+        faults = Faults(job.faults)
+        faults.at("start")
+        os.makedirs(job.directory, exist_ok=True)
+        if stream is None:
+            receipts = _write_images(job, images, faults, at, cancelled)
+        else:
+            receipts = _write_streams(job, images, faults, at, stream, cancelled)
+        if job.sync_files and os.path.isdir(job.directory):
+            at.move("fsync", job.directory)
+            sync_directory(job.directory)
+        faults.at("report")
+    except Cancelled as error:
+        remove_files(os.path.join(job.directory, image.name) for image in job.files)
+        failure = Failure(kind="SaveAbortedError", message=str(error), phase=at.phase, path=at.path)
+        return RankFailed(rank=job.rank, failure=failure)
+    except Exception as error:  # whatever it is, the trainer has to hear of it
+        remove_files(os.path.join(job.directory, image.name) for image in job.files)
+        return RankFailed(rank=job.rank, failure=_describe(error, at))
+    return RankWritten(rank=job.rank, receipts=receipts)
+
+
+class Cancelled(Exception):
+    """The trainer gave the job up."""
+
+
+class _Position:
+    """Where the first failing thread was; later failures are consequences and are not recorded."""
+
+    def __init__(self, *, phase: str, path: str) -> None:
+        self.phase = phase
+        self.path = path
+
+    def move(self, phase: str, path: str) -> None:
+        self.phase, self.path = phase, path
+
+
+def _describe(error: Exception, at: _Position) -> Failure:
+    code = error.errno if isinstance(error, OSError) else None
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    hint = None
+    if code is not None:
+        hint = _free_space(at.path)
+    return Failure(
+        kind="WriteError",
+        message=f"{type(error).__name__}: {reason}",
+        phase=at.phase,
+        path=at.path,
+        errno=code,
+        hint=hint,
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+def _free_space(path: str) -> str | None:
+    try:
+        room = os.statvfs(path if os.path.isdir(path) else os.path.dirname(path))
+    except OSError:
+        return None
+    return f"{room.f_bavail * room.f_frsize} bytes and {room.f_favail} inodes are free there"
+
+
+# --- images ---------------------------------------------------------------------------------------------------------
+
+
+def _write_images(
+    job: WriteJob,
+    images: Mapping[str, memoryview],
+    faults: Faults,
+    at: _Position,
+    cancelled: threading.Event,
+) -> tuple[FileReceipt, ...]:
+    tasks = [_FileTask(job, image, images[image.name], faults) for image in job.files]
+    chunks: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
+    for task in tasks:
+        for number in range(task.chunk_count):
+            chunks.put(_Chunk(task, number))
+    failed = threading.Event()
+    first: list[Exception] = []
+    lock = threading.Lock()
+
+    def work() -> None:
+        while not failed.is_set():
+            try:
+                chunk = chunks.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                if cancelled.is_set():
+                    raise Cancelled("the save was aborted")
+                chunk.task.do_chunk(chunk)
+            except Exception as error:  # reported by the caller, once
+                with lock:
+                    if not first:
+                        first.append(error)
+                        at.move(chunk.phase, chunk.task.path)
+                failed.set()
+                for task in tasks:
+                    task.give_up()
+
+    count = min(job.io_threads, chunks.qsize())
+    threads = [threading.Thread(target=work, name=f"nostall-io-{n}") for n in range(1, count)]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    try:
+        if first:
+            raise first[0]
+        return tuple(task.receipt() for task in tasks)
+    finally:
+        for task in tasks:
+            task.close()
+
+
+class _Chunk:
+    """One chunk of one file, and the phase that the thread working on it is in."""
+
+    __slots__ = ("number", "phase", "task")
+
+    def __init__(self, task: _FileTask, number: int) -> None:
+        self.task = task
+        self.number = number
+        self.phase = "open"
+
+
+class _GivenUp(Exception):
+    """Another thread failed; this one stops."""
+
+
+class _FileTask:
+    """One file on its way to storage, shared by the threads that work on its chunks."""
+
+    def __init__(self, job: WriteJob, image: FileImage, memory: memoryview, faults: Faults) -> None:
+        self.path = os.path.join(job.directory, image.name)
+        self._job = job
+        self._image = image
+        self._memory = memory
+        self._faults = faults
+        self._file: ImageFile | None = None
+        self._lock = threading.Lock()
+        size = max(PAGE_NBYTES, page_aligned(job.chunk_nbytes))
+        self._bounds = [*range(0, image.nbytes, size), image.nbytes] if image.nbytes else [0, 0]
+        self.chunk_count = len(self._bounds) - 1
+        self._summed = [threading.Event() for _ in range(self.chunk_count)]
+        self._sealed = [threading.Event() for _ in range(self.chunk_count)]
+        self._left = self.chunk_count
+        self._given_up = False
+        self._payloads = _Payloads(image.seals, self._bounds)
+        self._started_s = 0.0
+        self._finished_s = 0.0
+
+    def do_chunk(self, chunk: _Chunk) -> None:
+        number = chunk.number
+        begin, end = self._bounds[number], self._bounds[number + 1]
+        self._open()
+        self._payloads.sum_pieces(self._memory, number)
+        self._summed[number].set()
+        for earlier in range(self._payloads.first_chunk_needed(number), number):
+            self._wait(self._summed[earlier])
+        self._payloads.seal_ending_in(self._memory, number)
+        self._sealed[number].set()
+        if number:
+            self._wait(self._sealed[number - 1])
+        chunk.phase = "write"
+        self._faults.at("chunk", self.path)
+        if self._file is None:
+            raise _GivenUp
+        self._file.write(self._memory, begin, end)
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            chunk.phase = "fsync"
+            self._faults.at("fsync", self.path)
+            self._file.finish(sync=self._job.sync_files)
+            self._file.close()
+            self._finished_s = time.monotonic()
+
+    def give_up(self) -> None:
+        """Wake every thread that waits for a chunk of this file."""
+        self._given_up = True
+        for event in (*self._summed, *self._sealed):
+            event.set()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def receipt(self) -> FileReceipt:
+        return FileReceipt(
+            name=self._image.name,
+            nbytes=self._image.nbytes,
+            crc32=tuple(self._payloads.crc32),
+            extents=None,
+            started_s=self._started_s,
+            finished_s=self._finished_s,
+            fsynced=self._job.sync_files,
+        )
+
+    def _open(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                return
+            if self._given_up:
+                raise _GivenUp
+            self._started_s = time.monotonic()
+            self._faults.at("open", self.path)
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            self._file = ImageFile(self.path, self._image.nbytes, direct=self._job.direct)
+
+    def _wait(self, event: threading.Event) -> None:
+        # No deadline: whoever sets the event is a thread of this process that only computes before it does, and
+        # give_up() sets all of them.
+        event.wait()
+        if self._given_up:
+            raise _GivenUp
+
+
+class _Payloads:
+    """The payloads of one image cut at chunk bounds, and the seals they lead to."""
+
+    def __init__(self, seals: SealTable, bounds: list[int]) -> None:
+        self._seals = seals
+        self._bounds = bounds
+        self._pieces: list[list[tuple[int, int, int]]] = [[] for _ in range(len(bounds) - 1)]
+        self._ending: list[list[tuple[int, int]]] = [[] for _ in range(len(bounds) - 1)]
+        self._crc_of_piece: dict[tuple[int, int], int] = {}
+        self.crc32 = [0] * len(seals.blob_offsets)
+        for slot, (blob, template) in enumerate(
+            zip(seals.blob_offsets, seals.template_of_slot, strict=True)
+        ):
+            offset, nbytes, seal = seals.templates[template]
+            if seal is not None and nbytes:
+                self._cut(slot, blob + offset, nbytes)
+
+    def sum_pieces(self, memory: memoryview, chunk: int) -> None:
+        crcs = self._crc_of_piece
+        for slot, begin, end in self._pieces[chunk]:
+            crcs[slot, chunk] = zlib.crc32(memory[begin:end])
+
+    def first_chunk_needed(self, chunk: int) -> int:
+        return min((first for _, first in self._ending[chunk]), default=chunk)
+
+    def seal_ending_in(self, memory: memoryview, chunk: int) -> None:
+        for slot, first in self._ending[chunk]:
+            blob = self._seals.blob_offsets[slot]
+            seal = self._seals.templates[self._seals.template_of_slot[slot]][2]
+            assert seal is not None  # only sealed slots are cut into pieces
+            crc32 = self._crc_of_piece[slot, first]
+            for later in range(first + 1, chunk + 1):
+                length = self._piece_nbytes(slot, later)
+                crc32 = combine(crc32, self._crc_of_piece[slot, later], length)
+            self.crc32[slot] = crc32
+            for at, patch in seal_patches(seal, crc32):
+                memory[blob + at : blob + at + len(patch)] = patch
+
+    def _cut(self, slot: int, begin: int, nbytes: int) -> None:
+        end = begin + nbytes
+        chunk = first = bisect_right(self._bounds, begin) - 1
+        while begin < end:
+            stop = min(end, self._bounds[chunk + 1])
+            self._pieces[chunk].append((slot, begin, stop))
+            begin = stop
+            chunk += 1
+        self._ending[chunk - 1].append((slot, first))
+
+    def _piece_nbytes(self, slot: int, chunk: int) -> int:
+        offset, nbytes, _ = self._seals.templates[self._seals.template_of_slot[slot]]
+        begin = self._seals.blob_offsets[slot] + offset
+        return min(begin + nbytes, self._bounds[chunk + 1]) - max(begin, self._bounds[chunk])
+
+
+# --- streams --------------------------------------------------------------------------------------------------------
+
+
+def _write_streams(
+    job: WriteJob,
+    images: Mapping[str, memoryview],
+    faults: Faults,
+    at: _Position,
+    target: StreamTarget,
+    cancelled: threading.Event,
+) -> tuple[FileReceipt, ...]:
+    receipts = []
+    for image in job.files:
+        if cancelled.is_set():
+            raise Cancelled("the save was aborted")
+        path = os.path.join(job.directory, image.name)
+        at.move("write", path)
+        faults.at("open", path)
+        memory = images[image.name]
+        payloads = _Payloads(image.seals, [0, image.nbytes])
+        payloads.sum_pieces(memory, 0)
+        payloads.seal_ending_in(memory, 0)
+        started_s = time.monotonic()
+        starts = image.seals.blob_offsets
+        blobs = [
+            (start, stop - start)
+            for start, stop in zip(starts, (*starts[1:], image.nbytes), strict=True)
+        ]
+        extents = write_stream(
+            target, path, memory, blobs, chunk_nbytes=job.chunk_nbytes, sync=job.sync_files
+        )
+        receipts.append(
+            FileReceipt(
+                name=image.name,
+                nbytes=sum(length for _, length in extents),
+                crc32=tuple(payloads.crc32),
+                extents=extents if target.transforms else None,
+                started_s=started_s,
+                finished_s=time.monotonic(),
+                fsynced=job.sync_files,
+            )
+        )
+    return tuple(receipts)

@@ -1,0 +1,81 @@
+"""The trainer's side of a writer process: hand it jobs and the memory they lie in."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+from nostall._arena import Block
+from nostall._storage.posix import remove_files
+from nostall._values import Failure, RankFailed, RankReport, WriteJob
+from nostall._writer.child import ChildProcess
+from nostall._writer.messages import Message, job_to_message, report_from_message
+
+_ENTRY = (
+    "import sys; sys.path.insert(0, sys.argv[1]);"
+    " from nostall._writer.main import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+)
+
+
+class WriterProcess(ChildProcess[RankReport]):
+    """A process that writes file images to storage and never imports torch."""
+
+    kind = "writer process"
+
+    def __init__(self, *, cpu_priority: int | None = None, io_priority: int | None = None) -> None:
+        root = str(Path(__file__).resolve().parents[2])
+        self._mapped: set[int] = set()
+        super().__init__(
+            # -I -S: nothing of the user's environment, current directory or site-packages is executed in there.
+            ["-I", "-S", "-c", _ENTRY, root],
+            cpu_priority=cpu_priority,
+            io_priority=io_priority,
+        )
+
+    def submit(self, job: WriteJob, block: Block) -> Future[RankReport]:
+        """Hand over a job.
+
+        Args:
+            job: The files to write; their images must not change before the future is done.
+            block: The arena block that its images lie in.
+
+        Returns:
+            A future that always ends: with the writer's report, or a failed one if the process dies; what it had
+            written of the job is removed then.
+        """
+
+        def on_death(failure: Failure) -> RankReport:
+            paths = [os.path.join(job.directory, image.name) for image in job.files]
+            remove_files(paths)
+            return RankFailed(
+                rank=job.rank, failure=replace(failure, path=paths[0] if paths else job.directory)
+            )
+
+        announce: list[tuple[Message, tuple[int, ...]]] = []
+        if block.id not in self._mapped:
+            self._mapped.add(block.id)
+            message = {"type": "map", "block": block.id, "nbytes": block.nbytes}
+            announce.append((message, (block.fd,)))
+        return self._ask(job_to_message(job), on_death, before=announce)
+
+    def has(self, save: str) -> bool:
+        """Whether a job of this save is unanswered here."""
+        with self._lock:
+            return any(job.startswith(f"{save}/") for job in self._waiting)
+
+    def cancel(self, save: str) -> None:
+        """Ask the process to drop the jobs of a save; they are answered as aborted."""
+        with self._lock:
+            jobs = [job for job in self._waiting if job.startswith(f"{save}/")]
+        self._tell(*(({"type": "cancel", "job": job}, ()) for job in jobs))
+
+    def forget(self, block_id: int) -> None:
+        """Let the process unmap a block that the arena gave back to the system."""
+        if block_id in self._mapped and self.alive:
+            self._mapped.discard(block_id)
+            self._tell(({"type": "unmap", "block": block_id}, ()))
+
+    def _answer(self, message: Message) -> RankReport:
+        return report_from_message(message)

@@ -1,0 +1,131 @@
+"""What runs in the writer process: take jobs off the socket, write them, answer.
+
+The main thread only listens, so that it notices at once when the trainer is gone: the socket ends, or the trainer's
+process descriptor becomes readable (a forked child of the trainer may hold the socket open). It then leaves at once,
+whatever the other threads are doing; an unfinished file is not part of any checkpoint. Jobs are written one after the
+other by a second thread. SIGINT and SIGTERM are ignored: a signal to the whole process group must not lose a save, and
+the trainer decides when the writer ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+
+from nostall._storage.streams import StreamTarget
+from nostall._values import Failure, RankFailed, WriteJob, page_aligned
+from nostall._writer.files import perform
+from nostall._writer.messages import (
+    Message,
+    Receiver,
+    job_from_message,
+    report_to_message,
+    send,
+)
+
+
+def main(socket_fd: int, parent_pid: int) -> None:
+    """Serve one trainer until it closes the socket or ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sock = socket.socket(fileno=socket_fd)
+    writer = _Writer(sock)
+    threading.Thread(target=writer.write_jobs, name="nostall-jobs", daemon=True).start()
+    parent = os.pidfd_open(parent_pid) if os.getppid() == parent_pid else None
+    if parent is None:
+        os._exit(0)
+    poller = select.poll()
+    poller.register(parent, select.POLLIN)
+    poller.register(sock, select.POLLIN)
+    send(sock, {"type": "ready", "pid": os.getpid()})
+    receiver = Receiver(sock)
+    sock.settimeout(1.0)  # a message that has begun and does not go on is looked at again, together with the parent
+    while True:
+        if not receiver.buffered() and parent in {fd for fd, _ in poller.poll()}:
+            os._exit(0)
+        try:
+            received = receiver.receive()
+        except TimeoutError:
+            continue
+        if received is None:
+            os._exit(0)
+        writer.take(*received)
+
+
+class _Writer:
+    """The memory blocks and waiting jobs of this process."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._blocks: dict[int, mmap.mmap] = {}
+        self._jobs: queue.SimpleQueue[tuple[WriteJob, threading.Event]] = queue.SimpleQueue()
+        self._cancelled: dict[str, threading.Event] = {}
+
+    def take(self, message: Message, descriptors: list[int]) -> None:
+        """Act on one message; called on the main thread only."""
+        match message["type"]:
+            case "map":
+                fd = descriptors.pop()
+                self._blocks[message["block"]] = mmap.mmap(fd, message["nbytes"])
+                os.close(fd)
+            case "unmap":
+                # The mapping goes when the last image that looks into it does.
+                self._blocks.pop(message["block"], None)
+            case "write":
+                job = job_from_message(message)
+                cancelled = self._cancelled[job.job] = threading.Event()
+                self._jobs.put((job, cancelled))
+            case "cancel":
+                if message["job"] in self._cancelled:
+                    self._cancelled[message["job"]].set()
+        for fd in descriptors:
+            os.close(fd)
+
+    def write_jobs(self) -> None:
+        """Write jobs for ever, one at a time, in order."""
+        while True:
+            job, cancelled = self._jobs.get()
+            try:
+                report = perform(job, self._images(job), _stream_target(job), cancelled)
+            except BaseException as error:  # an answer goes out whatever happens
+                report = RankFailed(
+                    rank=job.rank,
+                    failure=Failure(
+                        kind="WriteError",
+                        message=f"{type(error).__name__}: {error}",
+                        phase="write",
+                        path=job.directory,
+                        traceback=traceback.format_exc(),
+                    ),
+                )
+            self._cancelled.pop(job.job, None)
+            try:
+                send(self._sock, report_to_message(job.job, report))
+            except OSError:
+                os._exit(0)
+
+    def _images(self, job: WriteJob) -> dict[str, memoryview]:
+        return {
+            image.name: memoryview(self._blocks[image.block])[
+                image.block_offset : image.block_offset + page_aligned(image.nbytes)
+            ]
+            for image in job.files
+        }
+
+
+def _stream_target(job: WriteJob) -> StreamTarget | None:
+    """The user's own callables: the only thing that is ever unpickled here."""
+    if job.stream is None:
+        return None
+    sys.path[:] = [*job.sys_path, *(p for p in sys.path if p not in job.sys_path)]
+    target = pickle.loads(job.stream)
+    assert isinstance(target, StreamTarget)
+    return target

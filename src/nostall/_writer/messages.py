@@ -1,0 +1,230 @@
+"""What trainer and writer process say to each other over their socket: length-prefixed JSON, and descriptors.
+
+JSON, because nothing that arrives can run code and both sides can bound what they read. Every message that concerns a
+save carries its job id; whoever receives one for a job it does not know drops it.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from base64 import b64decode, b64encode
+from dataclasses import asdict
+from typing import Any
+
+from nostall._values import (
+    Failure,
+    FileImage,
+    FileReceipt,
+    RankFailed,
+    RankReport,
+    RankWritten,
+    Seal,
+    SealTable,
+    WriteJob,
+)
+from nostall.errors import ProtocolError
+
+MAX_MESSAGE_NBYTES = 1 << 30
+"""Far above the largest job seen (about 30 bytes per tensor); a longer announcement is a broken or hostile peer."""
+_HEADER = struct.Struct("<4sQ")
+_MAGIC = b"nst1"
+
+Message = dict[str, Any]
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of one message."""
+    body = json.dumps(message, separators=(",", ":")).encode()
+    return _HEADER.pack(_MAGIC, len(body)) + body
+
+
+def send(sock: socket.socket, message: Message, descriptors: tuple[int, ...] = ()) -> None:
+    """Send one message, the descriptors with its first byte.
+
+    Raises:
+        OSError: The peer is gone, or did not read within the socket's timeout.
+    """
+    raw = memoryview(encode({**message, "descriptors": len(descriptors)}))
+    sent = socket.send_fds(sock, [raw[: _HEADER.size]], list(descriptors)) if descriptors else 0
+    sock.sendall(raw[sent:])
+
+
+class Receiver:
+    """Takes messages off a socket; keeps the part of a message that arrived so far."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._buffer = bytearray()
+        self._descriptors: list[int] = []
+
+    def receive(self) -> tuple[Message, list[int]] | None:
+        """The next message and the descriptors that came with it, or ``None`` at the end of the stream.
+
+        Raises:
+            TimeoutError: Nothing came within the socket's timeout; call again, nothing is lost.
+            ProtocolError: What came is no message.
+        """
+        while True:
+            message = self._take()
+            if message is not None:
+                count = message.pop("descriptors", 0)
+                mine, self._descriptors = self._descriptors[:count], self._descriptors[count:]
+                return message, mine
+            try:
+                piece, descriptors, _, _ = socket.recv_fds(self._sock, 1 << 16, 4)
+            except ConnectionError:
+                return None
+            self._descriptors += descriptors
+            if not piece:
+                return None
+            self._buffer += piece
+
+    def buffered(self) -> bool:
+        """Whether a whole message is here already, so that the socket need not be waited for."""
+        return len(self._buffer) >= self._end()
+
+    def _end(self) -> int:
+        """Length of the buffered message with its header; of a header alone as long as that is not complete."""
+        if len(self._buffer) < _HEADER.size:
+            return _HEADER.size
+        magic, nbytes = _HEADER.unpack_from(self._buffer)
+        if magic != _MAGIC or nbytes > MAX_MESSAGE_NBYTES:
+            raise ProtocolError(f"not a message: starts with {magic!r} and claims {nbytes} bytes")
+        return int(_HEADER.size + nbytes)
+
+    def _take(self) -> Message | None:
+        end = self._end()
+        if len(self._buffer) < end:
+            return None
+        try:
+            message = json.loads(self._buffer[_HEADER.size : end])
+        except ValueError as error:
+            raise ProtocolError("a message is not JSON") from error
+        if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+            raise ProtocolError("a message has no type")
+        del self._buffer[:end]
+        return message
+
+
+def job_to_message(job: WriteJob) -> Message:
+    """A write job as a message."""
+    return {
+        "type": "write",
+        "job": job.job,
+        "rank": job.rank,
+        "directory": job.directory,
+        "sync_files": job.sync_files,
+        "io_threads": job.io_threads,
+        "chunk_nbytes": job.chunk_nbytes,
+        "direct": job.direct,
+        "stream": None if job.stream is None else b64encode(job.stream).decode(),
+        "sys_path": job.sys_path,
+        "faults": job.faults,
+        "files": [
+            {
+                "name": image.name,
+                "nbytes": image.nbytes,
+                "block": image.block,
+                "block_offset": image.block_offset,
+                "templates": [
+                    [offset, nbytes, None if seal is None else _seal_to_plain(seal)]
+                    for offset, nbytes, seal in image.seals.templates
+                ],
+                "blob_offsets": image.seals.blob_offsets,
+                "template_of_slot": image.seals.template_of_slot,
+            }
+            for image in job.files
+        ],
+    }
+
+
+def job_from_message(message: Message) -> WriteJob:
+    """The write job in a message.
+
+    Raises:
+        ProtocolError: A field is missing or of another kind.
+    """
+    try:
+        return WriteJob(
+            job=message["job"],
+            rank=message["rank"],
+            directory=message["directory"],
+            files=tuple(_image_from_plain(plain) for plain in message["files"]),
+            sync_files=message["sync_files"],
+            io_threads=message["io_threads"],
+            chunk_nbytes=message["chunk_nbytes"],
+            direct=message["direct"],
+            stream=None if message["stream"] is None else b64decode(message["stream"]),
+            sys_path=tuple(message["sys_path"]),
+            faults=tuple(message["faults"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"a write job is malformed: {error!r}") from error
+
+
+def report_to_message(job: str, report: RankReport) -> Message:
+    """A rank's report as a message."""
+    kind = "written" if isinstance(report, RankWritten) else "failed"
+    return {"type": kind, "job": job, "report": asdict(report)}
+
+
+def report_from_message(message: Message) -> RankReport:
+    """The report in a message.
+
+    Raises:
+        ProtocolError: A field is missing or of another kind.
+    """
+    try:
+        plain = message["report"]
+        if message["type"] == "failed":
+            return RankFailed(rank=plain["rank"], failure=Failure(**plain["failure"]))
+        return RankWritten(
+            rank=plain["rank"],
+            receipts=tuple(_receipt_from_plain(receipt) for receipt in plain["receipts"]),
+        )
+    except (KeyError, TypeError) as error:
+        raise ProtocolError(f"a report is malformed: {error!r}") from error
+
+
+def _receipt_from_plain(plain: Message) -> FileReceipt:
+    extents = plain.pop("extents")
+    return FileReceipt(
+        **{**plain, "crc32": tuple(plain["crc32"])},
+        extents=None if extents is None else tuple((offset, length) for offset, length in extents),
+    )
+
+
+def _seal_to_plain(seal: Seal) -> Message:
+    return {**asdict(seal), "id_names": seal.id_names.decode("ascii")}
+
+
+def _image_from_plain(plain: Message) -> FileImage:
+    return FileImage(
+        name=plain["name"],
+        nbytes=plain["nbytes"],
+        block=plain["block"],
+        block_offset=plain["block_offset"],
+        seals=SealTable(
+            templates=tuple(
+                (offset, nbytes, None if seal is None else _seal_from_plain(seal))
+                for offset, nbytes, seal in plain["templates"]
+            ),
+            blob_offsets=tuple(plain["blob_offsets"]),
+            template_of_slot=tuple(plain["template_of_slot"]),
+        ),
+    )
+
+
+def _seal_from_plain(plain: Message) -> Seal:
+    first, second = plain["payload_crc_at"]
+    id_first, id_second = plain["id_crc_at"]
+    return Seal(
+        payload_crc_at=(first, second),
+        hash_before=plain["hash_before"],
+        crcs_after=tuple(plain["crcs_after"]),
+        id_at=plain["id_at"],
+        id_names=plain["id_names"].encode("ascii"),
+        id_crc_at=(id_first, id_second),
+    )

@@ -1,0 +1,352 @@
+"""``FileSystemWriterAsync``: DCP's file system writer, with the copy, the writing and the commit of nostall.
+
+Three ways in, one pipeline (``nostall._save``):
+
+* ``dcp.save(..., storage_writer=w)`` calls :meth:`~FileSystemWriterAsync.write_data`, which writes in this process;
+* ``dcp.async_save(..., storage_writer=w)`` calls :meth:`~FileSystemWriterAsync.stage` first; the write then finds the
+  staged tensors in snapshot memory and leaves the work to the writer process;
+* frameworks call :meth:`~FileSystemWriterAsync.prepare_write_data` and
+  :meth:`~FileSystemWriterAsync.get_save_function_and_args` and schedule the rest themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import queue
+import uuid
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future as TorchFuture
+
+from nostall import _save, _torch
+from nostall._background import BackgroundSave
+from nostall._metadata import (
+    complete_metadata,
+    dump_metadata,
+    planned_indices,
+    referenced_files,
+)
+from nostall._pipeline.collect import require_all_present
+from nostall._pipeline.commit import commit
+from nostall._pipeline.layout import FileNaming
+from nostall._pipeline.restage import StagedStateDict, find_leaves, stage_state_dict, structure_of
+from nostall._pipeline.snapshot import Snapshot
+from nostall._runtime import default_engine
+from nostall._storage.streams import StreamTarget
+from nostall._values import RankReport
+from nostall.errors import CheckpointExistsError, NostallError, OptionError, WriteError
+from nostall.options import WriterOptions
+
+_PROCESSES_FOR_MULTIPROC_IO = 2
+_MSC_PREFIX = "msc://"
+
+_results_queue: queue.SimpleQueue[Any] | None = None
+"""Probed by frameworks; nostall's own results never pass through it, each save has its own channel."""
+
+
+def get_write_results_queue(mp_mode: str = "spawn") -> queue.SimpleQueue[Any]:
+    """The process-wide queue that frameworks look for; ``mp_mode`` has no effect, as no process is involved."""
+    global _results_queue
+    if _results_queue is None:
+        _results_queue = queue.SimpleQueue()
+    return _results_queue
+
+
+class RankSave(BackgroundSave):
+    """One rank's share of one split save: what ``AsyncCallsQueue`` schedules, or a framework calls by hand."""
+
+    def __init__(self, prepared: _save.PreparedSave) -> None:
+        super().__init__(rank=prepared.planned.rank, job=prepared.target.job)
+        self.prepared = prepared
+
+    def stage(self) -> Snapshot:
+        """Take the snapshot: the ``preload_fn``. When it returns, tensors may be changed."""
+        return _save.stage(self.prepared, self.engine)
+
+    def write(self, snapshot: Snapshot) -> RankReport:
+        """Write a snapshot here and now."""
+        return _save.write_here(snapshot, self.prepared.target, self.engine)
+
+    def submit(self, snapshot: Snapshot) -> Future[RankReport]:
+        """Let writer processes write a snapshot."""
+        return _save.write_in_background(snapshot, self.prepared.target, self.engine)
+
+    def results(self) -> list[WriteResult]:
+        """DCP's write results, waiting for the report if need be.
+
+        Raises:
+            SaveError: The rank failed.
+        """
+        return _save.write_results(self.prepared, self.await_report())
+
+
+class FileSystemWriterAsync(FileSystemWriter):
+    """A drop-in ``FileSystemWriter`` whose saves do not stall training and are committed atomically.
+
+    Make a new one for every checkpoint; it is cheap, as memory and processes belong to the engine.
+
+    Args:
+        path: Checkpoint directory.
+        *args: Those of ``torch.distributed.checkpoint.FileSystemWriter``, in its order.
+        separation_hint: Items whose name starts with this go to files of their own, named with it.
+        use_msc: Write through the multi-storage client. Not available yet.
+        is_multiproc_io: Spread the files over two writer processes.
+        use_cached_data_structure: Accepted for compatibility; structure is always cached, values never.
+        use_cpu_shm_for_gpu_tensors: Accepted for compatibility; snapshots are always in shared host memory.
+        **kwargs: Those of ``FileSystemWriter`` (``thread_count`` is the number of files per rank), and ``open_file``,
+            a callable with the signature of ``open`` through which all shard files are then written.
+
+    Raises:
+        OptionError: Two options exclude each other, or one asks for what is not there yet.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *args: Any,
+        separation_hint: str | None = None,
+        use_msc: bool = False,
+        is_multiproc_io: bool = False,
+        use_cached_data_structure: bool = False,
+        use_cpu_shm_for_gpu_tensors: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        open_file = kwargs.pop("open_file", open)
+        super().__init__(path, *args, **kwargs)
+        if use_msc or str(path).startswith(_MSC_PREFIX):
+            raise OptionError(
+                "the multi-storage client is not supported yet",
+                path=str(path),
+                hint="write to a file system path and copy from there",
+            )
+        if getattr(self, "serialization_format", None) == SerializationFormat.SAFETENSORS:
+            raise OptionError(
+                "serialization_format=SAFETENSORS is not supported yet",
+                hint="leave it at SerializationFormat.TORCH_SAVE",
+            )
+        self._is_coordinator = True
+        self._save: RankSave | None = None
+        self._failure: NostallError | None = None
+        self._separation_hint = separation_hint
+        self._processes = _PROCESSES_FOR_MULTIPROC_IO if is_multiproc_io else 1
+        transforms = tuple(self.transforms.extensions)
+        own_stream = open_file is not open or bool(transforms)
+        self._stream = (
+            StreamTarget(open_file=open_file, transforms=transforms) if own_stream else None
+        )
+        self._options()  # a wrong combination is an error here, not when the first save runs
+
+    # --- DCP's storage writer ---------------------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Start over for another checkpoint, at ``checkpoint_id`` if given."""
+        super().reset(checkpoint_id)
+        self._save = None
+        self._failure = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Learn this rank's role; called by DCP on every rank."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if self.rank is None:
+            self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self._is_coordinator = is_coordinator or not self.use_collectives
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """On the coordinator: make the directory and see whether there is a checkpoint to replace.
+
+        Raises:
+            CheckpointExistsError: There is one, and ``overwrite=False``.
+            WriteError: The directory cannot be made.
+        """
+        if self._is_coordinator:
+            try:
+                os.makedirs(self.path, exist_ok=True)
+            except OSError as error:
+                raise WriteError(
+                    f"the checkpoint directory cannot be made: {error.strerror}",
+                    errno=error.errno,
+                    rank=self.rank,
+                    phase="plan",
+                    path=str(self.path),
+                ) from error
+            if not self.overwrite and os.path.exists(self._metadata_path()):
+                raise CheckpointExistsError(
+                    "a committed checkpoint is there and overwrite=False",
+                    rank=self.rank,
+                    phase="plan",
+                    path=str(self.path),
+                    hint="choose another directory or pass overwrite=True",
+                )
+        if not self.use_collectives:
+            prefix = _torch.StoragePrefix(f"__{self.rank}_")
+            plan = dataclasses.replace(plan, storage_data=prefix)
+        return plan
+
+    def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
+        """This rank's final plan where ranks plan alone: only the file prefix is added."""
+        prefix = _torch.StoragePrefix(f"__{self.rank or 0}_")
+        return dataclasses.replace(local_plan, storage_data=prefix)
+
+    @property
+    def can_run_decentralized_global_plan(self) -> bool:
+        """Whether ranks may make their final plans without each other: always."""
+        return True
+
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> TorchFuture[list[WriteResult]]:
+        """Snapshot and write this rank's share; on return its files are complete.
+
+        Raises:
+            SaveError: It could not be done; the subclass says how.
+        """
+        engine = default_engine()
+        prepared = self._prepare(plan, planner)
+        snapshot, from_stager = _save.adopt_or_stage(prepared, engine)
+        if from_stager:
+            report = _save.await_report(
+                _save.write_in_background(snapshot, prepared.target, engine),
+                rank=prepared.planned.rank,
+                timeout_s=engine.options.save_timeout_s,
+            )
+        else:
+            report = _save.write_here(snapshot, prepared.target, engine)
+        future: TorchFuture[list[WriteResult]] = TorchFuture()
+        future.set_result(_save.write_results(prepared, report))
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit: publish the metadata of a checkpoint whose files are all complete. Coordinator only.
+
+        The metadata object that stock ``dcp.save`` hands in is completed, as stock does; one that already belongs to
+        a checkpoint (loaded or cached) is left as it is and a copy is published.
+
+        Raises:
+            IncompleteSaveError: An item of the metadata was written by no rank; nothing is published.
+            WriteError: The metadata could not be published.
+        """
+        fresh = metadata.storage_data is None
+        finished = complete_metadata(metadata, results, self.storage_meta())
+        require_all_present(planned_indices(finished), finished.storage_data)
+        path = self._metadata_path()
+        kept = {info.relative_path for info in finished.storage_data.values()}
+        commit(
+            str(self.path),
+            dump_metadata(finished),
+            metadata_name=os.path.basename(path),
+            replaced_files=referenced_files(path) - kept,
+            sync=self.sync_files,
+        )
+        if fresh:
+            metadata.version = finished.version
+            metadata.storage_data = finished.storage_data
+            metadata.storage_meta = finished.storage_meta
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this kind of writer is meant for such an id; true for ``msc://`` ids, too."""
+        if str(checkpoint_id).startswith(_MSC_PREFIX):
+            return True
+        return bool(super().validate_checkpoint_id(checkpoint_id))
+
+    # --- DCP's stager -----------------------------------------------------------------------------------------------
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+        """Copy a state dict into snapshot memory; the copy is valid until it has been saved.
+
+        Raises:
+            SaveTimeoutError: Earlier saves still hold all snapshot memory.
+            ReservationError: There is not enough host memory.
+        """
+        engine = default_engine()
+        leaves = find_leaves(state_dict)
+        placement = engine.placements.get(structure_of(leaves), {})
+        staged: StagedStateDict = stage_state_dict(state_dict, leaves, placement, engine.lease)
+        return staged
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for: :meth:`stage` returns when the copy is complete."""
+
+    def close(self) -> None:
+        """Nothing to close: memory and processes belong to the engine."""
+
+    # --- split saves ------------------------------------------------------------------------------------------------
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Resolve and lay out this rank's final plan; objects are serialised now, tensors are copied by ``preload_fn``.
+
+        Raises:
+            StagingError: An item could not be resolved.
+        """
+        self._save = RankSave(self._prepare(plan, planner))
+
+    def get_save_function_and_args(self) -> tuple[Any, Any, list[Any]]:
+        """What to schedule: ``(save_fn, preload_fn, [rank, None, results])``; ``(None, None, [])`` for nothing."""
+        if self._save is None or not self._save.prepared.planned.items:
+            return None, None, []
+        save = self._save
+        return save, save.stage, [save.prepared.planned.rank, None, queue.SimpleQueue()]
+
+    def retrieve_write_results(self) -> list[WriteResult] | _torch.WrappedException:
+        """This rank's results, or its failure in the form that DCP sends to other ranks. Waits if need be."""
+        try:
+            if self._failure is not None:
+                raise self._failure
+            if self._save is None or not self._save.prepared.planned.items:
+                return []
+            return self._save.results()
+        except Exception as error:  # reported to all ranks by whoever finalises
+            return _torch.wrap_exception(error)
+
+    def fail_later(self, error: NostallError) -> None:
+        """Record that this rank has nothing to write because planning failed; reported when the save is finalised."""
+        self._failure = error
+        self._save = None
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, plan: SavePlan, planner: SavePlanner) -> _save.PreparedSave:
+        prefix = getattr(plan.storage_data, "prefix", None) or f"__{self.rank or 0}_"
+        replaces = os.path.exists(self._metadata_path())
+        target = _save.SaveTarget(
+            job=uuid.uuid4().hex,
+            directory=str(self.path),
+            naming=FileNaming(
+                prefix=prefix,
+                mark=f"-{self.save_id[:8]}" if replaces else "",
+                separation_hint=self._separation_hint,
+            ),
+            options=self._options(),
+            stream=self._stream,
+            transform_descriptors=self._transform_descriptors(),
+        )
+        rank = self.rank or 0
+        return _save.prepare(plan, planner, rank=rank, target=target, engine=default_engine())
+
+    def _options(self) -> WriterOptions:
+        return WriterOptions(
+            thread_count=self.thread_count,
+            file_per_item=not self.single_file_per_rank,
+            sync_files=self.sync_files,
+            overwrite=self.overwrite,
+            separation_hint=self._separation_hint,
+            processes=self._processes,
+        )
+
+    def _metadata_path(self) -> str:
+        name = _torch.METADATA_NAME if self.use_collectives else f"__{self.rank}{_torch.METADATA_NAME}"
+        return os.path.join(self.path, name)
+
+    def _transform_descriptors(self) -> tuple[str, ...] | None:
+        extensions = reversed(self.transforms.extensions)
+        return tuple(extension.get_descriptor() for extension in extensions) or None
+
+

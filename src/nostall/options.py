@@ -1,0 +1,85 @@
+"""Options, checked where the caller passes them. Frozen; every default is explained in ``docs/options.md``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from nostall.errors import OptionError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How this process copies and writes; one set for all saves of the process.
+
+    Raises:
+        OptionError: A value is out of range.
+    """
+
+    io_threads: int = 4
+    """Threads per writer process that checksum and write."""
+    chunk_nbytes: int = 8 << 20
+    """Bytes per write; a multiple of 4096."""
+    direct_io: bool = True
+    """Write past the page cache where the file system supports it."""
+    max_in_flight: int = 2
+    """Saves whose snapshot may exist at the same time; the next one waits for the oldest."""
+    cpu_priority: int | None = 10
+    """Niceness of writer processes, 0 to 19; ``None`` leaves it alone."""
+    io_priority: int | None = None
+    """I/O scheduling class of writer processes (Linux ``ionice``): 1 real time, 2 best effort, 3 idle."""
+    save_timeout_s: float = 1800.0
+    """Longest wait for a snapshot buffer, or for a rank's files once somebody asks for them."""
+
+    def __post_init__(self) -> None:
+        _require(self.io_threads >= 1, f"io_threads={self.io_threads}", "at least 1")
+        _require(
+            self.chunk_nbytes >= 4096 and self.chunk_nbytes % 4096 == 0,
+            f"chunk_nbytes={self.chunk_nbytes}",
+            "a positive multiple of 4096",
+        )
+        _require(self.max_in_flight >= 1, f"max_in_flight={self.max_in_flight}", "at least 1")
+        _require(
+            self.cpu_priority is None or 0 <= self.cpu_priority <= 19,
+            f"cpu_priority={self.cpu_priority}",
+            "None or 0 to 19",
+        )
+        _require(
+            self.io_priority is None or self.io_priority in (0, 1, 2, 3),
+            f"io_priority={self.io_priority}",
+            "None or an ionice class: 0, 1, 2 or 3",
+        )
+        _require(self.save_timeout_s > 0, f"save_timeout_s={self.save_timeout_s}", "positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterOptions:
+    """What one ``FileSystemWriterAsync`` was told, after translation from its keyword arguments."""
+
+    thread_count: int
+    file_per_item: bool
+    sync_files: bool
+    overwrite: bool
+    separation_hint: str | None
+    processes: int
+
+    def __post_init__(self) -> None:
+        _require(self.thread_count >= 1, f"thread_count={self.thread_count}", "at least 1")
+        if self.separation_hint is not None:
+            _require(
+                self.thread_count >= 2,
+                f"separation_hint={self.separation_hint!r} with thread_count={self.thread_count}",
+                "thread_count >= 2, as each group gets half of the files",
+            )
+            _require(
+                bool(self.separation_hint)
+                and os.sep not in self.separation_hint
+                and not self.separation_hint.startswith("."),
+                f"separation_hint={self.separation_hint!r}",
+                "a prefix of names that can begin a file name",
+            )
+
+
+def _require(condition: bool, given: str, wanted: str) -> None:
+    if not condition:
+        raise OptionError(f"{given} is not possible", hint=f"use {wanted}")

@@ -1,0 +1,108 @@
+"""Faults for tests of code that uses nostall: make storage fail, a writer die, or a save pause, on purpose.
+
+>>> from nostall.testing import Fault, inject
+>>> with inject(Fault.errno("chunk", 28)):
+...     pass  # every save in here finds the device full
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self
+
+from nostall._runtime import default_engine, reset
+
+__all__ = ["Fault", "Hold", "inject", "reset", "writer_pids"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that happens at a point of a write: ``start``, ``open``, ``chunk``, ``fsync`` or ``report``."""
+
+    plain: dict[str, Any]
+
+    @classmethod
+    def errno(cls, point: str, code: int, *, file: str = "", after: int = 0) -> Fault:
+        """The system refuses with this errno, for files whose name contains ``file``, after ``after`` passages."""
+        return cls({"point": point, "do": "errno", "errno": code, "file": file, "after": after})
+
+    @classmethod
+    def raising(cls, point: str, message: str) -> Fault:
+        """An exception that nobody expects."""
+        return cls({"point": point, "do": "raise", "message": message})
+
+    @classmethod
+    def exit(cls, point: str, code: int, *, after: int = 0) -> Fault:
+        """The writing process ends with this code."""
+        return cls({"point": point, "do": "exit", "code": code, "after": after})
+
+    @classmethod
+    def kill(cls, point: str, signal: int, *, after: int = 0) -> Fault:
+        """The writing process gets this signal."""
+        return cls({"point": point, "do": "kill", "signal": signal, "after": after})
+
+    @classmethod
+    def delay(cls, point: str, seconds: float) -> Fault:
+        """Storage takes this much longer."""
+        return cls({"point": point, "do": "delay", "seconds": seconds})
+
+
+class Hold:
+    """Stops a write at a point until :meth:`release`, without any clock."""
+
+    def __init__(self, point: str = "start") -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="nostall-hold-")
+        self._fifo = str(Path(self._directory.name) / "fifo")
+        os.mkfifo(self._fifo)
+        self.fault = Fault({"point": point, "do": "hold", "fifo": self._fifo})
+        self._release: int | None = None
+
+    def wait_reached(self) -> None:
+        """Return when a writer stands at the point."""
+        if self._release is None:
+            self._release = os.open(self._fifo, os.O_WRONLY)
+
+    def release(self) -> None:
+        """Let the writer that stands at the point go on; waits for it to get there."""
+        self.wait_reached()
+        assert self._release is not None  # it has been reached
+        os.close(self._release)
+        self._release = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._release is not None:
+            os.close(self._release)
+        self._directory.cleanup()
+
+
+@contextmanager
+def inject(*faults: Fault) -> Iterator[None]:
+    """Let these faults happen to every save of this process that starts inside the block."""
+    engine = default_engine()
+    before = engine.faults
+    engine.faults = (*before, *(fault.plain for fault in faults))
+    try:
+        yield
+    finally:
+        engine.faults = before
+
+
+def writer_pids() -> list[int]:
+    """Process ids of this process's running writer processes; starts one if there is none."""
+    return [writer.pid for writer in default_engine().writers(1)]

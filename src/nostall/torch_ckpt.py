@@ -1,0 +1,225 @@
+"""``torch.save`` in the background, for checkpoints that are one file."""
+
+from __future__ import annotations
+
+import io
+import os
+import uuid
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nostall._arena import Lease
+from nostall._background import BackgroundSave
+from nostall._storage.posix import remove_files, sync_directory
+from nostall._values import (
+    Failure,
+    FileImage,
+    RankFailed,
+    RankReport,
+    SealTable,
+    WriteJob,
+    page_aligned,
+)
+from nostall._writer.files import perform
+from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.errors import OptionError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Archive:
+    """A finished ``torch.save`` archive in snapshot memory."""
+
+    lease: Lease
+    nbytes: int
+
+
+class _FileSave(BackgroundSave):
+    """One ``torch.save`` to a path: complete under a temporary name first, then put in place."""
+
+    def __init__(self, state_dict: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__(rank=0, job=uuid.uuid4().hex)
+        self._state_dict = state_dict
+        self._path = os.path.abspath(path)
+        self._args = args
+        self._kwargs = kwargs
+
+    def stage(self) -> _Archive:
+        nbytes = self._archive_nbytes()
+        lease = self.engine.lease(nbytes)
+        try:
+            sink = _Memory(lease.block.image(0, nbytes))
+            torch.save(self._state_dict, sink, *self._args, **self._kwargs)
+        except BaseException:
+            lease.release()
+            raise
+        self._state_dict = None
+        return _Archive(lease=lease, nbytes=nbytes)
+
+    def write(self, snapshot: _Archive) -> RankReport:
+        try:
+            job = self._job(snapshot)
+            image = snapshot.lease.block.image(0, page_aligned(snapshot.nbytes))
+            return self._put_in_place(perform(job, {job.files[0].name: image}))
+        finally:
+            snapshot.lease.release()
+
+    def submit(self, snapshot: _Archive) -> Future[RankReport]:
+        placed: Future[RankReport] = Future()
+        written = self.engine.submit([self._job(snapshot)], snapshot.lease)
+        written.add_done_callback(lambda done: placed.set_result(self._put_in_place(done.result())))
+        return placed
+
+    def _archive_nbytes(self) -> int:
+        """Length of the archive, without touching tensor data where torch can tell it."""
+        counter = _Counter()
+        try:
+            with torch.serialization.skip_data():
+                torch.save(self._state_dict, counter, *self._args, **self._kwargs)
+        except (NotImplementedError, RuntimeError, TypeError):  # the old format cannot skip data
+            torch.save(self._state_dict, counter := _Counter(), *self._args, **self._kwargs)
+        return counter.nbytes
+
+    def _job(self, archive: _Archive) -> WriteJob:
+        options = self.engine.options
+        nothing_to_seal = SealTable(
+            templates=((0, archive.nbytes, None),), blob_offsets=(0,), template_of_slot=(0,)
+        )
+        image = FileImage(
+            name=f".{os.path.basename(self._path)}.{self.job[:8]}.tmp",
+            nbytes=archive.nbytes,
+            block=archive.lease.block.id,
+            block_offset=0,
+            seals=nothing_to_seal,
+        )
+        return WriteJob(
+            job=f"{self.job}/0/0",
+            rank=0,
+            directory=os.path.dirname(self._path),
+            files=(image,),
+            sync_files=True,
+            io_threads=options.io_threads,
+            chunk_nbytes=options.chunk_nbytes,
+            direct=options.direct_io,
+            faults=self.engine.faults,
+        )
+
+    def _put_in_place(self, report: RankReport) -> RankReport:
+        if isinstance(report, RankFailed):
+            return report
+        directory = os.path.dirname(self._path)
+        temporary = os.path.join(directory, report.receipts[0].name)
+        try:
+            os.replace(temporary, self._path)
+            sync_directory(directory)
+        except OSError as error:
+            remove_files([temporary])
+            failure = Failure(
+                kind="WriteError",
+                message=f"{type(error).__name__}: {error.strerror}",
+                phase="commit",
+                path=self._path,
+                errno=error.errno,
+            )
+            return RankFailed(rank=0, failure=failure)
+        return report
+
+
+class TorchAsyncCheckpoint:
+    """Saves with ``torch.save`` without keeping training waiting for storage.
+
+    The archive is made in snapshot memory before :meth:`async_save` returns, so everything may be changed then, and the
+    writer process puts it on storage. The file appears under its name only when it is complete and durable.
+
+    Args:
+        persistent_queue: Accepted for compatibility; the writer process is always kept.
+    """
+
+    def __init__(self, persistent_queue: bool = True) -> None:
+        self._queue = AsyncCallsQueue(persistent=persistent_queue)
+
+    def async_save(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        """As ``torch.save(state_dict, path, ...)``, with the writing in the background.
+
+        Raises:
+            OptionError: The target is not a path.
+        """
+        target = kwargs.pop("f", None)
+        if target is None and args:
+            target, *rest = args
+            args = tuple(rest)
+        if not isinstance(target, str | os.PathLike):
+            raise OptionError(
+                f"a {type(target).__name__} cannot be written in the background",
+                hint="pass a path: async_save(state_dict, path)",
+            )
+        save = _FileSave(state_dict, os.fspath(target), args, kwargs)
+        request = AsyncRequest(save, [0, None], [], preload_fn=save.stage)
+        self._queue.schedule_async_request(request)
+
+    def finalize_async_save(
+        self, blocking: bool = False, no_dist: bool = True, terminate: bool = False
+    ) -> None:
+        """Look whether saves are done, or wait for them with ``blocking``; ``terminate`` ends worker processes after.
+
+        Raises:
+            CheckpointException: A save failed; the text names the file and the cause.
+        """
+        self._queue.maybe_finalize_async_calls(blocking=blocking, no_dist=no_dist)
+        if terminate:
+            self.close()
+
+    def close(self, abort: bool = False) -> None:
+        """Wait for all saves, or give them up with ``abort``. Idempotent."""
+        if not abort:
+            self._queue.maybe_finalize_async_calls(blocking=True, no_dist=True)
+        self._queue.close(abort=abort)
+
+
+class _Counter(io.RawIOBase):
+    """Counts what is written and sought over."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def write(self, piece: Any) -> int:
+        nbytes = memoryview(piece).nbytes
+        self.nbytes += nbytes
+        return nbytes
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence != os.SEEK_CUR:
+            raise io.UnsupportedOperation("only relative seeks are expected")
+        self.nbytes += offset
+        return self.nbytes
+
+    def tell(self) -> int:
+        return self.nbytes
+
+
+class _Memory(io.RawIOBase):
+    """Writes into memory from its beginning."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._at = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, piece: Any) -> int:
+        view = memoryview(piece).cast("B")
+        self._memory[self._at : self._at + view.nbytes] = view
+        self._at += view.nbytes
+        return view.nbytes
+
+    def tell(self) -> int:
+        return self._at

@@ -1,0 +1,26 @@
+"""Shared by all tests: each starts with a fresh engine, and must leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from nostall import _runtime
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Every test ends with no process of ours running and the default engine gone."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    _runtime.reset()
+    gc.collect()
+    left = [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.pid not in before and "nostall" in " ".join(child.cmdline())
+    ]
+    assert not left

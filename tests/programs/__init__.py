@@ -1,0 +1,1 @@
+"""Functions that tests run on several ranks."""
