@@ -323,8 +323,10 @@ def run_demo(scenario: Scenario, root: Path) -> None:
     saves = measure(scenario, root / "measured")
     mib = median(save.nbytes for save in saves) / 2**20
     print(f"   {mib:.0f} MiB on disk per save, half from each rank, fsynced; median (min - max) of")
-    print(f"   {scenario.rounds} saves after a warm-up, each the slowest rank's; for nostall, time")
-    print("   blocked counts the snapshot and every poll up to the commit\n")
+    print(
+        f"   {scenario.rounds} saves after a warm-up, each the slowest rank's; for nostall, blocked counts"
+    )
+    print("   the call, with its snapshot, and a poll every 50 ms up to the commit\n")
     print(table(saves), flush=True)
 
 

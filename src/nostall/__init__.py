@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from nostall._version import __version__
 
 if TYPE_CHECKING:
-    from nostall._runtime import EngineOptions as EngineOptions
     from nostall._runtime import configure as configure
     from nostall._runtime import warmup as warmup
     from nostall.core import AsyncCallsQueue as AsyncCallsQueue
     from nostall.core import AsyncRequest as AsyncRequest
     from nostall.core import abort_all as abort_all
     from nostall.filesystem_async import FileSystemWriterAsync as FileSystemWriterAsync
+    from nostall.options import EngineOptions as EngineOptions
     from nostall.state_dict_saver import (
         save_state_dict_async_finalize as save_state_dict_async_finalize,
     )
@@ -28,7 +28,7 @@ _HOME = {
     "AsyncCallsQueue": "core",
     "AsyncRequest": "core",
     "CachedMetadataFileSystemReader": "cached_metadata_filesystem_reader",
-    "EngineOptions": "_runtime",
+    "EngineOptions": "options",
     "FileSystemWriterAsync": "filesystem_async",
     "TorchAsyncCheckpoint": "torch_ckpt",
     "abort_all": "core",
@@ -42,6 +42,7 @@ _MODULES = (
     "core",
     "errors",
     "filesystem_async",
+    "options",
     "state_dict_saver",
     "torch_ckpt",
 )

@@ -110,20 +110,19 @@ class Arena:
             SaveTimeoutError: No block came back within ``timeout_s`` seconds.
         """
         deadline = time.monotonic() + timeout_s
+        block: Block | None = None
         with self._changed:
-            while True:
+            while block is None:
                 fitting = [block for block in self._free if block.nbytes >= nbytes]
                 if fitting:
                     block = min(fitting, key=lambda candidate: candidate.nbytes)
                     self._free.remove(block)
-                    break
-                if beyond_limit or len(self._leased) < self._max_blocks:
+                elif beyond_limit or len(self._leased) < self._max_blocks:
                     if self._free and len(self._leased) + len(self._free) >= self._max_blocks:
                         self._drop(self._free.pop())
                     block = Block(nbytes)
                     self._on_new(block)
-                    break
-                if not self._changed.wait(deadline - time.monotonic()):
+                elif not self._changed.wait(deadline - time.monotonic()):
                     raise SaveTimeoutError(
                         f"all {self._max_blocks} snapshot buffers are still being written after {timeout_s:g} s",
                         phase="stage",

@@ -36,7 +36,10 @@ class BackgroundSave(ABC):
     def submit(self, snapshot: Any) -> Future[RankReport]:
         """Let the writer process write a snapshot; it is released when the future is done."""
 
-    def __call__(self, rank: int, snapshot: Any, results: object = None) -> None:
+    def discard(self) -> None:  # noqa: B027  # a hook; a failed write removes its own files
+        """Remove what was written of a save that will not be committed; nothing by default."""
+
+    def __call__(self, rank: int, snapshot: Any, _results: object = None) -> None:
         """Write here and now: the ``save_fn``, with the snapshot in place of argument index 1."""
         if snapshot is None:
             raise OptionError(

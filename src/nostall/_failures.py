@@ -34,10 +34,12 @@ def exception_for(
         step: The part of the save that failed, in DCP's words.
         on_coordinator: Whether this rank is the coordinator.
     """
-    named = {}
+    named: dict[int, _torch.WrappedException] = {}
     for rank, (error, trace) in failures.items():
-        told = copy(error) if isinstance(error, NostallError) else SaveError(
-            f"{type(error).__name__}: {error}", rank=rank, phase=step
+        told = (
+            copy(error)
+            if isinstance(error, NostallError)
+            else SaveError(f"{type(error).__name__}: {error}", rank=rank, phase=step)
         )
         told.rank = rank
         if on_coordinator:

@@ -44,9 +44,7 @@ class Engine:
         self._layouts: OrderedDict[Any, Layout] = OrderedDict()
         self._lock = threading.RLock()
 
-    def lay_out(
-        self, shapes: Sequence[ItemShape], naming: FileNaming, packing: Packing
-    ) -> Layout:
+    def lay_out(self, shapes: Sequence[ItemShape], naming: FileNaming, packing: Packing) -> Layout:
         """The layout of these items, from the cache if they were laid out before."""
         key = (tuple(shapes), naming, packing)
         with self._lock:
@@ -75,18 +73,14 @@ class Engine:
     def set_priority(self, cpu_priority: int | None, io_priority: int | None) -> None:
         """Use these priorities for writer processes, running ones included."""
         with self._lock:
-            self.options = replace(
-                self.options, cpu_priority=cpu_priority, io_priority=io_priority
-            )
+            self.options = replace(self.options, cpu_priority=cpu_priority, io_priority=io_priority)
             for writer in self._writers:
                 lower_priority(writer.pid, cpu_priority, io_priority)
 
     def submit(self, jobs: Sequence[WriteJob], lease: Lease) -> Future[RankReport]:
         """Let writer processes do one rank's jobs, one process each; the lease is returned when all are done."""
         writers = self.writers(len(jobs))
-        parts = [
-            writer.submit(job, lease.block) for writer, job in zip(writers, jobs, strict=True)
-        ]
+        parts = [writer.submit(job, lease.block) for writer, job in zip(writers, jobs, strict=True)]
         return _joined(parts, lease)
 
     def writers(self, count: int) -> list[WriterProcess]:

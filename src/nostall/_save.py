@@ -197,9 +197,13 @@ def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResul
         raise error_of(report, job=prepared.target.job)
     descriptors = prepared.target.transform_descriptors
     results = []
-    for file, receipt in zip(prepared.layout.files, _in_layout_order(prepared, report), strict=True):
+    for file, receipt in zip(
+        prepared.layout.files, _in_layout_order(prepared, report), strict=True
+    ):
         for position, slot in enumerate(file.slots):
-            offset, length = receipt.extents[position] if receipt.extents else (slot.offset, slot.length)
+            offset, length = (
+                receipt.extents[position] if receipt.extents else (slot.offset, slot.length)
+            )
             index = prepared.planned.items[slot.item].write_item.index
             info = _torch.StorageInfo(
                 receipt.name, offset, length, None if descriptors is None else list(descriptors)
@@ -215,7 +219,14 @@ def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResul
 
 _ERROR_KINDS: dict[str, type[SaveError]] = {
     kind.__name__: kind
-    for kind in (SaveError, StagingError, WriteError, WriterDiedError, SaveTimeoutError, SaveAbortedError)
+    for kind in (
+        SaveError,
+        StagingError,
+        WriteError,
+        WriterDiedError,
+        SaveTimeoutError,
+        SaveAbortedError,
+    )
 }
 
 
@@ -242,7 +253,9 @@ def failure_of(error: BaseException, *, phase: str) -> Failure:
     known = isinstance(error, NostallError)
     return Failure(
         kind=type(error).__name__,
-        message=error.message if isinstance(error, NostallError) else f"{type(error).__name__}: {error}",
+        message=error.message
+        if isinstance(error, NostallError)
+        else f"{type(error).__name__}: {error}",
         phase=(error.phase if known else None) or phase,  # type: ignore[attr-defined]
         path=getattr(error, "path", None) if known else None,
         errno=getattr(error, "errno", None),
@@ -311,7 +324,8 @@ def _seal_table(file: FileLayout, layout: Layout) -> SealTable:
 def _images(job: WriteJob, snapshot: Snapshot) -> dict[str, memoryview]:
     block = snapshot.lease.block
     return {
-        image.name: block.image(image.block_offset, page_aligned(image.nbytes)) for image in job.files
+        image.name: block.image(image.block_offset, page_aligned(image.nbytes))
+        for image in job.files
     }
 
 
@@ -331,9 +345,7 @@ def _pickled(stream: StreamTarget | None) -> bytes | None:
     return None if b"__main__" in pickled else pickled
 
 
-def _write_in_thread(
-    snapshot: Snapshot, target: SaveTarget, engine: Engine
-) -> Future[RankReport]:
+def _write_in_thread(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> Future[RankReport]:
     future: Future[RankReport] = Future()
     future.set_running_or_notify_cancel()
 
@@ -342,7 +354,6 @@ def _write_in_thread(
 
     threading.Thread(target=run, name="nostall-stream-writer", daemon=True).start()
     return future
-
 
 
 def partial_files(prepared: PreparedSave) -> list[str]:

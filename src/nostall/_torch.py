@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ StorageInfo = _StorageInfo
 StoragePrefix = _StoragePrefix
 DistWrapper = _DistWrapper
 WrappedException = tuple[BaseException, Any]
+
 
 def wrap_exception(error: BaseException) -> WrappedException:
     """The form in which DCP sends an exception to other ranks."""
@@ -95,7 +96,7 @@ def container_skeleton(
     stand_in = torch.empty_strided(size, stride, dtype=dtype)
     skeleton = _Skeleton()
     with torch.serialization.skip_data():
-        torch.save(stand_in, skeleton)
+        torch.save(stand_in, cast("IO[bytes]", skeleton))
     before, after = skeleton.parts if skeleton.gap_nbytes else (b"", b"".join(skeleton.parts))
     return ContainerSkeleton(
         prefix=bytes(before),
@@ -188,7 +189,9 @@ def _start_device_copy(
     device: torch.device, targets: list[torch.Tensor], sources: list[torch.Tensor]
 ) -> Callable[[], None]:
     module = torch.get_device_module(device)
-    if not hasattr(module, "Stream"):  # a backend without streams copies in order and returns when it is done
+    if not hasattr(
+        module, "Stream"
+    ):  # a backend without streams copies in order and returns when it is done
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
         return lambda: None
@@ -222,7 +225,8 @@ def unregister_pinned(address: int) -> None:
 
 def device_for_collectives(group: dist.ProcessGroup | None) -> torch.device:
     """A device on which ``group`` can run a collective: the CPU if it has a backend for it, else its own."""
-    types = {torch.device(kind).type for kind in (group or dist.group.WORLD)._device_types}
+    ranks = group or dist.distributed_c10d._get_default_group()
+    types = {torch.device(kind).type for kind in ranks._device_types}
     if "cpu" in types:
         return torch.device("cpu")
     kind = min(types)

@@ -24,7 +24,7 @@ from nostall._lifecycle import Lifecycle, State
 from nostall._python_worker import Outcome, PythonWorker, serialize_call
 from nostall._runtime import default_engine
 from nostall._save import error_of, failure_of
-from nostall._values import Failure, RankFailed
+from nostall._values import Failure, RankFailed, RankReport
 from nostall.errors import OptionError, SaveTimeoutError
 
 
@@ -49,7 +49,9 @@ class AsyncRequest(NamedTuple):
             RuntimeError: The request is scheduled already.
         """
         if self.is_frozen:
-            raise RuntimeError("a request that is scheduled already takes no more finalize functions")
+            raise RuntimeError(
+                "a request that is scheduled already takes no more finalize functions"
+            )
         self.finalize_fns.append(fn)
 
     def execute_sync(self) -> None:
@@ -117,6 +119,10 @@ class _Call:
         return self.outcome.result(0)
 
 
+def _failure_in(report: RankReport) -> Outcome:
+    return report.failure if isinstance(report, RankFailed) else None
+
+
 class AsyncCaller(ABC):
     """Runs requests in the background, one after the other.
 
@@ -146,7 +152,9 @@ class AsyncCaller(ABC):
             return call
         try:
             args = request.loaded_args()
-        except Exception as error:  # the other ranks wait for this one; all of them raise when finalising
+        except (
+            Exception
+        ) as error:  # the other ranks wait for this one; all of them raise when finalising
             if call.native is not None:
                 call.native.fail(error, phase="stage")
             call.life.to(State.FAILED)
@@ -155,11 +163,7 @@ class AsyncCaller(ABC):
         call.life.to(State.STAGED)
         if call.native is not None:
             report = call.native.start(args[1])
-            report.add_done_callback(
-                lambda done: call.settle(
-                    done.result().failure if isinstance(done.result(), RankFailed) else None
-                )
-            )
+            report.add_done_callback(lambda done: call.settle(_failure_in(done.result())))
         else:
             try:
                 fd = serialize_call(request.async_fn, args, request.async_fn_kwargs or {})
@@ -204,7 +208,7 @@ class AsyncCaller(ABC):
     def _worker(self) -> PythonWorker:
         """The process for callables that are not nostall's own."""
 
-    def _call_is_done(self) -> None:
+    def _call_is_done(self) -> None:  # noqa: B027  # a hook; most callers keep what served the call
         """A call left; subclasses may end what served it."""
 
     def _abort_calls(self) -> None:
@@ -337,7 +341,9 @@ class AsyncCallsQueue:
         self._calls.append(call)
         return index
 
-    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
+    def maybe_finalize_async_calls(
+        self, blocking: bool = False, no_dist: bool = False
+    ) -> list[int]:
         """Finalise, in order, the requests that are done on all ranks, and return their indices.
 
         Collective unless ``no_dist``: one small reduction per unfinished request that is looked at.
@@ -467,9 +473,7 @@ class AsyncCallsQueue:
             )
         return bool(any_alive), bool(any_failed)
 
-    def _raise_failure(
-        self, call: _Call, coordination: Coordination, *, no_dist: bool
-    ) -> None:
+    def _raise_failure(self, call: _Call, coordination: Coordination, *, no_dist: bool) -> None:
         if not call.life.over:
             call.life.to(State.FAILED)
         failure = call.failure()
@@ -483,6 +487,8 @@ class AsyncCallsQueue:
         if no_dist and call.native is not None:
             # The other ranks are going to finalise; they learn of this rank's failure there, and so does this one.
             call.request.execute_finalize_fns(validate_matching_call_idx=False)
+        if call.native is not None:
+            call.native.discard()
         everyone = [mine] if no_dist else coordination.all_gather(mine)
         ranks = [coordination.rank] if no_dist else range(coordination.world_size)
         failures = {

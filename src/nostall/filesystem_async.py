@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
-from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
@@ -40,6 +40,7 @@ from nostall._pipeline.layout import FileNaming
 from nostall._pipeline.restage import StagedStateDict, find_leaves, stage_state_dict, structure_of
 from nostall._pipeline.snapshot import Snapshot
 from nostall._runtime import default_engine
+from nostall._storage.posix import remove_files
 from nostall._storage.streams import StreamTarget
 from nostall._values import RankReport
 from nostall.errors import CheckpointExistsError, NostallError, OptionError, WriteError
@@ -78,6 +79,10 @@ class RankSave(BackgroundSave):
     def submit(self, snapshot: Snapshot) -> Future[RankReport]:
         """Let writer processes write a snapshot."""
         return _save.write_in_background(snapshot, self.prepared.target, self.engine)
+
+    def discard(self) -> None:
+        """Remove this rank's files of a save that will not be committed."""
+        remove_files(_save.partial_files(self.prepared))
 
     def results(self) -> list[WriteResult]:
         """DCP's write results, waiting for the report if need be.
@@ -200,9 +205,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Whether ranks may make their final plans without each other: always."""
         return True
 
-    def write_data(
-        self, plan: SavePlan, planner: SavePlanner
-    ) -> TorchFuture[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Snapshot and write this rank's share; on return its files are complete.
 
         Raises:
@@ -259,7 +262,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     # --- DCP's stager -----------------------------------------------------------------------------------------------
 
-    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy a state dict into snapshot memory; the copy is valid until it has been saved.
 
         Raises:
@@ -306,6 +309,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         except Exception as error:  # reported to all ranks by whoever finalises
             return _torch.wrap_exception(error)
 
+    def discard(self) -> None:
+        """Remove this rank's files of a save that will not be committed."""
+        if self._save is not None:
+            self._save.discard()
+
     def fail_later(self, error: NostallError) -> None:
         """Record that this rank has nothing to write because planning failed; reported when the save is finalised."""
         self._failure = error
@@ -342,11 +350,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         )
 
     def _metadata_path(self) -> str:
-        name = _torch.METADATA_NAME if self.use_collectives else f"__{self.rank}{_torch.METADATA_NAME}"
+        name = (
+            _torch.METADATA_NAME if self.use_collectives else f"__{self.rank}{_torch.METADATA_NAME}"
+        )
         return os.path.join(self.path, name)
 
     def _transform_descriptors(self) -> tuple[str, ...] | None:
         extensions = reversed(self.transforms.extensions)
         return tuple(extension.get_descriptor() for extension in extensions) or None
-
-

@@ -80,6 +80,6 @@ class WriterOptions:
             )
 
 
-def _require(condition: bool, given: str, wanted: str) -> None:
+def _require(condition: object, given: str, wanted: str) -> None:
     if not condition:
         raise OptionError(f"{given} is not possible", hint=f"use {wanted}")

@@ -39,7 +39,9 @@ class _Archive:
 class _FileSave(BackgroundSave):
     """One ``torch.save`` to a path: complete under a temporary name first, then put in place."""
 
-    def __init__(self, state_dict: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, state_dict: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         super().__init__(rank=0, job=uuid.uuid4().hex)
         self._state_dict = state_dict
         self._path = os.path.abspath(path)
@@ -178,10 +180,11 @@ class TorchAsyncCheckpoint:
         self._queue.close(abort=abort)
 
 
-class _Counter(io.RawIOBase):
+class _Counter(io.BytesIO):
     """Counts what is written and sought over."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.nbytes = 0
 
     def writable(self) -> bool:
@@ -205,10 +208,11 @@ class _Counter(io.RawIOBase):
         return self.nbytes
 
 
-class _Memory(io.RawIOBase):
+class _Memory(io.BytesIO):
     """Writes into memory from its beginning."""
 
     def __init__(self, memory: memoryview) -> None:
+        super().__init__()
         self._memory = memory
         self._at = 0
 

@@ -53,7 +53,9 @@ def combine_hash(state: int, crc32: int) -> int:
     return state ^ ((crc32 + 0x9E3779B9 + ((state << 6) & _U64) + (state >> 2)) & _U64)
 
 
-def build_container(*, prefix: bytes, payload_nbytes: int, suffix: bytes, checksums: bool) -> Container:
+def build_container(
+    *, prefix: bytes, payload_nbytes: int, suffix: bytes, checksums: bool
+) -> Container:
     """Find out which bytes of a skeleton depend on its payload.
 
     Args:
@@ -70,7 +72,10 @@ def build_container(*, prefix: bytes, payload_nbytes: int, suffix: bytes, checks
     records = list(_records(prefix, payload_nbytes, suffix))
     payload = next(i for i, r in enumerate(records) if r.name.endswith(b"/data/0"))
     identifier = records[-1]
-    if not identifier.name.endswith(b"/.data/serialization_id") or identifier.nbytes != 2 * _ID_DIGITS:
+    if (
+        not identifier.name.endswith(b"/.data/serialization_id")
+        or identifier.nbytes != 2 * _ID_DIGITS
+    ):
         raise NostallError(
             "torch.save's container has no serialization_id record at its end",
             phase="plan",

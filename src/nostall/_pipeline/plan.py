@@ -67,9 +67,7 @@ def _plan_tensor(item: WriteItem, tensor: torch.Tensor) -> PlannedItem:
         buffer = io.BytesIO()
         torch.save(_as_stock_writes(tensor), buffer)
         return _run(item, bytes(buffer.getbuffer()), weight=weight or 1)
-    container = _container(
-        tensor.dtype, tuple(tensor.shape), stride, _torch.container_settings()
-    )
+    container = _container(tensor.dtype, tuple(tensor.shape), stride, _torch.container_settings())
     return PlannedItem(
         write_item=item,
         shape=ItemShape(
@@ -85,7 +83,7 @@ def _container(
     dtype: torch.dtype,
     size: tuple[int, ...],
     stride: tuple[int, ...],
-    settings: tuple[bool, int],  # part of the cache key: they change what torch writes
+    _settings: tuple[bool, int],  # part of the cache key: they change what torch writes
 ) -> Container:
     skeleton = _torch.container_skeleton(dtype, size, stride)
     return build_container(

@@ -49,6 +49,8 @@ class Changed:
     """This rank's plan has changed since all agreed to reuse; no communication, the others learn of it later."""
 
     final: SavePlan
+    local: SavePlan
+    """The new plan, for the coordinator."""
 
 
 Route: TypeAlias = Together | Reuse | Changed
@@ -67,7 +69,7 @@ def choose_route(
         return Together()
     if cached.planner == planner and same_plan(cached.local, local):
         return Reuse(cached.final)
-    return Changed(_plan_alone(cached, local))
+    return Changed(_plan_alone(cached, local), local)
 
 
 def same_plan(one: Any, other: Any) -> bool:
@@ -77,7 +79,9 @@ def same_plan(one: Any, other: Any) -> bool:
     )
 
 
-def matches_loaded(loaded: Sequence[SavePlan] | None, *, rank: int, world_size: int, local: SavePlan) -> bool:
+def matches_loaded(
+    loaded: Sequence[SavePlan] | None, *, rank: int, world_size: int, local: SavePlan
+) -> bool:
     """Whether this rank's plan is the one that a loaded checkpoint was saved with."""
     return loaded is not None and len(loaded) == world_size and same_plan(loaded[rank], local)
 
@@ -86,7 +90,5 @@ def _plan_alone(cached: CachedPlans, local: SavePlan) -> SavePlan:
     """This rank's share without the items that, unchanged, another rank has been told to write."""
     own = {item.index for item in cached.final.items}
     before: dict[Any, WriteItem] = {item.index: item for item in cached.local.items}
-    items = [
-        item for item in local.items if item.index in own or before.get(item.index) != item
-    ]
+    items = [item for item in local.items if item.index in own or before.get(item.index) != item]
     return replace(local, items=items, storage_data=cached.final.storage_data)

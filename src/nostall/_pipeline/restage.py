@@ -118,7 +118,11 @@ def stage_state_dict(
 
 
 def _rebuild(
-    value: Any, path: str, on_tensor: Callable[[str, torch.Tensor], torch.Tensor], *, copy_others: bool
+    value: Any,
+    path: str,
+    on_tensor: Callable[[str, torch.Tensor], torch.Tensor],
+    *,
+    copy_others: bool,
 ) -> Any:
     """Copy containers, hand every local tensor with its flattened name to ``on_tensor``."""
 

@@ -67,9 +67,7 @@ def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot
     return Snapshot(planned=planned, layout=layout, lease=lease)
 
 
-def _primed_views(
-    items: Sequence[PlannedItem], layout: Layout, block: Block
-) -> list[torch.Tensor]:
+def _primed_views(items: Sequence[PlannedItem], layout: Layout, block: Block) -> list[torch.Tensor]:
     """Where the payloads go, in layout order; the views live in the block until another layout uses it."""
     key = (layout.key, tuple((item.stride, _dtype(item)) for item in items))
     if block.primed is not None and block.primed[0] == key:

@@ -15,6 +15,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -108,10 +109,8 @@ class ChildProcess(ABC, Generic[T]):
     def close(self, *, kill_after_s: float = _EXIT_TIMEOUT_S) -> None:
         """End an idle process by closing its socket. Idempotent."""
         self._pronounce("SaveAbortedError", "it was closed")
-        try:
+        with suppress(OSError):  # the process was faster
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the process was faster
         self._reap(kill_after_s)
 
     def abandon_after_fork(self) -> None:

@@ -47,7 +47,9 @@ def main(socket_fd: int, parent_pid: int) -> None:
     poller.register(sock, select.POLLIN)
     send(sock, {"type": "ready", "pid": os.getpid()})
     receiver = Receiver(sock)
-    sock.settimeout(1.0)  # a message that has begun and does not go on is looked at again, together with the parent
+    sock.settimeout(
+        1.0
+    )  # a message that has begun and does not go on is looked at again, together with the parent
     while True:
         if not receiver.buffered() and parent in {fd for fd, _ in poller.poll()}:
             os._exit(0)
