@@ -88,11 +88,9 @@ class Arena:
         self,
         *,
         max_blocks: int = 2,
-        on_new: Callable[[Block], None] = lambda _: None,
         on_drop: Callable[[Block], None] = lambda _: None,
     ) -> None:
         self._max_blocks = max_blocks
-        self._on_new = on_new
         self._on_drop = on_drop
         self._free: list[Block] = []
         self._leased: list[Block] = []
@@ -121,7 +119,6 @@ class Arena:
                     if self._free and len(self._leased) + len(self._free) >= self._max_blocks:
                         self._drop(self._free.pop())
                     block = Block(nbytes)
-                    self._on_new(block)
                 elif not self._changed.wait(deadline - time.monotonic()):
                     raise SaveTimeoutError(
                         f"all {self._max_blocks} snapshot buffers are still being written after {timeout_s:g} s",

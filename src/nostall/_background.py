@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 from nostall import _save
@@ -70,7 +71,9 @@ class BackgroundSave(ABC):
         return _save.await_report(self._report, rank=self.rank, timeout_s=timeout_s)
 
     def _settle(self, report: RankReport) -> None:
-        if not self._report.done():
+        with suppress(
+            InvalidStateError
+        ):  # aborting and an answer may coincide; the first one stands
             self._report.set_result(report)
 
     def __reduce__(self) -> str | tuple[Any, ...]:

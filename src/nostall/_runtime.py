@@ -33,7 +33,6 @@ class Engine:
         self.options = options or EngineOptions()
         self.arena = Arena(
             max_blocks=self.options.max_in_flight,
-            on_new=lambda block: _torch.register_pinned(address_of(block), block.nbytes),
             on_drop=self._forget,
         )
         self.placements: OrderedDict[Any, dict[str, int]] = OrderedDict()
@@ -42,6 +41,7 @@ class Engine:
         """Faults that every job carries; set by ``nostall.testing`` only."""
         self._writers: list[WriterProcess] = []
         self._layouts: OrderedDict[Any, Layout] = OrderedDict()
+        self._pinned: set[int] = set()
         self._lock = threading.RLock()
 
     def lay_out(self, shapes: Sequence[ItemShape], naming: FileNaming, packing: Packing) -> Layout:
@@ -60,7 +60,14 @@ class Engine:
     def lease(self, nbytes: int, *, beyond_limit: bool = False) -> Lease:
         """Snapshot memory; see :meth:`nostall._arena.Arena.lease`."""
         timeout_s = self.options.save_timeout_s
-        return self.arena.lease(nbytes, timeout_s=timeout_s, beyond_limit=beyond_limit)
+        lease = self.arena.lease(nbytes, timeout_s=timeout_s, beyond_limit=beyond_limit)
+        with self._lock:
+            # Not when the block is made: a warmed-up block may be older than the CUDA context.
+            if lease.block.id not in self._pinned and _torch.pin(
+                address_of(lease.block), lease.block.nbytes
+            ):
+                self._pinned.add(lease.block.id)
+        return lease
 
     def remember_placement(self, structure: Any, placement: dict[str, int]) -> None:
         """Keep where the payloads of a staged structure belong, for the next time it is staged."""
@@ -73,6 +80,8 @@ class Engine:
     def set_priority(self, cpu_priority: int | None, io_priority: int | None) -> None:
         """Use these priorities for writer processes, running ones included."""
         with self._lock:
+            if (cpu_priority, io_priority) == (self.options.cpu_priority, self.options.io_priority):
+                return
             self.options = replace(self.options, cpu_priority=cpu_priority, io_priority=io_priority)
             for writer in self._writers:
                 lower_priority(writer.pid, cpu_priority, io_priority)
@@ -137,9 +146,11 @@ class Engine:
         self.arena.abandon_after_fork()
 
     def _forget(self, block: Block) -> None:
-        _torch.unregister_pinned(address_of(block))
         with self._lock:
             writers = list(self._writers)
+            if block.id in self._pinned:
+                self._pinned.discard(block.id)
+                _torch.unpin(address_of(block))
         for writer in writers:
             writer.forget(block.id)
 

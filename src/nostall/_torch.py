@@ -5,6 +5,7 @@ Everything else of nostall reaches torch through its public API or through this 
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 from collections.abc import Callable, Sequence
@@ -161,6 +162,17 @@ def view_of(
     return flat.as_strided(tuple(size), tuple(stride))
 
 
+def private_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU copy of a tensor of any kind; a lazily conjugated or negated one stays so, and is saved alike."""
+    if tensor.is_meta:
+        return tensor
+    if tensor.is_conj():
+        return private_copy(tensor.conj()).conj()
+    if tensor.is_neg():
+        return torch._neg_view(private_copy(torch._neg_view(tensor)))
+    return copy.deepcopy(tensor) if tensor.is_cpu else tensor.cpu()
+
+
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy every source into its host target and return when all bytes are there.
 
@@ -209,18 +221,23 @@ def _side_stream(device: torch.device) -> Any:
     return torch.get_device_module(device).Stream(device=device)
 
 
-def register_pinned(address: int, nbytes: int) -> None:
-    """Pin host memory for the CUDA copy engines, where CUDA is present and in use; elsewhere do nothing."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        code = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
-        if int(code) not in (0, 712):  # success, or registered already
-            raise RuntimeError(f"cudaHostRegister of {nbytes} bytes failed with code {int(code)}")
+_CUDA_ALREADY_REGISTERED = 712
+"""``cudaErrorHostMemoryAlreadyRegistered``."""
 
 
-def unregister_pinned(address: int) -> None:
-    """Undo :func:`register_pinned`; memory that was never pinned is left as it is."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.cudart().cudaHostUnregister(address)
+def pin(address: int, nbytes: int) -> bool:
+    """Lock host memory for the CUDA copy engines; false where CUDA is absent or not in use (yet)."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return False
+    code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+    if code not in (0, _CUDA_ALREADY_REGISTERED):
+        raise RuntimeError(f"cudaHostRegister of {nbytes} bytes failed with code {code}")
+    return True
+
+
+def unpin(address: int) -> None:
+    """Undo :func:`pin`."""
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def device_for_collectives(group: dist.ProcessGroup | None) -> torch.device:

@@ -10,7 +10,8 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -111,7 +112,9 @@ class _Call:
         return self.request.async_fn if isinstance(self.request.async_fn, BackgroundSave) else None
 
     def settle(self, failure: Outcome) -> None:
-        if not self.outcome.done():
+        with suppress(
+            InvalidStateError
+        ):  # aborting and an answer may coincide; the first one stands
             self.outcome.set_result(failure)
 
     def failure(self) -> Failure | None:

@@ -109,8 +109,7 @@ def stage_state_dict(
     def place(_: str, tensor: torch.Tensor) -> torch.Tensor:
         plain = tensor.detach()
         if _torch.payload_stride(plain) is None or plain.device.type == "meta":
-            # deepcopy, unlike clone, keeps a conjugated or negated view what it is.
-            return copy.deepcopy(plain) if plain.is_cpu or plain.is_meta else plain.cpu()
+            return _torch.private_copy(plain)
         return next(remaining).requires_grad_(tensor.requires_grad)
 
     content = _rebuild(state_dict, "", place, copy_others=True)
