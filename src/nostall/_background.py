@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from nostall import _save
+from nostall._failures import failure_of
 from nostall._runtime import Engine, default_engine
 from nostall._values import Failure, RankFailed, RankReport
 from nostall.errors import OptionError
@@ -57,7 +58,7 @@ class BackgroundSave(ABC):
 
     def fail(self, error: BaseException, *, phase: str) -> None:
         """Record that this rank cannot do its part, to be reported when the save is finalised."""
-        self._settle(RankFailed(rank=self.rank, failure=_save.failure_of(error, phase=phase)))
+        self._settle(RankFailed(rank=self.rank, failure=failure_of(error, phase=phase)))
 
     def abort(self) -> None:
         """Give the save up; bounded in time, and harmless when it is over."""

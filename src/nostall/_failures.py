@@ -1,4 +1,4 @@
-"""One rank's failure, told to every rank as DCP's ``CheckpointException``.
+"""A failure as plain data, as an exception, and as what every rank raises: DCP's ``CheckpointException``.
 
 The text on the coordinator contains ``Worker failure``, which frameworks look for; everywhere it names rank, phase,
 file and cause.
@@ -7,11 +7,22 @@ file and cause.
 from __future__ import annotations
 
 import pickle
+import traceback
 from collections.abc import Mapping
 from copy import copy
+from typing import Any
 
 from nostall import _torch
-from nostall.errors import NostallError, SaveError
+from nostall._values import Failure, RankFailed
+from nostall.errors import (
+    NostallError,
+    SaveAbortedError,
+    SaveError,
+    SaveTimeoutError,
+    StagingError,
+    WriteError,
+    WriterDiedError,
+)
 
 
 def sendable(wrapped: _torch.WrappedException) -> _torch.WrappedException:
@@ -47,3 +58,51 @@ def exception_for(
         told.__cause__ = error.__cause__ if told is error else error
         named[rank] = (told, trace)
     return _torch.CheckpointException(step, named)
+
+
+_ERROR_KINDS: dict[str, type[SaveError]] = {
+    kind.__name__: kind
+    for kind in (
+        SaveError,
+        StagingError,
+        WriteError,
+        WriterDiedError,
+        SaveTimeoutError,
+        SaveAbortedError,
+    )
+}
+
+
+def error_of(report: RankFailed, *, job: str | None = None) -> SaveError:
+    """The exception that a failed rank's report stands for."""
+    failure = report.failure
+    kind = _ERROR_KINDS.get(failure.kind, SaveError)
+    place: dict[str, Any] = {
+        "rank": report.rank,
+        "phase": failure.phase,
+        "path": failure.path,
+        "job": job,
+        "hint": failure.hint,
+    }
+    if kind is WriteError:
+        return WriteError(failure.message, errno=failure.errno, **place)
+    if kind is WriterDiedError:
+        return WriterDiedError(failure.message, exit_code=failure.exit_code, **place)
+    return kind(failure.message, **place)
+
+
+def failure_of(error: BaseException, *, phase: str) -> Failure:
+    """Any exception as plain data."""
+    known = isinstance(error, NostallError)
+    return Failure(
+        kind=type(error).__name__,
+        message=error.message
+        if isinstance(error, NostallError)
+        else f"{type(error).__name__}: {error}",
+        phase=(error.phase if known else None) or phase,  # type: ignore[attr-defined]
+        path=getattr(error, "path", None) if known else None,
+        errno=getattr(error, "errno", None),
+        exit_code=getattr(error, "exit_code", None),
+        hint=getattr(error, "hint", None),
+        traceback="".join(traceback.format_exception(error)),
+    )

@@ -14,7 +14,6 @@ import os
 import pickle
 import sys
 import threading
-import traceback
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
 from nostall._arena import Lease
+from nostall._failures import error_of
 from nostall._pipeline.collect import require_one_result_each
 from nostall._pipeline.layout import FileNaming, Packing
 from nostall._pipeline.plan import Resolver, plan_rank
@@ -34,27 +34,16 @@ from nostall._storage.streams import StreamTarget
 from nostall._values import (
     Failure,
     FileImage,
-    FileLayout,
     Layout,
     PlannedSave,
     RankFailed,
     RankReport,
     RankWritten,
-    Seal,
-    SealTable,
     WriteJob,
     page_aligned,
 )
 from nostall._writer.files import perform
-from nostall.errors import (
-    NostallError,
-    SaveAbortedError,
-    SaveError,
-    SaveTimeoutError,
-    StagingError,
-    WriteError,
-    WriterDiedError,
-)
+from nostall.errors import StagingError
 from nostall.options import WriterOptions
 
 
@@ -217,55 +206,12 @@ def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResul
     return results
 
 
-_ERROR_KINDS: dict[str, type[SaveError]] = {
-    kind.__name__: kind
-    for kind in (
-        SaveError,
-        StagingError,
-        WriteError,
-        WriterDiedError,
-        SaveTimeoutError,
-        SaveAbortedError,
-    )
-}
+def partial_files(prepared: PreparedSave) -> list[str]:
+    """Where this rank's files would be: what to remove when the save is given up."""
+    return [os.path.join(prepared.target.directory, file.name) for file in prepared.layout.files]
 
 
-def error_of(report: RankFailed, *, job: str | None = None) -> SaveError:
-    """The exception that a failed rank's report stands for."""
-    failure = report.failure
-    kind = _ERROR_KINDS.get(failure.kind, SaveError)
-    place: dict[str, Any] = {
-        "rank": report.rank,
-        "phase": failure.phase,
-        "path": failure.path,
-        "job": job,
-        "hint": failure.hint,
-    }
-    if kind is WriteError:
-        return WriteError(failure.message, errno=failure.errno, **place)
-    if kind is WriterDiedError:
-        return WriterDiedError(failure.message, exit_code=failure.exit_code, **place)
-    return kind(failure.message, **place)
-
-
-def failure_of(error: BaseException, *, phase: str) -> Failure:
-    """Any exception as plain data."""
-    known = isinstance(error, NostallError)
-    return Failure(
-        kind=type(error).__name__,
-        message=error.message
-        if isinstance(error, NostallError)
-        else f"{type(error).__name__}: {error}",
-        phase=(error.phase if known else None) or phase,  # type: ignore[attr-defined]
-        path=getattr(error, "path", None) if known else None,
-        errno=getattr(error, "errno", None),
-        exit_code=getattr(error, "exit_code", None),
-        hint=getattr(error, "hint", None),
-        traceback="".join(traceback.format_exception(error)),
-    )
-
-
-# --- jobs -----------------------------------------------------------------------------------------------------------
+# --- jobs ---------------------------------------------------------------------------------------------------------
 
 
 def _jobs(
@@ -273,7 +219,14 @@ def _jobs(
 ) -> list[WriteJob]:
     shares: list[list[FileImage]] = [[] for _ in range(max(1, processes))]
     for number, file in enumerate(snapshot.layout.files):
-        shares[number % len(shares)].append(_file_image(file, snapshot))
+        image = FileImage(
+            name=file.name,
+            nbytes=file.nbytes,
+            block=snapshot.lease.block.id,
+            block_offset=file.image_offset,
+            seals=file.seals,
+        )
+        shares[number % len(shares)].append(image)
     return [
         WriteJob(
             job=f"{target.job}/{snapshot.planned.rank}/{number}",
@@ -290,35 +243,6 @@ def _jobs(
         )
         for number, files in enumerate(shares)
     ]
-
-
-def _file_image(file: FileLayout, snapshot: Snapshot) -> FileImage:
-    block = snapshot.lease.block
-    return FileImage(
-        name=file.name,
-        nbytes=file.nbytes,
-        block=block.id,
-        block_offset=file.image_offset,
-        seals=_seal_table(file, snapshot.layout),
-    )
-
-
-def _seal_table(file: FileLayout, layout: Layout) -> SealTable:
-    templates: dict[tuple[int, int, Seal | None], int] = {}
-    template_of_slot = []
-    for slot in file.slots:
-        container = layout.shapes[slot.item].container
-        template = (
-            slot.payload_offset - slot.offset,
-            slot.payload_nbytes,
-            container.seal if container is not None else None,
-        )
-        template_of_slot.append(templates.setdefault(template, len(templates)))
-    return SealTable(
-        templates=tuple(templates),
-        blob_offsets=tuple(slot.offset for slot in file.slots),
-        template_of_slot=tuple(template_of_slot),
-    )
 
 
 def _images(job: WriteJob, snapshot: Snapshot) -> dict[str, memoryview]:
@@ -354,8 +278,3 @@ def _write_in_thread(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> 
 
     threading.Thread(target=run, name="nostall-stream-writer", daemon=True).start()
     return future
-
-
-def partial_files(prepared: PreparedSave) -> list[str]:
-    """Where this rank's files would be: what to remove when the save is given up."""
-    return [os.path.join(prepared.target.directory, file.name) for file in prepared.layout.files]

@@ -106,6 +106,16 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SealTable:
+    """How to seal the slots of one file: few templates, and one of them for each slot."""
+
+    templates: tuple[tuple[int, int, Seal | None], ...]
+    """Payload offset relative to the blob, payload length, seal."""
+    blob_offsets: tuple[int, ...]
+    template_of_slot: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FileLayout:
     """One shard file: its name below the checkpoint directory and what lies where in it."""
 
@@ -114,6 +124,8 @@ class FileLayout:
     slots: tuple[Slot, ...]
     image_offset: int
     """Where this file's image begins in the snapshot's memory; a multiple of the page size."""
+    seals: SealTable
+    """How the writer seals the slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,16 +221,6 @@ class Abort:
 
 
 Verdict: TypeAlias = Commit | Abort
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SealTable:
-    """How to seal the slots of one file: few templates, and one of them for each slot."""
-
-    templates: tuple[tuple[int, int, Seal | None], ...]
-    """Payload offset relative to the blob, payload length, seal."""
-    blob_offsets: tuple[int, ...]
-    template_of_slot: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from nostall._values import FileLayout, ItemShape, Layout, Slot, page_aligned
+from nostall._values import FileLayout, ItemShape, Layout, Seal, SealTable, Slot, page_aligned
 
 SUFFIX = ".distcp"
 
@@ -110,4 +110,25 @@ def _lay_out_file(
             )
         )
         at += shape.nbytes
-    return FileLayout(name=name, nbytes=at, slots=tuple(slots), image_offset=image_offset)
+    return FileLayout(
+        name=name,
+        nbytes=at,
+        slots=tuple(slots),
+        image_offset=image_offset,
+        seals=_seal_table(slots, shapes),
+    )
+
+
+def _seal_table(slots: Sequence[Slot], shapes: Sequence[ItemShape]) -> SealTable:
+    templates: dict[tuple[int, int, Seal | None], int] = {}
+    template_of_slot = []
+    for slot in slots:
+        container = shapes[slot.item].container
+        seal = container.seal if container is not None else None
+        template = (slot.payload_offset - slot.offset, slot.payload_nbytes, seal)
+        template_of_slot.append(templates.setdefault(template, len(templates)))
+    return SealTable(
+        templates=tuple(templates),
+        blob_offsets=tuple(slot.offset for slot in slots),
+        template_of_slot=tuple(template_of_slot),
+    )

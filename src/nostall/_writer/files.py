@@ -19,11 +19,8 @@ import queue
 import threading
 import time
 import traceback
-import zlib
-from bisect import bisect_right
 from collections.abc import Mapping
 
-from nostall._pipeline.container import seal_patches
 from nostall._storage.posix import ImageFile, remove_files, sync_directory
 from nostall._storage.streams import StreamTarget, write_stream
 from nostall._values import (
@@ -34,12 +31,11 @@ from nostall._values import (
     RankFailed,
     RankReport,
     RankWritten,
-    SealTable,
     WriteJob,
     page_aligned,
 )
-from nostall._writer.crc import combine
 from nostall._writer.faults import Faults
+from nostall._writer.seals import Payloads
 
 
 def perform(
@@ -210,7 +206,7 @@ class _FileTask:
         self._sealed = [threading.Event() for _ in range(self.chunk_count)]
         self._left = self.chunk_count
         self._given_up = False
-        self._payloads = _Payloads(image.seals, self._bounds)
+        self._payloads = Payloads(image.seals, self._bounds)
         self._started_s = 0.0
         self._finished_s = 0.0
 
@@ -281,60 +277,6 @@ class _FileTask:
             raise _GivenUp
 
 
-class _Payloads:
-    """The payloads of one image cut at chunk bounds, and the seals they lead to."""
-
-    def __init__(self, seals: SealTable, bounds: list[int]) -> None:
-        self._seals = seals
-        self._bounds = bounds
-        self._pieces: list[list[tuple[int, int, int]]] = [[] for _ in range(len(bounds) - 1)]
-        self._ending: list[list[tuple[int, int]]] = [[] for _ in range(len(bounds) - 1)]
-        self._crc_of_piece: dict[tuple[int, int], int] = {}
-        self.crc32 = [0] * len(seals.blob_offsets)
-        for slot, (blob, template) in enumerate(
-            zip(seals.blob_offsets, seals.template_of_slot, strict=True)
-        ):
-            offset, nbytes, seal = seals.templates[template]
-            if seal is not None and nbytes:
-                self._cut(slot, blob + offset, nbytes)
-
-    def sum_pieces(self, memory: memoryview, chunk: int) -> None:
-        crcs = self._crc_of_piece
-        for slot, begin, end in self._pieces[chunk]:
-            crcs[slot, chunk] = zlib.crc32(memory[begin:end])
-
-    def first_chunk_needed(self, chunk: int) -> int:
-        return min((first for _, first in self._ending[chunk]), default=chunk)
-
-    def seal_ending_in(self, memory: memoryview, chunk: int) -> None:
-        for slot, first in self._ending[chunk]:
-            blob = self._seals.blob_offsets[slot]
-            seal = self._seals.templates[self._seals.template_of_slot[slot]][2]
-            assert seal is not None  # only sealed slots are cut into pieces
-            crc32 = self._crc_of_piece[slot, first]
-            for later in range(first + 1, chunk + 1):
-                length = self._piece_nbytes(slot, later)
-                crc32 = combine(crc32, self._crc_of_piece[slot, later], length)
-            self.crc32[slot] = crc32
-            for at, patch in seal_patches(seal, crc32):
-                memory[blob + at : blob + at + len(patch)] = patch
-
-    def _cut(self, slot: int, begin: int, nbytes: int) -> None:
-        end = begin + nbytes
-        chunk = first = bisect_right(self._bounds, begin) - 1
-        while begin < end:
-            stop = min(end, self._bounds[chunk + 1])
-            self._pieces[chunk].append((slot, begin, stop))
-            begin = stop
-            chunk += 1
-        self._ending[chunk - 1].append((slot, first))
-
-    def _piece_nbytes(self, slot: int, chunk: int) -> int:
-        offset, nbytes, _ = self._seals.templates[self._seals.template_of_slot[slot]]
-        begin = self._seals.blob_offsets[slot] + offset
-        return min(begin + nbytes, self._bounds[chunk + 1]) - max(begin, self._bounds[chunk])
-
-
 # --- streams --------------------------------------------------------------------------------------------------------
 
 
@@ -354,7 +296,7 @@ def _write_streams(
         at.move("write", path)
         faults.at("open", path)
         memory = images[image.name]
-        payloads = _Payloads(image.seals, [0, image.nbytes])
+        payloads = Payloads(image.seals, [0, image.nbytes])
         payloads.sum_pieces(memory, 0)
         payloads.seal_ending_in(memory, 0)
         started_s = time.monotonic()

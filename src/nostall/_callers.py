@@ -1,0 +1,204 @@
+"""Callers: which process does what a request asks for.
+
+nostall's own saves go to the torch-free writer process, whichever caller takes them. Any other callable runs in a Python
+process: a lasting one (:class:`PersistentAsyncCaller`) or one per call (:class:`TemporalAsyncCaller`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+
+from nostall._background import BackgroundSave
+from nostall._coordination import coordination_for
+from nostall._failures import failure_of
+from nostall._lifecycle import Lifecycle, State
+from nostall._python_worker import Outcome, PythonWorker, serialize_call
+from nostall._requests import AsyncRequest
+from nostall._runtime import default_engine
+from nostall._values import Failure, RankFailed, RankReport
+
+
+class Call:
+    """A scheduled request on its way."""
+
+    def __init__(self, request: AsyncRequest) -> None:
+        self.request = request
+        self.life = Lifecycle()
+        self.outcome: Future[Outcome] = Future()
+
+    @property
+    def native(self) -> BackgroundSave | None:
+        """The save behind the request, if it is nostall's own."""
+        return self.request.async_fn if isinstance(self.request.async_fn, BackgroundSave) else None
+
+    def settle(self, failure: Outcome) -> None:
+        with suppress(
+            InvalidStateError
+        ):  # aborting and an answer may coincide; the first one stands
+            self.outcome.set_result(failure)
+
+    def failure(self) -> Failure | None:
+        """Why it failed; only once it is done."""
+        return self.outcome.result(0)
+
+
+def _failure_in(report: RankReport) -> Outcome:
+    return report.failure if isinstance(report, RankFailed) else None
+
+
+class AsyncCaller(ABC):
+    """Runs requests in the background, one after the other.
+
+    Subclasses say which process runs callables that are not nostall's own.
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[Call] = deque()
+
+    def schedule_async_call(self, async_req: AsyncRequest) -> None:
+        """Take the snapshot and start the request; returns when the trainer may change its tensors.
+
+        Raises:
+            StagingError: The request cannot be sent to another process.
+        """
+        self.begin(async_req)
+
+    def begin(self, request: AsyncRequest) -> Call:
+        """As :meth:`schedule_async_call`; returns the call."""
+        call = Call(request)
+        self._calls.append(call)
+        call.life.to(State.STAGING)
+        if request.async_fn is None:
+            call.settle(None)
+            call.life.to(State.STAGED)
+            call.life.to(State.WRITING)
+            return call
+        try:
+            args = request.loaded_args()
+        except (
+            Exception
+        ) as error:  # the other ranks wait for this one; all of them raise when finalising
+            if call.native is not None:
+                call.native.fail(error, phase="stage")
+            call.life.to(State.FAILED)
+            call.settle(failure_of(error, phase="stage"))
+            return call
+        call.life.to(State.STAGED)
+        if call.native is not None:
+            report = call.native.start(args[1])
+            report.add_done_callback(lambda done: call.settle(_failure_in(done.result())))
+        else:
+            try:
+                fd = serialize_call(request.async_fn, args, request.async_fn_kwargs or {})
+            except BaseException:
+                self._calls.remove(call)
+                raise
+            self._worker().submit(fd).add_done_callback(lambda done: call.settle(done.result()))
+        call.life.to(State.WRITING)
+        return call
+
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+        """Whether the oldest request is done, on every rank unless ``no_dist``. Collective unless ``no_dist``."""
+        if not self._calls:
+            return True
+        call = self._calls[0]
+        while True:
+            if blocking:
+                call.outcome.result(default_engine().options.save_timeout_s)
+            alive = not call.outcome.done()
+            done = not alive if no_dist else not self.sync_all_async_calls(alive)
+            if done:
+                self._calls.popleft()
+                self._call_is_done()
+            if done or not blocking:
+                return done
+
+    def sync_all_async_calls(self, is_alive: bool) -> bool:
+        """Whether the request is unfinished on any rank. Collective."""
+        return coordination_for(None).maximum([int(is_alive)]) == [1]
+
+    def take_over(self, call: Call) -> None:
+        """Forget a call that the queue has finalised, failed or aborted."""
+        if call in self._calls:
+            self._calls.remove(call)
+            self._call_is_done()
+
+    @abstractmethod
+    def close(self, abort: bool = False) -> None:
+        """End the processes of this caller: when they are done, or now with ``abort``. Idempotent."""
+
+    @abstractmethod
+    def _worker(self) -> PythonWorker:
+        """The process for callables that are not nostall's own."""
+
+    def _call_is_done(self) -> None:  # noqa: B027  # a hook; most callers keep what served the call
+        """A call left; subclasses may end what served it."""
+
+    def _abort_calls(self) -> None:
+        for call in list(self._calls):
+            if call.native is not None and not call.outcome.done():
+                call.native.abort()
+            call.settle(
+                Failure(kind="SaveAbortedError", message="the request was aborted", phase="write")
+            )
+        self._calls.clear()
+
+
+class PersistentAsyncCaller(AsyncCaller):
+    """One Python process, started when first needed and used again, for callables that are not nostall's own.
+
+    Args:
+        is_daemon: Accepted for compatibility; workers never outlive the trainer.
+        cpu_priority: Niceness of background processes, 0 to 19.
+        io_priority: Their I/O scheduling class (Linux ``ionice``).
+        sigterm_timeout: Seconds between SIGTERM and SIGKILL when a process is ended.
+        cpu_shm_mode: Accepted for compatibility; snapshots are always in shared host memory.
+    """
+
+    def __init__(
+        self,
+        is_daemon: bool = True,
+        cpu_priority: int = 10,
+        io_priority: int | None = None,
+        sigterm_timeout: float = 30.0,
+        cpu_shm_mode: bool = False,
+    ) -> None:
+        super().__init__()
+        self._cpu_priority = cpu_priority
+        self._io_priority = io_priority
+        self._sigterm_timeout_s = sigterm_timeout
+        self._process: PythonWorker | None = None
+
+    def begin(self, request: AsyncRequest) -> Call:
+        """As the base class, with this caller's priorities."""
+        default_engine().set_priority(self._cpu_priority, self._io_priority)
+        return super().begin(request)
+
+    def close(self, abort: bool = False) -> None:
+        """End the worker process, if there is one."""
+        if abort:
+            self._abort_calls()
+        process, self._process = self._process, None
+        if process is not None:
+            process.end(abort=abort)
+
+    def _worker(self) -> PythonWorker:
+        if self._process is None or not self._process.alive:
+            self._process = PythonWorker(
+                cpu_priority=self._cpu_priority,
+                io_priority=self._io_priority,
+                sigterm_timeout_s=self._sigterm_timeout_s,
+            )
+        return self._process
+
+
+class TemporalAsyncCaller(PersistentAsyncCaller):
+    """A new Python process for every call of a callable that is not nostall's own."""
+
+    def _call_is_done(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.end(abort=False)

@@ -1,0 +1,78 @@
+"""A request: something to do in the background, and what follows it in the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from nostall._coordination import coordination_for
+from nostall.errors import OptionError
+
+
+class AsyncRequest(NamedTuple):
+    """Something to do in the background, and what follows it in the trainer."""
+
+    async_fn: Callable[..., Any] | None
+    """Runs in the background; ``None`` if this rank has nothing to do."""
+    async_fn_args: tuple[Any, ...] | list[Any]
+    finalize_fns: list[Callable[[], Any]]
+    """Run in the trainer, in order, once every rank is done; never after a failure."""
+    async_fn_kwargs: dict[str, Any] | None = None
+    preload_fn: Callable[[], Any] | None = None
+    """Runs in the trainer when the request is scheduled; its result takes the place of argument index 1."""
+    is_frozen: bool = False
+    call_idx: int = 0
+
+    def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
+        """Append a finalize function.
+
+        Raises:
+            RuntimeError: The request is scheduled already.
+        """
+        if self.is_frozen:
+            raise RuntimeError(
+                "a request that is scheduled already takes no more finalize functions"
+            )
+        self.finalize_fns.append(fn)
+
+    def execute_sync(self) -> None:
+        """Do everything here and now, with the code that would have run in the background."""
+        if self.async_fn is not None:
+            self.async_fn(*self.loaded_args(), **(self.async_fn_kwargs or {}))
+        for finalize in self.finalize_fns:
+            finalize()
+
+    def loaded_args(self) -> list[Any]:
+        """The arguments after preloading."""
+        args = list(self.async_fn_args)
+        if self.preload_fn is not None:
+            loaded = self.preload_fn()
+            if len(args) < 2:
+                raise OptionError(
+                    f"a request with a preload_fn has {len(args)} arguments",
+                    hint="give async_fn_args at least two: the result replaces index 1",
+                )
+            args[1] = loaded
+        return args
+
+    def freeze(self) -> AsyncRequest:
+        """The same request, closed to further finalize functions."""
+        return self._replace(is_frozen=True)
+
+    def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
+        """Run the finalize functions and return the call index.
+
+        With ``validate_matching_call_idx`` this is collective: ranks first compare their indices.
+
+        Raises:
+            RuntimeError: Ranks are about to finalise different requests.
+        """
+        if validate_matching_call_idx:
+            highest, lowest = coordination_for(None).maximum([self.call_idx, -self.call_idx])
+            if highest != -lowest:
+                raise RuntimeError(
+                    f"ranks finalise different requests: this one {self.call_idx}, others {-lowest} to {highest}"
+                )
+        for finalize in self.finalize_fns:
+            finalize()
+        return self.call_idx

@@ -1,0 +1,365 @@
+"""Every way to save, each as one function, and states to save; for one process or for ranks of a gloo group."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed._shard.sharded_tensor import (
+    Shard as ShardOfTensor,
+)
+from torch.distributed._shard.sharded_tensor import (
+    ShardedTensor,
+    init_from_local_shards,
+)
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
+from states import blobs, schedule, small_state
+
+State = dict[str, Any]
+
+
+# --- states ---------------------------------------------------------------------------------------------------------
+
+
+def group_state(seed: int) -> State:
+    """One rank's part of a state in which every kind of distributed tensor occurs. Collective."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,))
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator)
+
+    whole = random(4 * world_size, 3)
+    mine = ShardOfTensor.from_tensor_and_offsets(
+        whole[4 * rank : 4 * rank + 4].clone(), [4 * rank, 0], rank
+    )
+    return {
+        **small_state(seed),
+        "even": distribute_tensor(random(6 * world_size, 5), mesh, [Shard(0)]),
+        "uneven": distribute_tensor(random(2 * world_size + 1, 3), mesh, [Shard(0)]),
+        "on one rank": distribute_tensor(random(1, 3), mesh, [Shard(0)]),
+        "columns": distribute_tensor(random(4, 3 * world_size), mesh, [Shard(1)]),
+        "replicated": distribute_tensor(random(7, 2), mesh, [Replicate()]),
+        "sharded tensor": init_from_local_shards([mine], whole.size()),
+        f"of rank {rank}": {"tensor": random(rank + 2), "object": {"rank": rank}},
+    }
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Names and local values of everything in a state: tensors that can be changed in place, and objects."""
+    if isinstance(value, Mapping):
+        for key, element in value.items():
+            yield from leaves(element, f"{path}/{key}")
+    elif isinstance(value, list):
+        for position, element in enumerate(value):
+            yield from leaves(element, f"{path}/{position}")
+    elif isinstance(value, DTensor):
+        yield path, value.to_local()
+    elif isinstance(value, ShardedTensor):
+        for position, shard in enumerate(value.local_shards()):
+            yield f"{path}/{position}", shard.tensor
+    else:
+        yield path, value
+
+
+def spoil(state: State) -> None:
+    """Change every tensor in place, as the next training step does."""
+    with torch.no_grad():
+        for _, leaf in leaves(state):
+            if isinstance(leaf, torch.Tensor):
+                leaf.fill_(77)
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Whether two local values are the same, NaNs and signed zeros included."""
+    if not isinstance(one, torch.Tensor):
+        return type(one) is type(other) and bool(one == other)
+    return (
+        isinstance(other, torch.Tensor)
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and torch.equal(_bits(one), _bits(other))
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def differing(one: State, other: State) -> list[str]:
+    """Names under which two states do not hold the same."""
+    left, right = dict(leaves(one)), dict(leaves(other))
+    missing = left.keys() ^ right.keys()
+    return sorted(missing | {k for k in left.keys() & right.keys() if not same_bits(left[k], right[k])})
+
+
+def loaded_wrong(path: Path, expected: State, template: State, **options: Any) -> list[str]:
+    """What stock ``dcp.load`` finds different in a checkpoint. Collective; ``template`` is overwritten."""
+    spoil(template)
+    dcp.load(template, checkpoint_id=path, **options)
+    return differing(expected, template)
+
+
+# --- ways to save ---------------------------------------------------------------------------------------------------
+
+
+def save(path: Path, state: State) -> None:
+    """``dcp.save``."""
+    dcp.save(state, storage_writer=FileSystemWriterAsync(path))
+
+
+def async_save_in_thread(path: Path, state: State) -> None:
+    """``dcp.async_save`` with the thread executor."""
+    future = dcp.async_save(state, storage_writer=FileSystemWriterAsync(path))
+    spoil(state)
+    _result(future)
+
+
+def async_save_in_process(path: Path, state: State) -> None:
+    """``dcp.async_save`` with the process executor, which pickles the writer and the staged state."""
+    future = dcp.async_save(
+        state,
+        storage_writer=FileSystemWriterAsync(path),
+        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+    )
+    spoil(state)
+    _result(future)
+
+
+def _result(future: Any) -> None:
+    future.result(timeout=60)
+
+
+def queue_persistent(path: Path, state: State) -> None:
+    """A split save through a queue that keeps its worker."""
+    _through_queue(AsyncCallsQueue(persistent=True), path, state)
+
+
+def queue_temporal(path: Path, state: State) -> None:
+    """A split save through a queue with a worker per call."""
+    _through_queue(AsyncCallsQueue(persistent=False), path, state)
+
+
+def _through_queue(queue: AsyncCallsQueue, path: Path, state: State) -> None:
+    with queue:
+        schedule(queue, path, state)
+        spoil(state)
+
+
+def by_hand(path: Path, state: State) -> None:
+    """The split functions called one after the other."""
+    planned, (save_fn, preload_fn, args) = _plan(path, state)
+    if save_fn is not None:
+        args[1] = preload_fn()
+        spoil(state)
+        save_fn(*args)
+    save_state_dict_async_finalize(*planned)
+
+
+def execute_sync(path: Path, state: State) -> None:
+    """A request that is executed instead of scheduled."""
+    planned, (save_fn, preload_fn, args) = _plan(path, state)
+    AsyncRequest(
+        save_fn, args, [lambda: save_state_dict_async_finalize(*planned)], preload_fn=preload_fn
+    ).execute_sync()
+
+
+def _plan(path: Path, state: State) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, list[Any]]]:
+    writer = FileSystemWriterAsync(path, thread_count=2)
+    planned = save_state_dict_async_plan(state, writer, planner=DefaultSavePlanner())
+    return planned, writer.get_save_function_and_args()
+
+
+ALONE: dict[str, Callable[[Path, State], None]] = {
+    route.__name__: route
+    for route in (
+        save,
+        async_save_in_thread,
+        queue_persistent,
+        queue_temporal,
+        by_hand,
+        execute_sync,
+    )
+}
+"""Those that need no process group."""
+ROUTES = {**ALONE, "async_save_in_process": async_save_in_process}
+
+
+# --- a user's planner -----------------------------------------------------------------------------------------------
+
+
+class OwnPlanner(DefaultSavePlanner):
+    """As users wrote them before ``storage_meta``: everything is looked up in a stash, floats are negated, and objects
+    are pickled."""
+
+    def set_up_planner(  # type: ignore[override]  # the signature of earlier torch versions
+        self, state_dict: State, is_coordinator: bool  # noqa: FBT001  # theirs
+    ) -> None:
+        super().set_up_planner(state_dict, is_coordinator=is_coordinator)
+        self.looked_up: list[str] = []
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        self.looked_up.append(index.fqn)
+        return super().lookup_object(index)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # DCP's name
+        if write_item.type == WriteItemType.BYTE_IO:
+            return super().transform_object(write_item, ("wrapped", object))
+        return -object if object.is_floating_point() else object
+
+
+def own_planner(out: Path, make_state: Callable[[], State]) -> dict[str, Any]:
+    """Save with a user's planner in three ways; what differs from what stock saves with it."""
+    dcp.save(make_state(), storage_writer=FileSystemWriter(out / "stock"), planner=OwnPlanner())
+    dcp.save(make_state(), storage_writer=FileSystemWriterAsync(out / "save"), planner=OwnPlanner())
+    planner = OwnPlanner()
+    with AsyncCallsQueue() as queue:
+        schedule(queue, out / "split", make_state(), planner=planner)
+    stock = blobs(out / "stock")
+    return {
+        "save": blobs(out / "save") == stock,
+        "split": blobs(out / "split") == stock,
+        "transformed": stock != blobs(out / "plain"),
+        "looked up": sorted(planner.looked_up),
+    }
+
+
+# --- without collectives --------------------------------------------------------------------------------------------
+
+
+def without_collectives(out: Path, rank: int) -> dict[str, Any]:
+    """Save and load a state of this rank's own with ``use_collectives=False``."""
+    for name, writer in (("stock", FileSystemWriter), ("ours", FileSystemWriterAsync)):
+        dcp.save(small_state(rank), storage_writer=writer(out / name), use_collectives=False)
+    name = f"__{rank}.metadata"
+    metadata: Metadata = pickle.loads((out / "ours" / name).read_bytes())
+    ours, stock = _rank_blobs(out / "ours", name), _rank_blobs(out / "stock", name)
+    return {
+        "same": ours == stock,
+        "files": sorted({info.relative_path for info in metadata.storage_data.values()}),
+        "shared metadata": (out / "ours" / ".metadata").exists(),
+        "wrong": loaded_wrong(out / "ours", small_state(rank), small_state(rank)),
+    }
+
+
+def _rank_blobs(path: Path, name: str) -> dict[str, bytes]:
+    metadata: Metadata = pickle.loads((path / name).read_bytes())
+    return {
+        index.fqn: (path / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+        for index, info in metadata.storage_data.items()
+    }
+
+
+# --- FSDP2 ----------------------------------------------------------------------------------------------------------
+
+
+def fsdp(out: Path) -> dict[str, Any]:
+    """Train a sharded model, save it, train on, and load it into another one. Collective."""
+    model, optimizer = _sharded_model(seed=1)
+    _step(model, optimizer)
+    state = _training_state(model, optimizer)
+    whole = _whole(state)
+    if dist.get_rank() == 0:
+        torch.save(whole, out / "whole.pt")
+    with AsyncCallsQueue() as queue:
+        schedule(queue, out / "checkpoint", state)
+        _step(model, optimizer)
+    stock_model, stock_optimizer = _sharded_model(seed=1)
+    _step(stock_model, stock_optimizer)
+    dcp.save(
+        _training_state(stock_model, stock_optimizer), storage_writer=FileSystemWriter(out / "stock")
+    )
+    other_model, other_optimizer = _sharded_model(seed=2)
+    loaded = _training_state(other_model, other_optimizer)
+    dcp.load(loaded, checkpoint_id=out / "checkpoint")
+    set_state_dict(
+        other_model,
+        other_optimizer,
+        model_state_dict=loaded["model"],
+        optim_state_dict=loaded["optimizer"],
+    )
+    return {
+        "trained on": differing(whole, _whole(_training_state(model, optimizer))) != [],
+        "same as stock": blobs(out / "checkpoint") == blobs(out / "stock"),
+        "wrong": differing(whole, _whole(_training_state(other_model, other_optimizer))),
+        "sharded": isinstance(loaded["model"]["0.weight"], DTensor),
+    }
+
+
+def _sharded_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(13, 7), nn.ReLU(), nn.Linear(7, 5))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(3, 13)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _whole(element) for key, element in value.items()}
+    if isinstance(value, list):
+        return [_whole(element) for element in value]
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+# --- the program ----------------------------------------------------------------------------------------------------
+
+
+def everything(out: Path) -> dict[str, Any]:
+    """Save in every way on all ranks of the default group."""
+
+    def make_state() -> State:
+        return group_state(seed=3)
+
+    dcp.save(make_state(), storage_writer=FileSystemWriter(out / "stock"))
+    stock = blobs(out / "stock")
+    routes = {}
+    for name, route in ROUTES.items():
+        route(out / name, make_state())
+        dist.barrier()
+        routes[name] = {
+            "same as stock": blobs(out / name) == stock,
+            "wrong": loaded_wrong(out / name, make_state(), make_state()),
+        }
+    planner_out = out / "own planner"
+    dcp.save(make_state(), storage_writer=FileSystemWriterAsync(planner_out / "plain"))
+    return {
+        "routes": routes,
+        "items": sorted({fqn for fqn, _ in stock}),
+        "own planner": own_planner(planner_out, make_state),
+        "without collectives": without_collectives(out / "without collectives", dist.get_rank()),
+        "fsdp": fsdp(out),
+    }
