@@ -9,7 +9,7 @@ author = "The nostall contributors"
 copyright = author
 version = release = installed_version("nostall")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 source_suffix = {".md": "markdown"}
 

@@ -11,6 +11,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from states import blobs, read_metadata, schedule, small_state
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.utils.serialization import config
@@ -31,7 +31,9 @@ from nostall._pipeline.container import build_container, combine_hash, seal_patc
 from nostall._pipeline.restage import StagedStateDict, find_leaves, structure_of
 from nostall._runtime import default_engine
 from nostall.core import AsyncCallsQueue
+from nostall.errors import NostallError
 from nostall.filesystem_async import FileSystemWriterAsync
+from states import blobs, read_metadata, schedule, small_state
 
 GIB = 1 << 30
 ORDINARY_DTYPES = {
@@ -84,10 +86,16 @@ def save_ours(path: Path, state: dict[str, Any], **options: Any) -> None:
     dcp.save(state, storage_writer=writer, planner=RawBytesPlanner(), no_dist=True)
 
 
+def save_async(writer: FileSystemWriterAsync, state: dict[str, Any]) -> None:
+    upload = dcp.async_save(state, storage_writer=writer, no_dist=True)
+    assert isinstance(upload, Future)
+    upload.result()
+
+
 class RawBytesPlanner(DefaultSavePlanner):
     """Stores ``bytes`` objects as they are; everything else as the default planner does."""
 
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # stock calls it so
         if isinstance(object, bytes):
             return io.BytesIO(object)
         return super().transform_object(write_item, object)
@@ -97,15 +105,18 @@ def shard_files(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir() if file.name != ".metadata"}
 
 
-def assert_same_files(directory: Path, state: dict[str, Any], **options: Any) -> None:
-    """Both writers make the same shard files out of a state dict."""
+def differing_files(directory: Path, state: dict[str, Any], **options: Any) -> set[str]:
+    """Names of shard files that the two writers do not both make, or make with other bytes."""
     save_stock(directory / "stock", state, **options)
     save_ours(directory / "ours", state, **options)
     expected, got = shard_files(directory / "stock"), shard_files(directory / "ours")
     assert expected
-    assert got.keys() == expected.keys()
-    for name in expected:
-        assert got[name] == expected[name]
+    return {name for name in {*expected, *got} if expected.get(name) != got.get(name)}
+
+
+def assert_same_files(directory: Path, state: dict[str, Any], **options: Any) -> None:
+    """Both writers make the same shard files out of a state dict."""
+    assert not differing_files(directory, state, **options)
 
 
 def saved_alone(value: Any) -> bytes:
@@ -122,29 +133,30 @@ def saved_alone(value: Any) -> bytes:
 # --- one kind of item at a time ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_is_stored_as_stock_stores_it(tmp_path: Path, dtype: torch.dtype) -> None:
-    """A tensor of any dtype that stock can save gives the same file; what stock refuses is refused."""
-    state = {
-        "t": filled(dtype, (7, 6)),
-        "transposed": filled(dtype, (4, 6)).t(),
-        "view": filled(dtype, (40,))[10:20],
-        "scalar": filled(dtype, ()),
-        "empty": filled(dtype, (0, 3)),
-    }
-    try:
-        save_stock(tmp_path / "can stock save it", state)
-    except dcp.api.CheckpointException:
-        assert dtype not in ORDINARY_DTYPES
-        with pytest.raises(dcp.api.CheckpointException):
-            save_ours(tmp_path / "ours", state)
-        assert not (tmp_path / "ours" / ".metadata").exists()
-        return
-    assert_same_files(tmp_path, state)
-
-
-def _grown_view(base: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-    return base.as_strided(size, stride)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+def test_every_dtype_is_stored_as_stock_stores_it(tmp_path: Path) -> None:
+    """Tensors of any dtype that stock can save give the same file; what stock refuses is refused."""
+    different = []
+    for dtype in DTYPES:
+        state = {
+            "t": filled(dtype, (7, 6)),
+            "transposed": filled(dtype, (4, 6)).t(),
+            "view": filled(dtype, (40,))[10:20],
+            "scalar": filled(dtype, ()),
+            "empty": filled(dtype, (0, 3)),
+        }
+        directory = tmp_path / str(dtype)
+        try:
+            save_stock(directory / "try", state)
+        except dcp.api.CheckpointException:
+            assert dtype not in ORDINARY_DTYPES
+            with pytest.raises(dcp.api.CheckpointException):
+                save_ours(directory, state)
+            assert not (directory / ".metadata").exists()
+        else:
+            if differing_files(directory, state):
+                different.append(dtype)
+    assert not different
 
 
 def _channels_last(*shape: int) -> torch.Tensor:
@@ -152,7 +164,7 @@ def _channels_last(*shape: int) -> torch.Tensor:
 
 
 F32 = torch.float32
-SHAPES: dict[str, Callable[[], Any]] = {
+KINDS: dict[str, Callable[[], Any]] = {
     "scalar": lambda: torch.tensor(3.5),
     "one element": lambda: torch.ones(1),
     "one element in many dimensions": lambda: torch.ones(1, 1, 1, 1),
@@ -207,7 +219,7 @@ SHAPES: dict[str, Callable[[], Any]] = {
     )[1:],
     "complex": lambda: filled(torch.complex64, (4, 3)),
     "conjugated": lambda: filled(torch.complex64, (4, 3)).conj(),
-    "conjugated view": lambda: filled(torch.complex64, (8, 3))[2:5].conj(),
+    "conjugated, transposed view": lambda: filled(torch.complex64, (8, 3))[2:5].conj().t(),
     "conjugate transposed": lambda: filled(torch.complex128, (4, 3)).mH,
     "negated": lambda: filled(torch.complex64, (4, 3)).conj().imag,
     "real part": lambda: filled(torch.complex64, (4, 3)).real,
@@ -236,15 +248,16 @@ SHAPES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-def test_every_kind_of_item_is_stored_as_stock_stores_it(tmp_path: Path, kind: str) -> None:
+def test_every_kind_of_item_is_stored_as_stock_stores_it(tmp_path: Path) -> None:
     """Whatever the memory behind an item looks like, its file is the one that stock writes."""
-    assert_same_files(tmp_path, {"item": SHAPES[kind]()})
+    assert not [
+        kind for kind, make in KINDS.items() if differing_files(tmp_path / kind, {"item": make()})
+    ]
 
 
 def test_all_kinds_of_items_together_are_stored_as_stock_stores_them(tmp_path: Path) -> None:
     """Neighbours in a file do not change each other: one file with everything equals stock's."""
-    assert_same_files(tmp_path, {kind: make() for kind, make in SHAPES.items()})
+    assert_same_files(tmp_path, {kind: make() for kind, make in KINDS.items()})
 
 
 def test_two_views_of_one_storage_are_stored_apart(tmp_path: Path) -> None:
@@ -358,16 +371,16 @@ STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda t: t,
     "reversed": lambda t: t.permute(tuple(reversed(range(t.dim())))),
     "every other": lambda t: torch.stack([t, t], dim=-1)[..., 0],
-    "tail of a storage": lambda t: torch.cat([t.reshape(-1)[:1], t.reshape(-1)])[-t.numel() :].view(
-        t.shape
-    )
-    if t.numel()
-    else t,
+    "tail of a storage": lambda t: (
+        torch.cat([t.reshape(-1)[:1], t.reshape(-1)])[-t.numel() :].view(t.shape)
+        if t.numel()
+        else t
+    ),
     "expanded": lambda t: t.unsqueeze(0).expand(2, *t.shape),
     "rolled dimensions": lambda t: t.movedim(0, -1) if t.dim() else t,
-    "channels last": lambda t: t.contiguous(memory_format=torch.channels_last)
-    if t.dim() == 4
-    else t,
+    "channels last": lambda t: (
+        t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
+    ),
     "odd size-1 stride": lambda t: t.as_strided(
         (*t.shape[:1], 1, *t.shape[1:]), (*t.stride()[:1], 97, *t.stride()[1:])
     ),
@@ -399,7 +412,7 @@ def test_any_list_of_tensors_is_stored_as_stock_stores_it(
 
 @pytest.mark.parametrize("io_threads", [1, 3])
 @pytest.mark.parametrize("direct_io", [True, False], ids=["direct", "buffered"])
-def test_chunk_bounds_do_not_show(tmp_path: Path, io_threads: int, direct_io: bool) -> None:
+def test_chunk_bounds_do_not_show(tmp_path: Path, io_threads: int, *, direct_io: bool) -> None:
     """Tensors over many chunks, many tensors in a chunk, and ends at a bound: the bytes are the same."""
     nostall.configure(
         nostall.EngineOptions(chunk_nbytes=4096, io_threads=io_threads, direct_io=direct_io)
@@ -411,11 +424,14 @@ def test_chunk_bounds_do_not_show(tmp_path: Path, io_threads: int, direct_io: bo
     assert_same_files(tmp_path, state)
 
 
-@pytest.mark.parametrize("end", [-1, 0, 1, -100, -925, 704, 2000])
-def test_a_seal_that_straddles_a_chunk_bound_is_complete(tmp_path: Path, end: int) -> None:
+def test_seals_that_straddle_chunk_bounds_are_complete(tmp_path: Path) -> None:
     """Wherever a bound falls in the bytes behind a payload, both sides are sealed before they are written."""
-    nostall.configure(nostall.EngineOptions(chunk_nbytes=4096, io_threads=2))
-    state = {"t": filled(torch.uint8, (3 * 4096 + end,)), "next": filled(F32, (5,))}
+    nostall.configure(nostall.EngineOptions(chunk_nbytes=4096, io_threads=3))
+    length = len(saved_alone(filled(torch.uint8, (2530,))))
+    assert 4096 - 64 < length < 4096
+    assert length % 2 == 1
+    # Each container is a little shorter than a chunk, by an odd number: the bounds wander through all of its bytes.
+    state = {f"t{n}": filled(torch.uint8, (2530,), seed=n) for n in range(1500)}
     assert_same_files(tmp_path, state)
 
 
@@ -481,7 +497,7 @@ def test_dcp_async_save_stores_what_a_sync_save_stores(tmp_path: Path) -> None:
     for step in range(4):
         state = _changing_state(step)
         writer = FileSystemWriterAsync(tmp_path / f"ours {step}")
-        dcp.async_save(state, storage_writer=writer, no_dist=True).result()
+        save_async(writer, state)
         save_stock(tmp_path / f"stock {step}", state)
         assert shard_files(tmp_path / f"ours {step}") == shard_files(tmp_path / f"stock {step}")
 
@@ -490,7 +506,7 @@ def test_a_structure_once_saved_is_staged_in_place(tmp_path: Path) -> None:
     """The second time, ``stage`` puts every tensor where it will be in its file."""
     writer = FileSystemWriterAsync(tmp_path)
     state = {f"w{n}": filled(F32, (50 + n,), seed=n) for n in range(5)}
-    dcp.async_save(state, storage_writer=writer, no_dist=True).result()
+    save_async(writer, state)
     places = default_engine().placements[structure_of(find_leaves(state))]
     staged = writer.stage(state)
     assert isinstance(staged, StagedStateDict)
@@ -500,6 +516,20 @@ def test_a_structure_once_saved_is_staged_in_place(tmp_path: Path) -> None:
         assert staged[name].data_ptr() - base == places[name]
         payload = bytes(tensor.numpy().data.cast("B"))
         assert content[places[name] : places[name] + len(payload)] == payload
+
+
+def test_a_staged_copy_can_be_computed_with(tmp_path: Path) -> None:
+    """Also where its place in the file suits no processor instruction: complex128 is the critical dtype."""
+    writer = FileSystemWriterAsync(tmp_path)
+    state = {f"z{n}": filled(torch.float64, (n, 2), seed=n) for n in range(1, 6)}
+    state = {name: torch.view_as_complex(tensor) for name, tensor in state.items()}
+    for _ in range(2):
+        save_async(writer, state)
+        staged = writer.stage(state)
+        for name, tensor in state.items():
+            assert torch.equal(staged[name].clone().view(torch.int64), tensor.view(torch.int64))
+        del staged
+    assert blobs(tmp_path) == {(name, (0,)): saved_alone(z) for name, z in state.items()}
 
 
 def test_split_save_stores_what_a_sync_save_stores(tmp_path: Path) -> None:
@@ -676,11 +706,11 @@ def test_a_container_of_another_form_is_refused() -> None:
     """An archive that does not end with the identifier record is an error, not a wrong seal."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
-        archive.writestr("archive/data/0", b"")
+        archive.writestr("archive/data/0", bytes(16))
         archive.writestr("archive/version", b"3\n")
     content = stream.getvalue()
-    head = content.index(b"archive/data/0") + len(b"archive/data/0")
-    with pytest.raises(nostall.errors.NostallError, match="serialization_id"):
+    begin = content.index(b"archive/data/0") + len(b"archive/data/0")
+    with pytest.raises(NostallError, match="serialization_id"):
         build_container(
-            prefix=content[:head], payload_nbytes=16, suffix=content[head:], checksums=True
+            prefix=content[:begin], payload_nbytes=16, suffix=content[begin + 16 :], checksums=True
         )

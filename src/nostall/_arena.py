@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from nostall.errors import ReservationError, SaveTimeoutError
+from nostall.errors import ReservationError, SaveAbortedError, SaveTimeoutError
 
 _MAP_UNIT_NBYTES = 2 << 20
 """Blocks are whole huge pages, so that the system can back them with such."""
@@ -106,17 +106,26 @@ class Arena:
         Raises:
             ReservationError: The system has not that much memory.
             SaveTimeoutError: No block came back within ``timeout_s`` seconds.
+            SaveAbortedError: The arena was closed.
         """
         deadline = time.monotonic() + timeout_s
         block: Block | None = None
         with self._changed:
             while block is None:
+                if self._max_blocks == 0:
+                    raise SaveAbortedError(
+                        "the engine that this save belongs to was closed",
+                        phase="stage",
+                        hint="make a new writer; configure() and reset() are for times without a save",
+                    )
                 fitting = [block for block in self._free if block.nbytes >= nbytes]
                 if fitting:
                     block = min(fitting, key=lambda candidate: candidate.nbytes)
                     self._free.remove(block)
                 elif beyond_limit or len(self._leased) < self._max_blocks:
-                    if self._free and len(self._leased) + len(self._free) >= self._max_blocks:
+                    while (
+                        self._free
+                    ):  # all of them too small, so of no more use than this larger one
                         self._drop(self._free.pop())
                     block = Block(nbytes)
                 elif not self._changed.wait(deadline - time.monotonic()):

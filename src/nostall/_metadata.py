@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
@@ -112,6 +113,14 @@ def dump_metadata(metadata: Metadata) -> bytes:
         twin.planner_data = {**metadata.planner_data, _PLANS_KEY: plans}
         metadata = twin
     return pickle.dumps(metadata)
+
+
+def local_plans_in(metadata: Metadata | None) -> list[SavePlan] | None:
+    """All ranks' plans that a loaded checkpoint was saved with, if it has them; from whichever reader it comes."""
+    plans = getattr(metadata, "all_local_plans", None)
+    if plans is None and metadata is not None and isinstance(metadata.planner_data, Mapping):
+        plans = metadata.planner_data.get(_PLANS_KEY)
+    return plans
 
 
 def complete_metadata(

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from nostall import _torch
 from nostall._coordination import Coordination
 from nostall._failures import exception_for, sendable
+from nostall._metadata import local_plans_in
 from nostall._pipeline.plan_cache import CachedPlans, matches_loaded, same_plan
 from nostall.errors import NostallError, SaveError
 
@@ -55,7 +56,7 @@ class PlanMemory:
     def adopt_loaded(self, metadata: Metadata | None) -> None:
         """Take over what a loaded checkpoint says about the plans it was saved with."""
         self._metadata = metadata
-        self.loaded_all_plans = getattr(metadata, "all_local_plans", None)
+        self.loaded_all_plans = local_plans_in(metadata)
 
     def keep(
         self, plans: CachedPlans, all_plans: list[SavePlan] | None, metadata: Metadata | None
@@ -76,11 +77,10 @@ class PlanMemory:
         self.verified_loaded = still_valid
         self.loaded_all_plans = None
 
-    def plans_with(self, changed: dict[int, SavePlan]) -> list[SavePlan] | None:
-        """All ranks' plans with those of changed ranks replaced; ``None`` where they are not known."""
-        if self._all_plans is None:
-            return None
-        return [changed.get(rank, plan) for rank, plan in enumerate(self._all_plans)]
+    @property
+    def all_plans(self) -> list[SavePlan] | None:
+        """All ranks' plans of the last save that they planned together; on the coordinator only."""
+        return self._all_plans
 
     def reusable_metadata(self) -> Metadata | None:
         """Metadata for one more save of the same structure."""
@@ -108,7 +108,11 @@ def local_plan(
         arguments["storage_meta"] = writer.storage_meta()
     planner.set_up_planner(**arguments)
     writer.set_up_storage_writer(wrapper.is_coordinator, rank=wrapper.rank, use_collectives=True)
-    return writer.prepare_local_plan(planner.create_local_plan())
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    if getattr(planner, "can_run_decentralized_global_plan", False):
+        # This rank's own planner decides what it writes; here, so that a failure is still told to all ranks.
+        plan = getattr(planner, "create_decentralized_global_plan", lambda local: local)(plan)
+    return plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +194,7 @@ def _decide_centrally(
     if made is None:
         refusal = _Told(final=None, validated=False, failures=failures)
         return [refusal] * coordination.world_size, None
-    before = memory.plans_with({}) if memory is not None else None
+    before = memory.all_plans if memory is not None else None
     validated = (
         before is not None
         and len(before) == len(plans)
@@ -203,8 +207,7 @@ def _global_plan(plans: list[SavePlan], writer: PlanningWriter, planner: SavePla
     """The same on whichever rank it is computed."""
     finals, metadata = planner.create_global_plan(list(plans))
     if getattr(planner, "can_run_decentralized_global_plan", False):
-        make = getattr(planner, "create_decentralized_global_plan", lambda plan: plan)
-        finals = [make(plan) for plan in plans]
+        finals = plans
     return GlobalPlan(local=plans, final=writer.prepare_global_plan(finals), metadata=metadata)
 
 
@@ -234,20 +237,25 @@ def _keep(memory: PlanMemory, plans: CachedPlans, made: GlobalPlan | None) -> Me
 
 
 def replanned_metadata(
-    changed: dict[int, SavePlan], memory: PlanMemory | None, planner: SavePlanner | None
+    changed: dict[int, SavePlan], before: list[SavePlan] | None, planner: SavePlanner | None
 ) -> Metadata:
     """Metadata for a save in which some ranks planned alone; on the coordinator.
+
+    Args:
+        changed: The new plans of those ranks.
+        before: All ranks' plans that the others reused.
+        planner: The coordinator's planner.
 
     Raises:
         SaveError: The other ranks' plans are not known here.
     """
-    plans = memory.plans_with(changed) if memory is not None else None
-    if plans is None or planner is None:
+    if before is None or planner is None:
         raise SaveError(
             f"the structure changed on ranks {sorted(changed)} and the other ranks' plans are not known",
             phase="commit",
             hint="the next save plans anew",
         )
+    plans = [changed.get(rank, plan) for rank, plan in enumerate(before)]
     _, metadata = planner.create_global_plan(plans)
     return with_local_plans(metadata, plans)
 
@@ -279,6 +287,13 @@ def planner_key(planner: SavePlanner) -> Any:
         if isinstance(value, bool | int | str) and name != "is_coordinator"
     }
     return type(planner), tuple(sorted(switches.items()))
+
+
+def without_state(planner: SavePlanner) -> SavePlanner:
+    """A planner that can still make global plans, but keeps no tensor of this save alive until it is finalised."""
+    twin = copy(planner)
+    vars(twin).pop("state_dict", None)
+    return twin
 
 
 def as_save_error(error: BaseException, rank: int) -> NostallError:

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections import Counter
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan
@@ -92,6 +92,14 @@ def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False)
         ReservationError: There is not enough host memory.
         StagingError: A copy failed.
     """
+    if prepared.layout.files and not prepared.planned.items:
+        raise StagingError(
+            "the snapshot of this save was taken already",
+            rank=prepared.planned.rank,
+            phase="stage",
+            job=prepared.target.job,
+            hint="every save takes one snapshot; plan again for another one",
+        )
     lease = engine.lease(prepared.layout.image_nbytes, beyond_limit=beyond_limit)
     try:
         return take_snapshot(prepared.planned, prepared.layout, lease)
@@ -103,6 +111,11 @@ def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False)
             phase="stage",
             job=prepared.target.job,
         ) from error
+
+
+def without_sources(prepared: PreparedSave) -> PreparedSave:
+    """What is needed of a save once its snapshot is taken; holds no tensor, so the trainer's memory is its own again."""
+    return replace(prepared, planned=replace(prepared.planned, items=()))
 
 
 def adopt_or_stage(prepared: PreparedSave, engine: Engine) -> tuple[Snapshot, bool]:
@@ -193,7 +206,7 @@ def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResul
             offset, length = (
                 receipt.extents[position] if receipt.extents else (slot.offset, slot.length)
             )
-            index = prepared.planned.items[slot.item].write_item.index
+            index = prepared.planned.plan.items[slot.item].index
             info = _torch.StorageInfo(
                 receipt.name, offset, length, None if descriptors is None else list(descriptors)
             )
@@ -229,8 +242,8 @@ def _jobs(
         shares[number % len(shares)].append(image)
     return [
         WriteJob(
-            job=f"{target.job}/{snapshot.planned.rank}/{number}",
-            rank=snapshot.planned.rank,
+            job=f"{target.job}/{snapshot.rank}/{number}",
+            rank=snapshot.rank,
             directory=target.directory,
             files=tuple(files),
             sync_files=target.options.sync_files,

@@ -79,7 +79,8 @@ class NostallError(Exception):
 
 def _rebuild(cls: type[NostallError], message: str, state: dict[str, Any]) -> NostallError:
     error = cls(message)
-    error.__dict__.update(state)
+    for name, value in state.items():
+        setattr(error, name, value)
     return error
 
 
@@ -103,6 +104,10 @@ class WriteError(SaveError, OSError):
         self.errno = errno
 
     __str__ = SaveError.__str__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # OSError keeps the code outside of __dict__.
+        return (_rebuild, (type(self), self.message, {**self.__dict__, "errno": self.errno}))
 
 
 class WriterDiedError(SaveError):

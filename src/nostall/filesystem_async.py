@@ -69,8 +69,10 @@ class RankSave(BackgroundSave):
         self.prepared = prepared
 
     def stage(self) -> Snapshot:
-        """Take the snapshot: the ``preload_fn``. When it returns, tensors may be changed."""
-        return _save.stage(self.prepared, self.engine)
+        """Take the snapshot, once: the ``preload_fn``. When it returns, tensors may be changed, and none is held here."""
+        snapshot = _save.stage(self.prepared, self.engine)
+        self.prepared = _save.without_sources(self.prepared)
+        return snapshot
 
     def write(self, snapshot: Snapshot) -> RankReport:
         """Write a snapshot here and now."""
@@ -94,19 +96,19 @@ class RankSave(BackgroundSave):
 
 
 class FileSystemWriterAsync(FileSystemWriter):
-    """A drop-in ``FileSystemWriter`` whose saves do not stall training and are committed atomically.
+    r"""A drop-in ``FileSystemWriter`` whose saves do not stall training and are committed atomically.
 
     Make a new one for every checkpoint; it is cheap, as memory and processes belong to the engine.
 
     Args:
         path: Checkpoint directory.
-        *args: Those of ``torch.distributed.checkpoint.FileSystemWriter``, in its order.
+        \*args: Those of ``torch.distributed.checkpoint.FileSystemWriter``, in its order.
         separation_hint: Items whose name starts with this go to files of their own, named with it.
         use_msc: Write through the multi-storage client. Not available yet.
         is_multiproc_io: Spread the files over two writer processes.
         use_cached_data_structure: Accepted for compatibility; structure is always cached, values never.
         use_cpu_shm_for_gpu_tensors: Accepted for compatibility; snapshots are always in shared host memory.
-        **kwargs: Those of ``FileSystemWriter`` (``thread_count`` is the number of files per rank), and ``open_file``,
+        \*\*kwargs: Those of ``FileSystemWriter`` (``thread_count`` is the number of files per rank), and ``open_file``,
             a callable with the signature of ``open`` through which all shard files are then written.
 
     Raises:
@@ -293,7 +295,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def get_save_function_and_args(self) -> tuple[Any, Any, list[Any]]:
         """What to schedule: ``(save_fn, preload_fn, [rank, None, results])``; ``(None, None, [])`` for nothing."""
-        if self._save is None or not self._save.prepared.planned.items:
+        if self._save is None or not self._save.prepared.planned.plan.items:
             return None, None, []
         save = self._save
         return save, save.stage, [save.prepared.planned.rank, None, queue.SimpleQueue()]
@@ -303,7 +305,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         try:
             if self._failure is not None:
                 raise self._failure
-            if self._save is None or not self._save.prepared.planned.items:
+            if self._save is None or not self._save.prepared.planned.plan.items:
                 return []
             return self._save.results()
         except Exception as error:  # reported to all ranks by whoever finalises

@@ -38,6 +38,7 @@ from nostall._planning import (
     plan_together,
     planner_key,
     replanned_metadata,
+    without_state,
 )
 from nostall.errors import SaveError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -128,6 +129,9 @@ class SaveSession(_torch.DistWrapper):
         self.cache: CheckpointMetadataCache | None = None
         self.planner: SavePlanner | None = None
         self.changed_plan: SavePlan | None = None
+        self.reused_plans: list[SavePlan] | None = None
+        """On the coordinator, the plans of all ranks that this save rests on; by the time it is finalised, the cache may
+        hold those of a later save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +176,7 @@ def save_state_dict_async_plan(
     """
     use_dist = dist.is_available() and dist.is_initialized()
     session = SaveSession(process_group, use_dist, coordinator_rank)
-    session.planner = planner = DefaultSavePlanner() if planner is None else planner
+    planner = DefaultSavePlanner() if planner is None else planner
     coordination = coordination_of(session)
     cache = (metadata_cache or _default_cache) if enable_cache else None
     session.cache = cache
@@ -188,6 +192,8 @@ def save_state_dict_async_plan(
     except Exception as error:  # told to every rank, now or when the save is finalised
         local = _torch.wrap_exception(error)
     silent = cache is not None and nobody_talks(cache.plans, group=group)
+    if silent and cache is not None:
+        session.reused_plans = cache.all_plans
     if silent and not isinstance(local, SavePlan):
         storage_writer.fail_later(as_save_error(local[0], coordination.rank))
         return storage_writer, _reusable(cache, coordination), session
@@ -213,6 +219,7 @@ def save_state_dict_async_plan(
         Exception
     ) as error:  # the other ranks are on their way to finalising; that is where they learn of it
         storage_writer.fail_later(as_save_error(error, coordination.rank))
+    session.planner = without_state(planner)
     return storage_writer, metadata, session
 
 
@@ -297,5 +304,5 @@ def _metadata_to_publish(
     }
     if not changed:
         return planned
-    cache, planner = (session.cache, session.planner) if session is not None else (None, None)
-    return replanned_metadata(changed, cache, planner)
+    plans, planner = (session.reused_plans, session.planner) if session else (None, None)
+    return replanned_metadata(changed, plans, planner)

@@ -91,7 +91,9 @@ def stage_state_dict(
     end = max(end, placement.get("", 0))
     offsets = []
     for leaf in leaves:
-        if leaf.fqn in placement:
+        # Who gets the copy may compute with it, and complex128 at an address that is no multiple of 16 faults.
+        movable = leaf.tensor.dtype is not torch.complex128
+        if leaf.fqn in placement and (movable or placement[leaf.fqn] % _ALIGNMENT == 0):
             offsets.append(placement[leaf.fqn])
         else:
             end = -(-end // _ALIGNMENT) * _ALIGNMENT

@@ -19,9 +19,9 @@ from nostall._values import Layout, PlannedItem, PlannedSave, Slot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A rank's share, private to the save: nothing the trainer does can change it."""
+    """A rank's share, private to the save: nothing the trainer does can change it, and no tensor is held by it."""
 
-    planned: PlannedSave
+    rank: int
     layout: Layout
     lease: Lease
 
@@ -41,7 +41,7 @@ def take_snapshot(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapsho
                 at = file.image_offset + slot.offset
                 block.memory[at : at + slot.length] = source
     _torch.copy_all(targets, sources)
-    return Snapshot(planned=planned, layout=layout, lease=lease)
+    return Snapshot(rank=planned.rank, layout=layout, lease=lease)
 
 
 def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot | None:
@@ -64,7 +64,7 @@ def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot
             if isinstance(source, bytes):
                 at = file.image_offset + slot.offset
                 lease.block.memory[at : at + slot.length] = source
-    return Snapshot(planned=planned, layout=layout, lease=lease)
+    return Snapshot(rank=planned.rank, layout=layout, lease=lease)
 
 
 def _primed_views(items: Sequence[PlannedItem], layout: Layout, block: Block) -> list[torch.Tensor]:

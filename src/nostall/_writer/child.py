@@ -73,6 +73,7 @@ class ChildProcess(ABC, Generic[T]):
         self._lock = threading.Lock()
         self._waiting: dict[str, _Waiting[T]] = {}
         self._death: Failure | None = None
+        self._hung_up = False
         self._ready = threading.Event()
         self._receiver = threading.Thread(
             target=self._receive, name=f"nostall-receiver-{self.pid}", daemon=True
@@ -87,8 +88,9 @@ class ChildProcess(ABC, Generic[T]):
 
     @property
     def alive(self) -> bool:
-        """Whether requests can still be given to it."""
-        return self._death is None
+        """Whether requests can still be given to it; false from the moment it ended, not from when that was noticed."""
+        # poll() says nothing while the receiving thread waits for the exit status, hence the flag.
+        return self._death is None and not self._hung_up and self._process.poll() is None
 
     def wait_ready(self, timeout: float) -> bool:
         """Wait until the process listens, at most ``timeout`` seconds; false if it did not or is dead."""
@@ -166,6 +168,7 @@ class ChildProcess(ABC, Generic[T]):
         except Exception as error:  # a confused peer is a dead peer
             self._pronounce("ProtocolError", f"{type(error).__name__}: {error}")
             self._process.kill()
+        self._hung_up = True
         self._settle_rest()
 
     def _take(self, message: Message) -> None:
