@@ -365,10 +365,16 @@ def test_metadata_of_another_checkpoint_is_not_touched_by_a_save(tmp_path: Path)
     with AsyncCallsQueue() as queue:
         for number in (1, 2, 3):
             schedule(
-                queue, tmp_path / f"save {number}", small_state(number), cache=resumed, thread_count=2
+                queue,
+                tmp_path / f"save {number}",
+                small_state(number),
+                cache=resumed,
+                thread_count=2,
             )
     assert pickle.dumps(loaded) == before
-    files = {info.relative_path for info in read_metadata(tmp_path / "save 3").storage_data.values()}
+    files = {
+        info.relative_path for info in read_metadata(tmp_path / "save 3").storage_data.values()
+    }
     assert files == {"__0_0.distcp", "__0_1.distcp"}
 
 

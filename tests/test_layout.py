@@ -17,7 +17,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from nostall._pipeline.layout import FileNaming, Packing, lay_out
-from nostall._values import PAGE_NBYTES, Container, FileLayout, ItemShape, Layout, page_aligned
+from nostall._values import (
+    PAGE_NBYTES,
+    Container,
+    FileLayout,
+    ItemShape,
+    Layout,
+    Seal,
+    page_aligned,
+)
 
 
 def bytes_item(fqn: str, nbytes: int) -> ItemShape:
@@ -28,11 +36,28 @@ def run_item(fqn: str, nbytes: int, weight: int) -> ItemShape:
     return ItemShape(fqn=fqn, container=None, nbytes=nbytes, weight=weight)
 
 
+def seal_of(number: int) -> Seal:
+    return Seal(
+        payload_crc_at=(number, number + 50),
+        hash_before=7,
+        crcs_after=(1, 2),
+        id_at=number + 20,
+        id_names=b"0" * 20,
+        id_crc_at=(number + 60, number + 70),
+    )
+
+
 def tensor_item(
-    fqn: str, payload_nbytes: int, *, weight: int | None = None, head: int = 700, tail: int = 900
+    fqn: str,
+    payload_nbytes: int,
+    *,
+    weight: int | None = None,
+    head: int = 700,
+    tail: int = 900,
+    seal: Seal | None = None,
 ) -> ItemShape:
     container = Container(
-        prefix=b"p" * head, payload_nbytes=payload_nbytes, suffix=b"s" * tail, seal=None
+        prefix=b"p" * head, payload_nbytes=payload_nbytes, suffix=b"s" * tail, seal=seal
     )
     return ItemShape(
         fqn=fqn,
@@ -48,7 +73,14 @@ ITEMS = st.lists(
     st.one_of(
         st.builds(bytes_item, FQNS, SIZES),
         st.builds(run_item, FQNS, SIZES, st.integers(1, 20_000)),
-        st.builds(tensor_item, FQNS, SIZES, head=st.integers(1, 800), tail=st.integers(1, 999)),
+        st.builds(
+            tensor_item,
+            FQNS,
+            SIZES,
+            head=st.integers(1, 800),
+            tail=st.integers(1, 999),
+            seal=st.none() | st.integers(0, 3).map(seal_of),
+        ),
     ),
     max_size=40,
 )
@@ -108,6 +140,24 @@ def test_payloads_lie_where_their_containers_have_room(
             tail = len(container.suffix) if container else 0
             assert slot.payload_offset == slot.offset + head
             assert slot.payload_offset + slot.payload_nbytes + tail == slot.offset + slot.length
+
+
+@given(shapes=ITEMS, naming=NAMINGS, packing=PACKINGS)
+def test_every_slot_is_sealed_as_its_container_asks(
+    shapes: list[ItemShape], naming: FileNaming, packing: Packing
+) -> None:
+    """The writer, which sees no container, learns for every slot where its payload and its seal are."""
+    for file in lay_out(shapes, naming, packing).files:
+        table = file.seals
+        assert table.blob_offsets == tuple(slot.offset for slot in file.slots)
+        assert len(set(table.templates)) == len(table.templates)
+        for slot, template in zip(file.slots, table.template_of_slot, strict=True):
+            container = shapes[slot.item].container
+            assert table.templates[template] == (
+                slot.payload_offset - slot.offset,
+                slot.payload_nbytes,
+                container.seal if container else None,
+            )
 
 
 @given(shapes=ITEMS, naming=NAMINGS, packing=PACKINGS)

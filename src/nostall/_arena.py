@@ -19,23 +19,32 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import psutil
 
 from nostall.errors import ReservationError, SaveAbortedError, SaveTimeoutError
 
 _MAP_UNIT_NBYTES = 2 << 20
 """Blocks are whole huge pages, so that the system can back them with such."""
+_MEMFD_PREFIX = "nostall-"
 
 
 class Block:
     """One piece of memory behind one descriptor."""
 
     _ids = itertools.count(1)
+    _all: ClassVar[weakref.WeakSet[Block]] = weakref.WeakSet()
 
     def __init__(self, nbytes: int) -> None:
         self.id = next(Block._ids)
         self.nbytes = max(1, -(-nbytes // _MAP_UNIT_NBYTES)) * _MAP_UNIT_NBYTES
-        self.fd = os.memfd_create(f"nostall-{self.id}", os.MFD_CLOEXEC)
+        available = psutil.virtual_memory().available
+        if self.nbytes > available:
+            # Asked for more than there is, a Linux without swap does not refuse: it takes all and then kills a process.
+            raise _reservation_error(self.nbytes, f"{available} are available")
+        self.fd = os.memfd_create(f"{_MEMFD_PREFIX}{self.id}", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(self.fd, 0, self.nbytes)
             self.memory = mmap.mmap(self.fd, self.nbytes)
@@ -43,23 +52,27 @@ class Block:
             os.close(self.fd)
             if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
                 raise
-            raise ReservationError(
-                f"{self.nbytes} bytes of host memory for a snapshot are not to be had"
-                f" ({os.strerror(error.errno)})",
-                nbytes=self.nbytes,
-                phase="stage",
-                hint="free memory on this host or raise the container's limit; a snapshot needs the size of"
-                " this rank's share of the checkpoint",
-            ) from error
+            raise _reservation_error(self.nbytes, os.strerror(error.errno)) from error
         # A forked data loader must neither pay for these pages nor keep them.
         self.memory.madvise(mmap.MADV_DONTFORK)
         self.primed: tuple[Any, Any] | None = None
         """What a stage left in the block for the next save of the same layout: its key, and views or the like."""
         self.close_descriptor = weakref.finalize(self, os.close, self.fd)
+        Block._all.add(self)
 
     def image(self, offset: int, nbytes: int) -> memoryview:
         """A writable view of part of the block."""
         return memoryview(self.memory)[offset : offset + nbytes]
+
+
+def _reservation_error(nbytes: int, reason: str) -> ReservationError:
+    return ReservationError(
+        f"{nbytes} bytes of host memory for a snapshot are not to be had ({reason})",
+        nbytes=nbytes,
+        phase="stage",
+        hint="free memory on this host or raise the container's limit; a snapshot needs the size of"
+        " this rank's share of the checkpoint",
+    )
 
 
 class Lease:
@@ -141,7 +154,9 @@ class Arena:
 
     def lease_at(self, address: int) -> Lease | None:
         """The lease, still held, whose block a memory address lies in; ``None`` for any other memory."""
-        for lease in list(self._leases):
+        with self._changed:  # another thread may be adding one
+            leases = list(self._leases)
+        for lease in leases:
             start = address_of(lease.block)
             if lease.held and start <= address < start + lease.block.nbytes:
                 return lease
@@ -159,11 +174,7 @@ class Arena:
             self._max_blocks = 0
             while self._free:
                 self._drop(self._free.pop())
-
-    def abandon_after_fork(self) -> None:
-        """In a forked child, which has no such memory mapped: close the descriptors, so as not to keep it alive."""
-        for block in (*self._free, *self._leased):
-            block.close_descriptor()
+            self._changed.notify_all()
 
     def _give_back(self, block: Block) -> None:
         with self._changed:
@@ -182,3 +193,21 @@ class Arena:
 def address_of(block: Block) -> int:
     """Address of a block's first byte in this process."""
     return ctypes.addressof(ctypes.c_char.from_buffer(block.memory))
+
+
+def _let_go_after_fork() -> None:
+    """In a forked child, where blocks are not mapped: keep nothing of them alive, and never unmap their addresses.
+
+    An mmap object that is collected unmaps its addresses whatever lies there by then: the child's own memory.
+    """
+    blocks = list(Block._all)
+    for block in blocks:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(block.memory))
+        block.close_descriptor()
+    for name in os.listdir("/proc/self/fd") if blocks else ():
+        with suppress(OSError):  # an mmap object has a duplicate of its descriptor
+            if os.readlink(f"/proc/self/fd/{name}").startswith(f"/memfd:{_MEMFD_PREFIX}"):
+                os.close(int(name))
+
+
+os.register_at_fork(after_in_child=_let_go_after_fork)

@@ -28,6 +28,8 @@ class Call:
         self.request = request
         self.life = Lifecycle()
         self.outcome: Future[Outcome] = Future()
+        self.process: PythonWorker | None = None
+        """What runs a callable that is not nostall's own."""
 
     @property
     def native(self) -> BackgroundSave | None:
@@ -96,7 +98,8 @@ class AsyncCaller(ABC):
             except BaseException:
                 self._calls.remove(call)
                 raise
-            self._worker().submit(fd).add_done_callback(lambda done: call.settle(done.result()))
+            call.process = self._worker()
+            call.process.submit(fd).add_done_callback(lambda done: call.settle(done.result()))
         call.life.to(State.WRITING)
         return call
 
@@ -112,7 +115,7 @@ class AsyncCaller(ABC):
             done = not alive if no_dist else not self.sync_all_async_calls(alive)
             if done:
                 self._calls.popleft()
-                self._call_is_done()
+                self._call_is_done(call)
             if done or not blocking:
                 return done
 
@@ -124,7 +127,7 @@ class AsyncCaller(ABC):
         """Forget a call that the queue has finalised, failed or aborted."""
         if call in self._calls:
             self._calls.remove(call)
-            self._call_is_done()
+            self._call_is_done(call)
 
     @abstractmethod
     def close(self, abort: bool = False) -> None:
@@ -134,7 +137,7 @@ class AsyncCaller(ABC):
     def _worker(self) -> PythonWorker:
         """The process for callables that are not nostall's own."""
 
-    def _call_is_done(self) -> None:  # noqa: B027  # a hook; most callers keep what served the call
+    def _call_is_done(self, call: Call) -> None:  # noqa: B027  # a hook; most callers keep what served the call
         """A call left; subclasses may end what served it."""
 
     def _abort_calls(self) -> None:
@@ -144,6 +147,8 @@ class AsyncCaller(ABC):
             call.settle(
                 Failure(kind="SaveAbortedError", message="the request was aborted", phase="write")
             )
+            if call.native is not None:
+                call.native.discard()
         self._calls.clear()
 
 
@@ -187,18 +192,31 @@ class PersistentAsyncCaller(AsyncCaller):
 
     def _worker(self) -> PythonWorker:
         if self._process is None or not self._process.alive:
-            self._process = PythonWorker(
-                cpu_priority=self._cpu_priority,
-                io_priority=self._io_priority,
-                sigterm_timeout_s=self._sigterm_timeout_s,
-            )
+            self._process = self._new_worker()
         return self._process
+
+    def _new_worker(self) -> PythonWorker:
+        return PythonWorker(
+            cpu_priority=self._cpu_priority,
+            io_priority=self._io_priority,
+            sigterm_timeout_s=self._sigterm_timeout_s,
+        )
 
 
 class TemporalAsyncCaller(PersistentAsyncCaller):
     """A new Python process for every call of a callable that is not nostall's own."""
 
-    def _call_is_done(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.end(abort=False)
+    def close(self, abort: bool = False) -> None:
+        """End the processes of all calls."""
+        calls = list(self._calls)
+        super().close(abort)
+        for call in calls:
+            if call.process is not None:
+                call.process.end(abort=abort)
+
+    def _worker(self) -> PythonWorker:
+        return self._new_worker()
+
+    def _call_is_done(self, call: Call) -> None:
+        if call.process is not None:
+            call.process.end(abort=False)

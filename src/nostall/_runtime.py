@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from nostall import _torch
 from nostall._arena import Arena, Block, Lease, address_of
@@ -39,6 +40,8 @@ class Engine:
         """Where the payloads of a staged state dict ended up in its image, by structure; see ``restage``."""
         self.faults: tuple[dict[str, Any], ...] = ()
         """Faults that every job carries; set by ``nostall.testing`` only."""
+        self.plain_names: WeakValueDictionary[tuple[str, str], object] = WeakValueDictionary()
+        """Saves on their way whose files have stock's names, by directory and file prefix."""
         self._writers: list[WriterProcess] = []
         self._layouts: OrderedDict[Any, Layout] = OrderedDict()
         self._pinned: set[int] = set()
@@ -143,7 +146,6 @@ class Engine:
         """In a forked child: let go of what belongs to the parent."""
         for writer in self._writers:
             writer.abandon_after_fork()
-        self.arena.abandon_after_fork()
 
     def _forget(self, block: Block) -> None:
         with self._lock:

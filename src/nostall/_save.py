@@ -43,7 +43,7 @@ from nostall._values import (
     page_aligned,
 )
 from nostall._writer.files import perform
-from nostall.errors import StagingError
+from nostall.errors import NostallError, StagingError
 from nostall.options import WriterOptions
 
 
@@ -100,7 +100,11 @@ def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False)
             job=prepared.target.job,
             hint="every save takes one snapshot; plan again for another one",
         )
-    lease = engine.lease(prepared.layout.image_nbytes, beyond_limit=beyond_limit)
+    try:
+        lease = engine.lease(prepared.layout.image_nbytes, beyond_limit=beyond_limit)
+    except NostallError as error:
+        error.rank, error.job = prepared.planned.rank, prepared.target.job
+        raise
     try:
         return take_snapshot(prepared.planned, prepared.layout, lease)
     except Exception as error:

@@ -184,11 +184,10 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         to, of = by_device.setdefault(source.device, ([], []))
-        if source.dtype is torch.complex128:
-            # Alone of all dtypes, it is copied with instructions that fault on an address which is no multiple of 16.
-            target, source = torch.view_as_real(target), torch.view_as_real(source)
-        to.append(target)
-        of.append(source)
+        # Alone of all dtypes, complex128 is copied with instructions that fault on an address no multiple of 16.
+        as_floats = source.dtype is torch.complex128
+        to.append(torch.view_as_real(target) if as_floats else target)
+        of.append(torch.view_as_real(source) if as_floats else source)
     pending: list[Callable[[], None]] = []
     with torch.no_grad():
         for device, (to, of) in by_device.items():

@@ -65,6 +65,8 @@ class AsyncCallsQueue:
         self._process_group = process_group
         self._calls: deque[Call] = deque()
         self._next_index = 0
+        self._first_index = 0
+        """That of the first request since the queue was made or aborted; ranks may be aborted at different requests."""
         _live_queues.add(self)
 
     @classmethod
@@ -143,15 +145,19 @@ class AsyncCallsQueue:
         """Wait until everything scheduled is done, and finalise it. Collective.
 
         Raises:
-            SaveTimeoutError: This rank's part was not done within ``timeout`` seconds; nothing is finalised.
+            SaveTimeoutError: Some rank's part was not done within ``timeout`` seconds; raised on every rank, and nothing is
+                finalised.
             CheckpointException: A request failed on some rank.
         """
-        if timeout is not None:
-            pending = wait([call.outcome for call in self._calls], timeout).not_done
-            if pending:
+        if timeout is not None and self._calls:
+            coordination = coordination_for(self._process_group)
+            unfinished = len(wait([call.outcome for call in self._calls], timeout).not_done)
+            (most,) = coordination.maximum([unfinished])
+            if most:
                 raise SaveTimeoutError(
-                    f"{len(pending)} of {len(self._calls)} requests are not done after {timeout:g} s",
-                    rank=coordination_for(self._process_group).rank,
+                    f"{unfinished} of {len(self._calls)} requests are not done on this rank after {timeout:g} s,"
+                    f" and up to {most} on others",
+                    rank=coordination.rank,
                     phase="write",
                     hint="wait again, or close(abort=True)",
                 )
@@ -177,6 +183,8 @@ class AsyncCallsQueue:
                 self.maybe_finalize_async_calls(blocking=True)
         finally:
             calls, self._calls = self._calls, deque()
+            if abort or calls:
+                self._first_index = self._next_index
             self._caller.close(abort=abort or bool(calls))
             for call in calls:
                 if not call.life.over:
@@ -205,9 +213,11 @@ class AsyncCallsQueue:
                 message=f"request {call.request.call_idx} was not done within {timeout_s:g} s",
                 phase="write",
             )
+            call.settle(
+                late
+            )  # before the abort settles it: the deadline is what the user has to hear of
             if call.native is not None:
                 call.native.abort()
-            call.settle(late)
 
     def _agree(self, call: Call, coordination: Coordination, *, no_dist: bool) -> tuple[bool, bool]:
         """Whether the call is unfinished anywhere, and whether it failed anywhere."""
@@ -215,14 +225,17 @@ class AsyncCallsQueue:
         failed = not alive and call.failure() is not None
         if no_dist:
             return alive, failed
-        index = call.request.call_idx
-        any_alive, any_failed, highest, lowest = coordination.maximum(
-            [int(alive), int(failed), index, -index]
+        index = call.request.call_idx - self._first_index
+        last = self._next_index - self._first_index - 1
+        any_alive, any_failed, *highest = coordination.maximum(
+            [int(alive), int(failed), index, last, -index, -last]
         )
-        if highest != -lowest:
+        if highest != [index, last, -index, -last]:
             raise RuntimeError(
-                f"ranks look at different requests: rank {coordination.rank} at {index}, others at"
-                f" {-lowest} to {highest}; every rank has to schedule and poll the same number of times"
+                f"ranks have scheduled different requests: rank {coordination.rank} looks at number {index} and has"
+                f" scheduled up to {last}; over all ranks these are {-highest[2]} to {highest[0]} and {-highest[3]} to"
+                f" {highest[1]}, counted from when the queue was made or aborted; every rank has to schedule and poll"
+                " the same number of times"
             )
         return bool(any_alive), bool(any_failed)
 

@@ -67,6 +67,8 @@ class RankSave(BackgroundSave):
     def __init__(self, prepared: _save.PreparedSave) -> None:
         super().__init__(rank=prepared.planned.rank, job=prepared.target.job)
         self.prepared = prepared
+        if not prepared.target.naming.mark:
+            self.engine.plain_names[_place(prepared.target)] = self
 
     def stage(self) -> Snapshot:
         """Take the snapshot, once: the ``preload_fn``. When it returns, tensors may be changed, and none is held here."""
@@ -85,6 +87,9 @@ class RankSave(BackgroundSave):
     def discard(self) -> None:
         """Remove this rank's files of a save that will not be committed."""
         remove_files(_save.partial_files(self.prepared))
+        place = _place(self.prepared.target)
+        if self.engine.plain_names.get(place) is self:
+            del self.engine.plain_names[place]
 
     def results(self) -> list[WriteResult]:
         """DCP's write results, waiting for the report if need be.
@@ -93,6 +98,10 @@ class RankSave(BackgroundSave):
             SaveError: The rank failed.
         """
         return _save.write_results(self.prepared, self.await_report())
+
+
+def _place(target: _save.SaveTarget) -> tuple[str, str]:
+    return target.directory, target.naming.prefix
 
 
 class FileSystemWriterAsync(FileSystemWriter):
@@ -324,14 +333,16 @@ class FileSystemWriterAsync(FileSystemWriter):
     # ----------------------------------------------------------------------------------------------------------------
 
     def _prepare(self, plan: SavePlan, planner: SavePlanner) -> _save.PreparedSave:
+        engine, job, directory = default_engine(), uuid.uuid4().hex, str(self.path)
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self.rank or 0}_"
-        replaces = os.path.exists(self._metadata_path())
+        # Stock's names are for a save that has the directory to itself; any other one leaves the files there alone.
+        taken = (directory, prefix) in engine.plain_names or os.path.exists(self._metadata_path())
         target = _save.SaveTarget(
-            job=uuid.uuid4().hex,
-            directory=str(self.path),
+            job=job,
+            directory=directory,
             naming=FileNaming(
                 prefix=prefix,
-                mark=f"-{self.save_id[:8]}" if replaces else "",
+                mark=f"-{job[:8]}" if taken else "",
                 separation_hint=self._separation_hint,
             ),
             options=self._options(),
@@ -339,7 +350,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             transform_descriptors=self._transform_descriptors(),
         )
         rank = self.rank or 0
-        return _save.prepare(plan, planner, rank=rank, target=target, engine=default_engine())
+        return _save.prepare(plan, planner, rank=rank, target=target, engine=engine)
 
     def _options(self) -> WriterOptions:
         return WriterOptions(

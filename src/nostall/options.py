@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 
 from nostall.errors import OptionError
@@ -49,7 +50,11 @@ class EngineOptions:
             f"io_priority={self.io_priority}",
             "None or an ionice class: 0, 1, 2 or 3",
         )
-        _require(self.save_timeout_s > 0, f"save_timeout_s={self.save_timeout_s}", "positive")
+        _require(
+            0 < self.save_timeout_s <= threading.TIMEOUT_MAX,
+            f"save_timeout_s={self.save_timeout_s}",
+            "a positive number of seconds that the system can wait for; 1e9 is as good as none",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

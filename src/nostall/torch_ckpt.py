@@ -51,6 +51,8 @@ class _FileSave(BackgroundSave):
     def stage(self) -> _Archive:
         nbytes = self._archive_nbytes()
         lease = self.engine.lease(nbytes)
+        # The archive goes over the containers of whatever layout was in there.
+        lease.block.primed = None
         try:
             sink = _Memory(lease.block.image(0, nbytes))
             torch.save(self._state_dict, sink, *self._args, **self._kwargs)

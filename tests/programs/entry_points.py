@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -109,7 +108,9 @@ def differing(one: State, other: State) -> list[str]:
     """Names under which two states do not hold the same."""
     left, right = dict(leaves(one)), dict(leaves(other))
     missing = left.keys() ^ right.keys()
-    return sorted(missing | {k for k in left.keys() & right.keys() if not same_bits(left[k], right[k])})
+    return sorted(
+        missing | {k for k in left.keys() & right.keys() if not same_bits(left[k], right[k])}
+    )
 
 
 def loaded_wrong(path: Path, expected: State, template: State, **options: Any) -> list[str]:
@@ -212,7 +213,9 @@ class OwnPlanner(DefaultSavePlanner):
     are pickled."""
 
     def set_up_planner(  # type: ignore[override]  # the signature of earlier torch versions
-        self, state_dict: State, is_coordinator: bool  # noqa: FBT001  # theirs
+        self,
+        state_dict: State,
+        is_coordinator: bool,  # noqa: FBT001  # theirs
     ) -> None:
         super().set_up_planner(state_dict, is_coordinator=is_coordinator)
         self.looked_up: list[str] = []
@@ -286,7 +289,8 @@ def fsdp(out: Path) -> dict[str, Any]:
     stock_model, stock_optimizer = _sharded_model(seed=1)
     _step(stock_model, stock_optimizer)
     dcp.save(
-        _training_state(stock_model, stock_optimizer), storage_writer=FileSystemWriter(out / "stock")
+        _training_state(stock_model, stock_optimizer),
+        storage_writer=FileSystemWriter(out / "stock"),
     )
     other_model, other_optimizer = _sharded_model(seed=2)
     loaded = _training_state(other_model, other_optimizer)

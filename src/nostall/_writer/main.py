@@ -21,7 +21,7 @@ import threading
 import traceback
 
 from nostall._storage.streams import StreamTarget
-from nostall._values import Failure, RankFailed, WriteJob, page_aligned
+from nostall._values import Failure, RankFailed, RankReport, WriteJob, page_aligned
 from nostall._writer.files import perform
 from nostall._writer.messages import (
     Message,
@@ -69,7 +69,10 @@ class _Writer:
         self._sock = sock
         self._blocks: dict[int, mmap.mmap] = {}
         self._jobs: queue.SimpleQueue[tuple[WriteJob, threading.Event]] = queue.SimpleQueue()
+        self._waiting: dict[str, WriteJob] = {}
+        """Jobs that have not begun; whoever takes one out answers it."""
         self._cancelled: dict[str, threading.Event] = {}
+        self._send_lock = threading.Lock()
 
     def take(self, message: Message, descriptors: list[int]) -> None:
         """Act on one message; called on the main thread only."""
@@ -84,10 +87,10 @@ class _Writer:
             case "write":
                 job = job_from_message(message)
                 cancelled = self._cancelled[job.job] = threading.Event()
+                self._waiting[job.job] = job
                 self._jobs.put((job, cancelled))
             case "cancel":
-                if message["job"] in self._cancelled:
-                    self._cancelled[message["job"]].set()
+                self._cancel(message["job"])
         for fd in descriptors:
             os.close(fd)
 
@@ -95,6 +98,8 @@ class _Writer:
         """Write jobs for ever, one at a time, in order."""
         while True:
             job, cancelled = self._jobs.get()
+            if self._waiting.pop(job.job, None) is None:
+                continue  # cancelled before it began, and answered
             try:
                 report = perform(job, self._images(job), _stream_target(job), cancelled)
             except BaseException as error:  # an answer goes out whatever happens
@@ -108,11 +113,31 @@ class _Writer:
                         traceback=traceback.format_exc(),
                     ),
                 )
-            self._cancelled.pop(job.job, None)
-            try:
-                send(self._sock, report_to_message(job.job, report))
-            except OSError:
-                os._exit(0)
+            self._answer(job.job, report)
+
+    def _cancel(self, name: str) -> None:
+        """Give a job up: at once if it has not begun, whatever the job before it does; else between two chunks."""
+        job = self._waiting.pop(name, None)
+        if job is None:
+            running = self._cancelled.get(name)
+            if running is not None:
+                running.set()
+            return
+        failure = Failure(
+            kind="SaveAbortedError",
+            message="the save was aborted",
+            phase="write",
+            path=job.directory,
+        )
+        self._answer(name, RankFailed(rank=job.rank, failure=failure))
+
+    def _answer(self, name: str, report: RankReport) -> None:
+        self._cancelled.pop(name, None)
+        try:
+            with self._send_lock:
+                send(self._sock, report_to_message(name, report))
+        except OSError:
+            os._exit(0)
 
     def _images(self, job: WriteJob) -> dict[str, memoryview]:
         return {

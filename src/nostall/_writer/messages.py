@@ -100,7 +100,7 @@ class Receiver:
             return None
         try:
             message = json.loads(self._buffer[_HEADER.size : end])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ProtocolError("a message is not JSON") from error
         if not isinstance(message, dict) or not isinstance(message.get("type"), str):
             raise ProtocolError("a message has no type")
@@ -160,7 +160,7 @@ def job_from_message(message: Message) -> WriteJob:
             sys_path=tuple(message["sys_path"]),
             faults=tuple(message["faults"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"a write job is malformed: {error!r}") from error
 
 
@@ -184,7 +184,7 @@ def report_from_message(message: Message) -> RankReport:
             rank=plain["rank"],
             receipts=tuple(_receipt_from_plain(receipt) for receipt in plain["receipts"]),
         )
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"a report is malformed: {error!r}") from error
 
 

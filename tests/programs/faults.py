@@ -1,0 +1,455 @@
+"""Saves that go wrong: on ranks of a gloo group, and in trainers that are started only to be interrupted or killed."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+
+import nostall
+from nostall import _runtime
+from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import EngineOptions
+from nostall.state_dict_saver import (
+    CheckpointMetadataCache,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+from nostall.testing import Fault, Hold, inject, reset, writer_pids
+from states import blobs, schedule, small_state
+
+State = dict[str, Any]
+
+ERRNO_FAULTS = {
+    f"{errno.errorcode[code]} at {point}": (Fault.errno(point, code), code)
+    for code in (errno.ENOSPC, errno.EIO)
+    for point in ("open", "chunk", "fsync")
+}
+DEATHS = {
+    "SIGKILL": (Fault.kill("chunk", signal.SIGKILL), -signal.SIGKILL),
+    "exit 17": (Fault.exit("chunk", 17), 17),
+    "exit just before the report": (Fault.exit("report", 3), 3),
+}
+RAISING = {"an exception that nobody expects": Fault.raising("chunk", "nobody expects this")}
+ALL_FAULTS: dict[str, Fault] = {
+    **{name: fault for name, (fault, _) in ERRNO_FAULTS.items()},
+    **{name: fault for name, (fault, _) in DEATHS.items()},
+    **RAISING,
+}
+
+
+# --- what came of a save, as plain data -------------------------------------------------------------------------------
+
+
+def outcome_of(save: Callable[[], object]) -> dict[str, Any]:
+    """How a save ended: the failure of each rank with all its attributes, the text, and how long it took."""
+    began = time.monotonic()
+    try:
+        save()
+    except CheckpointException as error:
+        return {
+            "text": str(error),
+            "failures": {str(rank): _plain(each) for rank, (each, _) in error.failures.items()},
+            "seconds": time.monotonic() - began,
+        }
+    return {"failures": {}, "seconds": time.monotonic() - began}
+
+
+def _plain(error: BaseException) -> dict[str, Any]:
+    names = ("rank", "phase", "path", "errno", "exit_code", "message")
+    return {"kind": type(error).__name__, **{name: getattr(error, name, None) for name in names}}
+
+
+def digest(path: Path) -> str:
+    """One word for all items of a committed checkpoint."""
+    total = hashlib.sha256()
+    for key, content in sorted(blobs(path).items()):
+        total.update(repr(key).encode() + content)
+    return total.hexdigest()
+
+
+class Attempt:
+    """One split save with a finalize function that leaves a trace."""
+
+    def __init__(
+        self,
+        queue: AsyncCallsQueue,
+        path: Path,
+        state: State,
+        *,
+        planner: SavePlanner | None = None,
+        cache: CheckpointMetadataCache | None = None,
+        **options: Any,
+    ) -> None:
+        self.finalized = False
+        writer = FileSystemWriterAsync(path, **options)
+        planned = save_state_dict_async_plan(
+            state,
+            writer,
+            planner=planner,
+            enable_cache=cache is not None,
+            metadata_cache=cache,
+        )
+        save_fn, preload_fn, args = writer.get_save_function_and_args()
+        finalize = [lambda: save_state_dict_async_finalize(*planned), self._note]
+        queue.schedule_async_request(AsyncRequest(save_fn, args, finalize, {}, preload_fn))
+
+    def _note(self) -> None:
+        self.finalized = True
+
+
+# --- two ranks --------------------------------------------------------------------------------------------------------
+
+
+def rank_state(seed: int) -> State:
+    """Something of each rank's own and something that all have."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    return {
+        **small_state(seed),
+        f"of rank {rank}": torch.randn(50, 40, generator=generator),
+        f"object of rank {rank}": {"seed": seed},
+    }
+
+
+def loads_as(path: Path, expected: State) -> bool:
+    """Whether stock ``dcp.load`` finds exactly this in a checkpoint. Collective."""
+    state = rank_state(seed=-1)
+    dcp.load(state, checkpoint_id=path)
+    return same(state, expected)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return all(same(*pair) for pair in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+class Scene:
+    """A directory of its own for one failing save, and the saves before and after it. Collective throughout."""
+
+    def __init__(self, out: Path, name: str, *, overwritten: bool) -> None:
+        self.path = out / name
+        self.queue = AsyncCallsQueue()
+        self._overwritten = overwritten
+        self.report: dict[str, Any] = {}
+        if overwritten:
+            schedule(self.queue, self.path, rank_state(seed=1))
+            self.queue.wait()
+        dist.barrier()
+
+    def look(self) -> None:
+        """What is on disk after the failure."""
+        dist.barrier()
+        if self._overwritten:
+            self.report["previous loads"] = loads_as(self.path, rank_state(seed=1))
+        else:
+            self.report["committed"] = (self.path / ".metadata").exists()
+        self.report["files"] = sorted(os.listdir(self.path))
+        dist.barrier()
+
+    def save_again(self) -> None:
+        """The next save of the same structure to the same place."""
+        schedule(self.queue, self.path, rank_state(seed=3))
+        self.queue.close()
+        dist.barrier()
+        self.report["next loads"] = loads_as(self.path, rank_state(seed=3))
+
+
+@contextlib.contextmanager
+def on_rank(rank: int, *faults: Fault) -> Iterator[None]:
+    """Faults on one rank only."""
+    with inject(*faults) if dist.get_rank() == rank else contextlib.nullcontext():
+        yield
+
+
+def failing_scene(
+    out: Path, name: str, fault: Fault, *, victim: int, overwritten: bool, polling: bool
+) -> dict[str, Any]:
+    """A save during which something happens to the writer of one rank."""
+    scene = Scene(out, name, overwritten=overwritten)
+    with on_rank(victim, fault):
+        attempt = Attempt(scene.queue, scene.path, rank_state(seed=2))
+    scene.report = outcome_of((lambda: poll(scene.queue)) if polling else scene.queue.wait)
+    scene.look()
+    scene.save_again()
+    return {**scene.report, "finalized": attempt.finalized}
+
+
+def poll(queue: AsyncCallsQueue, deadline_s: float = 60.0) -> None:
+    """Poll once a step, as a training loop does, until the queue is empty."""
+    deadline = time.monotonic() + deadline_s
+    while queue.pending:
+        queue.poll()
+        # Any rank past the deadline ends the loop on every rank.
+        late = torch.tensor([int(time.monotonic() > deadline)])
+        dist.all_reduce(late, op=dist.ReduceOp.MAX)
+        if late.item():
+            raise TimeoutError("the queue is not empty and nothing was raised")
+
+
+def writer_faults(out: Path) -> dict[str, Any]:
+    """Every fault, on each rank, in a fresh directory and in one that holds a checkpoint. Collective."""
+    results = {}
+    for name, fault in ALL_FAULTS.items():
+        for victim in (0, 1):
+            for overwritten in (False, True):
+                title = f"{name} on {victim}{' over another' if overwritten else ''}"
+                results[title] = failing_scene(
+                    out,
+                    title,
+                    fault,
+                    victim=victim,
+                    overwritten=overwritten,
+                    polling=victim != int(overwritten),
+                )
+    return results
+
+
+class Troubled(DefaultSavePlanner):
+    """Fails on rank 1: before the ranks have planned together, or when it is asked for data afterwards.
+
+    Where it fails is kept in a list, so that a plan cache takes a planner that fails for one that does not.
+    """
+
+    def __init__(self, *where: str) -> None:
+        super().__init__()
+        self.where = list(where)
+
+    def create_local_plan(self) -> SavePlan:
+        if "plan" in self.where and dist.get_rank() == 1:
+            raise LookupError("no plan today")
+        return super().create_local_plan()
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if "data" in self.where and write_item.index.fqn == "of rank 1":
+            raise LookupError("no data today")
+        return super().resolve_data(write_item)
+
+
+def planner_scene(out: Path, name: str, where: str, *, saves_before: int) -> dict[str, Any]:
+    """A save whose planner fails, first of all or when plans are cached and ranks no longer talk while planning."""
+    scene = Scene(out, name, overwritten=False)
+    cache = CheckpointMetadataCache()
+    for number in range(saves_before):
+        path = out / f"{name}, save {number}"
+        schedule(scene.queue, path, rank_state(seed=number), planner=Troubled(), cache=cache)
+        scene.queue.wait()
+    attempts: list[Attempt] = []
+
+    def save() -> None:
+        attempts.append(
+            Attempt(
+                scene.queue, scene.path, rank_state(seed=2), planner=Troubled(where), cache=cache
+            )
+        )
+        scene.queue.wait()
+
+    silent = cache.get_metadata_caching_status()[0]
+    scene.report = outcome_of(save)
+    scene.path.mkdir(exist_ok=True)
+    scene.look()
+    scene.save_again()
+    finalized = any(attempt.finalized for attempt in attempts)
+    return {**scene.report, "finalized": finalized, "silent": silent}
+
+
+def commit_scene(out: Path, name: str, *, overwritten: bool) -> dict[str, Any]:
+    """A save whose metadata cannot be written, because a directory is in the way."""
+    scene = Scene(out, name, overwritten=overwritten)
+    obstacle = scene.path / ".metadata.tmp"
+    if dist.get_rank() == 0:
+        obstacle.mkdir(parents=True)
+    dist.barrier()
+    attempt = Attempt(scene.queue, scene.path, rank_state(seed=2))
+    scene.report = outcome_of(scene.queue.wait)
+    scene.look()
+    if dist.get_rank() == 0:
+        obstacle.rmdir()
+    scene.save_again()
+    return {**scene.report, "finalized": attempt.finalized}
+
+
+def stopped_scene(out: Path, name: str) -> dict[str, Any]:
+    """A writer of rank 1 that is stopped and stays so; nobody waits longer than two seconds for a writer here."""
+    nostall.configure(EngineOptions(save_timeout_s=2))
+    try:
+        fault = Fault.kill("chunk", signal.SIGSTOP)
+        return failing_scene(out, name, fault, victim=1, overwritten=False, polling=False)
+    finally:
+        reset()
+
+
+def dcp_scenes(out: Path) -> dict[str, Any]:
+    """``dcp.save`` with a full device and ``dcp.async_save`` with a killed writer, on rank 1."""
+
+    def save(path: Path, seed: int) -> None:
+        dcp.save(rank_state(seed), storage_writer=FileSystemWriterAsync(path))
+
+    def async_save(path: Path, seed: int) -> None:
+        future = dcp.async_save(rank_state(seed), storage_writer=FileSystemWriterAsync(path))
+        future.result(60)  # type: ignore[union-attr]  # not an upload response
+
+    results = {}
+    for name, way, fault in (
+        ("save", save, Fault.errno("chunk", errno.ENOSPC)),
+        ("async_save", async_save, Fault.kill("chunk", signal.SIGKILL)),
+    ):
+        path = out / name
+        way(path, 1)
+        dist.barrier()
+        with on_rank(1, fault):
+            report = outcome_of(lambda way=way, path=path: way(path, 2))  # type: ignore[misc]
+        dist.barrier()
+        report["previous loads"] = loads_as(path, rank_state(seed=1))
+        way(path, 3)
+        dist.barrier()
+        report["next loads"] = loads_as(path, rank_state(seed=3))
+        results[name] = report
+    return results
+
+
+def other_faults(out: Path) -> dict[str, Any]:
+    """Everything that is not a writer's own failure. Collective."""
+    return {
+        **dcp_scenes(out),
+        "commit": commit_scene(out, "commit", overwritten=False),
+        "commit over another": commit_scene(out, "commit over another", overwritten=True),
+        "no plan": planner_scene(out, "no plan", "plan", saves_before=0),
+        "no plan, cached": planner_scene(out, "no plan, cached", "plan", saves_before=3),
+        "no data": planner_scene(out, "no data", "data", saves_before=0),
+        "no data, cached": planner_scene(out, "no data, cached", "data", saves_before=3),
+        "stopped": stopped_scene(out, "stopped"),
+    }
+
+
+def everything(out: Path) -> dict[str, Any]:
+    """All of it in one start of the ranks. Collective."""
+    return {"writer": writer_faults(out / "writer"), "other": other_faults(out / "other")}
+
+
+# --- trainers, one process each, that tell a test on standard output how far they are ---------------------------------
+
+
+def say(**message: Any) -> None:
+    """One line of JSON to the test."""
+    print(json.dumps(message), flush=True)
+
+
+def listen() -> None:
+    """Wait for a line from the test."""
+    sys.stdin.readline()
+
+
+def stands_in_the_middle_of_a_save(out: Path, fork: str = "") -> None:
+    """Hold a save open, with forked children if asked, and wait to be killed."""
+    hold = Hold("chunk")
+    with inject(hold.fault):
+        schedule(AsyncCallsQueue(), out / "checkpoint", small_state(1))
+    hold.wait_reached()
+    children = []
+    if fork:
+        # os.fork() runs nostall's hook, which closes descriptors in the child; a fork from C code does not.
+        for make in (os.fork, ctypes.CDLL(None).fork):
+            child = make()
+            if child == 0:
+                while True:
+                    signal.pause()
+            children.append(child)
+    say(writer=writer_pids()[0], children=children)
+    listen()
+
+
+def is_interrupted(out: Path) -> None:
+    """Get the SIGINT of a whole process group while a save is held, and finish it all the same."""
+    hold = Hold("chunk")
+    queue = AsyncCallsQueue()
+    with inject(hold.fault):
+        schedule(queue, out / "checkpoint", small_state(1))
+    hold.wait_reached()
+    before = writer_pids()
+    interrupted = False
+    try:
+        say(writer=before[0])
+        listen()
+    except KeyboardInterrupt:
+        interrupted = True
+    hold.release()
+    queue.close()
+    say(interrupted=interrupted, same_writer=writer_pids() == before)
+
+
+def forks(out: Path) -> None:
+    """Fork while a save is held; the children look around and leave in both ways a process can."""
+    hold = Hold("chunk")
+    queue = AsyncCallsQueue()
+    with inject(hold.fault):
+        schedule(queue, out / "held", small_state(1))
+    hold.wait_reached()
+    before = writer_pids()
+    codes = []
+    for leave in (os._exit, sys.exit):
+        child = os.fork()
+        if child == 0:
+            code = 0 if _runtime._default is None else 1
+            leave(code)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    hold.release()
+    queue.wait()
+    schedule(queue, out / "next", small_state(2))
+    queue.close()
+    dcp.save(small_state(1), storage_writer=FileSystemWriter(out / "stock held"))
+    dcp.save(small_state(2), storage_writer=FileSystemWriter(out / "stock next"))
+    say(codes=codes, same_writer=writer_pids() == before)
+
+
+def has_a_file_size_limit(out: Path) -> None:
+    """Save 3 MB where a file may have 1 MB: the limit on the writer, on the trainer, and before memory is reserved."""
+    state = {"weight": torch.arange(3 << 18, dtype=torch.float32)}
+    limit = (1 << 20, resource.RLIM_INFINITY)
+    none = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    nostall.warmup(4 << 20)
+    writer = writer_pids()[0]
+    with AsyncCallsQueue() as queue:
+        resource.prlimit(writer, resource.RLIMIT_FSIZE, limit)
+        schedule(queue, out / "in the writer", state)
+        in_the_writer = outcome_of(queue.wait)
+        resource.prlimit(writer, resource.RLIMIT_FSIZE, none)
+        schedule(queue, out / "without", state)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    in_the_trainer = outcome_of(lambda: _save(out / "in the trainer", state))
+    reset()
+    before_memory = outcome_of(lambda: _save(out / "before memory", state))
+    resource.setrlimit(resource.RLIMIT_FSIZE, none)
+    say(
+        in_the_writer=in_the_writer,
+        in_the_trainer=in_the_trainer,
+        before_memory=before_memory,
+        after=digest(out / "without") != "",
+    )
+
+
+def _save(path: Path, state: State) -> None:
+    dcp.save(state, storage_writer=FileSystemWriterAsync(path))

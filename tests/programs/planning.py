@@ -1,0 +1,689 @@
+"""Ranks that plan saves with and without a cache, and what they said to each other while doing so."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
+from nostall.core import AsyncCallsQueue
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.state_dict_saver import (
+    CheckpointMetadataCache,
+    get_metadata_caching_status,
+    init_checkpoint_metadata_cache,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+    verify_global_md_reuse,
+)
+from programs.entry_points import State, loaded_wrong
+from states import read_metadata, schedule
+
+Facts = dict[str, Any]
+
+_COLLECTIVES = (
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "scatter_object_list",
+    "send",
+)
+
+
+@contextmanager
+def collectives() -> Iterator[Counter[str]]:
+    """Count the calls of ``torch.distributed``'s collectives by name."""
+    seen: Counter[str] = Counter()
+    originals = {name: getattr(dist, name) for name in _COLLECTIVES}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen[name] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in _COLLECTIVES:
+        setattr(dist, name, counting(name))
+    try:
+        yield seen
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+# --- states and their changes ---------------------------------------------------------------------------------------
+
+
+def make_state(seed: int) -> State:
+    """One rank's state: replicated, sharded and private tensors, and objects."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randn(2 * world_size + 1, 3, generator=generator)
+    return {
+        "shared": torch.randn(16, generator=generator),
+        "also shared": torch.randn(4, generator=generator),
+        "sharded": distribute_tensor(whole, init_device_mesh("cpu", (world_size,)), [Shard(0)]),
+        f"own {rank}": torch.randn(rank + 3, generator=generator),
+        "settings": {"seed": seed, "names": ["a", "b"]},
+    }
+
+
+def _added(state: State, key: str) -> None:
+    state[f"{key} more"] = state[key] + 1
+
+
+def _removed(state: State, key: str) -> None:
+    del state[key]
+
+
+def _reshaped(state: State, key: str) -> None:
+    state[key] = torch.cat([state[key], state[key]])
+
+
+def _retyped(state: State, key: str) -> None:
+    state[key] = state[key].to(torch.bfloat16)
+
+
+def _made_an_object(state: State, key: str) -> None:
+    state[key] = {"inner": state[key].tolist()}
+
+
+CHANGES: dict[str, Callable[[State, str], None]] = {
+    "added": _added,
+    "removed": _removed,
+    "reshaped": _reshaped,
+    "retyped": _retyped,
+    "made an object": _made_an_object,
+}
+WHERE = {"all ranks": (0, 1), "the coordinator": (0,), "another rank": (1,)}
+
+
+def changed(state: State, kind: str, where: str) -> State:
+    """The state after a change of structure on some ranks; only what is on all ranks may change on all."""
+    rank = dist.get_rank()
+    if rank in WHERE[where]:
+        CHANGES[kind](state, f"own {rank}")
+        if where == "all ranks":
+            CHANGES[kind](state, "shared")
+    return state
+
+
+# --- saving ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A save between planning and finalising."""
+
+    arguments: tuple[FileSystemWriterAsync, Metadata | None, Any]
+    said: dict[str, int]
+    """Collectives while planning, by name."""
+
+    def finish(self) -> dict[str, int]:
+        """Write and finalise; the collectives of that, by name."""
+        save_fn, preload_fn, args = self.arguments[0].get_save_function_and_args()
+        if save_fn is not None:
+            args[1] = preload_fn()
+            save_fn(*args)
+        with collectives() as said:
+            save_state_dict_async_finalize(*self.arguments)
+        return dict(said)
+
+
+def plan(
+    path: Path,
+    state: State,
+    cache: CheckpointMetadataCache | None = None,
+    planner: DefaultSavePlanner | None = None,
+    *,
+    coordinator: int = 0,
+    default_cache: bool = False,
+) -> Planned:
+    """Plan a save, and count."""
+    with collectives() as said:
+        arguments = save_state_dict_async_plan(
+            state,
+            FileSystemWriterAsync(path),
+            None,
+            coordinator,
+            planner=planner,
+            enable_cache=default_cache or cache is not None,
+            metadata_cache=cache,
+        )
+    return Planned(arguments, dict(said))
+
+
+def save(path: Path, state: State, *args: Any, **options: Any) -> dict[str, int]:
+    """Plan, write and finalise; the collectives of planning."""
+    planned = plan(path, state, *args, **options)
+    planned.finish()
+    return planned.said
+
+
+def valid_cache(out: Path) -> CheckpointMetadataCache:
+    """A cache after three saves of ``make_state``."""
+    cache = CheckpointMetadataCache()
+    for number in (1, 2, 3):
+        save(out / f"before-{number}", make_state(number), cache)
+    return cache
+
+
+def content(metadata: Metadata) -> tuple[Any, Any, Any]:
+    """What a checkpoint's metadata says is in it."""
+    assert metadata.planner_data is not None
+    mappings = {k: v for k, v in metadata.planner_data.items() if not k.startswith("nostall.")}
+    return metadata.state_dict_metadata, set(metadata.storage_data), mappings
+
+
+def failure(do: Callable[[], Any]) -> Facts:
+    """How a step fails."""
+    try:
+        do()
+    except CheckpointException as error:
+        return {"ranks": sorted(error.failures), "text": str(error)}
+    return {"ranks": [], "text": "it did not fail"}
+
+
+# --- scenarios ------------------------------------------------------------------------------------------------------
+
+
+def steady_state(out: Path) -> Facts:
+    """Five saves through a queue: what is said at each step, and what the cache says about itself."""
+    cache = CheckpointMetadataCache()
+    facts: Facts = {"plan": [], "status": [], "wrong": []}
+    with AsyncCallsQueue() as queue:
+        for number in range(1, 6):
+            path = out / str(number)
+            with collectives() as said:
+                schedule(queue, path, make_state(number), cache=cache)
+            facts["plan"].append(dict(said))
+            facts["status"].append(cache.get_metadata_caching_status())
+            with collectives() as said:
+                queue.wait()
+            facts["poll and finalize"] = dict(said)
+            facts["wrong"] += loaded_wrong(path, make_state(number), make_state(0))
+        with collectives() as said:
+            queue.poll()
+        facts["idle poll"] = dict(said)
+    facts["uncached plan"] = save(out / "uncached", make_state(1))
+    facts["content"] = content(read_metadata(out / "5")) == content(read_metadata(out / "uncached"))
+    return facts
+
+
+def structure_changes(out: Path) -> Facts:
+    """Every change of structure at the fourth save, when the cache is valid."""
+    return {
+        f"{kind} on {where}": _one_change(out / kind / where, kind, where)
+        for kind in CHANGES
+        for where in WHERE
+    }
+
+
+def _one_change(out: Path, kind: str, where: str) -> Facts:
+    cache = valid_cache(out)
+    facts: Facts = {"plan": [], "wrong": [], "content": [], "status": []}
+    for number in range(4, 8):
+        facts["plan"].append(
+            save(out / str(number), changed(make_state(number), kind, where), cache)
+        )
+        facts["status"].append(cache.get_metadata_caching_status()[0])
+        facts["wrong"] += loaded_wrong(
+            out / str(number),
+            changed(make_state(number), kind, where),
+            changed(make_state(0), kind, where),
+        )
+    save(out / "uncached", changed(make_state(4), kind, where))
+    wanted = content(read_metadata(out / "uncached"))
+    facts["content"] = [content(read_metadata(out / str(number))) == wanted for number in (4, 5, 7)]
+    return facts
+
+
+def value_changes(out: Path) -> Facts:
+    """Objects with other values, and longer ones, in an unchanged structure."""
+    cache = valid_cache(out)
+
+    def state(number: int) -> State:
+        return {**make_state(number), "settings": {"seed": "longer" * 99, "names": ["b", None]}}
+
+    said = save(out / "4", state(4), cache)
+    return {"plan": said, "wrong": loaded_wrong(out / "4", state(4), state(0))}
+
+
+def replicated_on_one_rank_less(out: Path) -> Facts:
+    """A rank drops a replicated tensor: the one that was not told to write it, or the one that was."""
+    facts = {}
+    for name, writes_it in (("another wrote it", False), ("it wrote it", True)):
+        cache = valid_cache(out / name)
+        writer_rank = int(_file_of("shared", out / name / "before-3").split("_")[2])
+
+        def state(number: int, rank: int = writer_rank, wrote: bool = writes_it) -> State:  # noqa: FBT001
+            made = make_state(number)
+            if (dist.get_rank() == rank) is wrote:
+                del made["shared"]
+            return made
+
+        fourth = plan(out / name / "4", state(4), cache)
+        failed = failure(fourth.finish)
+        facts[name] = {
+            "fourth": {**failed, "plan": fourth.said},
+            "committed": (out / name / "4" / ".metadata").exists(),
+            "fifth": save(out / name / "5", state(5), cache),
+            "wrong": loaded_wrong(out / name / "5", make_state(5), make_state(0)),
+        }
+    return facts
+
+
+def joined(out: Path) -> Facts:
+    """A rank starts to hold what only the other one held."""
+    cache = valid_cache(out)
+
+    def state(number: int) -> State:
+        return {**make_state(number), "own 0": torch.full((3,), float(number))}
+
+    said = save(out / "4", state(4), cache)
+    return {"plan": said, "wrong": loaded_wrong(out / "4", state(4), state(0))}
+
+
+def in_flight_over_a_change(out: Path) -> Facts:
+    """The structure changes while saves are on their way, and again before they are finalised."""
+    cache = valid_cache(out)
+
+    def grown(number: int) -> State:
+        return changed(make_state(number), "added", "another rank")
+
+    def grown_twice(number: int) -> State:
+        return changed(grown(number), "added", "the coordinator")
+
+    fourth = plan(out / "4", grown(4), cache)
+    fifth = plan(out / "5", grown(5), cache)
+    fourth.finish()
+    sixth = plan(out / "6", grown_twice(6), cache)
+    fifth.finish()
+    sixth.finish()
+    seventh = save(out / "7", grown_twice(7), cache)
+    return {
+        "plan": [fourth.said, fifth.said, sixth.said, seventh],
+        "wrong": [
+            *loaded_wrong(out / "4", grown(4), grown(0)),
+            *loaded_wrong(out / "5", grown(5), grown(0)),
+            *loaded_wrong(out / "6", grown_twice(6), grown_twice(0)),
+            *loaded_wrong(out / "7", grown_twice(7), grown_twice(0)),
+        ],
+    }
+
+
+def resumed(out: Path) -> Facts:
+    """The first and second save after metadata was loaded, by reader."""
+    cache = valid_cache(out)
+    save(out / "last", make_state(9), cache)
+    stock = FileSystemReader(out / "last")
+    readers: dict[str, Callable[[], Metadata | None]] = {
+        "caching reader": CachedMetadataFileSystemReader(out / "last").read_metadata,
+        "stock reader": stock.read_metadata,
+        "rebuilt by a newer torch": lambda: dataclasses.replace(stock.read_metadata()),
+        "on one rank only": lambda: stock.read_metadata() if dist.get_rank() == 0 else None,
+    }
+    facts: Facts = {
+        name: _resume(out / name, read(), changes=False) for name, read in readers.items()
+    }
+    facts["changed since"] = _resume(out / "changed", stock.read_metadata(), changes=True)
+    facts["default cache"] = _resume_default(out / "default", stock.read_metadata())
+    facts["other world size"] = _resume_from_one_rank(out / "one rank")
+    return facts
+
+
+def _resume(out: Path, loaded: Metadata | None, *, changes: bool) -> Facts:
+    def state(number: int) -> State:
+        made = make_state(number)
+        return changed(made, "reshaped", "another rank") if changes else made
+
+    before = deepcopy(loaded)
+    cache = CheckpointMetadataCache()
+    cache.set_cached_global_metadata(loaded)
+    first = save(out / "1", state(1), cache)
+    status = cache.get_metadata_caching_status()
+    second = save(out / "2", state(2), cache)
+    return {
+        "plan": [first, second],
+        "status": status,
+        "untouched": loaded is None or (before is not None and vars(loaded) == vars(before)),
+        "wrong": loaded_wrong(out / "1", state(1), state(0))
+        + loaded_wrong(out / "2", state(2), state(0)),
+    }
+
+
+def _resume_default(out: Path, loaded: Metadata) -> Facts:
+    before = deepcopy(loaded)
+    init_checkpoint_metadata_cache(loaded)
+    try:
+        said = [save(out / str(n), make_state(n), default_cache=True) for n in (1, 2)]
+        status = get_metadata_caching_status()
+    finally:
+        init_checkpoint_metadata_cache()
+    return {
+        "plan": said,
+        "status": [status, get_metadata_caching_status()],
+        "untouched": vars(loaded) == vars(before),
+        "wrong": loaded_wrong(out / "2", make_state(2), make_state(0)),
+    }
+
+
+def _resume_from_one_rank(out: Path) -> Facts:
+    alone = dist.new_group([0])
+    if dist.get_rank() == 0:
+        arguments = save_state_dict_async_plan(
+            {"shared": torch.ones(16)},
+            FileSystemWriterAsync(out / "alone"),
+            alone,
+            enable_cache=True,
+            metadata_cache=CheckpointMetadataCache(),
+        )
+        Planned(arguments, {}).finish()
+    dist.barrier()
+    loaded = CachedMetadataFileSystemReader(out / "alone").read_metadata()
+    plans = vars(loaded)["all_local_plans"]
+    return {"loaded plans": len(plans), **_resume(out, loaded, changes=False)}
+
+
+def reader_after_resume(out: Path) -> Facts:
+    """What the caching reader says about a checkpoint after another one was saved with its metadata."""
+    save(out / "a", make_state(1), valid_cache(out))
+    reader = CachedMetadataFileSystemReader(out / "a")
+    before = deepcopy(reader.read_metadata())
+    loaded = reader.read_metadata()
+    cache = CheckpointMetadataCache()
+    cache.set_cached_global_metadata(loaded)
+    for number in (1, 2):
+        save(out / f"b{number}", changed(make_state(number), "added", "all ranks"), cache)
+    loaded.state_dict_metadata.clear()
+    loaded.storage_data.clear()
+    again = CachedMetadataFileSystemReader(out / "a").read_metadata()
+    same = {field: vars(again)[field] == value for field, value in vars(before).items()}
+    return {"differs": [f for f, equal in same.items() if not equal and f != "storage_meta"]}
+
+
+def alternating(out: Path) -> Facts:
+    """A model and its average, each with a cache of its own; then both through one."""
+    kinds = {
+        "model": (make_state, CheckpointMetadataCache()),
+        "ema": (_average, CheckpointMetadataCache()),
+    }
+    facts: Facts = {"plan": {"model": [], "ema": []}, "wrong": []}
+    for number in range(1, 5):
+        for kind, (state, cache) in kinds.items():
+            path = out / kind / str(number)
+            facts["plan"][kind].append(save(path, state(number), cache))
+            facts["wrong"] += loaded_wrong(path, state(number), state(0))
+    shared = kinds["model"][1]
+    facts["through one"] = []
+    for number in range(5, 8):
+        for kind, (state, _) in kinds.items():
+            path = out / kind / str(number)
+            facts["through one"].append(save(path, state(number), shared))
+            facts["wrong"] += loaded_wrong(path, state(number), state(0))
+    return facts
+
+
+def _average(seed: int) -> State:
+    return {"ema": torch.full((5,), float(seed)), f"own {dist.get_rank()}": torch.ones(2) * seed}
+
+
+class FailingPlanner(DefaultSavePlanner):
+    """Fails on one rank, in one of its methods."""
+
+    def __init__(self, rank: int, method: str) -> None:
+        super().__init__()
+        self.fails: tuple[str, ...] = (method,) if dist.get_rank() == rank else ()
+
+    def _maybe_fail(self, method: str) -> None:
+        if method in self.fails:
+            raise ValueError(f"no luck in {method}")
+
+    def create_local_plan(self) -> SavePlan:
+        self._maybe_fail("create_local_plan")
+        return super().create_local_plan()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        self._maybe_fail("create_global_plan")
+        return super().create_global_plan(all_plans)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        self._maybe_fail("lookup_object")
+        return super().lookup_object(index)
+
+
+def planning_failures(out: Path) -> Facts:
+    """A rank's planner fails, with no cache, with one that is not valid yet, and with a valid one."""
+    facts = {}
+    for name, rank, method, saves_before in (
+        ("no cache", 1, "create_local_plan", None),
+        ("new cache", 1, "create_local_plan", 1),
+        ("valid cache", 1, "create_local_plan", 3),
+        ("valid cache, coordinator", 0, "create_local_plan", 3),
+        ("global plan", 0, "create_global_plan", None),
+        ("lookup", 1, "lookup_object", None),
+        ("lookup with valid cache", 1, "lookup_object", 3),
+    ):
+        cache = None if saves_before is None else CheckpointMetadataCache()
+        for number in range(saves_before or 0):
+            # The same class as later, so that the planner's configuration stays what it was.
+            save(out / name / str(number), make_state(number), cache, FailingPlanner(-1, ""))
+        facts[name] = _fail_once(out / name, cache, rank, method)
+    return facts
+
+
+def _fail_once(out: Path, cache: CheckpointMetadataCache | None, rank: int, method: str) -> Facts:
+    planned: list[Planned] = []
+    planner = FailingPlanner(rank, method)
+    failed = failure(lambda: planned.append(plan(out / "failed", make_state(8), cache, planner)))
+    step = "plan"
+    if planned:
+        step = "finalize"
+        failed = failure(planned[0].finish)
+    dist.barrier()
+    left = [p.name for p in (out / "failed").iterdir()] if (out / "failed").exists() else []
+    said = save(out / "next", make_state(9), cache, FailingPlanner(-1, ""))
+    return {
+        **failed,
+        "raised when": step,
+        "left": left,
+        "next": said,
+        "wrong": loaded_wrong(out / "next", make_state(9), make_state(0)),
+    }
+
+
+class AlonePlanner(DefaultSavePlanner):
+    """Makes this rank's final plan alone: the coordinator writes what both ranks have."""
+
+    can_run_decentralized_global_plan = True
+
+    def create_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
+        if self.is_coordinator:
+            return local_plan
+        mine = [item for item in local_plan.items if "shared" not in item.index.fqn]
+        return dataclasses.replace(local_plan, items=mine)
+
+
+class EverythingPlanner(DefaultSavePlanner):
+    """Plans alone and drops nothing: what is on both ranks is written twice."""
+
+    can_run_decentralized_global_plan = True
+
+    def create_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
+        return local_plan
+
+
+class StockCachingPlanner(DefaultSavePlanner):
+    """The default planner with torch's own plan cache, which is kept per class name."""
+
+    def __init__(self) -> None:
+        super().__init__(enable_plan_caching=True)
+
+
+class OtherStockCachingPlanner(StockCachingPlanner):
+    """The same with a cache of its own."""
+
+
+def other_planners(out: Path) -> Facts:
+    """Six saves with other planners, with and without a cache; the structure changes at the fifth."""
+    facts: Facts = {}
+    for name, make, cache in (
+        ("alone", AlonePlanner, None),
+        ("alone, cached", AlonePlanner, CheckpointMetadataCache()),
+        ("alone, everything", EverythingPlanner, CheckpointMetadataCache()),
+        ("torch's cache", StockCachingPlanner, None),
+        ("torch's cache and ours", OtherStockCachingPlanner, CheckpointMetadataCache()),
+    ):
+        facts[name] = {"plan": [], "wrong": []}
+        for number in range(1, 7):
+
+            def state(seed: int, now: int = number) -> State:
+                made = make_state(seed)
+                return changed(made, "reshaped", "another rank") if now >= 5 else made
+
+            path = out / name / str(number)
+            facts[name]["plan"].append(save(path, state(number), cache, make()))
+            facts[name]["wrong"] += loaded_wrong(path, state(number), state(0))
+        facts[name]["shared is in"] = _file_of("shared", out / name / "4")
+    return facts
+
+
+def _file_of(fqn: str, path: Path) -> str:
+    stored = read_metadata(path).storage_data[MetadataIndex(fqn, [0])]
+    return str(stored.relative_path)
+
+
+def another_coordinator(out: Path) -> Facts:
+    """Rank 1 coordinates: three cached saves, then a failure on rank 0."""
+    cache = CheckpointMetadataCache()
+    facts: Facts = {"plan": [], "wrong": [], "metadata": []}
+    for number in (1, 2, 3):
+        planned = plan(out / str(number), make_state(number), cache, coordinator=1)
+        facts["metadata"].append(planned.arguments[1] is not None)
+        facts["plan"].append(planned.said)
+        planned.finish()
+        facts["wrong"] += loaded_wrong(out / str(number), make_state(number), make_state(0))
+    planner = FailingPlanner(0, "create_local_plan")
+    facts["failure"] = failure(
+        lambda: save(out / "failed", make_state(4), planner=planner, coordinator=1)
+    )
+    return facts
+
+
+def verified(out: Path) -> Facts:
+    """``verify_global_md_reuse`` for equal plans, a plan that differs on one rank, and no plans."""
+    save(out / "1", make_state(1), CheckpointMetadataCache())
+    plans = vars(CachedMetadataFileSystemReader(out / "1").read_metadata())["all_local_plans"]
+    rank = dist.get_rank()
+    wrapper = plan(out / "2", make_state(1)).arguments[2]
+    other = dataclasses.replace(plans[rank], items=plans[rank].items[1:]) if rank else plans[rank]
+    facts: Facts = {}
+    for name, loaded, local in (
+        ("equal", plans, plans[rank]),
+        ("one differs", plans, other),
+        ("none", None, plans[rank]),
+        ("fewer", plans[:1], plans[rank]),
+    ):
+        with collectives() as said:
+            facts[name] = [verify_global_md_reuse(loaded, local, rank, wrapper), dict(said)]
+    return facts
+
+
+def two_ranks(out: Path) -> dict[str, Facts]:
+    """All scenarios for two ranks."""
+    return {
+        scenario.__name__: scenario(out / scenario.__name__)
+        for scenario in (
+            steady_state,
+            structure_changes,
+            value_changes,
+            replicated_on_one_rank_less,
+            joined,
+            in_flight_over_a_change,
+            resumed,
+            reader_after_resume,
+            alternating,
+            planning_failures,
+            other_planners,
+            another_coordinator,
+            verified,
+        )
+    }
+
+
+# --- a group of some of the ranks -----------------------------------------------------------------------------------
+
+
+def sub_group(out: Path) -> Facts | None:
+    """Ranks 1 and 2 of three save with a group of their own, whose first rank coordinates; rank 0 does nothing."""
+    group = dist.new_group([1, 2])
+    facts = _save_in_group(out, group) if dist.get_rank() else None
+    dist.barrier()
+    return facts
+
+
+def _save_in_group(out: Path, group: dist.ProcessGroup) -> Facts:
+    rank = dist.get_rank(group)
+
+    def state(seed: int) -> State:
+        return {"shared": torch.arange(9.0) * seed, f"own {rank}": torch.full((rank + 2,), seed)}
+
+    cache = CheckpointMetadataCache()
+    facts: Facts = {"plan": [], "finalized": [], "wrong": []}
+    with AsyncCallsQueue(process_group=group) as queue:
+        for number in range(1, 5):
+            with collectives() as said:
+                schedule(queue, out / str(number), state(number), cache=cache, group=group)
+            facts["plan"].append(dict(said))
+            facts["finalized"] += queue.wait()
+            facts["wrong"] += _loaded_wrong(out / str(number), state(number), state(0), group)
+        facts["files"] = sorted(path.name for path in (out / "4").iterdir())
+        broken = {**state(5), "sabotage": torch.empty(2, device="meta")} if rank else state(5)
+        facts["failure"] = failure(
+            lambda: (schedule(queue, out / "failed", broken, group=group), queue.wait())
+        )
+    dcp.save(state(6), storage_writer=FileSystemWriterAsync(out / "stock"), process_group=group)
+    facts["wrong"] += _loaded_wrong(out / "stock", state(6), state(0), group)
+    resumed_cache = CheckpointMetadataCache()
+    resumed_cache.set_cached_global_metadata(FileSystemReader(out / "4").read_metadata())
+    with collectives() as said:
+        arguments = save_state_dict_async_plan(
+            state(7),
+            FileSystemWriterAsync(out / "resumed"),
+            group,
+            enable_cache=True,
+            metadata_cache=resumed_cache,
+        )
+    facts["resumed plan"] = dict(said)
+    Planned(arguments, {}).finish()
+    facts["wrong"] += _loaded_wrong(out / "resumed", state(7), state(0), group)
+    return facts
+
+
+def _loaded_wrong(path: Path, expected: State, template: State, group: Any) -> list[str]:
+    return loaded_wrong(path, expected, template, process_group=group)

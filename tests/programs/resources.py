@@ -1,0 +1,65 @@
+"""Trainers with little to spend, and trainers that watch what they spend; each tells a test on standard output."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed.checkpoint as dcp
+
+from nostall._runtime import default_engine
+from nostall.core import AsyncCallsQueue
+from nostall.testing import writer_pids
+from states import schedule
+
+State = dict[str, Any]
+MIB = 1 << 20
+
+
+def has_few_descriptors(out: Path) -> None:
+    """Save and load 5,000 tensors where a process may have 64 descriptors, the writer process included."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    state: State = {f"t{number}": torch.full((5,), float(number)) for number in range(5000)}
+    with AsyncCallsQueue() as queue:
+        schedule(queue, out / "checkpoint", state)
+        for tensor in state.values():
+            tensor.fill_(-1)
+    dcp.load(state, checkpoint_id=out / "checkpoint")
+    wrong = [name for name, tensor in state.items() if not bool((tensor == float(name[1:])).all())]
+    print(json.dumps({"wrong": wrong}))
+
+
+def saves_again_and_again(out: Path, *structures: str) -> None:
+    """Twenty saves of states of so many MiB, in turn, and what the processes hold after each of them."""
+    states = [_state_of(int(mib)) for mib in structures]
+    measured = []
+    with AsyncCallsQueue() as queue:
+        for number in range(20):
+            schedule(queue, out / f"{number % 2}", states[number % len(states)])
+            queue.wait()
+            measured.append(_held())
+    print(json.dumps(measured))
+
+
+def _state_of(mib: int) -> State:
+    return {f"{mib}/{number}": torch.randn(MIB // 4) for number in range(mib)}
+
+
+def _held() -> dict[str, int]:
+    trainer = psutil.Process()
+    (writer,) = (psutil.Process(pid) for pid in writer_pids())
+    return {
+        "proportional": trainer.memory_full_info().pss + writer.memory_full_info().pss,
+        "trainer": trainer.memory_full_info().rss,
+        "writer": writer.memory_full_info().rss,
+        "reserved": default_engine().arena.reserved_nbytes,
+        "trainer descriptors": trainer.num_fds(),
+        "writer descriptors": writer.num_fds(),
+        "trainer threads": trainer.num_threads(),
+        "writer threads": writer.num_threads(),
+        "children": len(trainer.children(recursive=True)),
+    }

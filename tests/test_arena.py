@@ -1,0 +1,386 @@
+"""Snapshot memory: reused, bounded, waited for with a deadline, and given back whatever happens."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import resource
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from nostall._arena import Arena, Block, Lease, address_of
+from nostall.errors import ReservationError, SaveAbortedError, SaveTimeoutError
+
+MIB = 1 << 20
+UNIT = 2 * MIB
+"""Blocks are whole multiples of this."""
+SOON = 30.0
+"""A deadline that only a broken arena reaches."""
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(max_blocks=2)
+    yield made
+    made.close()
+
+
+def lease(arena: Arena, nbytes: int, *, beyond_limit: bool = False) -> Lease:
+    return arena.lease(nbytes, timeout_s=SOON, beyond_limit=beyond_limit)
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# --- reuse ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_returned_block_is_used_again(arena: Arena) -> None:
+    """The next save gets the same memory, warm and with what an earlier one left in it."""
+    first = lease(arena, 100)
+    block = first.block
+    block.image(10, 4)[:] = b"kept"
+    first.release()
+    second = lease(arena, UNIT)
+    assert second.block is block
+    assert bytes(block.image(10, 4)) == b"kept"
+    assert arena.reserved_nbytes == UNIT
+
+
+def test_a_block_has_room_for_what_was_asked_in_whole_units() -> None:
+    """Also for nothing, so that a rank without tensors needs no special case."""
+    for nbytes, expected in ((0, UNIT), (1, UNIT), (UNIT, UNIT), (UNIT + 1, 2 * UNIT)):
+        block = Block(nbytes)
+        assert block.nbytes == expected
+        assert len(block.memory) == expected
+        assert os.fstat(block.fd).st_blocks * 512 == expected
+
+
+def test_two_leases_never_share_memory(arena: Arena) -> None:
+    """What is written through one lease does not show in the other."""
+    one, other = lease(arena, 100), lease(arena, 100)
+    one.block.image(0, 3)[:] = b"one"
+    other.block.image(0, 3)[:] = b"two"
+    assert bytes(one.block.image(0, 3)) == b"one"
+    assert one.block.id != other.block.id
+
+
+def test_the_smallest_block_that_fits_is_taken(arena: Arena) -> None:
+    """A small save does not take the memory that the next large one needs."""
+    large, small = lease(arena, 5 * UNIT), lease(arena, UNIT)
+    large_block, small_block = large.block, small.block
+    large.release()
+    small.release()
+    assert lease(arena, UNIT).block is small_block
+    small.release()
+    assert lease(arena, UNIT + 1).block is large_block
+
+
+def test_a_larger_request_replaces_a_free_block_that_is_too_small() -> None:
+    """Growth does not keep the old memory as well, and whoever mapped it is told to let go."""
+    dropped: list[int] = []
+    arena = Arena(max_blocks=2, on_drop=lambda block: dropped.append(block.id))
+    first = lease(arena, UNIT)
+    block_id = first.block.id
+    first.block.primed = ("key", "views")
+    first.release()
+    second = lease(arena, 3 * UNIT)
+    assert second.block.id != block_id
+    assert dropped == [block_id]
+    assert first.block.primed is None
+    assert arena.reserved_nbytes == 3 * UNIT
+
+
+def test_memory_does_not_grow_with_the_number_of_saves(arena: Arena) -> None:
+    """A hundred saves in turn need one block, whatever order their sizes come in up to the largest."""
+    for number in range(100):
+        held = lease(arena, (number * 37 % 5) * UNIT)
+        held.release()
+    assert arena.reserved_nbytes <= 2 * 5 * UNIT
+    descriptors = open_descriptors()
+    for _ in range(100):
+        lease(arena, 4 * UNIT).release()
+    assert open_descriptors() == descriptors
+
+
+# --- waiting ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_waits_until_another_one_is_returned(arena: Arena) -> None:
+    """With all blocks leased the next save waits, and goes on with the first block that comes back."""
+    first, second = lease(arena, UNIT), lease(arena, UNIT)
+    block = second.block
+    asked, got = threading.Event(), threading.Event()
+    found: list[Lease] = []
+
+    def ask() -> None:
+        asked.set()
+        found.append(lease(arena, UNIT))
+        got.set()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert asked.wait(SOON)
+    assert not found
+    second.release()
+    assert got.wait(SOON)
+    thread.join()
+    assert found[0].block is block
+    assert first.held
+    assert arena.reserved_nbytes == 2 * UNIT
+
+
+def test_a_waiting_lease_that_needs_more_than_comes_back_gets_a_larger_block(arena: Arena) -> None:
+    """It is the place of the returned block that counts, not its size."""
+    first, second = lease(arena, UNIT), lease(arena, UNIT)
+    found: list[Lease] = []
+    thread = threading.Thread(target=lambda: found.append(lease(arena, 3 * UNIT)))
+    thread.start()
+    first.release()
+    thread.join(SOON)
+    assert found[0].block.nbytes == 3 * UNIT
+    assert second.held
+    assert arena.reserved_nbytes == 4 * UNIT
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.02])
+def test_a_deadline_is_an_error_that_says_what_to_do(arena: Arena, timeout_s: float) -> None:
+    """A save that finds no memory in time fails as a timeout, and earlier saves keep theirs."""
+    held = [lease(arena, UNIT), lease(arena, UNIT)]
+    with pytest.raises(SaveTimeoutError) as caught:
+        arena.lease(UNIT, timeout_s=timeout_s)
+    assert isinstance(caught.value, TimeoutError)
+    assert caught.value.phase == "stage"
+    assert "2 snapshot buffers" in str(caught.value)
+    assert caught.value.hint
+    assert all(one.held for one in held)
+    assert arena.reserved_nbytes == 2 * UNIT
+
+
+def test_no_more_blocks_are_out_than_allowed() -> None:
+    """However many threads ask at once, at most ``max_blocks`` have one, each alone, and all get their turn."""
+    arena = Arena(max_blocks=2)
+    lock = threading.Lock()
+    out: list[int] = []
+    most = 0
+    turns: list[int] = []
+
+    def save(number: int) -> None:
+        nonlocal most
+        for _ in range(20):
+            held = lease(arena, UNIT)
+            with lock:
+                assert held.block.id not in out
+                out.append(held.block.id)
+                most = max(most, len(out))
+            held.block.memory[0:1] = bytes([number])
+            with lock:
+                assert held.block.memory[0] == number
+                out.remove(held.block.id)
+            held.release()
+        turns.append(number)
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    assert sorted(turns) == list(range(6))
+    assert 1 <= most <= 2
+    assert arena.reserved_nbytes <= 2 * UNIT
+
+
+def test_beyond_the_limit_a_lease_is_given_at_once_and_not_kept(arena: Arena) -> None:
+    """Who holds one already never waits for another; the surplus goes back to the system."""
+    held = [lease(arena, UNIT), lease(arena, UNIT)]
+    surplus = lease(arena, UNIT, beyond_limit=True)
+    assert arena.reserved_nbytes == 3 * UNIT
+    surplus.release()
+    assert arena.reserved_nbytes == 2 * UNIT
+    for one in held:
+        one.release()
+    assert arena.reserved_nbytes == 2 * UNIT
+
+
+# --- giving back ------------------------------------------------------------------------------------------------------
+
+
+def test_a_forgotten_lease_gives_its_block_back(arena: Arena) -> None:
+    """An exception between staging and writing does not cost memory for ever."""
+    held = lease(arena, UNIT)
+    block_id = held.block.id
+    cycle = [held]
+    cycle.append(cycle)  # type: ignore[arg-type]  # only the garbage collector ends this
+    del held, cycle
+    gc.collect()
+    again = [lease(arena, UNIT), lease(arena, UNIT)]
+    assert block_id in {one.block.id for one in again}
+
+
+def test_releasing_twice_does_not_take_the_next_ones_block() -> None:
+    """``release`` is idempotent, also after the block has a new holder."""
+    arena = Arena(max_blocks=1)
+    first = lease(arena, UNIT)
+    first.release()
+    second = lease(arena, UNIT)
+    first.release()
+    assert not first.held
+    assert second.held
+    with pytest.raises(SaveTimeoutError):
+        arena.lease(UNIT, timeout_s=0)
+
+
+def test_a_closed_arena_keeps_nothing_and_gives_nothing() -> None:
+    """Free memory goes back at once, leased memory when it is returned; a new lease is an error."""
+    dropped: list[int] = []
+    arena = Arena(max_blocks=2, on_drop=lambda block: dropped.append(block.id))
+    held, free = lease(arena, UNIT), lease(arena, UNIT)
+    ids = [free.block.id, held.block.id]
+    free.release()
+    arena.close()
+    assert dropped == ids[:1]
+    assert arena.reserved_nbytes == UNIT
+    held.release()
+    assert dropped == ids
+    assert arena.reserved_nbytes == 0
+    for beyond_limit in (False, True):
+        with pytest.raises(SaveAbortedError):
+            lease(arena, UNIT, beyond_limit=beyond_limit)
+    arena.close()
+
+
+def test_closing_wakes_who_waits() -> None:
+    """A save that waits for memory of an engine that is closed fails then, not at its deadline."""
+    arena = Arena(max_blocks=1)
+    held = lease(arena, UNIT)
+    asked, failed = threading.Event(), threading.Event()
+
+    def ask() -> None:
+        asked.set()
+        with pytest.raises(SaveAbortedError):
+            lease(arena, UNIT)
+        failed.set()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert asked.wait(SOON)
+    arena.close()
+    assert failed.wait(SOON / 2)
+    thread.join()
+    assert held.held
+
+
+# --- the system -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [1 << 50, 1 << 70], ids=["a pebibyte", "more than can be said"])
+def test_more_memory_than_there_is_is_an_error_that_says_how_much(
+    arena: Arena, nbytes: int
+) -> None:
+    """Nothing is taken, no descriptor stays open, and the next save that fits works."""
+    descriptors = open_descriptors()
+    with pytest.raises(ReservationError) as caught:
+        lease(arena, nbytes)
+    assert isinstance(caught.value, MemoryError)
+    assert caught.value.nbytes == nbytes
+    assert str(nbytes) in str(caught.value)
+    assert caught.value.phase == "stage"
+    assert caught.value.hint
+    assert open_descriptors() == descriptors
+    assert arena.reserved_nbytes == 0
+    assert lease(arena, UNIT).held
+
+
+def test_memory_that_the_system_refuses_is_an_error_that_says_how_much(arena: Arena) -> None:
+    """Where it is the system that says no, its reason stands in the message; no descriptor stays open."""
+    descriptors = open_descriptors()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * MIB, hard))
+    try:
+        with pytest.raises(ReservationError) as caught:
+            lease(arena, 16 * MIB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.nbytes == 16 * MIB
+    assert os.strerror(errno.EFBIG) in str(caught.value)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert open_descriptors() == descriptors
+    assert lease(arena, 16 * MIB).held
+
+
+def test_blocks_leave_no_descriptor_and_no_file_behind() -> None:
+    """Memory is behind one descriptor per block, in no directory, and closed when nobody needs it."""
+    before = open_descriptors(), sorted(os.listdir("/dev/shm"))
+    arena = Arena(max_blocks=3)
+    held = [lease(arena, UNIT) for _ in range(3)]
+    assert open_descriptors() == before[0] + 3
+    assert sorted(os.listdir("/dev/shm")) == before[1]
+    held.pop().release()
+    arena.close()
+    del held
+    gc.collect()
+    assert arena.reserved_nbytes == 0
+    assert (open_descriptors(), sorted(os.listdir("/dev/shm"))) == before
+
+
+def test_descriptors_of_blocks_are_not_inherited() -> None:
+    """A program that the trainer starts does not keep the snapshot memory alive."""
+    assert not os.get_inheritable(Block(UNIT).fd)
+
+
+# --- finding ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_is_found_by_any_address_in_its_block(arena: Arena) -> None:
+    """From the first byte to the last, and nothing outside."""
+    one, other = lease(arena, UNIT), lease(arena, 2 * UNIT)
+    for held in (one, other):
+        begin = address_of(held.block)
+        for inside in (0, 1, held.block.nbytes // 2, held.block.nbytes - 1):
+            assert arena.lease_at(begin + inside) is held
+    assert arena.lease_at(0) is None
+    outside = address_of(Block(UNIT))
+    assert arena.lease_at(outside) is None
+
+
+def test_a_released_lease_is_not_found(arena: Arena) -> None:
+    """Memory that was returned belongs to nobody, and then to its next holder."""
+    first = lease(arena, UNIT)
+    address = address_of(first.block)
+    first.label = "old"
+    first.release()
+    assert arena.lease_at(address) is None
+    second = lease(arena, UNIT)
+    assert arena.lease_at(address) is second
+    assert second.label is None
+
+
+def test_leases_can_be_looked_for_while_others_come_and_go() -> None:
+    """One save stages while another one looks for its memory, as with ``dcp.async_save``."""
+    arena = Arena(max_blocks=8)
+    fixed = lease(arena, UNIT)
+    address = address_of(fixed.block)
+    done = threading.Event()
+
+    def come_and_go() -> None:
+        while not done.is_set():
+            held = [lease(arena, UNIT) for _ in range(6)]
+            for one in held:
+                one.release()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(3000):
+            assert arena.lease_at(address) is fixed
+    finally:
+        done.set()
+        thread.join(SOON)
+        sys.setswitchinterval(interval)
