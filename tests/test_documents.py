@@ -46,7 +46,9 @@ def test_code_in_the_readme_runs_in_order(tmp_path: Path) -> None:
 def test_lifecycle_table_in_the_architecture_is_the_one_in_the_code() -> None:
     """docs/architecture.md shows exactly the transitions that are possible."""
     text = (ROOT / "docs" / "architecture.md").read_text()
-    rows = re.findall(r"^\| ([a-z, ]+) \| ([a-z, -]+) \|$", text.split("## The life of")[1], re.M)
+    rows = re.findall(
+        r"^\| ([a-z, ]+) \| ([a-z, -]+) \|$", text.split("## The life of")[1], re.MULTILINE
+    )
     shown = {
         name: {leads for leads in leads_to.split(", ") if leads != "-"}
         for names, leads_to in rows

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import AsyncStager
 
 import nostall
@@ -307,6 +307,19 @@ def test_the_writer_is_a_storage_writer_and_a_stager() -> None:
     assert isinstance(writer, AsyncStager)
     assert writer.can_run_decentralized_global_plan is True
     assert writer.checkpoint_id == Path("/nowhere")
+
+
+def test_a_rank_that_plans_alone_gets_files_of_its_own() -> None:
+    """The final plan is the local one, with the rank's prefix for its files."""
+    writer = FileSystemWriterAsync("/nowhere")
+    writer.set_up_storage_writer(False, rank=3)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(small_state(1), is_coordinator=False)
+    local = planner.create_local_plan()
+    final = writer.prepare_decentralized_global_plan(local)
+    assert final.items == local.items
+    assert final.storage_data.prefix == "__3_"
+    assert local.storage_data is None
 
 
 def test_a_writer_with_nothing_planned_has_nothing_to_schedule() -> None:

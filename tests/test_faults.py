@@ -17,14 +17,24 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
-from programs.faults import ALL_FAULTS, DEATHS, ERRNO_FAULTS, Attempt, digest, outcome_of, same
-from ranks import TESTS, run_ranks
-from states import blobs, schedule, small_state
 
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.testing import Hold, inject, writer_pids
+from programs.faults import (
+    ALL_FAULTS,
+    DEATHS,
+    ERRNO_FAULTS,
+    Attempt,
+    digest,
+    kill_and_wait,
+    outcome_of,
+    same,
+)
+from ranks import TESTS, run_ranks
+from states import blobs, schedule, small_state
 
 Report = dict[str, Any]
 SOON_S = 20.0
@@ -281,6 +291,20 @@ def test_a_fault_in_one_of_several_files_names_that_file(tmp_path: Path) -> None
     assert os.listdir(tmp_path / "saved") == []
 
 
+def test_a_save_right_after_the_writers_death_gets_a_new_writer(tmp_path: Path) -> None:
+    """A writer that ended a moment ago is not given another save, whether or not anybody has noticed its end yet."""
+    seen = set()
+    with AsyncCallsQueue() as queue:
+        for number in range(10):
+            (pid,) = writer_pids()
+            seen.add(pid)
+            kill_and_wait(pid)
+            schedule(queue, tmp_path / f"{number}", {"weight": torch.full((3,), number)})
+            queue.wait()
+    assert len(seen) == 10
+    assert digest(tmp_path / "0") != digest(tmp_path / "9")
+
+
 def test_signals_to_the_writer_do_not_disturb_a_save(tmp_path: Path) -> None:
     """SIGINT and SIGTERM at the writer process, as a scheduler sends them to everything, leave it and the save alone."""
     with Hold("chunk") as hold, AsyncCallsQueue() as queue:
@@ -359,7 +383,8 @@ def wait_for_end(pids: list[int], *, kill: subprocess.Popen[str], timeout_s: flo
 def in_dev_shm(pid: int) -> list[str]:
     """What a process has open or mapped in ``/dev/shm``."""
     process = psutil.Process(pid)
-    paths = [entry.path for entry in (*process.open_files(), *process.memory_maps(grouped=True))]
+    paths = [file.path for file in process.open_files()]
+    paths += [str(mapping[0]) for mapping in process.memory_maps(grouped=True)]
     return [path for path in paths if path.startswith("/dev/shm")]
 
 

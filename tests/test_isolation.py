@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import gc
 import io
-import os
 import pickle
-import select
-import signal
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from states import blobs, read_metadata, schedule, small_state
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -31,6 +28,8 @@ from nostall.state_dict_saver import (
     save_state_dict_async_plan,
 )
 from nostall.testing import Hold, inject, writer_pids
+from programs.faults import kill_and_wait
+from states import blobs, read_metadata, schedule, small_state
 
 State = dict[str, Any]
 Storages = dict[str, StorageWeakRef]
@@ -232,7 +231,13 @@ def _step_twice(training: Training) -> None:
     training.step()
 
 
-CHANGES = [_replace_parameters, _recreate_optimizer, _swap_storages, _step_twice]
+CHANGES: list[Callable[[Training], None]] = [
+    _replace_parameters,
+    _recreate_optimizer,
+    _swap_storages,
+    _step_twice,
+    Training.step,
+]
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["same writer", "writer killed between"])
@@ -246,7 +251,7 @@ def test_five_saves_with_one_cache_each_hold_the_state_of_their_time(
     cache = CheckpointMetadataCache()
     pids = []
     with AsyncCallsQueue() as queue:
-        for number, change in enumerate([*CHANGES, lambda _: None]):
+        for number, change in enumerate(CHANGES):
             expected = saved_by_stock(tmp_path / f"expected {number}", training.state)
             schedule(queue, tmp_path / f"saved {number}", training.state, cache=cache)
             change(training)
@@ -258,17 +263,7 @@ def test_five_saves_with_one_cache_each_hold_the_state_of_their_time(
     assert len(set(pids)) == (5 if killed else 1)
     assert cache.get_metadata_caching_status() == (True, False)
     states = [blobs(tmp_path / f"saved {number}") for number in range(5)]
-    assert all(one != other for one, other in zip(states, states[1:], strict=False))
-
-
-def kill_and_wait(pid: int) -> None:
-    """SIGKILL a child and return when it is gone, leaving its exit status to its owner."""
-    process = os.pidfd_open(pid)
-    try:
-        os.kill(pid, signal.SIGKILL)
-        assert select.select([process], [], [], DEADLINE_S)[0]
-    finally:
-        os.close(process)
+    assert all(one != other for one, other in pairwise(states))
 
 
 # --- nothing is kept ------------------------------------------------------------------------------------------------

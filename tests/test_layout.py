@@ -194,6 +194,16 @@ def test_the_key_is_that_of_the_places_not_of_the_names(
     assert hash(one.key) == hash(other.key)
 
 
+@given(shapes=ITEMS, packing=PACKINGS, other=PACKINGS)
+def test_the_key_changes_with_any_place(
+    shapes: list[ItemShape], packing: Packing, other: Packing
+) -> None:
+    """Memory laid down for the same items in other files is never taken for this layout's."""
+    one, two = lay_out(shapes, PLAIN, packing), lay_out(shapes, PLAIN, other)
+    same = [file.slots for file in one.files] == [file.slots for file in two.files]
+    assert (one.key == two.key) == same
+
+
 @given(shapes=ITEMS.filter(bool), packing=PACKINGS, data=st.data())
 def test_the_key_changes_with_any_length(
     shapes: list[ItemShape], packing: Packing, data: st.DataObject

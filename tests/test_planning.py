@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +323,25 @@ def test_frameworks_can_drive_a_cache_by_hand(tmp_path: Path) -> None:
     _, filled_in, _ = cache.prepare_save_state_dict_ret(0, 0, (writer, None, wrapper))
     assert filled_in.state_dict_metadata == metadata.state_dict_metadata
     assert cache.prepare_save_state_dict_ret(1, 0, (writer, None, wrapper))[1] is None
+
+
+def test_a_frameworks_own_metadata_is_not_changed(tmp_path: Path) -> None:
+    """Metadata of one checkpoint that a framework puts into a cache, or hands over for finalising another save of the
+    same structure, still describes the checkpoint that it came from."""
+    planning.save(tmp_path / "a", small_state(1))
+    loaded = FileSystemReader(tmp_path / "a").read_metadata()
+    before = deepcopy(loaded)
+    cache = CheckpointMetadataCache()
+    cache.set_cached_global_metadata(loaded)
+    planned = planning.plan(tmp_path / "b", small_state(2))
+    writer, _, wrapper = planned.arguments
+    _, filled_in, _ = cache.prepare_save_state_dict_ret(0, 0, (writer, None, wrapper))
+    assert filled_in is not loaded
+    assert filled_in.storage_data is None
+    planning.Planned((writer, loaded, wrapper), {}).finish()
+    assert loaded == before
+    assert loaded_wrong(tmp_path / "a", small_state(1), small_state(0)) == []
+    assert loaded_wrong(tmp_path / "b", small_state(2), small_state(0)) == []
 
 
 def test_a_new_default_cache_knows_nothing() -> None:

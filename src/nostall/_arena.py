@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import itertools
 import mmap
 import os
@@ -28,7 +29,11 @@ from nostall.errors import ReservationError, SaveAbortedError, SaveTimeoutError
 
 _MAP_UNIT_NBYTES = 2 << 20
 """Blocks are whole huge pages, so that the system can back them with such."""
+_STAGED_PATIENCE_S = 2.0
+"""Planning a staged save takes less; then it is being written, which is waited for."""
 _MEMFD_PREFIX = "nostall-"
+_MADV_POPULATE_WRITE = 23
+"""From ``linux/mman.h``; Python has no name for it."""
 
 
 class Block:
@@ -58,7 +63,15 @@ class Block:
         self.primed: tuple[Any, Any] | None = None
         """What a stage left in the block for the next save of the same layout: its key, and views or the like."""
         self.close_descriptor = weakref.finalize(self, os.close, self.fd)
+        self.close_descriptor.atexit = False
         Block._all.add(self)
+
+    def populate(self) -> None:
+        """Map all pages in this process now, so that the first copy does not fault them in one by one."""
+        with suppress(
+            OSError, ValueError
+        ):  # Linux before 5.14 does not know it; then the first copy pays
+            self.memory.madvise(_MADV_POPULATE_WRITE)
 
     def image(self, offset: int, nbytes: int) -> memoryview:
         """A writable view of part of the block."""
@@ -82,11 +95,20 @@ class Lease:
         self.block = block
         self.label: Any = None
         """What the holder wants to find again with :meth:`Arena.lease_at`."""
+        self._give_back = give_back
         self._finalizer = weakref.finalize(self, give_back, block)
+        self._finalizer.atexit = (
+            False  # a handler that runs later may still wait for what is being written
+        )
 
     def release(self) -> None:
         """Give the block back; its bytes may change from now on."""
         self._finalizer()
+
+    def hand_over(self) -> Lease:
+        """A new lease on the same block; this one is over, and losing it no longer gives the block back."""
+        self._finalizer.detach()
+        return Lease(self.block, self._give_back)
 
     @property
     def held(self) -> bool:
@@ -95,7 +117,11 @@ class Lease:
 
 
 class Arena:
-    """At most ``max_blocks`` blocks of memory, shared by all saves of this process."""
+    """At most ``max_blocks`` blocks of memory, shared by all saves of this process.
+
+    Memory is made and given back to the system outside the lock, which is only ever held for a look at the lists: a lease
+    may be released by the garbage collector, in any thread and at any line.
+    """
 
     def __init__(
         self,
@@ -103,10 +129,12 @@ class Arena:
         max_blocks: int = 2,
         on_drop: Callable[[Block], None] = lambda _: None,
     ) -> None:
+        self._pid = os.getpid()
         self._max_blocks = max_blocks
         self._on_drop = on_drop
         self._free: list[Block] = []
         self._leased: list[Block] = []
+        self._being_made = 0
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._changed = threading.Condition(threading.RLock())
 
@@ -114,43 +142,96 @@ class Arena:
         """A block of at least ``nbytes`` bytes, waiting for an earlier save to return one if need be.
 
         A caller that already holds a lease must not wait for another one: it asks ``beyond_limit``, and what exceeds
-        the limit is given back to the system on return.
+        the limit is given back to the system on return. Labelled leases, of staged copies that nobody writes yet, are
+        waited for only a moment: if their save has failed, they last as long as somebody keeps its exception.
 
         Raises:
             ReservationError: The system has not that much memory.
             SaveTimeoutError: No block came back within ``timeout_s`` seconds.
             SaveAbortedError: The arena was closed.
         """
-        deadline = time.monotonic() + timeout_s
-        block: Block | None = None
-        with self._changed:
-            while block is None:
-                if self._max_blocks == 0:
-                    raise SaveAbortedError(
-                        "the engine that this save belongs to was closed",
-                        phase="stage",
-                        hint="make a new writer; configure() and reset() are for times without a save",
-                    )
-                fitting = [block for block in self._free if block.nbytes >= nbytes]
-                if fitting:
-                    block = min(fitting, key=lambda candidate: candidate.nbytes)
-                    self._free.remove(block)
-                elif beyond_limit or len(self._leased) < self._max_blocks:
-                    while (
-                        self._free
-                    ):  # all of them too small, so of no more use than this larger one
-                        self._drop(self._free.pop())
-                    block = Block(nbytes)
-                elif not self._changed.wait(deadline - time.monotonic()):
+        now = time.monotonic()
+        deadline, patience = now + timeout_s, now + _STAGED_PATIENCE_S
+        collected = False
+        too_small: list[Block] = []
+        while True:
+            with self._changed:
+                block = self._take_free(nbytes)
+                if block is not None:
+                    return self._leased_out(block)
+                if beyond_limit or len(self._leased) + self._being_made < self._max_blocks:
+                    # All free blocks are too small, so of no more use than the larger one to come.
+                    too_small, self._free = self._free, []
+                    self._being_made += 1
+                    break
+                until = deadline if self._anything_unlabelled else min(deadline, patience)
+                if collected and not self._changed.wait(until - time.monotonic()):
+                    if until < deadline:
+                        beyond_limit = True
+                        continue
                     raise SaveTimeoutError(
                         f"all {self._max_blocks} snapshot buffers are still being written after {timeout_s:g} s",
                         phase="stage",
                         hint="save less often, or wait for the saves in flight first",
                     )
-            self._leased.append(block)
-            lease = Lease(block, self._give_back)
-            self._leases.add(lease)
-            return lease
+            if (
+                not collected
+            ):  # a failed save's lease may be alive in the traceback of its exception only
+                gc.collect()
+                collected = True
+        return self._lease_new(nbytes, too_small)
+
+    def _take_free(self, nbytes: int) -> Block | None:
+        if self._max_blocks == 0:
+            raise SaveAbortedError(
+                "the engine that this save belongs to was closed",
+                phase="stage",
+                hint="make a new writer; configure() and reset() are for times without a save",
+            )
+        fitting = [block for block in self._free if block.nbytes >= nbytes]
+        if not fitting:
+            return None
+        block = min(fitting, key=lambda candidate: candidate.nbytes)
+        self._free.remove(block)
+        return block
+
+    def _lease_new(self, nbytes: int, too_small: list[Block]) -> Lease:
+        for block in too_small:
+            self._drop(block)
+        too_small.clear()
+        try:
+            made = Block(nbytes)
+        except BaseException:
+            with self._changed:
+                self._being_made -= 1
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            self._being_made -= 1
+            return self._leased_out(made)
+
+    def _leased_out(self, block: Block) -> Lease:
+        self._leased.append(block)
+        lease = Lease(block, self._give_back)
+        self._leases.add(lease)
+        return lease
+
+    def adopt(self, lease: Lease) -> Lease:
+        """Take a lease over from its holder, who can no longer release it."""
+        with self._changed:
+            mine = lease.hand_over()
+            self._leases.add(mine)
+            return mine
+
+    @property
+    def _anything_unlabelled(self) -> bool:
+        return any(lease.held and lease.label is None for lease in self._leases)
+
+    @property
+    def anything_labelled(self) -> bool:
+        """Whether a lease is out that its holder has labelled, such as a stager's."""
+        with self._changed:
+            return any(lease.held and lease.label is not None for lease in self._leases)
 
     def lease_at(self, address: int) -> Lease | None:
         """The lease, still held, whose block a memory address lies in; ``None`` for any other memory."""
@@ -172,18 +253,22 @@ class Arena:
         """Return all free memory to the system; leased blocks follow when they are returned."""
         with self._changed:
             self._max_blocks = 0
-            while self._free:
-                self._drop(self._free.pop())
+            free, self._free = self._free, []
             self._changed.notify_all()
+        for block in free:
+            self._drop(block)
 
     def _give_back(self, block: Block) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child's copy of a lease; and another thread may have held the lock when it was made
         with self._changed:
             self._leased.remove(block)
-            if len(self._leased) + len(self._free) < self._max_blocks:
+            keep = len(self._leased) + len(self._free) < self._max_blocks
+            if keep:
                 self._free.append(block)
-            else:
-                self._drop(block)
             self._changed.notify_all()
+        if not keep:
+            self._drop(block)
 
     def _drop(self, block: Block) -> None:
         block.primed = None

@@ -11,7 +11,7 @@ from nostall import _save
 from nostall._failures import failure_of
 from nostall._runtime import Engine, default_engine
 from nostall._values import Failure, RankFailed, RankReport
-from nostall.errors import OptionError
+from nostall.errors import OptionError, StagingError
 
 _ABORT_TIMEOUT_S = 5.0
 """A writer drops a job between two chunks, so well within this; one that does not is killed."""
@@ -49,10 +49,12 @@ class BackgroundSave(ABC):
                 rank=rank,
                 hint="put what preload_fn() returns in place of argument index 1",
             )
+        self._require_held(snapshot)
         self._settle(self.write(snapshot))
 
     def start(self, snapshot: Any) -> Future[RankReport]:
         """Write in the background; the future always ends with a report."""
+        self._require_held(snapshot)
         self.submit(snapshot).add_done_callback(lambda done: self._settle(done.result()))
         return self._report
 
@@ -69,7 +71,24 @@ class BackgroundSave(ABC):
     def await_report(self) -> RankReport:
         """What came of it, waiting if need be; a report that does not come in time is a failed one."""
         timeout_s = self.engine.options.save_timeout_s
-        return _save.await_report(self._report, rank=self.rank, timeout_s=timeout_s)
+        return _save.await_report(
+            self._report, rank=self.rank, timeout_s=timeout_s, give_up=self.abort
+        )
+
+    def failure(self) -> Failure | None:
+        """Why it failed, if it has been written here and did."""
+        report = self._report.result(0) if self._report.done() else None
+        return report.failure if isinstance(report, RankFailed) else None
+
+    def _require_held(self, snapshot: Any) -> None:
+        if not snapshot.lease.held:
+            raise StagingError(
+                "this snapshot was written already, and its memory may hold another save's by now",
+                rank=self.rank,
+                phase="write",
+                job=self.job,
+                hint="plan again for another try",
+            )
 
     def _settle(self, report: RankReport) -> None:
         with suppress(

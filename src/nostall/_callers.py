@@ -6,14 +6,16 @@ process: a lasting one (:class:`PersistentAsyncCaller`) or one per call (:class:
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections import deque
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from typing import Any
 
 from nostall._background import BackgroundSave
 from nostall._coordination import coordination_for
-from nostall._failures import failure_of
+from nostall._failures import error_of, failure_of
 from nostall._lifecycle import Lifecycle, State
 from nostall._python_worker import Outcome, PythonWorker, serialize_call
 from nostall._requests import AsyncRequest
@@ -83,28 +85,52 @@ class AsyncCaller(ABC):
         except (
             Exception
         ) as error:  # the other ranks wait for this one; all of them raise when finalising
-            if call.native is not None:
-                call.native.fail(error, phase="stage")
-            call.life.to(State.FAILED)
-            call.settle(failure_of(error, phase="stage"))
+            self._fail(call, error, phase="stage")
             return call
         call.life.to(State.STAGED)
-        if call.native is not None:
-            report = call.native.start(args[1])
-            report.add_done_callback(lambda done: call.settle(_failure_in(done.result())))
-        else:
+        fd = None
+        if call.native is None:
             try:
                 fd = serialize_call(request.async_fn, args, request.async_fn_kwargs or {})
-            except BaseException:
+            except (
+                BaseException
+            ):  # what cannot travel on one rank cannot on any; said where it was scheduled
                 self._calls.remove(call)
                 raise
-            call.process = self._worker()
-            call.process.submit(fd).add_done_callback(lambda done: call.settle(done.result()))
+        try:
+            self._start(call, args, fd)
+        except Exception as error:  # no process to be had, say; told to all ranks when finalising
+            self._fail(call, error, phase="start")
+            return call
         call.life.to(State.WRITING)
         return call
 
+    def _start(self, call: Call, args: list[Any], call_fd: int | None) -> None:
+        if call.native is not None:
+            report = call.native.start(args[1])
+            report.add_done_callback(lambda done: call.settle(_failure_in(done.result())))
+            return
+        assert call_fd is not None  # serialised above
+        try:
+            call.process = self._worker()
+        except BaseException:
+            os.close(call_fd)
+            raise
+        call.process.submit(call_fd).add_done_callback(lambda done: call.settle(done.result()))
+
+    def _fail(self, call: Call, error: Exception, *, phase: str) -> None:
+        if call.native is not None:
+            call.native.fail(error, phase=phase)
+        call.life.to(State.FAILED)
+        call.settle(failure_of(error, phase=phase))
+
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """Whether the oldest request is done, on every rank unless ``no_dist``. Collective unless ``no_dist``."""
+        """Whether the oldest request is done, on every rank unless ``no_dist``. Collective unless ``no_dist``.
+
+        Raises:
+            SaveError: It is done and a callable that is not nostall's own failed here. A save of nostall's reports its
+                failure on every rank when it is finalised.
+        """
         if not self._calls:
             return True
         call = self._calls[0]
@@ -112,16 +138,19 @@ class AsyncCaller(ABC):
             if blocking:
                 call.outcome.result(default_engine().options.save_timeout_s)
             alive = not call.outcome.done()
-            done = not alive if no_dist else not self.sync_all_async_calls(alive)
+            done = not alive if no_dist else self.sync_all_async_calls(alive)
             if done:
                 self._calls.popleft()
                 self._call_is_done(call)
+                failure = call.failure()
+                if failure is not None and call.native is None:
+                    raise error_of(RankFailed(rank=coordination_for(None).rank, failure=failure))
             if done or not blocking:
                 return done
 
     def sync_all_async_calls(self, is_alive: bool) -> bool:
-        """Whether the request is unfinished on any rank. Collective."""
-        return coordination_for(None).maximum([int(is_alive)]) == [1]
+        """Whether all ranks are done, this one's part being unfinished if ``is_alive``. Collective."""
+        return coordination_for(None).maximum([int(is_alive)]) == [0]
 
     def take_over(self, call: Call) -> None:
         """Forget a call that the queue has finalised, failed or aborted."""
@@ -133,9 +162,9 @@ class AsyncCaller(ABC):
     def close(self, abort: bool = False) -> None:
         """End the processes of this caller: when they are done, or now with ``abort``. Idempotent."""
 
-    @abstractmethod
     def _worker(self) -> PythonWorker:
         """The process for callables that are not nostall's own."""
+        raise NotImplementedError(f"{type(self).__name__} runs nothing but nostall's own saves")
 
     def _call_is_done(self, call: Call) -> None:  # noqa: B027  # a hook; most callers keep what served the call
         """A call left; subclasses may end what served it."""
@@ -152,13 +181,21 @@ class AsyncCaller(ABC):
         self._calls.clear()
 
 
+_LEGACY_CPU_PRIORITY = 10
+
+
+def asked_priority(cpu_priority: int) -> int | None:
+    """The niceness that a caller asked for; the default in a signature that frameworks know asks for nothing."""
+    return None if cpu_priority == _LEGACY_CPU_PRIORITY else cpu_priority
+
+
 class PersistentAsyncCaller(AsyncCaller):
     """One Python process, started when first needed and used again, for callables that are not nostall's own.
 
     Args:
         is_daemon: Accepted for compatibility; workers never outlive the trainer.
-        cpu_priority: Niceness of background processes, 0 to 19.
-        io_priority: Their I/O scheduling class (Linux ``ionice``).
+        cpu_priority: Niceness of background processes, 0 to 19; left at its default, what ``EngineOptions`` says.
+        io_priority: Their I/O scheduling class (Linux ``ionice``); ``None`` for what ``EngineOptions`` says.
         sigterm_timeout: Seconds between SIGTERM and SIGKILL when a process is ended.
         cpu_shm_mode: Accepted for compatibility; snapshots are always in shared host memory.
     """
@@ -172,7 +209,7 @@ class PersistentAsyncCaller(AsyncCaller):
         cpu_shm_mode: bool = False,
     ) -> None:
         super().__init__()
-        self._cpu_priority = cpu_priority
+        self._cpu_priority = asked_priority(cpu_priority)
         self._io_priority = io_priority
         self._sigterm_timeout_s = sigterm_timeout
         self._process: PythonWorker | None = None
@@ -196,9 +233,10 @@ class PersistentAsyncCaller(AsyncCaller):
         return self._process
 
     def _new_worker(self) -> PythonWorker:
+        options = default_engine().options
         return PythonWorker(
-            cpu_priority=self._cpu_priority,
-            io_priority=self._io_priority,
+            cpu_priority=options.cpu_priority,
+            io_priority=options.io_priority,
             sigterm_timeout_s=self._sigterm_timeout_s,
         )
 
@@ -219,4 +257,4 @@ class TemporalAsyncCaller(PersistentAsyncCaller):
 
     def _call_is_done(self, call: Call) -> None:
         if call.process is not None:
-            call.process.end(abort=False)
+            call.process.end(abort=not call.process.idle)

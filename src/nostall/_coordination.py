@@ -1,6 +1,6 @@
 """What ranks need to say to each other, as a small port with two adapters.
 
-All of it happens on the caller's thread, on a group that the caller named. ``agree`` is the cheap one (a few integers);
+All of it happens on the caller's thread, on a group that the caller named. ``maximum`` is the cheap one (a few integers);
 ``gather`` and ``broadcast`` carry objects. A single process needs no group and gets the same answers.
 """
 

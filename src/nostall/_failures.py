@@ -10,12 +10,16 @@ import pickle
 import traceback
 from collections.abc import Mapping
 from copy import copy
-from typing import Any
+from typing import Any, NoReturn
 
 from nostall import _torch
+from nostall._coordination import Coordination
 from nostall._values import Failure, RankFailed
 from nostall.errors import (
     NostallError,
+    OptionError,
+    ProtocolError,
+    ReservationError,
     SaveAbortedError,
     SaveError,
     SaveTimeoutError,
@@ -60,20 +64,42 @@ def exception_for(
     return _torch.CheckpointException(step, named)
 
 
-_ERROR_KINDS: dict[str, type[SaveError]] = {
+def raise_everywhere(
+    mine: Failure | None, coordination: Coordination, *, only_here: bool = False
+) -> NoReturn:
+    """Raise what went wrong on any rank on all of them. Collective unless ``only_here``.
+
+    Raises:
+        CheckpointException: Always.
+    """
+    wrapped = None
+    if mine is not None:
+        error = error_of(RankFailed(rank=coordination.rank, failure=mine))
+        wrapped = sendable(_torch.wrap_exception(error))
+    everyone = {coordination.rank: wrapped}
+    if not only_here:
+        everyone = dict(enumerate(coordination.all_gather(wrapped)))
+    failures = {rank: failure for rank, failure in everyone.items() if failure is not None}
+    raise exception_for(failures, step="write", on_coordinator=coordination.is_coordinator)
+
+
+_ERROR_KINDS: dict[str, type[NostallError]] = {
     kind.__name__: kind
     for kind in (
+        OptionError,
+        ProtocolError,
+        ReservationError,
+        SaveAbortedError,
         SaveError,
+        SaveTimeoutError,
         StagingError,
         WriteError,
         WriterDiedError,
-        SaveTimeoutError,
-        SaveAbortedError,
     )
 }
 
 
-def error_of(report: RankFailed, *, job: str | None = None) -> SaveError:
+def error_of(report: RankFailed, *, job: str | None = None) -> NostallError:
     """The exception that a failed rank's report stands for."""
     failure = report.failure
     kind = _ERROR_KINDS.get(failure.kind, SaveError)
@@ -84,11 +110,17 @@ def error_of(report: RankFailed, *, job: str | None = None) -> SaveError:
         "job": job,
         "hint": failure.hint,
     }
+    error: NostallError
     if kind is WriteError:
-        return WriteError(failure.message, errno=failure.errno, **place)
-    if kind is WriterDiedError:
-        return WriterDiedError(failure.message, exit_code=failure.exit_code, **place)
-    return kind(failure.message, **place)
+        error = WriteError(failure.message, errno=failure.errno, **place)
+    elif kind is WriterDiedError:
+        error = WriterDiedError(failure.message, exit_code=failure.exit_code, **place)
+    else:
+        error = kind(failure.message, **place)
+    if failure.traceback:
+        # As add_note() does it, which Python 3.10 lacks; a cause would be lost on the way to another rank.
+        vars(error)["__notes__"] = [f"Where it happened:\n{failure.traceback.rstrip()}"]
+    return error
 
 
 def failure_of(error: BaseException, *, phase: str) -> Failure:

@@ -154,13 +154,25 @@ def referenced_files(path: str) -> set[str]:
             metadata = load_metadata(stream.read(), path=path)
     except (OSError, UntrustedMetadataError):
         return set()
-    names = {getattr(info, "relative_path", "") for info in (metadata.storage_data or {}).values()}
-    return {name for name in names if isinstance(name, str) and name and _stays_inside(name)}
+    storage_data = metadata.storage_data
+    infos = storage_data.values() if isinstance(storage_data, Mapping) else ()
+    names = [getattr(info, "relative_path", None) for info in infos]
+    return {
+        os.path.normpath(name)
+        for name in names
+        if isinstance(name, str) and _can_be_a_shard_file(name)
+    }
 
 
-def _stays_inside(name: str) -> bool:
+def _can_be_a_shard_file(name: str) -> bool:
+    """Whether a name is one below the checkpoint directory, and not that of the metadata itself."""
     normal = os.path.normpath(name)
-    return not os.path.isabs(normal) and normal.split(os.sep)[0] != os.pardir
+    return (
+        "\0" not in name
+        and not os.path.isabs(normal)
+        and normal.split(os.sep)[0] not in (os.curdir, os.pardir)
+        and not normal.endswith(_torch.METADATA_NAME)
+    )
 
 
 def _with_plans_restored(metadata: Metadata) -> Metadata:

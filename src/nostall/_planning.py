@@ -151,7 +151,15 @@ def plan_together(
     mine_or_none = local if isinstance(local, SavePlan) else None
     loaded = None if memory is None else _agreed_loaded_plans(mine_or_none, coordination, memory)
     if loaded is not None and isinstance(local, SavePlan) and memory is not None:
-        made = _global_plan(loaded, writer, planner)
+        try:
+            made = _global_plan(loaded, writer, planner)
+        except Exception:
+            # The others have agreed to plan without talking and so must this rank; it fails when the save is finalised.
+            plans = CachedPlans(
+                group=identity[0], planner=identity[1], local=local, final=local, validated=True
+            )
+            memory.keep(plans, None, None)
+            raise
         final = made.final[coordination.rank]
         plans = CachedPlans(
             group=identity[0], planner=identity[1], local=local, final=final, validated=True
@@ -186,21 +194,25 @@ def _decide_centrally(
     failures = {rank: plan for rank, plan in enumerate(gathered) if not isinstance(plan, SavePlan)}
     plans = [plan for plan in gathered if isinstance(plan, SavePlan)]
     made = None
+    validated = False
     if not failures:
         try:
+            validated = memory is not None and _same_plans(memory.all_plans, plans)
             made = _global_plan(plans, writer, planner)
         except Exception as error:  # told to every rank
             failures = {coordination.rank: sendable(_torch.wrap_exception(error))}
     if made is None:
         refusal = _Told(final=None, validated=False, failures=failures)
         return [refusal] * coordination.world_size, None
-    before = memory.all_plans if memory is not None else None
-    validated = (
+    return [_Told(final=final, validated=validated, failures={}) for final in made.final], made
+
+
+def _same_plans(before: list[SavePlan] | None, plans: list[SavePlan]) -> bool:
+    return (
         before is not None
         and len(before) == len(plans)
         and all(same_plan(one, other) for one, other in zip(before, plans, strict=True))
     )
-    return [_Told(final=final, validated=validated, failures={}) for final in made.final], made
 
 
 def _global_plan(plans: list[SavePlan], writer: PlanningWriter, planner: SavePlanner) -> GlobalPlan:

@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import asdict
 from types import FunctionType
 from typing import Any
@@ -28,6 +28,9 @@ from nostall._values import Failure
 from nostall._writer.child import ChildProcess
 from nostall._writer.messages import Message, Receiver, send
 from nostall.errors import StagingError
+
+_DRAIN_TIMEOUT_S = 1800.0
+"""Longest wait for calls at the end; the same as ``EngineOptions.save_timeout_s`` by default."""
 
 Outcome = Failure | None
 """``None`` if the function returned."""
@@ -99,15 +102,19 @@ class PythonWorker(ChildProcess[Outcome]):
         finally:
             os.close(call_fd)
 
-    def end(self, *, abort: bool) -> None:
-        """End the process: now, or when it has done what it was asked. Idempotent."""
-        if abort:
-            self.terminate("the request was aborted", kill_after_s=self._sigterm_timeout_s)
-            return
+    @property
+    def idle(self) -> bool:
+        """Whether it has answered everything it was asked."""
+        with self._lock:
+            return not self._waiting
+
+    def end(self, *, abort: bool, drain_timeout_s: float = _DRAIN_TIMEOUT_S) -> None:
+        """End the process: now, or when it has done what it was asked, but not later than a deadline. Idempotent."""
         with self._lock:
             unfinished = [waiting.future for waiting in self._waiting.values()]
-        for future in unfinished:
-            future.result()
+        if abort or wait(unfinished, drain_timeout_s).not_done:
+            self.terminate("the request was aborted", kill_after_s=self._sigterm_timeout_s)
+            return
         self.close(kill_after_s=self._sigterm_timeout_s)
 
     def _answer(self, message: Message) -> Outcome:
@@ -148,11 +155,14 @@ def _listen(
     poller = select.poll()
     poller.register(parent, select.POLLIN)
     poller.register(sock, select.POLLIN)
-    receiver = Receiver(sock)
+    receiver = Receiver(sock, wait=False)
     while True:
         if not receiver.buffered() and parent in {fd for fd, _ in poller.poll()}:
             os._exit(0)
-        received = receiver.receive()
+        try:
+            received = receiver.receive()
+        except BlockingIOError:
+            continue
         if received is None:
             os._exit(0)
         message, descriptors = received

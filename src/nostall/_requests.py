@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from nostall._background import BackgroundSave
 from nostall._coordination import coordination_for
+from nostall._failures import failure_of, raise_everywhere
 from nostall.errors import OptionError
 
 
@@ -36,9 +38,31 @@ class AsyncRequest(NamedTuple):
         self.finalize_fns.append(fn)
 
     def execute_sync(self) -> None:
-        """Do everything here and now, with the code that would have run in the background."""
-        if self.async_fn is not None:
-            self.async_fn(*self.loaded_args(), **(self.async_fn_kwargs or {}))
+        """Do everything here and now, with the code that would have run in the background. Collective.
+
+        Raises:
+            CheckpointException: It failed on some rank; raised on every rank, and nothing is finalised. A callable that
+                is not nostall's own raises its own exception where there is one process only.
+        """
+        native = self.async_fn if isinstance(self.async_fn, BackgroundSave) else None
+        error: Exception | None = None
+        try:
+            if self.async_fn is not None:
+                self.async_fn(*self.loaded_args(), **(self.async_fn_kwargs or {}))
+        except Exception as raised:  # the other ranks are on their way to finalising
+            error = raised
+            if native is not None:
+                native.fail(raised, phase="stage")
+        coordination = coordination_for(None)
+        if error is not None and native is None and coordination.world_size == 1:
+            raise error
+        failure = failure_of(error, phase="write") if error is not None else None
+        if native is not None and native.failure() is not None:
+            failure = native.failure()
+        if coordination.maximum([int(failure is not None)]) != [0]:
+            if native is not None:
+                native.discard()
+            raise_everywhere(failure, coordination)
         for finalize in self.finalize_fns:
             finalize()
 

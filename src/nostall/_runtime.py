@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -22,9 +23,14 @@ from nostall._pipeline.layout import FileNaming, Packing, lay_out
 from nostall._values import ItemShape, Layout, RankFailed, RankReport, RankWritten, WriteJob
 from nostall._writer.handle import WriterProcess
 from nostall._writer.priority import lower_priority
+from nostall.errors import SaveTimeoutError
 from nostall.options import EngineOptions
 
 _LAYOUTS_KEPT = 8
+
+
+class _Claim:
+    """Something to hold on to."""
 
 
 class Engine:
@@ -36,12 +42,12 @@ class Engine:
             max_blocks=self.options.max_in_flight,
             on_drop=self._forget,
         )
-        self.placements: OrderedDict[Any, dict[str, int]] = OrderedDict()
+        self.placements: OrderedDict[Any, dict[str, tuple[int, int]]] = OrderedDict()
         """Where the payloads of a staged state dict ended up in its image, by structure; see ``restage``."""
         self.faults: tuple[dict[str, Any], ...] = ()
         """Faults that every job carries; set by ``nostall.testing`` only."""
-        self.plain_names: WeakValueDictionary[tuple[str, str], object] = WeakValueDictionary()
-        """Saves on their way whose files have stock's names, by directory and file prefix."""
+        self._claims: WeakValueDictionary[tuple[str, str], _Claim] = WeakValueDictionary()
+        self._cancellable: dict[str, threading.Event] = {}
         self._writers: list[WriterProcess] = []
         self._layouts: OrderedDict[Any, Layout] = OrderedDict()
         self._pinned: set[int] = set()
@@ -72,7 +78,7 @@ class Engine:
                 self._pinned.add(lease.block.id)
         return lease
 
-    def remember_placement(self, structure: Any, placement: dict[str, int]) -> None:
+    def remember_placement(self, structure: Any, placement: dict[str, tuple[int, int]]) -> None:
         """Keep where the payloads of a staged structure belong, for the next time it is staged."""
         with self._lock:
             self.placements[structure] = placement
@@ -81,8 +87,10 @@ class Engine:
                 self.placements.popitem(last=False)
 
     def set_priority(self, cpu_priority: int | None, io_priority: int | None) -> None:
-        """Use these priorities for writer processes, running ones included."""
+        """Use these priorities for writer processes, running ones included; ``None`` keeps what is configured."""
         with self._lock:
+            cpu_priority = self.options.cpu_priority if cpu_priority is None else cpu_priority
+            io_priority = self.options.io_priority if io_priority is None else io_priority
             if (cpu_priority, io_priority) == (self.options.cpu_priority, self.options.io_priority):
                 return
             self.options = replace(self.options, cpu_priority=cpu_priority, io_priority=io_priority)
@@ -112,12 +120,22 @@ class Engine:
         """Start a writer process and make memory for a snapshot of ``nbytes`` bytes, so that no save has to."""
         writer = self.writers(1)[0]
         if nbytes:
-            self.lease(nbytes).release()
-        writer.wait_ready(timeout_s)
+            lease = self.lease(nbytes)
+            lease.block.populate()
+            lease.release()
+        if not writer.wait_ready(timeout_s):
+            raise SaveTimeoutError(
+                f"the writer process {writer.pid} was not ready within {timeout_s:g} s, or has ended",
+                phase="warmup",
+                hint="its standard error says why",
+            )
 
     def cancel(self, job: str, done: Future[RankReport], *, timeout_s: float) -> None:
         """Give up one save: its writers drop it, or are killed if they do not answer within ``timeout_s``."""
         with self._lock:
+            in_thread = self._cancellable.get(job)
+            if in_thread is not None:
+                in_thread.set()
             writers = [writer for writer in self._writers if writer.has(job)]
         for writer in writers:
             writer.cancel(job)
@@ -126,6 +144,30 @@ class Engine:
         except TimeoutError:
             for writer in writers:
                 writer.kill("it did not stop when the save was aborted", kind="SaveAbortedError")
+
+    @contextmanager
+    def cancellable(self, job: str) -> Iterator[threading.Event]:
+        """While inside, :meth:`cancel` sets the event: for a save that is written in a thread of the trainer."""
+        cancelled = threading.Event()
+        with self._lock:
+            self._cancellable[job] = cancelled
+        try:
+            yield cancelled
+        finally:
+            with self._lock:
+                del self._cancellable[job]
+
+    def claim(self, directory: str, prefix: str, *, committed: bool) -> object | None:
+        """The right to plain file names in a directory, for as long as the returned object lives; else ``None``.
+
+        Two saves that are under way in one directory must not share names, and neither may use those of a committed
+        checkpoint.
+        """
+        with self._lock:
+            if committed or (directory, prefix) in self._claims:
+                return None
+            claim = self._claims[directory, prefix] = _Claim()
+            return claim
 
     def abort(self, reason: str) -> None:
         """Kill the writer processes; what they have not finished fails and is removed."""
@@ -219,6 +261,7 @@ def warmup(nbytes: int = 0, *, timeout: float = 30.0) -> None:
 
     Raises:
         ReservationError: There is not that much memory.
+        SaveTimeoutError: The process did not start in time.
     """
     default_engine().warmup(nbytes, timeout_s=timeout)
 

@@ -15,6 +15,7 @@ import pickle
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
 from nostall._arena import Lease
-from nostall._failures import error_of
+from nostall._failures import error_of, failure_of
 from nostall._pipeline.collect import require_one_result_each
 from nostall._pipeline.layout import FileNaming, Packing
 from nostall._pipeline.plan import Resolver, plan_rank
@@ -56,6 +57,8 @@ class SaveTarget:
     naming: FileNaming
     options: WriterOptions
     stream: StreamTarget | None
+    claim: object
+    """Keeps plain file names for this save while anything of it is left; see ``Engine.claim``."""
     transform_descriptors: tuple[str, ...] | None
     """What DCP's reader needs to undo stream transforms; ``None`` without any."""
 
@@ -126,42 +129,56 @@ def adopt_or_stage(prepared: PreparedSave, engine: Engine) -> tuple[Snapshot, bo
     """The snapshot, and whether the items came from a stager; such items are not copied if they are in place."""
     lease = _stager_lease(prepared, engine)
     if lease is None:
-        return stage(prepared, engine), False
+        # If the planner made new tensors of everything, the stager's lease is still out: do not wait for it.
+        return stage(prepared, engine, beyond_limit=engine.arena.anything_labelled), False
     structure = lease.label
     adopted = adopt_staged(prepared.planned, prepared.layout, lease)
     if adopted is not None:
-        return adopted, True
-    snapshot = stage(prepared, engine, beyond_limit=True)
-    lease.release()
+        # From here on the memory is the write's, however long it takes and whatever becomes of the staged dict.
+        return replace(adopted, lease=engine.arena.adopt(lease)), True
+    try:
+        snapshot = stage(prepared, engine, beyond_limit=True)
+    finally:
+        lease.release()
     engine.remember_placement(structure, _placement(prepared))
     return snapshot, True
 
 
 def _stager_lease(prepared: PreparedSave, engine: Engine) -> Lease | None:
+    if not engine.arena.anything_labelled:
+        return None
     for item in prepared.planned.items:
         if not isinstance(item.source, bytes) and item.source.is_cpu and item.source.nbytes:
             lease = engine.arena.lease_at(item.source.data_ptr())
-            return lease if lease is not None and lease.label is not None else None
+            if lease is not None and lease.label is not None:
+                return lease
     return None
 
 
-def _placement(prepared: PreparedSave) -> dict[str, int]:
-    """Where payloads belong in memory, by name; under ``""`` the end of the image."""
+def _placement(prepared: PreparedSave) -> dict[str, tuple[int, int]]:
+    """Where payloads belong in memory, and how long they are, by name; under ``""`` the whole image."""
     names = Counter(item.shape.fqn for item in prepared.planned.items)
-    placement = {"": prepared.layout.image_nbytes}
+    placement = {"": (0, prepared.layout.image_nbytes)}
     for file in prepared.layout.files:
         for slot in file.slots:
             fqn = prepared.planned.items[slot.item].shape.fqn
             if names[fqn] == 1 and prepared.layout.shapes[slot.item].container is not None:
-                placement[fqn] = file.image_offset + slot.payload_offset
+                offset = file.image_offset + slot.payload_offset
+                placement[fqn] = (offset, slot.payload_nbytes)
     return placement
 
 
 def write_here(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> RankReport:
     """Write on the calling thread; releases the snapshot."""
+    return _write(snapshot, target, engine, cancelled=None)
+
+
+def _write(
+    snapshot: Snapshot, target: SaveTarget, engine: Engine, *, cancelled: threading.Event | None
+) -> RankReport:
     try:
         (job,) = _jobs(snapshot, target, engine, processes=1, stream=None)
-        return perform(job, _images(job, snapshot), target.stream)
+        return perform(job, _images(job, snapshot), target.stream, cancelled)
     finally:
         snapshot.lease.release()
 
@@ -178,11 +195,14 @@ def write_in_background(
     return engine.submit(jobs, snapshot.lease)
 
 
-def await_report(future: Future[RankReport], *, rank: int, timeout_s: float) -> RankReport:
-    """Wait for a rank's report; a report that does not come in time is a failed one."""
+def await_report(
+    future: Future[RankReport], *, rank: int, timeout_s: float, give_up: Callable[[], None]
+) -> RankReport:
+    """Wait for a rank's report; one that does not come in time is a failed one, and the write is given up."""
     try:
         return future.result(timeout_s)
     except TimeoutError:
+        give_up()
         failure = Failure(
             kind="SaveTimeoutError",
             message=f"the files were not written within {timeout_s:g} s",
@@ -291,7 +311,13 @@ def _write_in_thread(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> 
     future.set_running_or_notify_cancel()
 
     def run() -> None:
-        future.set_result(write_here(snapshot, target, engine))
+        with engine.cancellable(target.job) as cancelled:
+            try:
+                report = _write(snapshot, target, engine, cancelled=cancelled)
+            except BaseException as error:  # whoever waits must hear of it
+                failure = failure_of(error, phase="write")
+                report = RankFailed(rank=snapshot.rank, failure=failure)
+        future.set_result(report)
 
     threading.Thread(target=run, name="nostall-stream-writer", daemon=True).start()
     return future

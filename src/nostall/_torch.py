@@ -9,6 +9,7 @@ import copy
 import io
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, Any, cast
@@ -93,8 +94,8 @@ def container_skeleton(
     dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]
 ) -> ContainerSkeleton:
     """The container of a plain CPU tensor that owns exactly its own storage, from ``torch.save`` itself."""
-    # Never touched, so no page of it is ever backed by memory, however large it is.
-    stand_in = torch.empty_strided(size, stride, dtype=dtype)
+    # Not touched (unless torch is told to be deterministic), so no page of it is backed by memory, however large.
+    stand_in = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
     skeleton = _Skeleton()
     with torch.serialization.skip_data():
         torch.save(stand_in, cast("IO[bytes]", skeleton))
@@ -124,7 +125,7 @@ def can_be_viewed(dtype: torch.dtype) -> bool:
     try:
         memory = bytearray(16)
         view = torch.frombuffer(memory, dtype=dtype, count=1, offset=0)
-        view.copy_(torch.empty_strided((1,), (1,), dtype=dtype))
+        view.copy_(torch.empty_strided((1,), (1,), dtype=dtype, device="cpu"))
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return False
     return view.nbytes == dtype.itemsize
@@ -151,6 +152,7 @@ def payload_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return dense
 
 
+@torch.inference_mode(mode=False)  # a view made in inference mode could not be written to outside
 def view_of(
     memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
@@ -159,7 +161,7 @@ def view_of(
     for extent in size:
         count *= extent
     if count == 0:
-        return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype)
+        return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="cpu")
     flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
     return flat.as_strided(tuple(size), tuple(stride))
 
@@ -188,17 +190,14 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         as_floats = source.dtype is torch.complex128
         to.append(torch.view_as_real(target) if as_floats else target)
         of.append(torch.view_as_real(source) if as_floats else source)
-    pending: list[Callable[[], None]] = []
-    with torch.no_grad():
+    with ExitStack() as waits, torch.inference_mode(mode=False), torch.no_grad():
         for device, (to, of) in by_device.items():
-            if device.type == "cpu":
-                continue
-            pending.append(_start_device_copy(device, to, of))
+            if device.type != "cpu":
+                # Waited for on an error as well: who asked gives the memory back then.
+                waits.callback(_start_device_copy(device, to, of))
         if torch.device("cpu") in by_device:
             to, of = by_device[torch.device("cpu")]
             torch._foreach_copy_(to, of)
-    for wait in pending:
-        wait()
 
 
 def _start_device_copy(

@@ -210,14 +210,16 @@ RankReport: TypeAlias = RankWritten | RankFailed
 class Commit:
     """Every rank wrote all it had planned."""
 
-    receipts: tuple[FileReceipt, ...]
+    results: list[list[Any]]
+    """DCP's write results of each rank, in rank order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """At least one rank did not; ``failures`` names each of them."""
+    """At least one rank did not."""
 
-    failures: dict[int, Failure]
+    failures: dict[int, Any]
+    """Why, for each of them, in the form in which DCP sends exceptions."""
 
 
 Verdict: TypeAlias = Commit | Abort

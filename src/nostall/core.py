@@ -13,15 +13,21 @@ from concurrent.futures import wait
 import torch.distributed as dist
 from typing_extensions import Self
 
-from nostall import _torch
-from nostall._callers import AsyncCaller, Call, PersistentAsyncCaller, TemporalAsyncCaller
+from nostall._callers import (
+    AsyncCaller,
+    Call,
+    PersistentAsyncCaller,
+    TemporalAsyncCaller,
+    asked_priority,
+)
 from nostall._coordination import Coordination, coordination_for
-from nostall._failures import error_of, exception_for, sendable
+from nostall._failures import raise_everywhere
 from nostall._lifecycle import State
 from nostall._requests import AsyncRequest
 from nostall._runtime import default_engine
-from nostall._values import Failure, RankFailed
-from nostall.errors import SaveTimeoutError
+from nostall._values import Failure
+from nostall.errors import OptionError, SaveTimeoutError
+from nostall.options import EngineOptions
 
 __all__ = [
     "AsyncCaller",
@@ -42,8 +48,8 @@ class AsyncCallsQueue:
     Args:
         persistent: Keep one Python process for callables that are not nostall's own, instead of one per call.
         is_daemon: Accepted for compatibility; workers never outlive the trainer.
-        cpu_priority: Niceness of background processes, 0 to 19.
-        io_priority: Their I/O scheduling class (Linux ``ionice``).
+        cpu_priority: Niceness of background processes, 0 to 19; left at its default, what ``EngineOptions`` says.
+        io_priority: Their I/O scheduling class (Linux ``ionice``); ``None`` for what ``EngineOptions`` says.
         sigterm_timeout: Seconds between SIGTERM and SIGKILL when a process is ended.
         cpu_shm_mode: Accepted for compatibility; snapshots are always in shared host memory.
         process_group: The ranks that schedule together; the default group if ``None``.
@@ -60,6 +66,7 @@ class AsyncCallsQueue:
         *,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        _require_possible(cpu_priority, io_priority, sigterm_timeout)
         kind = PersistentAsyncCaller if persistent else TemporalAsyncCaller
         self._caller = kind(is_daemon, cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode)
         self._process_group = process_group
@@ -81,7 +88,7 @@ class AsyncCallsQueue:
     ) -> None:
         """Start this rank's writer process before the first save; see :func:`nostall.warmup` to reserve memory, too."""
         engine = default_engine()
-        engine.set_priority(cpu_priority, io_priority)
+        engine.set_priority(asked_priority(cpu_priority), io_priority)
         engine.warmup(0, timeout_s=sigterm_timeout)
 
     def schedule_async_request(self, request: AsyncRequest) -> int:
@@ -242,27 +249,21 @@ class AsyncCallsQueue:
     def _raise_failure(self, call: Call, coordination: Coordination, *, no_dist: bool) -> None:
         if not call.life.over:
             call.life.to(State.FAILED)
-        failure = call.failure()
-        mine = (
-            None
-            if failure is None
-            else sendable(
-                _torch.wrap_exception(error_of(RankFailed(rank=coordination.rank, failure=failure)))
-            )
-        )
         if no_dist and call.native is not None:
             # The other ranks are going to finalise; they learn of this rank's failure there, and so does this one.
             call.request.execute_finalize_fns(validate_matching_call_idx=False)
         if call.native is not None:
             call.native.discard()
-        everyone = [mine] if no_dist else coordination.all_gather(mine)
-        ranks = [coordination.rank] if no_dist else range(coordination.world_size)
-        failures = {
-            rank: wrapped
-            for rank, wrapped in zip(ranks, everyone, strict=True)
-            if wrapped is not None
-        }
-        raise exception_for(failures, step="write", on_coordinator=coordination.is_coordinator)
+        raise_everywhere(call.failure(), coordination, only_here=no_dist)
+
+
+def _require_possible(cpu_priority: int, io_priority: int | None, sigterm_timeout: float) -> None:
+    """Refuse what could only fail once a process is started."""
+    EngineOptions(cpu_priority=cpu_priority, io_priority=io_priority)
+    if not sigterm_timeout > 0:
+        raise OptionError(
+            f"sigterm_timeout={sigterm_timeout} is not possible", hint="use seconds > 0"
+        )
 
 
 def abort_all() -> None:

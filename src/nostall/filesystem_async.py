@@ -67,8 +67,6 @@ class RankSave(BackgroundSave):
     def __init__(self, prepared: _save.PreparedSave) -> None:
         super().__init__(rank=prepared.planned.rank, job=prepared.target.job)
         self.prepared = prepared
-        if not prepared.target.naming.mark:
-            self.engine.plain_names[_place(prepared.target)] = self
 
     def stage(self) -> Snapshot:
         """Take the snapshot, once: the ``preload_fn``. When it returns, tensors may be changed, and none is held here."""
@@ -87,9 +85,6 @@ class RankSave(BackgroundSave):
     def discard(self) -> None:
         """Remove this rank's files of a save that will not be committed."""
         remove_files(_save.partial_files(self.prepared))
-        place = _place(self.prepared.target)
-        if self.engine.plain_names.get(place) is self:
-            del self.engine.plain_names[place]
 
     def results(self) -> list[WriteResult]:
         """DCP's write results, waiting for the report if need be.
@@ -98,10 +93,6 @@ class RankSave(BackgroundSave):
             SaveError: The rank failed.
         """
         return _save.write_results(self.prepared, self.await_report())
-
-
-def _place(target: _save.SaveTarget) -> tuple[str, str]:
-    return target.directory, target.naming.prefix
 
 
 class FileSystemWriterAsync(FileSystemWriter):
@@ -137,12 +128,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     ) -> None:
         open_file = kwargs.pop("open_file", open)
         super().__init__(path, *args, **kwargs)
-        if use_msc or str(path).startswith(_MSC_PREFIX):
-            raise OptionError(
-                "the multi-storage client is not supported yet",
-                path=str(path),
-                hint="write to a file system path and copy from there",
-            )
+        self._refuse_msc(path, use_msc=use_msc)
         if getattr(self, "serialization_format", None) == SerializationFormat.SAFETENSORS:
             raise OptionError(
                 "serialization_format=SAFETENSORS is not supported yet",
@@ -151,6 +137,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._is_coordinator = True
         self._save: RankSave | None = None
         self._failure: NostallError | None = None
+        self._claim: object = None
         self._separation_hint = separation_hint
         self._processes = _PROCESSES_FOR_MULTIPROC_IO if is_multiproc_io else 1
         transforms = tuple(self.transforms.extensions)
@@ -165,8 +152,10 @@ class FileSystemWriterAsync(FileSystemWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start over for another checkpoint, at ``checkpoint_id`` if given."""
         super().reset(checkpoint_id)
+        self._refuse_msc(checkpoint_id)
         self._save = None
         self._failure = None
+        self._claim = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn this rank's role; called by DCP on every rank."""
@@ -226,10 +215,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         prepared = self._prepare(plan, planner)
         snapshot, from_stager = _save.adopt_or_stage(prepared, engine)
         if from_stager:
+            written = _save.write_in_background(snapshot, prepared.target, engine)
             report = _save.await_report(
-                _save.write_in_background(snapshot, prepared.target, engine),
+                written,
                 rank=prepared.planned.rank,
                 timeout_s=engine.options.save_timeout_s,
+                give_up=lambda: engine.cancel(prepared.target.job, written, timeout_s=5.0),
             )
         else:
             report = _save.write_here(snapshot, prepared.target, engine)
@@ -263,6 +254,15 @@ class FileSystemWriterAsync(FileSystemWriter):
             metadata.version = finished.version
             metadata.storage_data = finished.storage_data
             metadata.storage_meta = finished.storage_meta
+
+    @staticmethod
+    def _refuse_msc(path: object, *, use_msc: bool = False) -> None:
+        if use_msc or str(path).startswith(_MSC_PREFIX):
+            raise OptionError(
+                "the multi-storage client is not supported yet",
+                path=str(path),
+                hint="write to a file system path and copy from there",
+            )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -336,17 +336,19 @@ class FileSystemWriterAsync(FileSystemWriter):
         engine, job, directory = default_engine(), uuid.uuid4().hex, str(self.path)
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self.rank or 0}_"
         # Stock's names are for a save that has the directory to itself; any other one leaves the files there alone.
-        taken = (directory, prefix) in engine.plain_names or os.path.exists(self._metadata_path())
+        committed = os.path.exists(self._metadata_path())
+        self._claim = engine.claim(directory, prefix, committed=committed)
         target = _save.SaveTarget(
             job=job,
             directory=directory,
             naming=FileNaming(
                 prefix=prefix,
-                mark=f"-{job[:8]}" if taken else "",
+                mark="" if self._claim is not None else f"-{job[:8]}",
                 separation_hint=self._separation_hint,
             ),
             options=self._options(),
             stream=self._stream,
+            claim=self._claim,
             transform_descriptors=self._transform_descriptors(),
         )
         rank = self.rank or 0

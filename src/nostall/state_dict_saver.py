@@ -19,6 +19,7 @@ from typing_extensions import assert_never
 from nostall import _torch
 from nostall._coordination import Coordination, coordination_of
 from nostall._failures import exception_for, sendable
+from nostall._pipeline.collect import collect
 from nostall._pipeline.plan_cache import (
     CachedPlans,
     Changed,
@@ -40,7 +41,8 @@ from nostall._planning import (
     replanned_metadata,
     without_state,
 )
-from nostall.errors import SaveError
+from nostall._values import Abort, Commit
+from nostall.errors import IncompleteSaveError, SaveError
 from nostall.filesystem_async import FileSystemWriterAsync
 
 
@@ -200,24 +202,22 @@ def save_state_dict_async_plan(
     route: Route = Together()
     if cache is not None and isinstance(local, SavePlan):
         route = choose_route(cache.plans, group=group, planner=configuration, local=local)
-    metadata: Metadata | None
-    match route:
-        case Together():
-            final, metadata = plan_together(
-                local, storage_writer, planner, coordination, cache, (group, configuration)
-            )
-        case Reuse(final):
-            metadata = _reusable(cache, coordination)
-        case Changed(final, local_plan_now):
-            metadata = _reusable(cache, coordination)
-            session.changed_plan = local_plan_now
-        case _:
-            assert_never(route)
+    metadata: Metadata | None = None
     try:
+        match route:
+            case Together():
+                final, metadata = plan_together(
+                    local, storage_writer, planner, coordination, cache, (group, configuration)
+                )
+            case Reuse(final):
+                metadata = _reusable(cache, coordination)
+            case Changed(final, local_plan_now):
+                metadata = _reusable(cache, coordination)
+                session.changed_plan = local_plan_now
+            case _:
+                assert_never(route)
         storage_writer.prepare_write_data(planner.finish_plan(final), planner)
-    except (
-        Exception
-    ) as error:  # the other ranks are on their way to finalising; that is where they learn of it
+    except Exception as error:  # told to the others where they are going: to finalising
         storage_writer.fail_later(as_save_error(error, coordination.rank))
     session.planner = without_state(planner)
     return storage_writer, metadata, session
@@ -244,34 +244,57 @@ def save_state_dict_async_finalize(
         changed_plan=session.changed_plan if session else None,
     )
     outcomes = coordination.gather(outcome)
-    failures: dict[int, _torch.WrappedException] = {}
-    changed = commit_begun = False
+    told = None
     if outcomes is not None:
-        changed = any(each.changed_plan is not None for each in outcomes)
-        failures = {
-            rank: each.results
-            for rank, each in enumerate(outcomes)
-            if not isinstance(each.results, list)
-        }
-        if not failures:
+        told = _finish(storage_writer, global_metadata, outcomes, session, coordination)
+    ending = coordination.broadcast(told)
+    if session is not None and session.cache is not None and (ending.changed or ending.failures):
+        session.cache.forget()
+    if ending.failures:
+        if not ending.commit_begun:  # once it has begun, the metadata may be there all the same
+            storage_writer.discard()
+        raise exception_for(
+            ending.failures, step="write", on_coordinator=coordination.is_coordinator
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ending:
+    """How a save ended; what the coordinator tells every rank."""
+
+    failures: dict[int, _torch.WrappedException]
+    commit_begun: bool
+    changed: bool
+    """Whether some rank's structure has changed, so that the next save is planned together."""
+
+
+def _finish(
+    writer: FileSystemWriterAsync,
+    planned: Metadata | None,
+    outcomes: list[_Outcome],
+    session: SaveSession | None,
+    coordination: Coordination,
+) -> _Ending:
+    """On the coordinator: commit, if every rank has written everything."""
+    changed = any(each.changed_plan is not None for each in outcomes)
+    match collect([each.results for each in outcomes]):
+        case Abort(failures=failures):
+            return _Ending(failures=failures, commit_begun=False, changed=changed)
+        case Commit(results=results):
+            commit_begun = False
             try:
-                metadata = _metadata_to_publish(global_metadata, outcomes, session)
+                metadata = _metadata_to_publish(planned, outcomes, session)
                 if metadata is None:
                     raise SaveError("the coordinator has no metadata to publish", phase="commit")
                 commit_begun = True
-                written = [each.results for each in outcomes if isinstance(each.results, list)]
-                storage_writer.finish(metadata, written)
+                writer.finish(metadata, results)
             except Exception as error:  # every rank has to hear of it
-                failures = {coordination.rank: sendable(_torch.wrap_exception(error))}
-    failures, changed, commit_begun = coordination.broadcast((failures, changed, commit_begun))
-    if session is not None and session.cache is not None and (changed or failures):
-        session.cache.forget()
-    if failures:
-        if (
-            not commit_begun
-        ):  # once it has begun, the metadata may be there although it reported an error
-            storage_writer.discard()
-        raise exception_for(failures, step="write", on_coordinator=coordination.is_coordinator)
+                return _Ending(
+                    failures={coordination.rank: sendable(_torch.wrap_exception(error))},
+                    commit_begun=commit_begun and not isinstance(error, IncompleteSaveError),
+                    changed=changed,
+                )
+    return _Ending(failures={}, commit_begun=True, changed=changed)
 
 
 def verify_global_md_reuse(
@@ -280,9 +303,7 @@ def verify_global_md_reuse(
     rank: int,
     dist_wrapper: _torch.DistWrapper,
 ) -> bool:
-    """Whether every rank's plan equals the one in a loaded checkpoint. Collective unless there are no loaded plans."""
-    if not loaded_all_plans:
-        return False
+    """Whether every rank's plan equals the one in a loaded checkpoint, which all of them have loaded. Collective."""
     coordination = coordination_of(dist_wrapper)
     same = matches_loaded(
         loaded_all_plans, rank=rank, world_size=coordination.world_size, local=local_plan

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import resource
+import select
 import signal
 import sys
 import time
@@ -84,6 +85,16 @@ def digest(path: Path) -> str:
     for key, content in sorted(blobs(path).items()):
         total.update(repr(key).encode() + content)
     return total.hexdigest()
+
+
+def kill_and_wait(pid: int) -> None:
+    """SIGKILL a child and return when it is gone, leaving its exit status to its owner."""
+    process = os.pidfd_open(pid)
+    try:
+        os.kill(pid, signal.SIGKILL)
+        assert select.select([process], [], [], 60)[0]
+    finally:
+        os.close(process)
 
 
 class Attempt:

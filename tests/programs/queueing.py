@@ -174,7 +174,7 @@ def _fail_between(out: Path, where: str, rank: int) -> Facts:
             planned = save_state_dict_async_plan(_state(2), writer)
             save_fn, preload_fn, args = writer.get_save_function_and_args()
             preload_fn = partial(_fail_on, rank, preload_fn)
-            finalize = [partial(save_state_dict_async_finalize, *planned)]
+            finalize: list[Callable[[], Any]] = [partial(save_state_dict_async_finalize, *planned)]
             queue.schedule_async_request(
                 AsyncRequest(save_fn, args, finalize, preload_fn=preload_fn)
             )

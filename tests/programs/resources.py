@@ -52,10 +52,11 @@ def _state_of(mib: int) -> State:
 def _held() -> dict[str, int]:
     trainer = psutil.Process()
     (writer,) = (psutil.Process(pid) for pid in writer_pids())
+    of_trainer, of_writer = trainer.memory_full_info(), writer.memory_full_info()
     return {
-        "proportional": trainer.memory_full_info().pss + writer.memory_full_info().pss,
-        "trainer": trainer.memory_full_info().rss,
-        "writer": writer.memory_full_info().rss,
+        "proportional": of_trainer.pss + of_writer.pss,
+        "trainer": of_trainer.rss,
+        "writer": of_writer.rss,
         "reserved": default_engine().arena.reserved_nbytes,
         "trainer descriptors": trainer.num_fds(),
         "writer descriptors": writer.num_fds(),

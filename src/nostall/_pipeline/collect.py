@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
-from nostall._values import Abort, Commit, RankFailed, RankReport, RankWritten, Verdict
+from nostall._values import Abort, Commit, Verdict
 from nostall.errors import IncompleteSaveError
 
 
-def collect(reports: Sequence[RankReport]) -> Verdict:
-    """Commit only if every rank wrote everything; otherwise name every rank that did not."""
-    failures = {report.rank: report.failure for report in reports if isinstance(report, RankFailed)}
-    if failures:
-        return Abort(failures=failures)
-    written = sorted(
-        (report for report in reports if isinstance(report, RankWritten)), key=lambda r: r.rank
-    )
-    return Commit(receipts=tuple(receipt for report in written for receipt in report.receipts))
+def collect(outcomes: Sequence[Any]) -> Verdict:
+    """Commit only if every rank wrote everything; otherwise name every rank that did not.
+
+    Args:
+        outcomes: For each rank in order, the list of its write results, or its failure.
+    """
+    failures = {rank: each for rank, each in enumerate(outcomes) if not isinstance(each, list)}
+    return Abort(failures=failures) if failures else Commit(results=list(outcomes))
 
 
 def require_one_result_each(

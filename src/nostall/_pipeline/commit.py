@@ -37,6 +37,7 @@ def commit(
     """
     final = os.path.join(directory, metadata_name)
     temporary = f"{final}.tmp"
+    published = False
     try:
         with open(temporary, "wb") as stream:
             stream.write(metadata)
@@ -44,16 +45,21 @@ def commit(
             if sync:
                 os.fsync(stream.fileno())
         os.replace(temporary, final)
+        published = True
         if sync:
             sync_directory(directory)
     except OSError as error:
-        remove_files([temporary])
+        if not published:
+            remove_files([temporary])
         raise WriteError(
-            f"the metadata could not be published: {error.strerror or error}",
+            f"the metadata could not be {'made durable' if published else 'published'}:"
+            f" {error.strerror or error}",
             errno=error.errno,
             phase="commit",
             path=final,
-            hint="the previous checkpoint, if there was one, is untouched",
+            hint="the new checkpoint is there, but may not survive a power failure"
+            if published
+            else "the previous checkpoint, if there was one, is untouched",
         ) from error
     removed = tuple(replaced_files)
     remove_files(os.path.join(directory, name) for name in removed)

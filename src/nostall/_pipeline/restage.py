@@ -14,6 +14,7 @@ import mmap
 import os
 import pickle
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
@@ -44,7 +45,7 @@ class StagedStateDict(dict[str, Any]):
         super().__init__(content)
         self.lease = lease
         lease.label = structure
-        weakref.finalize(self, lease.release)
+        weakref.finalize(self, lease.release).atexit = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel to another process as one descriptor and the places in it, not as one file per tensor."""
@@ -76,7 +77,7 @@ def structure_of(leaves: list[_Leaf]) -> Structure:
 def stage_state_dict(
     state_dict: Mapping[str, Any],
     leaves: list[_Leaf],
-    placement: Mapping[str, int],
+    placement: Mapping[str, tuple[int, int]],
     lease_of: Callable[[int], Lease],
 ) -> StagedStateDict:
     """Copy a state dict into leased memory.
@@ -84,17 +85,18 @@ def stage_state_dict(
     Args:
         state_dict: What to copy.
         leaves: What :func:`find_leaves` found in it.
-        placement: Offsets of payloads in the block by name, as far as they are known.
+        placement: Offset and length of payloads in the block by name, as far as they are known.
         lease_of: Gives a lease on at least so many bytes.
     """
-    end = max((placement[x.fqn] + x.tensor.nbytes for x in leaves if x.fqn in placement), default=0)
-    end = max(end, placement.get("", 0))
+    end = max((offset + nbytes for offset, nbytes in placement.values()), default=0)
+    names = Counter(leaf.fqn for leaf in leaves)
     offsets = []
     for leaf in leaves:
+        offset, nbytes = placement.get(leaf.fqn, (0, -1))
         # Who gets the copy may compute with it, and complex128 at an address that is no multiple of 16 faults.
-        movable = leaf.tensor.dtype is not torch.complex128
-        if leaf.fqn in placement and (movable or placement[leaf.fqn] % _ALIGNMENT == 0):
-            offsets.append(placement[leaf.fqn])
+        movable = leaf.tensor.dtype is not torch.complex128 or offset % _ALIGNMENT == 0
+        if nbytes == leaf.tensor.nbytes and names[leaf.fqn] == 1 and movable:
+            offsets.append(offset)
         else:
             end = -(-end // _ALIGNMENT) * _ALIGNMENT
             offsets.append(end)

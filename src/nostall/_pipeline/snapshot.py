@@ -46,6 +46,8 @@ def take_snapshot(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapsho
 
 def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot | None:
     """The snapshot that a staged state dict already is, or ``None`` if a tensor is not at its place."""
+    if layout.image_nbytes > lease.block.nbytes:
+        return None  # an object has grown since the places were remembered
     base = address_of(lease.block)
     for file in layout.files:
         for slot in file.slots:
@@ -110,4 +112,3 @@ def _lay_down_containers(layout: Layout, block: Block) -> None:
             memory[at : at + len(container.prefix)] = container.prefix
             at += len(container.prefix) + container.payload_nbytes
             memory[at : at + len(container.suffix)] = container.suffix
-        # Past the end of the file lies padding up to the page; it is written with O_DIRECT and cut off again.

@@ -56,8 +56,9 @@ def write_stream(
     *,
     chunk_nbytes: int,
     sync: bool,
+    before_each: Callable[[], None] = lambda: None,
 ) -> tuple[tuple[int, int], ...]:
-    """Write the blobs of one sealed image to a stream.
+    """Write the blobs of one sealed image to a stream; ``before_each`` runs before every piece and may raise.
 
     Returns:
         Offset and length of each blob in the finished file.
@@ -71,6 +72,7 @@ def write_stream(
             for transform in target.transforms:
                 sink = transform.transform_to(sink)
             for begin in range(offset, offset + length, chunk_nbytes):
+                before_each()
                 sink.write(image[begin : min(begin + chunk_nbytes, offset + length)])
             if target.transforms:
                 sink.close()

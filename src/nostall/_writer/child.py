@@ -175,10 +175,13 @@ class ChildProcess(ABC, Generic[T]):
         if message["type"] == "ready":
             self._ready.set()
             return
+        answer = self._answer(
+            message
+        )  # before the waiter is taken out: if this raises, it is failed with the rest
         with self._lock:
             waiting = self._waiting.pop(message["job"], None)
         if waiting is not None:  # a late answer that nobody waits for is dropped
-            waiting.future.set_result(self._answer(message))
+            waiting.future.set_result(answer)
 
     def _settle_rest(self) -> None:
         try:
@@ -213,12 +216,16 @@ class ChildProcess(ABC, Generic[T]):
             self._process.wait(kill_after_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # stuck in the kernel; the receiving thread goes on waiting
+                self._process.wait(_EXIT_TIMEOUT_S)
         if threading.current_thread() is not self._receiver:
             self._receiver.join(_EXIT_TIMEOUT_S)
 
 
 def _how_it_ended(code: int) -> str:
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        return f"killed by {name}"
     return f"ended with exit code {code}"

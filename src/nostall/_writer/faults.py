@@ -51,8 +51,11 @@ def _happen(fault: Mapping[str, Any], file: str) -> None:
         case "delay":
             time.sleep(fault["seconds"])
         case "hold":
-            # Opening a FIFO for reading returns when the test opens it for writing: a pause without a clock.
-            with open(fault["fifo"], "rb") as fifo:
-                fifo.read()
+            # A pause without a clock: one byte says that somebody stands here, one byte lets somebody go on. The end of
+            # the second pipe, when the test is gone, does so, too.
+            with open(fault["reached"], "wb", buffering=0) as reached:
+                reached.write(b"1")
+            with open(fault["go"], "rb", buffering=0) as go:
+                go.read(1)
         case other:
             raise ValueError(f"unknown fault {other!r}")

@@ -159,10 +159,15 @@ def _write_images(
 
     count = min(job.io_threads, chunks.qsize())
     threads = [threading.Thread(target=work, name=f"nostall-io-{n}") for n in range(1, count)]
+    started = []
     for thread in threads:
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread to give; those there are do the work
+            break
+        started.append(thread)
     work()
-    for thread in threads:
+    for thread in started:
         thread.join()
     try:
         if first:
@@ -288,10 +293,13 @@ def _write_streams(
     target: StreamTarget,
     cancelled: threading.Event,
 ) -> tuple[FileReceipt, ...]:
-    receipts = []
-    for image in job.files:
+    def go_on() -> None:
         if cancelled.is_set():
             raise Cancelled("the save was aborted")
+
+    receipts = []
+    for image in job.files:
+        go_on()
         path = os.path.join(job.directory, image.name)
         at.move("write", path)
         faults.at("open", path)
@@ -306,7 +314,13 @@ def _write_streams(
             for start, stop in zip(starts, (*starts[1:], image.nbytes), strict=True)
         ]
         extents = write_stream(
-            target, path, memory, blobs, chunk_nbytes=job.chunk_nbytes, sync=job.sync_files
+            target,
+            path,
+            memory,
+            blobs,
+            chunk_nbytes=job.chunk_nbytes,
+            sync=job.sync_files,
+            before_each=go_on,
         )
         receipts.append(
             FileReceipt(

@@ -14,7 +14,7 @@ from nostall._writer.child import ChildProcess
 from nostall._writer.messages import Message, job_to_message, report_from_message
 
 _ENTRY = (
-    "import sys; sys.path.insert(0, sys.argv[1]);"
+    "import sys; sys.path.append(sys.argv[1]);"
     " from nostall._writer.main import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
 

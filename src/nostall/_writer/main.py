@@ -15,6 +15,7 @@ import pickle
 import queue
 import select
 import signal
+import site
 import socket
 import sys
 import threading
@@ -46,16 +47,15 @@ def main(socket_fd: int, parent_pid: int) -> None:
     poller.register(parent, select.POLLIN)
     poller.register(sock, select.POLLIN)
     send(sock, {"type": "ready", "pid": os.getpid()})
-    receiver = Receiver(sock)
-    sock.settimeout(
-        1.0
-    )  # a message that has begun and does not go on is looked at again, together with the parent
+    # Without waiting: a message that has begun and does not go on must not keep the parent's end from being noticed.
+    # The socket itself blocks, as an answer has to go out however long the trainer takes to read it.
+    receiver = Receiver(sock, wait=False)
     while True:
         if not receiver.buffered() and parent in {fd for fd, _ in poller.poll()}:
             os._exit(0)
         try:
             received = receiver.receive()
-        except TimeoutError:
+        except BlockingIOError:
             continue
         if received is None:
             os._exit(0)
@@ -152,6 +152,7 @@ def _stream_target(job: WriteJob) -> StreamTarget | None:
     """The user's own callables: the only thing that is ever unpickled here."""
     if job.stream is None:
         return None
+    site.main()  # for what makes modules importable in other ways than by a path, such as editable installations
     sys.path[:] = [*job.sys_path, *(p for p in sys.path if p not in job.sys_path)]
     target = pickle.loads(job.stream)
     assert isinstance(target, StreamTarget)

@@ -54,8 +54,9 @@ def send(sock: socket.socket, message: Message, descriptors: tuple[int, ...] = (
 class Receiver:
     """Takes messages off a socket; keeps the part of a message that arrived so far."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, *, wait: bool = True) -> None:
         self._sock = sock
+        self._flags = 0 if wait else socket.MSG_DONTWAIT
         self._buffer = bytearray()
         self._descriptors: list[int] = []
 
@@ -64,6 +65,7 @@ class Receiver:
 
         Raises:
             TimeoutError: Nothing came within the socket's timeout; call again, nothing is lost.
+            BlockingIOError: The same, for one that was told not to wait.
             ProtocolError: What came is no message.
         """
         while True:
@@ -73,7 +75,7 @@ class Receiver:
                 mine, self._descriptors = self._descriptors[:count], self._descriptors[count:]
                 return message, mine
             try:
-                piece, descriptors, _, _ = socket.recv_fds(self._sock, 1 << 16, 4)
+                piece, descriptors, _, _ = socket.recv_fds(self._sock, 1 << 16, 4, self._flags)
             except ConnectionError:
                 return None
             self._descriptors += descriptors

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+import select
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,26 +57,33 @@ class Fault:
 
 
 class Hold:
-    """Stops a write at a point until :meth:`release`, without any clock."""
+    """Stops a write at a point until :meth:`release`, without any clock; what gets there later is not stopped again."""
 
     def __init__(self, point: str = "start") -> None:
+        self._point = point
         self._directory = tempfile.TemporaryDirectory(prefix="nostall-hold-")
-        self._fifo = str(Path(self._directory.name) / "fifo")
-        os.mkfifo(self._fifo)
-        self.fault = Fault({"point": point, "do": "hold", "fifo": self._fifo})
-        self._release: int | None = None
+        reached, go = (str(Path(self._directory.name) / name) for name in ("reached", "go"))
+        os.mkfifo(reached)
+        os.mkfifo(go)
+        self._reached_fd = os.open(reached, os.O_RDONLY | os.O_NONBLOCK)
+        self._go_fd = os.open(go, os.O_RDWR)  # opened for writing only, it would wait for a reader
+        self._was_reached = False
+        self.fault = Fault({"point": point, "do": "hold", "reached": reached, "go": go})
 
-    def wait_reached(self) -> None:
-        """Return when a writer stands at the point."""
-        if self._release is None:
-            self._release = os.open(self._fifo, os.O_WRONLY)
+    def wait_reached(self, timeout_s: float = 60.0) -> None:
+        """Return when a writer stands at the point.
+
+        Raises:
+            TimeoutError: None has come there; the save may have failed before.
+        """
+        if not self._was_reached and not select.select([self._reached_fd], [], [], timeout_s)[0]:
+            raise TimeoutError(f"no write has come to the point {self._point!r} in {timeout_s:g} s")
+        self._was_reached = True
 
     def release(self) -> None:
         """Let the writer that stands at the point go on; waits for it to get there."""
         self.wait_reached()
-        assert self._release is not None  # it has been reached
-        os.close(self._release)
-        self._release = None
+        os.write(self._go_fd, b"1" * 4096)  # one for every passage that is to come, too
 
     def __enter__(self) -> Self:
         return self
@@ -86,8 +94,8 @@ class Hold:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._release is not None:
-            os.close(self._release)
+        os.close(self._go_fd)  # which lets whoever still stands at the point go on
+        os.close(self._reached_fd)
         self._directory.cleanup()
 
 

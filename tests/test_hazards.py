@@ -1,0 +1,219 @@
+"""Ways in which two saves, a deadline, a retry or a user's setting could reach into a checkpoint that is not theirs."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+
+import nostall
+from nostall.core import AsyncCaller, AsyncCallsQueue, AsyncRequest
+from nostall.errors import OptionError, StagingError
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import EngineOptions
+from nostall.state_dict_saver import save_state_dict_async_plan
+from nostall.testing import Fault, Hold, inject
+from states import blobs, schedule, small_state
+
+
+def saved_by_stock(path: Path, state: dict[str, Any]) -> dict[tuple[str, tuple[int, ...]], bytes]:
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return blobs(path)
+
+
+def async_save(path: Path, state: dict[str, Any], **options: Any) -> Any:
+    writer = FileSystemWriterAsync(path, **options)
+    return dcp.async_save(state, storage_writer=writer, no_dist=True)
+
+
+def test_two_saves_under_way_in_one_new_directory_do_not_share_files(tmp_path: Path) -> None:
+    """If the second of them fails, the first one's checkpoint is whole all the same."""
+    with Hold() as hold:
+        with inject(hold.fault):
+            first = async_save(tmp_path / "both", small_state(1))
+            hold.wait_reached()
+        with inject(Fault.errno("chunk", errno.ENOSPC)):
+            second = async_save(tmp_path / "both", small_state(2))
+            hold.release()
+            first.result(60)
+            with pytest.raises(CheckpointException):
+                second.result(60)
+    assert blobs(tmp_path / "both") == saved_by_stock(tmp_path / "stock", small_state(1))
+
+
+@pytest.fixture
+def short_deadline() -> Iterator[None]:
+    """Saves are given up after a second."""
+    nostall.configure(EngineOptions(save_timeout_s=1.0))
+    yield
+    nostall.configure(EngineOptions())
+
+
+@pytest.mark.usefixtures("short_deadline")
+def test_a_save_given_up_at_its_deadline_never_touches_the_next_ones_memory(tmp_path: Path) -> None:
+    """The late job's seals would land in the image of whoever has the memory by then."""
+    zeros = {"zeros": torch.zeros(200_000), "n": torch.zeros(3)}
+    with Hold() as hold, inject(hold.fault):
+        late = async_save(tmp_path / "late", {"many": torch.ones(200_000), "n": torch.ones(3)})
+        with pytest.raises(CheckpointException, match="not written within"):
+            late.result(60)
+    async_save(tmp_path / "next", zeros).result(60)
+    assert blobs(tmp_path / "next") == saved_by_stock(tmp_path / "stock", zeros)
+    assert not (tmp_path / "late" / ".metadata").exists()
+
+
+class Halving(DefaultSavePlanner):
+    """Saves float32 as bfloat16, as a planner of a user's own may."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # DCP's name
+        if isinstance(object, torch.Tensor) and object.dtype is torch.float32:
+            return object.to(torch.bfloat16)
+        return super().transform_object(write_item, object)
+
+
+def test_a_planner_that_changes_sizes_does_not_make_staged_tensors_overlap(tmp_path: Path) -> None:
+    """Places are remembered with their lengths: a tensor goes to one only if it fits exactly."""
+    state = {"a_step": torch.tensor(7), **{f"w{n}": torch.full((100,), float(n)) for n in range(6)}}
+    for number in range(3):
+        writer = FileSystemWriterAsync(tmp_path / f"{number}")
+        dcp.async_save(state, storage_writer=writer, planner=Halving(), no_dist=True).result(60)
+        for n in range(6):
+            ((_, blob),) = [
+                entry for entry in blobs(tmp_path / f"{number}").items() if entry[0][0] == f"w{n}"
+            ]
+            wanted = torch.full((100,), float(n)).to(torch.bfloat16).view(torch.uint8).numpy()
+            assert wanted.tobytes() in blob
+
+
+def test_a_staged_object_that_has_grown_is_saved_whole(tmp_path: Path) -> None:
+    """Memory that was laid out for a shorter object is not used for a longer one."""
+    for number, length in enumerate((10, 10, 5_000_000, 10)):
+        state = {"w": torch.ones(10), "object": b"x" * length}
+        async_save(tmp_path / f"{number}", state, single_file_per_rank=False).result(60)
+        assert blobs(tmp_path / f"{number}") == saved_by_stock(tmp_path / f"s{number}", state)
+
+
+def test_writing_a_snapshot_twice_is_refused(tmp_path: Path) -> None:
+    """After the first write its memory belongs to others; a retry must not commit what they put there."""
+    writer = FileSystemWriterAsync(tmp_path / "saved")
+    save_state_dict_async_plan(small_state(1), writer)
+    save_fn, preload_fn, args = writer.get_save_function_and_args()
+    args[1] = preload_fn()
+    save_fn(*args)
+    with pytest.raises(StagingError, match="written already"):
+        save_fn(*args)
+
+
+def test_an_aborted_write_through_a_users_stream_stops(tmp_path: Path) -> None:
+    """A retry in the same directory is not overwritten later by the thread of the save before."""
+    opened: list[str] = []
+
+    def open_file(path: str, mode: str) -> Any:
+        opened.append(path)
+        return open(path, mode)
+
+    with Hold("open") as hold, AsyncCallsQueue() as queue:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "saved", small_state(1), open_file=open_file, thread_count=2)
+            hold.wait_reached()
+        queue.close(abort=True)
+        schedule(queue, tmp_path / "saved", small_state(2), thread_count=2)
+        queue.wait()
+        hold.release()
+    assert blobs(tmp_path / "saved") == saved_by_stock(tmp_path / "stock", small_state(2))
+
+
+@pytest.mark.parametrize("device", ["meta"])
+def test_a_default_device_does_not_reach_the_checkpoint(tmp_path: Path, device: str) -> None:
+    """``torch.set_default_device`` is for the model; containers and snapshots are the CPU's."""
+    state = small_state(1)
+    expected = saved_by_stock(tmp_path / "stock", state)
+    torch.set_default_device(device)
+    try:
+        dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path / "saved"), no_dist=True)
+    finally:
+        torch.set_default_device(None)
+    assert blobs(tmp_path / "saved") == expected
+
+
+def test_saving_in_inference_mode_does_not_spoil_later_saves(tmp_path: Path) -> None:
+    """Views that are kept from save to save can be written to outside of inference mode, too."""
+    state = {"w": torch.ones(10)}
+    with torch.inference_mode():
+        dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path / "a"), no_dist=True)
+    dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path / "b"), no_dist=True)
+    assert blobs(tmp_path / "a") == blobs(tmp_path / "b")
+
+
+def test_failed_saves_do_not_keep_memory_from_the_next_one(tmp_path: Path) -> None:
+    """Their staged copies may live on in the tracebacks of their exceptions; nobody waits for that."""
+    futures = []
+    for number in range(4):
+        writer = FileSystemWriterAsync(tmp_path / "taken", overwrite=number == 0)
+        futures.append(dcp.async_save(small_state(1), storage_writer=writer, no_dist=True))
+        with pytest.raises(CheckpointException) if number else inject():
+            futures[-1].result(60)
+    async_save(tmp_path / "next", small_state(2)).result(60)
+    assert blobs(tmp_path / "next") == saved_by_stock(tmp_path / "stock", small_state(2))
+
+
+def test_finalize_functions_of_a_failed_synchronous_request_do_not_run(tmp_path: Path) -> None:
+    """What they would announce does not exist."""
+    writer = FileSystemWriterAsync(tmp_path / "saved")
+    save_state_dict_async_plan(small_state(1), writer)
+    save_fn, preload_fn, args = writer.get_save_function_and_args()
+    announced: list[bool] = []
+    request = AsyncRequest(save_fn, args, [lambda: announced.append(True)], {}, preload_fn)
+    with (
+        inject(Fault.errno("chunk", errno.ENOSPC)),
+        pytest.raises(CheckpointException, match="No space left"),
+    ):
+        request.execute_sync()
+    assert not announced
+
+
+@pytest.mark.parametrize(
+    "option", [{"cpu_priority": 50}, {"io_priority": 9}, {"sigterm_timeout": -1}]
+)
+def test_a_queue_refuses_impossible_options(option: dict[str, Any]) -> None:
+    """Where they are passed, not when the first process is started."""
+    with pytest.raises(OptionError):
+        AsyncCallsQueue(**option)
+
+
+def test_a_writer_refuses_an_object_store_given_as_checkpoint_id(tmp_path: Path) -> None:
+    """It must not end up in a local directory of that name."""
+    writer = FileSystemWriterAsync(tmp_path / "saved")
+    with pytest.raises(OptionError, match="multi-storage"):
+        dcp.save(small_state(), checkpoint_id="msc://x/y", storage_writer=writer, no_dist=True)
+
+
+def test_a_caller_of_a_frameworks_own_needs_only_the_documented_methods() -> None:
+    """A subclass that implements what the API names can be instantiated."""
+
+    class Own(AsyncCaller):
+        def schedule_async_call(self, async_req: AsyncRequest) -> None:
+            async_req.execute_sync()
+
+        def is_current_async_call_done(  # the API's signature
+            self,
+            blocking: bool = False,  # noqa: FBT001, FBT002
+            no_dist: bool = False,  # noqa: FBT001, FBT002
+        ) -> bool:
+            return True
+
+        def close(self, abort: bool = False) -> None:  # noqa: FBT001, FBT002
+            return
+
+    done: list[int] = []
+    Own().schedule_async_call(AsyncRequest(done.append, [1], []))
+    assert done == [1]
+    assert Own().sync_all_async_calls(is_alive=False)
