@@ -84,7 +84,8 @@ def test_a_planner_that_changes_sizes_does_not_make_staged_tensors_overlap(tmp_p
     state = {"a_step": torch.tensor(7), **{f"w{n}": torch.full((100,), float(n)) for n in range(6)}}
     for number in range(3):
         writer = FileSystemWriterAsync(tmp_path / f"{number}")
-        dcp.async_save(state, storage_writer=writer, planner=Halving(), no_dist=True).result(60)
+        saved: Any = dcp.async_save(state, storage_writer=writer, planner=Halving(), no_dist=True)
+        saved.result(60)
         for n in range(6):
             ((_, blob),) = [
                 entry for entry in blobs(tmp_path / f"{number}").items() if entry[0][0] == f"w{n}"
@@ -155,7 +156,7 @@ def test_saving_in_inference_mode_does_not_spoil_later_saves(tmp_path: Path) -> 
 
 def test_failed_saves_do_not_keep_memory_from_the_next_one(tmp_path: Path) -> None:
     """Their staged copies may live on in the tracebacks of their exceptions; nobody waits for that."""
-    futures = []
+    futures: list[Any] = []
     for number in range(4):
         writer = FileSystemWriterAsync(tmp_path / "taken", overwrite=number == 0)
         futures.append(dcp.async_save(small_state(1), storage_writer=writer, no_dist=True))
