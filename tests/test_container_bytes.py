@@ -435,12 +435,19 @@ def test_seals_that_straddle_chunk_bounds_are_complete(tmp_path: Path) -> None:
     assert_same_files(tmp_path, state)
 
 
-def test_what_lies_behind_a_chunk_bound_waits_for_the_sums_before_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("alignment", [64, 4 << 20], ids=["one chunk on", "several chunks on"])
+def test_what_lies_behind_a_payload_waits_for_its_sum(tmp_path: Path, alignment: int) -> None:
     """A chunk that has nothing to sum itself, but the end of a container, is not written before that is sealed."""
-    nostall.configure(nostall.EngineOptions(chunk_nbytes=8 << 20, io_threads=3))
-    prefix_nbytes = len(_torch.container_skeleton(torch.uint8, (16 << 20,), (1,)).prefix)
-    state = {"t": filled(torch.uint8, ((16 << 20) - prefix_nbytes,))}
-    assert_same_files(tmp_path, state)
+    before, config.save.storage_alignment = config.save.storage_alignment, alignment
+    chunk_nbytes = 8 << 20 if alignment == 64 else alignment // 2
+    nostall.configure(nostall.EngineOptions(chunk_nbytes=chunk_nbytes, io_threads=4))
+    try:
+        prefix_nbytes = len(_torch.container_skeleton(torch.uint8, (16 << 20,), (1,)).prefix)
+        nbytes = chunk_nbytes - prefix_nbytes % chunk_nbytes + chunk_nbytes
+        for number in range(3):
+            assert_same_files(tmp_path / str(number), {"t": filled(torch.uint8, (nbytes,))})
+    finally:
+        config.save.storage_alignment = before
 
 
 @pytest.mark.parametrize("thread_count", [2, 3, 4])

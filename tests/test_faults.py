@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +90,13 @@ def named_well(report: Report, failure: Report, *, fault: str) -> bool:
     return cause and word in report["text"] and path in report["text"] and path.endswith(".distcp")
 
 
-@pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("fault", ALL_FAULTS)
 def test_a_fault_of_one_ranks_writer_is_raised_on_every_rank_with_rank_file_and_cause(
-    writer_faults: list[dict[str, Report]], fault: str, victim: int
+    writer_faults: list[dict[str, Report]], fault: str
 ) -> None:
-    """Whether the ranks wait or poll, both raise within seconds, and both name the rank, the file and the cause."""
-    for reports in writer_faults:
+    """Whichever rank it is, and whether the ranks wait or poll: both raise within seconds, and both name the rank, the
+    file and the cause."""
+    for reports, victim in product(writer_faults, (0, 1)):
         for title in (f"{fault} on {victim}", f"{fault} on {victim} over another"):
             failure = only_failure(reports[title], victim)
             assert named_well(reports[title], failure, fault=fault)
@@ -110,24 +111,22 @@ def test_frameworks_find_their_words_on_the_coordinator(
     assert all("Worker failure" in report["text"] for report in writer_faults[0].values())
 
 
-@pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("fault", ALL_FAULTS)
 def test_a_failed_save_leaves_no_file_in_a_fresh_directory(
-    writer_faults: list[dict[str, Report]], fault: str, victim: int
+    writer_faults: list[dict[str, Report]], fault: str
 ) -> None:
     """No metadata and no shard file of either rank is left."""
-    for reports in writer_faults:
+    for reports, victim in product(writer_faults, (0, 1)):
         assert reports[f"{fault} on {victim}"]["committed"] is False
         assert reports[f"{fault} on {victim}"]["files"] == []
 
 
-@pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("fault", ALL_FAULTS)
 def test_a_failed_save_over_a_checkpoint_leaves_that_checkpoint(
-    writer_faults: list[dict[str, Report]], fault: str, victim: int
+    writer_faults: list[dict[str, Report]], fault: str
 ) -> None:
     """The previous checkpoint loads bit for bit, and nothing but its files is there."""
-    for reports in writer_faults:
+    for reports, victim in product(writer_faults, (0, 1)):
         report = reports[f"{fault} on {victim} over another"]
         assert report["previous loads"] is True
         assert report["files"] == [".metadata", "__0_0.distcp", "__1_0.distcp"]

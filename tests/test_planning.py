@@ -182,12 +182,13 @@ def test_the_reader_still_knows_the_checkpoint_that_was_resumed_from(found: list
 
 
 def test_reuse_is_verified_by_all_ranks(found: list[Found]) -> None:
-    """``verify_global_md_reuse`` is true only if every rank's plan is the loaded one, at the price of one reduction."""
+    """``verify_global_md_reuse`` is true only if every rank's plan is the loaded one; one reduction in any case, since
+    what one rank has not loaded, another one may have."""
     for facts in found:
         assert facts["verified"] == {
             "equal": [True, {"all_reduce": 1}],
             "one differs": [False, {"all_reduce": 1}],
-            "none": [False, NOTHING],
+            "none": [False, {"all_reduce": 1}],
             "fewer": [False, {"all_reduce": 1}],
         }
 

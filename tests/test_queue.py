@@ -303,10 +303,10 @@ def test_a_caller_can_be_driven_without_a_queue(
         with inject(hold.fault):
             caller.schedule_async_call(AsyncRequest(save_fn, args, [], preload_fn=preload_fn))
         assert not caller.is_current_async_call_done()
-        assert caller.sync_all_async_calls(is_alive=True)
+        assert not caller.sync_all_async_calls(is_alive=True)
         hold.release()
         assert caller.is_current_async_call_done(blocking=True)
-    assert not caller.sync_all_async_calls(is_alive=False)
+    assert caller.sync_all_async_calls(is_alive=False)
     save_state_dict_async_finalize(*planned)
     caller.close()
     assert loaded_wrong(tmp_path, small_state(1), small_state(0)) == []

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 
@@ -51,11 +52,22 @@ def _happen(fault: Mapping[str, Any], file: str) -> None:
         case "delay":
             time.sleep(fault["seconds"])
         case "hold":
-            # A pause without a clock: one byte says that somebody stands here, one byte lets somebody go on. The end of
-            # the second pipe, when the test is gone, does so, too.
-            with open(fault["reached"], "wb", buffering=0) as reached:
-                reached.write(b"1")
-            with open(fault["go"], "rb", buffering=0) as go:
-                go.read(1)
+            with suppress(OSError):  # the test may be over already, with its pipes or without
+                _stand_still(fault["reached"], fault["go"])
         case other:
             raise ValueError(f"unknown fault {other!r}")
+
+
+def _stand_still(reached: str, go: str) -> None:
+    """A pause without a clock: one byte says that somebody stands here, one byte lets somebody go on."""
+    go_fd = os.open(
+        go, os.O_RDONLY | os.O_NONBLOCK
+    )  # before the test is told, so that it may be gone by then
+    try:
+        reached_fd = os.open(reached, os.O_WRONLY | os.O_NONBLOCK)
+        os.write(reached_fd, b"1")
+        os.close(reached_fd)
+        os.set_blocking(go_fd, True)
+        os.read(go_fd, 1)  # ends with the pipe, too, when the test is gone
+    finally:
+        os.close(go_fd)

@@ -5,7 +5,7 @@ A file is worked through in chunks, taken in order by whichever thread is free. 
 1. computes the CRC-32 of the payload pieces inside it,
 2. seals the containers whose payload ends in it, once the threads that hold the earlier pieces of that payload have
    done step 1,
-3. writes it, once a container whose end reaches over from the chunk before is sealed.
+3. writes it, once step 2 is done for all earlier chunks, as a container's end may reach over from them.
 
 A thread waits only for steps 1 and 2 of earlier chunks, which other threads have begun and which themselves wait only
 for still earlier ones: there is no cycle, and one thread alone never waits. Checksumming one chunk thus overlaps with
@@ -224,9 +224,11 @@ class _FileTask:
         for earlier in range(self._payloads.first_chunk_needed(number), number):
             self._wait(self._summed[earlier])
         self._payloads.seal_ending_in(self._memory, number)
-        self._sealed[number].set()
         if number:
             self._wait(self._sealed[number - 1])
+        self._sealed[
+            number
+        ].set()  # and all before it: the end of a container may reach over several chunks
         chunk.phase = "write"
         self._faults.at("chunk", self.path)
         if self._file is None:

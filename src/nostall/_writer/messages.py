@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+from array import array
 from base64 import b64decode, b64encode
 from dataclasses import asdict
 from typing import Any
@@ -30,6 +31,7 @@ MAX_MESSAGE_NBYTES = 1 << 30
 """Far above the largest job seen (about 30 bytes per tensor); a longer announcement is a broken or hostile peer."""
 _HEADER = struct.Struct("<4sQ")
 _MAGIC = b"nst1"
+_MAX_DESCRIPTORS = 4
 
 Message = dict[str, Any]
 
@@ -75,13 +77,24 @@ class Receiver:
                 mine, self._descriptors = self._descriptors[:count], self._descriptors[count:]
                 return message, mine
             try:
-                piece, descriptors, _, _ = socket.recv_fds(self._sock, 1 << 16, 4, self._flags)
+                piece, descriptors = self._read()
             except ConnectionError:
                 return None
             self._descriptors += descriptors
             if not piece:
                 return None
             self._buffer += piece
+
+    def _read(self) -> tuple[bytes, list[int]]:
+        # As socket.recv_fds() does it, which takes flags and ignores them.
+        descriptors = array("i")
+        room = socket.CMSG_LEN(_MAX_DESCRIPTORS * descriptors.itemsize)
+        piece, ancillary, _, _ = self._sock.recvmsg(1 << 16, room, self._flags)
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                whole = len(content) // descriptors.itemsize * descriptors.itemsize
+                descriptors.frombytes(content[:whole])
+        return piece, list(descriptors)
 
     def buffered(self) -> bool:
         """Whether a whole message is here already, so that the socket need not be waited for."""
