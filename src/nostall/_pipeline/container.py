@@ -81,6 +81,12 @@ def build_container(
             phase="plan",
             hint="this torch is newer than this nostall; please report it",
         )
+    if records[payload].data_at != len(prefix):
+        raise NostallError(
+            "torch.save's container has its payload where its own directory does not find it",
+            phase="plan",
+            hint="torch cannot read such a file either; use a storage_alignment of at most 65536",
+        )
     before = 0
     for record in records[:payload]:
         before = combine_hash(before, record.crc32) if record.nbytes else before
