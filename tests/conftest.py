@@ -11,6 +11,12 @@ import pytest
 from nostall import _runtime
 
 
+def pytest_collection_finish() -> None:
+    """Exempt what importing torch left from the collections after each test; scanning it takes most of their time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Every test ends with no process of ours running and the default engine gone."""

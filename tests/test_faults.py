@@ -427,10 +427,10 @@ def test_ctrl_c_does_not_kill_the_save_in_flight(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_that_exits_does_not_disturb_a_save(tmp_path: Path) -> None:
-    """Children forked during a save own nothing of nostall and may leave as they like: that save and the next one are
-    right, by the same writer."""
+    """Children forked during a save own nothing of nostall and may leave as they like, through the queue's ``with`` block,
+    too: that save and the next one are right, by the same writer."""
     with trainer("forks", tmp_path) as running:
-        assert running.hear() == {"codes": [0, 0], "same_writer": True}
+        assert running.hear() == {"codes": [0, 0, 0], "same_writer": True}
         assert running.process.wait(DEADLINE_S) == 0
     assert digest(tmp_path / "held") == digest(tmp_path / "stock held")
     assert digest(tmp_path / "next") == digest(tmp_path / "stock next")

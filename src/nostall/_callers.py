@@ -169,6 +169,12 @@ class AsyncCaller(ABC):
     def _call_is_done(self, call: Call) -> None:  # noqa: B027  # a hook; most callers keep what served the call
         """A call left; subclasses may end what served it."""
 
+    def abandon_after_fork(self) -> None:
+        """In a forked child: let go of calls and processes, which are the parent's."""
+        for process in {call.process for call in self._calls if call.process is not None}:
+            process.abandon_after_fork()
+        self._calls.clear()
+
     def _abort_calls(self) -> None:
         for call in list(self._calls):
             if call.native is not None and not call.outcome.done():
@@ -226,6 +232,13 @@ class PersistentAsyncCaller(AsyncCaller):
         process, self._process = self._process, None
         if process is not None:
             process.end(abort=abort)
+
+    def abandon_after_fork(self) -> None:
+        """In a forked child: let go of calls and processes, which are the parent's."""
+        process, self._process = self._process, None
+        super().abandon_after_fork()
+        if process is not None:
+            process.abandon_after_fork()
 
     def _worker(self) -> PythonWorker:
         if self._process is None or not self._process.alive:

@@ -6,6 +6,7 @@ nostall's own save functions go to the torch-free writer process; any other call
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from concurrent.futures import wait
@@ -197,6 +198,11 @@ class AsyncCallsQueue:
                 if not call.life.over:
                     call.life.to(State.ABORTED)
 
+    def abandon_after_fork(self) -> None:
+        """In a forked child: forget what is scheduled; it is the parent's to finalise or to abort."""
+        self._calls.clear()
+        self._caller.abandon_after_fork()
+
     def __enter__(self) -> Self:
         return self
 
@@ -275,3 +281,11 @@ def abort_all() -> None:
 def abort_nvrx_checkpoint() -> None:
     """The name under which frameworks look for :func:`abort_all`."""
     abort_all()
+
+
+def _after_fork_in_child() -> None:
+    for live in list(_live_queues):
+        live.abandon_after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -413,24 +413,28 @@ def is_interrupted(out: Path) -> None:
 
 
 def forks(out: Path) -> None:
-    """Fork while a save is held; the children look around and leave in both ways a process can."""
+    """Fork while a save is held; the children look around and leave in every way: at once, through ``sys.exit`` and
+    with it through the queue's ``with`` block, and after closing the queue."""
+
+    def close_and_exit(code: int) -> None:
+        queue.close()
+        os._exit(code)
+
     hold = Hold("chunk")
-    queue = AsyncCallsQueue()
-    with inject(hold.fault):
-        schedule(queue, out / "held", small_state(1))
-    hold.wait_reached()
-    before = writer_pids()
-    codes = []
-    for leave in (os._exit, sys.exit):
-        child = os.fork()
-        if child == 0:
-            code = 0 if _runtime._default is None else 1
-            leave(code)
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    hold.release()
-    queue.wait()
-    schedule(queue, out / "next", small_state(2))
-    queue.close()
+    with AsyncCallsQueue() as queue:
+        with inject(hold.fault):
+            schedule(queue, out / "held", small_state(1))
+        hold.wait_reached()
+        before = writer_pids()
+        codes = []
+        for leave in (os._exit, sys.exit, close_and_exit):
+            child = os.fork()
+            if child == 0:
+                leave(0 if _runtime._default is None and queue.pending == 0 else 1)
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        hold.release()
+        queue.wait()
+        schedule(queue, out / "next", small_state(2))
     dcp.save(small_state(1), storage_writer=FileSystemWriter(out / "stock held"))
     dcp.save(small_state(2), storage_writer=FileSystemWriter(out / "stock next"))
     say(codes=codes, same_writer=writer_pids() == before)

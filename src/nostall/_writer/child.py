@@ -116,8 +116,10 @@ class ChildProcess(ABC, Generic[T]):
         self._reap(kill_after_s)
 
     def abandon_after_fork(self) -> None:
-        """In a forked child: drop the descriptor; the process belongs to the parent."""
-        os.close(self._socket.detach())
+        """In a forked child: drop the descriptor; the process belongs to the parent. Idempotent."""
+        fd = self._socket.detach()
+        if fd >= 0:
+            os.close(fd)
 
     @abstractmethod
     def _answer(self, message: Message) -> T:
