@@ -109,13 +109,13 @@ class TorchGroup:
         """One broadcast_object_list."""
         holder: list[Any] = [value]
         dist.broadcast_object_list(holder, src=self._coordinator_global, group=self._group)
-        return holder[0]  # type: ignore[no-any-return]
+        return holder[0]  # type: ignore[no-any-return]  # torch fills the list in place
 
     def scatter(self, values: list[T] | None) -> T:
         """One scatter_object_list."""
         holder: list[Any] = [None]
         dist.scatter_object_list(holder, values, src=self._coordinator_global, group=self._group)
-        return holder[0]  # type: ignore[no-any-return]
+        return holder[0]  # type: ignore[no-any-return]  # torch fills the list in place
 
     def all_gather(self, value: T) -> list[T]:
         """One all_gather_object."""

@@ -131,7 +131,7 @@ def failure_of(error: BaseException, *, phase: str) -> Failure:
         message=error.message
         if isinstance(error, NostallError)
         else f"{type(error).__name__}: {error}",
-        phase=(error.phase if known else None) or phase,  # type: ignore[attr-defined]
+        phase=(error.phase if known else None) or phase,  # type: ignore[attr-defined]  # known says that it is there
         path=getattr(error, "path", None) if known else None,
         errno=getattr(error, "errno", None),
         exit_code=getattr(error, "exit_code", None),
