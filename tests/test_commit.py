@@ -464,7 +464,7 @@ def test_local_plans_survive_in_metadata_and_cost_readers_nothing() -> None:
     content = dump_metadata(metadata)
     assert metadata.planner_data == planner_data
     loaded = load_metadata(content, path="p")
-    assert loaded.all_local_plans == plans  # type: ignore[attr-defined]
+    assert loaded.all_local_plans == plans  # type: ignore[attr-defined]  # see _metadata
     assert loaded.planner_data == planner_data
     read_by_stock = pickle.loads(content)
     assert planner_data.items() <= read_by_stock.planner_data.items()

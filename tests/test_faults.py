@@ -262,7 +262,7 @@ def test_a_fault_in_a_single_process_is_raised_and_harms_nothing(
     listed = sorted(os.listdir(overwritten))
     for path in (fresh, overwritten):
         with inject(ALL_FAULTS[fault]):
-            report = outcome_of(lambda path=path: way(path, 2, thread_count))  # type: ignore[misc]
+            report = outcome_of(lambda path=path: way(path, 2, thread_count))  # type: ignore[misc]  # mypy has no type for defaults
         failure = only_failure(report, 0)
         assert named_well(report, failure, fault=fault)
         assert failure["path"].startswith(f"{path}/__0_")

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 import nostall
+from nostall._runtime import default_engine
 from nostall.core import AsyncCaller, AsyncCallsQueue, AsyncRequest
 from nostall.errors import OptionError, StagingError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -204,17 +205,36 @@ def test_a_caller_of_a_frameworks_own_needs_only_the_documented_methods() -> Non
         def schedule_async_call(self, async_req: AsyncRequest) -> None:
             async_req.execute_sync()
 
-        def is_current_async_call_done(  # the API's signature
+        def is_current_async_call_done(
             self,
-            blocking: bool = False,  # noqa: FBT001, FBT002
-            no_dist: bool = False,  # noqa: FBT001, FBT002
+            blocking: bool = False,  # noqa: FBT001, FBT002  # the API's
+            no_dist: bool = False,  # noqa: FBT001, FBT002  # the API's
         ) -> bool:
             return True
 
-        def close(self, abort: bool = False) -> None:  # noqa: FBT001, FBT002
+        def close(self, abort: bool = False) -> None:  # noqa: FBT001, FBT002  # the API's
             return
 
     done: list[int] = []
     Own().schedule_async_call(AsyncRequest(done.append, [1], []))
     assert done == [1]
     assert Own().sync_all_async_calls(is_alive=False)
+
+
+class Uncopyable:
+    """An object that a state dict may hold and nobody can copy."""
+
+    def __deepcopy__(self, memo: object) -> Uncopyable:
+        raise RuntimeError("not to be copied")
+
+
+def test_a_stager_that_cannot_copy_everything_gives_its_memory_back() -> None:
+    """Else the next saves would wait for memory that nobody is going to return."""
+    kept = []
+    for _ in range(2 * EngineOptions().max_in_flight):
+        with pytest.raises(RuntimeError, match="not to be copied") as caught:
+            FileSystemWriterAsync("unused").stage({"w": torch.ones(3), "object": Uncopyable()})
+        kept.append(caught)  # and with it the frames that hold the lease
+    assert not default_engine().arena.anything_labelled
+    lease = default_engine().lease(1)
+    lease.release()

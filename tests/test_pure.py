@@ -350,7 +350,7 @@ def test_every_error_survives_the_way_to_another_process(how: str) -> None:
     assert len(ERRORS) > 10
     for kind in ERRORS:
         error = example(kind)
-        error.note = "kept by whoever caught it"  # type: ignore[attr-defined]
+        error.note = "kept by whoever caught it"  # type: ignore[attr-defined]  # on purpose
         if hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note("and a note")
         arrived: BaseException = {

@@ -68,9 +68,8 @@ class Block:
 
     def populate(self) -> None:
         """Map all pages in this process now, so that the first copy does not fault them in one by one."""
-        with suppress(
-            OSError, ValueError
-        ):  # Linux before 5.14 does not know it; then the first copy pays
+        # Linux before 5.14 does not know it; then the first copy pays.
+        with suppress(OSError, ValueError):
             self.memory.madvise(_MADV_POPULATE_WRITE)
 
     def image(self, offset: int, nbytes: int) -> memoryview:
@@ -97,9 +96,8 @@ class Lease:
         """What the holder wants to find again with :meth:`Arena.lease_at`."""
         self._give_back = give_back
         self._finalizer = weakref.finalize(self, give_back, block)
-        self._finalizer.atexit = (
-            False  # a handler that runs later may still wait for what is being written
-        )
+        # A handler that runs later may still wait for what is being written.
+        self._finalizer.atexit = False
 
     def release(self) -> None:
         """Give the block back; its bytes may change from now on."""
@@ -174,9 +172,8 @@ class Arena:
                         phase="stage",
                         hint="save less often, or wait for the saves in flight first",
                     )
-            if (
-                not collected
-            ):  # a failed save's lease may be alive in the traceback of its exception only
+            # A failed save's lease may be alive in the traceback of its exception only.
+            if not collected:
                 gc.collect()
                 collected = True
         return self._lease_new(nbytes, too_small)

@@ -91,9 +91,8 @@ class BackgroundSave(ABC):
             )
 
     def _settle(self, report: RankReport) -> None:
-        with suppress(
-            InvalidStateError
-        ):  # aborting and an answer may coincide; the first one stands
+        # Aborting and an answer may coincide; the first one stands.
+        with suppress(InvalidStateError):
             self._report.set_result(report)
 
     def __reduce__(self) -> str | tuple[Any, ...]:

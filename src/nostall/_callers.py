@@ -39,9 +39,8 @@ class Call:
         return self.request.async_fn if isinstance(self.request.async_fn, BackgroundSave) else None
 
     def settle(self, failure: Outcome) -> None:
-        with suppress(
-            InvalidStateError
-        ):  # aborting and an answer may coincide; the first one stands
+        # Aborting and an answer may coincide; the first one stands.
+        with suppress(InvalidStateError):
             self.outcome.set_result(failure)
 
     def failure(self) -> Failure | None:
@@ -82,9 +81,8 @@ class AsyncCaller(ABC):
             return call
         try:
             args = request.loaded_args()
-        except (
-            Exception
-        ) as error:  # the other ranks wait for this one; all of them raise when finalising
+        except Exception as error:
+            # The other ranks wait for this one; all of them raise when finalising.
             self._fail(call, error, phase="stage")
             return call
         call.life.to(State.STAGED)
@@ -92,9 +90,8 @@ class AsyncCaller(ABC):
         if call.native is None:
             try:
                 fd = serialize_call(request.async_fn, args, request.async_fn_kwargs or {})
-            except (
-                BaseException
-            ):  # what cannot travel on one rank cannot on any; said where it was scheduled
+            except BaseException:
+                # What cannot travel on one rank cannot on any; said where it was scheduled.
                 self._calls.remove(call)
                 raise
         try:

@@ -204,9 +204,8 @@ def _start_device_copy(
     device: torch.device, targets: list[torch.Tensor], sources: list[torch.Tensor]
 ) -> Callable[[], None]:
     module = torch.get_device_module(device)
-    if not hasattr(
-        module, "Stream"
-    ):  # a backend without streams copies in order and returns when it is done
+    # A backend without streams copies in order and returns when it is done.
+    if not hasattr(module, "Stream"):
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
         return lambda: None

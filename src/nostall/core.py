@@ -226,9 +226,8 @@ class AsyncCallsQueue:
                 message=f"request {call.request.call_idx} was not done within {timeout_s:g} s",
                 phase="write",
             )
-            call.settle(
-                late
-            )  # before the abort settles it: the deadline is what the user has to hear of
+            # Before the abort settles it: the deadline is what the user has to hear of.
+            call.settle(late)
             if call.native is not None:
                 call.native.abort()
 

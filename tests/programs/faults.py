@@ -332,7 +332,7 @@ def dcp_scenes(out: Path) -> dict[str, Any]:
         way(path, 1)
         dist.barrier()
         with on_rank(1, fault):
-            report = outcome_of(lambda way=way, path=path: way(path, 2))  # type: ignore[misc]
+            report = outcome_of(lambda way=way, path=path: way(path, 2))  # type: ignore[misc]  # mypy has no type for defaults
         dist.barrier()
         report["previous loads"] = loads_as(path, rank_state(seed=1))
         way(path, 3)

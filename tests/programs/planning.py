@@ -281,7 +281,7 @@ def replicated_on_one_rank_less(out: Path) -> Facts:
         cache = valid_cache(out / name)
         writer_rank = int(_file_of("shared", out / name / "before-3").split("_")[2])
 
-        def state(number: int, rank: int = writer_rank, wrote: bool = writes_it) -> State:  # noqa: FBT001
+        def state(number: int, rank: int = writer_rank, wrote: bool = writes_it) -> State:  # noqa: FBT001  # binds the loop's
             made = make_state(number)
             if (dist.get_rank() == rank) is wrote:
                 del made["shared"]

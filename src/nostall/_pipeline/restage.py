@@ -102,6 +102,17 @@ def stage_state_dict(
             offsets.append(end)
             end += leaf.tensor.nbytes
     lease = lease_of(end)
+    try:
+        content = _copied(state_dict, leaves, offsets, lease)
+    except BaseException:
+        lease.release()
+        raise
+    return StagedStateDict(content, lease, structure_of(leaves))
+
+
+def _copied(
+    state_dict: Mapping[str, Any], leaves: list[_Leaf], offsets: list[int], lease: Lease
+) -> dict[str, Any]:
     views = [
         _torch.view_of(lease.block.memory, offset, x.tensor.dtype, x.tensor.shape, x.stride)
         for x, offset in zip(leaves, offsets, strict=True)
@@ -116,8 +127,8 @@ def stage_state_dict(
             return _torch.private_copy(plain)
         return next(remaining).requires_grad_(tensor.requires_grad)
 
-    content = _rebuild(state_dict, "", place, copy_others=True)
-    return StagedStateDict(content, lease, structure_of(leaves))
+    content: dict[str, Any] = _rebuild(state_dict, "", place, copy_others=True)
+    return content
 
 
 def _rebuild(

@@ -177,9 +177,8 @@ class ChildProcess(ABC, Generic[T]):
         if message["type"] == "ready":
             self._ready.set()
             return
-        answer = self._answer(
-            message
-        )  # before the waiter is taken out: if this raises, it is failed with the rest
+        # Before the waiter is taken out: if this raises, it is failed with the rest.
+        answer = self._answer(message)
         with self._lock:
             waiting = self._waiting.pop(message["job"], None)
         if waiting is not None:  # a late answer that nobody waits for is dropped
@@ -218,9 +217,8 @@ class ChildProcess(ABC, Generic[T]):
             self._process.wait(kill_after_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            with suppress(
-                subprocess.TimeoutExpired
-            ):  # stuck in the kernel; the receiving thread goes on waiting
+            # Stuck in the kernel; the receiving thread goes on waiting.
+            with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_TIMEOUT_S)
         if threading.current_thread() is not self._receiver:
             self._receiver.join(_EXIT_TIMEOUT_S)

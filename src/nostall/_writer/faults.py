@@ -60,9 +60,8 @@ def _happen(fault: Mapping[str, Any], file: str) -> None:
 
 def _stand_still(reached: str, go: str) -> None:
     """A pause without a clock: one byte says that somebody stands here, one byte lets somebody go on."""
-    go_fd = os.open(
-        go, os.O_RDONLY | os.O_NONBLOCK
-    )  # before the test is told, so that it may be gone by then
+    # Before the test is told, so that it may be gone by then.
+    go_fd = os.open(go, os.O_RDONLY | os.O_NONBLOCK)
     try:
         reached_fd = os.open(reached, os.O_WRONLY | os.O_NONBLOCK)
         os.write(reached_fd, b"1")

@@ -226,9 +226,8 @@ class _FileTask:
         self._payloads.seal_ending_in(self._memory, number)
         if number:
             self._wait(self._sealed[number - 1])
-        self._sealed[
-            number
-        ].set()  # and all before it: the end of a container may reach over several chunks
+        # And all before it: the end of a container may reach over several chunks.
+        self._sealed[number].set()
         chunk.phase = "write"
         self._faults.at("chunk", self.path)
         if self._file is None:
