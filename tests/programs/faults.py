@@ -401,10 +401,14 @@ def is_interrupted(out: Path) -> None:
         schedule(queue, out / "checkpoint", small_state(1))
     hold.wait_reached()
     before = writer_pids()
+    # A signal between the interpreter's last look and a blocking read would wait as long as that read.
+    signalled, signal_fd = os.pipe()
+    os.set_blocking(signal_fd, False)
+    signal.set_wakeup_fd(signal_fd)
     interrupted = False
     try:
         say(writer=before[0])
-        listen()
+        select.select([signalled], [], [])
     except KeyboardInterrupt:
         interrupted = True
     hold.release()
