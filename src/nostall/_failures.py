@@ -12,21 +12,10 @@ from collections.abc import Mapping
 from copy import copy
 from typing import Any, NoReturn
 
-from nostall import _torch
+from nostall import _torch, errors
 from nostall._coordination import Coordination
 from nostall._values import Failure, RankFailed
-from nostall.errors import (
-    NostallError,
-    OptionError,
-    ProtocolError,
-    ReservationError,
-    SaveAbortedError,
-    SaveError,
-    SaveTimeoutError,
-    StagingError,
-    WriteError,
-    WriterDiedError,
-)
+from nostall.errors import NostallError, SaveError, WriteError, WriterDiedError
 
 
 def sendable(wrapped: _torch.WrappedException) -> _torch.WrappedException:
@@ -84,18 +73,9 @@ def raise_everywhere(
 
 
 _ERROR_KINDS: dict[str, type[NostallError]] = {
-    kind.__name__: kind
-    for kind in (
-        OptionError,
-        ProtocolError,
-        ReservationError,
-        SaveAbortedError,
-        SaveError,
-        SaveTimeoutError,
-        StagingError,
-        WriteError,
-        WriterDiedError,
-    )
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, NostallError)
 }
 
 

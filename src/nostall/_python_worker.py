@@ -12,7 +12,6 @@ import json
 import os
 import pickle
 import queue
-import select
 import signal
 import socket
 import sys
@@ -26,7 +25,8 @@ from typing import Any
 
 from nostall._values import Failure
 from nostall._writer.child import ChildProcess
-from nostall._writer.messages import Message, Receiver, send
+from nostall._writer.messages import Message, send
+from nostall._writer.parent import messages_from_parent
 from nostall.errors import StagingError
 
 _DRAIN_TIMEOUT_S = 1800.0
@@ -149,23 +149,7 @@ def serve(socket_fd: int, parent_pid: int) -> None:
 def _listen(
     sock: socket.socket, parent_pid: int, calls: queue.SimpleQueue[tuple[str, int]]
 ) -> None:
-    if os.getppid() != parent_pid:
-        os._exit(0)
-    parent = os.pidfd_open(parent_pid)
-    poller = select.poll()
-    poller.register(parent, select.POLLIN)
-    poller.register(sock, select.POLLIN)
-    receiver = Receiver(sock, wait=False)
-    while True:
-        if not receiver.buffered() and parent in {fd for fd, _ in poller.poll()}:
-            os._exit(0)
-        try:
-            received = receiver.receive()
-        except BlockingIOError:
-            continue
-        if received is None:
-            os._exit(0)
-        message, descriptors = received
+    for message, descriptors in messages_from_parent(sock, parent_pid):
         calls.put((message["job"], descriptors[0]))
 
 

@@ -1,7 +1,6 @@
 """What runs in the writer process: take jobs off the socket, write them, answer.
 
-The main thread only listens, so that it notices at once when the trainer is gone: the socket ends, or the trainer's
-process descriptor becomes readable (a forked child of the trainer may hold the socket open). It then leaves at once,
+The main thread only listens, so that it notices at once when the trainer is gone (see ``parent``). It then leaves,
 whatever the other threads are doing; an unfinished file is not part of any checkpoint. Jobs are written one after the
 other by a second thread. SIGINT and SIGTERM are ignored: a signal to the whole process group must not lose a save, and
 the trainer decides when the writer ends.
@@ -13,7 +12,6 @@ import mmap
 import os
 import pickle
 import queue
-import select
 import signal
 import site
 import socket
@@ -26,11 +24,11 @@ from nostall._values import Failure, RankFailed, RankReport, WriteJob, page_alig
 from nostall._writer.files import perform
 from nostall._writer.messages import (
     Message,
-    Receiver,
     job_from_message,
     report_to_message,
     send,
 )
+from nostall._writer.parent import messages_from_parent
 
 
 def main(socket_fd: int, parent_pid: int) -> None:
@@ -40,26 +38,9 @@ def main(socket_fd: int, parent_pid: int) -> None:
     sock = socket.socket(fileno=socket_fd)
     writer = _Writer(sock)
     threading.Thread(target=writer.write_jobs, name="nostall-jobs", daemon=True).start()
-    parent = os.pidfd_open(parent_pid) if os.getppid() == parent_pid else None
-    if parent is None:
-        os._exit(0)
-    poller = select.poll()
-    poller.register(parent, select.POLLIN)
-    poller.register(sock, select.POLLIN)
     send(sock, {"type": "ready", "pid": os.getpid()})
-    # Without waiting: a message that has begun and does not go on must not keep the parent's end from being noticed.
-    # The socket itself blocks, as an answer has to go out however long the trainer takes to read it.
-    receiver = Receiver(sock, wait=False)
-    while True:
-        if not receiver.buffered() and parent in {fd for fd, _ in poller.poll()}:
-            os._exit(0)
-        try:
-            received = receiver.receive()
-        except BlockingIOError:
-            continue
-        if received is None:
-            os._exit(0)
-        writer.take(*received)
+    for message, descriptors in messages_from_parent(sock, parent_pid):
+        writer.take(message, descriptors)
 
 
 class _Writer:

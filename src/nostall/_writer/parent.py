@@ -1,0 +1,47 @@
+"""A background process's ear: what the trainer says, for as long as there is a trainer."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections.abc import Iterator
+
+from nostall._writer.messages import Message, Receiver
+
+
+def messages_from_parent(
+    sock: socket.socket, parent_pid: int
+) -> Iterator[tuple[Message, list[int]]]:
+    """Yield the trainer's messages with their descriptors; never returns.
+
+    When the trainer is gone, this process ends at once, whatever its other threads are doing. It is gone when the socket
+    ends or its process descriptor becomes readable: a forked child of the trainer may hold the socket open.
+    """
+    parent = _descriptor_of(parent_pid)
+    poller = select.poll()
+    poller.register(parent, select.POLLIN)
+    poller.register(sock, select.POLLIN)
+    # Without waiting: a message that has begun and does not go on must not keep the parent's end from being noticed.
+    # The socket itself blocks, as an answer has to go out however long the trainer takes to read it.
+    receiver = Receiver(sock, wait=False)
+    while True:
+        if not receiver.buffered() and parent in {fd for fd, _ in poller.poll()}:
+            os._exit(0)
+        try:
+            received = receiver.receive()
+        except BlockingIOError:
+            continue
+        if received is None:
+            os._exit(0)
+        yield received
+
+
+def _descriptor_of(parent_pid: int) -> int:
+    try:
+        parent = os.pidfd_open(parent_pid)
+    except ProcessLookupError:
+        os._exit(0)
+    if os.getppid() != parent_pid:  # it ended first, and the number may be another process's by now
+        os._exit(0)
+    return parent
