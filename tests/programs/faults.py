@@ -401,6 +401,8 @@ def is_interrupted(out: Path) -> None:
         schedule(queue, out / "checkpoint", small_state(1))
     hold.wait_reached()
     before = writer_pids()
+    # Whoever runs the tests in the background of a shell has them ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # A signal between the interpreter's last look and a blocking read would wait as long as that read.
     signalled, signal_fd = os.pipe()
     os.set_blocking(signal_fd, False)
