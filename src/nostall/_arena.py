@@ -60,8 +60,8 @@ class Block:
             raise _reservation_error(self.nbytes, os.strerror(error.errno)) from error
         # A forked data loader must neither pay for these pages nor keep them.
         self.memory.madvise(mmap.MADV_DONTFORK)
-        self.primed: tuple[Any, Any] | None = None
-        """What a stage left in the block for the next save of the same layout: its key, and views or the like."""
+        self.primed: Any = None
+        """What the snapshot keeps in the block for the next save of the same layout."""
         self.close_descriptor = weakref.finalize(self, os.close, self.fd)
         self.close_descriptor.atexit = False
         Block._all.add(self)

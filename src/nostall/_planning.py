@@ -7,12 +7,16 @@ metadata without what belongs to one checkpoint. Metadata handed in or out is ne
 from __future__ import annotations
 
 import inspect
+import io
 import weakref
 from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
@@ -113,6 +117,12 @@ def local_plan(
         # This rank's own planner decides what it writes; here, so that a failure is still told to all ranks.
         plan = getattr(planner, "create_decentralized_global_plan", lambda local: local)(plan)
     return plan
+
+
+def set_up_writer(writer: PlanningWriter, plan: SavePlan, wrapper: _torch.DistWrapper) -> None:
+    """What :func:`local_plan` does with the writer, for a plan that is known already."""
+    writer.set_up_storage_writer(wrapper.is_coordinator, rank=wrapper.rank, use_collectives=True)
+    writer.prepare_local_plan(plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,6 +309,36 @@ def planner_key(planner: SavePlanner) -> Any:
         if isinstance(value, bool | int | str) and name != "is_coordinator"
     }
     return type(planner), tuple(sorted(switches.items()))
+
+
+def is_stocks_own(planner: SavePlanner) -> bool:
+    """Whether it is DCP's planner itself in its usual configuration, whose plan is a function of the structure alone."""
+    return (
+        type(planner) is DefaultSavePlanner
+        and planner.flatten_state_dict
+        and planner.flatten_sharded_tensors
+        and not getattr(planner, "_enable_plan_caching", False)
+    )
+
+
+def serialize(value: Any) -> bytes:
+    """The bytes that DCP's planner makes of an object."""
+    if type(value) in _SCALARS:
+        return _serialize_scalar(type(value).__name__, repr(value), value)
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+_SCALARS = (bool, int, float, str, type(None))
+
+
+@lru_cache(maxsize=4096)
+def _serialize_scalar(_kind: str, _text: str, value: Any) -> bytes:
+    # The key holds more than the value, because 1 == 1.0 == True and 0.0 == -0.0.
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 def without_state(planner: SavePlanner) -> SavePlanner:

@@ -15,11 +15,12 @@ import pickle
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -27,19 +28,22 @@ from nostall import _torch
 from nostall._arena import Lease
 from nostall._failures import error_of, failure_of
 from nostall._pipeline.collect import require_one_result_each
-from nostall._pipeline.layout import FileNaming, Packing
+from nostall._pipeline.layout import FileNaming, Packing, renamed
 from nostall._pipeline.plan import Resolver, plan_rank
 from nostall._pipeline.snapshot import Snapshot, adopt_staged, take_snapshot
+from nostall._pipeline.structure import KnownStructure
 from nostall._runtime import Engine
 from nostall._storage.streams import StreamTarget
 from nostall._values import (
     Failure,
     FileImage,
+    ItemShape,
     Layout,
     PlannedSave,
     RankFailed,
     RankReport,
     RankWritten,
+    Share,
     WriteJob,
     page_aligned,
 )
@@ -71,6 +75,16 @@ class PreparedSave:
     layout: Layout
     target: SaveTarget
 
+    @property
+    def rank(self) -> int:
+        """The rank whose share it is."""
+        return self.planned.share.rank
+
+    @property
+    def plan(self) -> SavePlan:
+        """The rank's final plan."""
+        return self.planned.share.plan
+
 
 def prepare(
     plan: SavePlan, resolver: Resolver, *, rank: int, target: SaveTarget, engine: Engine
@@ -81,10 +95,62 @@ def prepare(
         StagingError: An item could not be resolved.
     """
     planned = plan_rank(plan, resolver, rank=rank)
-    options = target.options
-    packing = Packing(file_count=options.thread_count, file_per_item=options.file_per_item)
-    layout = engine.lay_out(planned.shapes, target.naming, packing)
+    layout = engine.lay_out(planned.share.shapes, target.naming, _packing(target.options))
     return PreparedSave(planned=planned, layout=layout, target=target)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownSave:
+    """What of a prepared save is structure: all that the next save of the same structure can reuse."""
+
+    structure: KnownStructure
+    share: Share
+    layout: Layout
+    naming: FileNaming
+    packing: Packing
+
+
+def known(prepared: PreparedSave, structure: KnownStructure) -> KnownSave:
+    """What the next save of this structure can reuse."""
+    return KnownSave(
+        structure=structure,
+        share=prepared.planned.share,
+        layout=prepared.layout,
+        naming=prepared.target.naming,
+        packing=_packing(prepared.target.options),
+    )
+
+
+def prepare_known(
+    known: KnownSave, sources: list[torch.Tensor | bytes], *, target: SaveTarget, engine: Engine
+) -> PreparedSave:
+    """As :func:`prepare`, for a structure that was saved before."""
+    share, layout, packing = known.share, known.layout, _packing(target.options)
+    shapes = _with_lengths(share, sources)
+    same_group = known.naming.separation_hint == target.naming.separation_hint
+    if shapes is not share.shapes or packing != known.packing or not same_group:
+        share = replace(share, shapes=shapes)
+        layout = engine.lay_out(shapes, target.naming, packing)
+    elif target.naming != known.naming:
+        layout = renamed(layout, target.naming)
+    planned = PlannedSave(share=share, sources=sources)
+    return PreparedSave(planned=planned, layout=layout, target=target)
+
+
+def _with_lengths(share: Share, sources: Sequence[torch.Tensor | bytes]) -> tuple[ItemShape, ...]:
+    """The share's shapes with the lengths that its objects have now."""
+    changed = {
+        item: replace(share.shapes[item], nbytes=len(source))
+        for item, source in enumerate(sources)
+        if isinstance(source, bytes) and len(source) != share.shapes[item].nbytes
+    }
+    if not changed:
+        return share.shapes
+    return tuple(changed.get(item, shape) for item, shape in enumerate(share.shapes))
+
+
+def _packing(options: WriterOptions) -> Packing:
+    return Packing(file_count=options.thread_count, file_per_item=options.file_per_item)
 
 
 def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False) -> Snapshot:
@@ -95,10 +161,10 @@ def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False)
         ReservationError: There is not enough host memory.
         StagingError: A copy failed.
     """
-    if prepared.layout.files and not prepared.planned.items:
+    if prepared.layout.files and not prepared.planned.sources:
         raise StagingError(
             "the snapshot of this save was taken already",
-            rank=prepared.planned.rank,
+            rank=prepared.rank,
             phase="stage",
             job=prepared.target.job,
             hint="every save takes one snapshot; plan again for another one",
@@ -106,7 +172,7 @@ def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False)
     try:
         lease = engine.lease(prepared.layout.image_nbytes, beyond_limit=beyond_limit)
     except NostallError as error:
-        error.rank, error.job = prepared.planned.rank, prepared.target.job
+        error.rank, error.job = prepared.rank, prepared.target.job
         raise
     try:
         return take_snapshot(prepared.planned, prepared.layout, lease)
@@ -114,7 +180,7 @@ def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False)
         lease.release()
         raise StagingError(
             f"the snapshot failed: {type(error).__name__}: {error}",
-            rank=prepared.planned.rank,
+            rank=prepared.rank,
             phase="stage",
             job=prepared.target.job,
         ) from error
@@ -122,7 +188,7 @@ def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False)
 
 def without_sources(prepared: PreparedSave) -> PreparedSave:
     """What is needed of a save once its snapshot is taken; holds no tensor, so the trainer's memory is its own again."""
-    return replace(prepared, planned=replace(prepared.planned, items=()))
+    return replace(prepared, planned=replace(prepared.planned, sources=()))
 
 
 def adopt_or_stage(prepared: PreparedSave, engine: Engine) -> tuple[Snapshot, bool]:
@@ -147,9 +213,9 @@ def adopt_or_stage(prepared: PreparedSave, engine: Engine) -> tuple[Snapshot, bo
 def _stager_lease(prepared: PreparedSave, engine: Engine) -> Lease | None:
     if not engine.arena.anything_labelled:
         return None
-    for item in prepared.planned.items:
-        if not isinstance(item.source, bytes) and item.source.is_cpu and item.source.nbytes:
-            lease = engine.arena.lease_at(item.source.data_ptr())
+    for source in prepared.planned.sources:
+        if not isinstance(source, bytes) and source.is_cpu and source.nbytes:
+            lease = engine.arena.lease_at(source.data_ptr())
             if lease is not None and lease.label is not None:
                 return lease
     return None
@@ -157,12 +223,13 @@ def _stager_lease(prepared: PreparedSave, engine: Engine) -> Lease | None:
 
 def _placement(prepared: PreparedSave) -> dict[str, tuple[int, int]]:
     """Where payloads belong in memory, and how long they are, by name; under ``""`` the whole image."""
-    names = Counter(item.shape.fqn for item in prepared.planned.items)
+    shapes = prepared.layout.shapes
+    names = Counter(shape.fqn for shape in shapes)
     placement = {"": (0, prepared.layout.image_nbytes)}
     for file in prepared.layout.files:
         for slot in file.slots:
-            fqn = prepared.planned.items[slot.item].shape.fqn
-            if names[fqn] == 1 and prepared.layout.shapes[slot.item].container is not None:
+            fqn = shapes[slot.item].fqn
+            if names[fqn] == 1 and shapes[slot.item].container is not None:
                 offset = file.image_offset + slot.payload_offset
                 placement[fqn] = (offset, slot.payload_nbytes)
     return placement
@@ -230,13 +297,13 @@ def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResul
             offset, length = (
                 receipt.extents[position] if receipt.extents else (slot.offset, slot.length)
             )
-            index = prepared.planned.plan.items[slot.item].index
+            index = prepared.plan.items[slot.item].index
             info = _torch.StorageInfo(
                 receipt.name, offset, length, None if descriptors is None else list(descriptors)
             )
             results.append(WriteResult(index=index, size_in_bytes=length, storage_data=info))
     require_one_result_each(
-        (item.index for item in prepared.planned.plan.items),
+        (item.index for item in prepared.plan.items),
         (result.index for result in results),
         rank=report.rank,
     )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import compress
 from typing import IO, Any, cast
 
 import torch
@@ -152,6 +153,56 @@ def payload_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return dense
 
 
+class TensorKinds:
+    """Recognises tensors that equal others, one by one, in all but their values; keeps none of them.
+
+    What is compared: class, dtype, device, layout, sizes, strides, ``requires_grad``, lazy conjugation and negation.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._kinds: list[Any] | None = None
+        self._guards: Any = None
+        try:
+            # What torch.compile checks before it reuses a graph: one call for all tensors, about 0.1 us each.
+            from torch._C._dynamo.guards import TensorGuards
+
+            sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
+            strides: list[Any] = [list(_stride(tensor) or ()) for tensor in tensors]
+            self._guards = TensorGuards(
+                *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+            )
+            if not self._guards.check(*tensors):  # it wants every tensor to be another object
+                self._guards = None
+        except (ImportError, TypeError, RuntimeError):
+            self._guards = None
+        if self._guards is None:
+            self._kinds = [_kind(tensor) for tensor in tensors]
+
+    def match(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are of the same kinds, in the same order."""
+        if self._guards is not None:
+            return bool(self._guards.check(*tensors))
+        return [_kind(tensor) for tensor in tensors] == self._kinds
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (
+        type(tensor),
+        tensor.dtype,
+        tensor.device,
+        tensor.layout,
+        tensor.shape,
+        _stride(tensor),
+        tensor.requires_grad,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    return tuple(tensor.stride()) if tensor.layout == torch.strided else None
+
+
 @torch.inference_mode(mode=False)  # a view made in inference mode could not be written to outside
 def view_of(
     memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
@@ -183,13 +234,14 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     Sources on an accelerator are copied on a side stream that first waits for the caller's stream, so that the copy
     sees the values which the caller's program order says; the host then waits for that stream.
     """
+    devices = [source.device for source in sources]
     by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        to, of = by_device.setdefault(source.device, ([], []))
-        # Alone of all dtypes, complex128 is copied with instructions that fault on an address no multiple of 16.
-        as_floats = source.dtype is torch.complex128
-        to.append(torch.view_as_real(target) if as_floats else target)
-        of.append(torch.view_as_real(source) if as_floats else source)
+    for device in set(devices):
+        here = [at == device for at in devices]
+        by_device[device] = (
+            [_copyable(target) for target in compress(targets, here)],
+            [_copyable(source) for source in compress(sources, here)],
+        )
     with ExitStack() as waits, torch.inference_mode(mode=False), torch.no_grad():
         for device, (to, of) in by_device.items():
             if device.type != "cpu":
@@ -198,6 +250,11 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         if torch.device("cpu") in by_device:
             to, of = by_device[torch.device("cpu")]
             torch._foreach_copy_(to, of)
+
+
+def _copyable(tensor: torch.Tensor) -> torch.Tensor:
+    # Alone of all dtypes, complex128 is copied with instructions that fault on an address no multiple of 16.
+    return torch.view_as_real(tensor) if tensor.dtype is torch.complex128 else tensor
 
 
 def _start_device_copy(

@@ -7,13 +7,13 @@ writer process is asked to do, and ``RankReport`` what came of it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+    from torch.distributed.checkpoint.planner import SavePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,29 +67,34 @@ class ItemShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedItem:
-    """One item of this rank's share."""
+class TensorForm:
+    """How a tensor lies in its payload."""
 
-    write_item: WriteItem
-    shape: ItemShape
-    source: torch.Tensor | bytes
-    """The live tensor, laid out in memory as its payload will be or not; or the item's bytes."""
+    dtype: torch.dtype
+    size: tuple[int, ...]
     stride: tuple[int, ...]
-    """Strides of the tensor in the file; empty for bytes."""
+    """In elements; those of the live tensor may be others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one rank writes of a checkpoint: structure, no values, so that it can be kept from save to save."""
+
+    rank: int
+    plan: SavePlan
+    shapes: tuple[ItemShape, ...]
+    """One per item of the plan."""
+    forms: tuple[TensorForm | None, ...]
+    """One per item of the plan; ``None`` for an item that is a run of bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSave:
-    """This rank's share of a checkpoint, resolved but not yet copied."""
+    """One rank's share of a checkpoint with its values, resolved but not yet copied."""
 
-    rank: int
-    plan: SavePlan
-    items: tuple[PlannedItem, ...]
-
-    @property
-    def shapes(self) -> tuple[ItemShape, ...]:
-        """What laying out needs of the items."""
-        return tuple(item.shape for item in self.items)
+    share: Share
+    sources: Sequence[torch.Tensor | bytes]
+    """One per item of the plan: the live tensor, laid out in memory as its payload will be or not; or the bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +102,7 @@ class Slot:
     """The place of one item in its file."""
 
     item: int
-    """Position in the planned save's items."""
+    """Position in the plan's items."""
     offset: int
     length: int
     payload_offset: int
@@ -120,6 +125,8 @@ class FileLayout:
     """One shard file: its name below the checkpoint directory and what lies where in it."""
 
     name: str
+    group: str
+    """What the name begins with; empty without a separation hint."""
     nbytes: int
     slots: tuple[Slot, ...]
     image_offset: int

@@ -18,6 +18,7 @@ import uuid
 from concurrent.futures import Future
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
@@ -39,7 +40,8 @@ from nostall._pipeline.commit import commit
 from nostall._pipeline.layout import FileNaming
 from nostall._pipeline.restage import StagedStateDict, find_leaves, stage_state_dict, structure_of
 from nostall._pipeline.snapshot import Snapshot
-from nostall._runtime import default_engine
+from nostall._pipeline.structure import learn
+from nostall._runtime import Engine, default_engine
 from nostall._storage.posix import remove_files
 from nostall._storage.streams import StreamTarget
 from nostall._values import RankReport
@@ -65,7 +67,7 @@ class RankSave(BackgroundSave):
     """One rank's share of one split save: what ``AsyncCallsQueue`` schedules, or a framework calls by hand."""
 
     def __init__(self, prepared: _save.PreparedSave) -> None:
-        super().__init__(rank=prepared.planned.rank, job=prepared.target.job)
+        super().__init__(rank=prepared.rank, job=prepared.target.job)
         self.prepared = prepared
 
     def stage(self) -> Snapshot:
@@ -218,7 +220,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             written = _save.write_in_background(snapshot, prepared.target, engine)
             report = _save.await_report(
                 written,
-                rank=prepared.planned.rank,
+                rank=prepared.rank,
                 timeout_s=engine.options.save_timeout_s,
                 give_up=lambda: engine.cancel(prepared.target.job, written, timeout_s=5.0),
             )
@@ -302,19 +304,38 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         self._save = RankSave(self._prepare(plan, planner))
 
+    def prepare_known(self, known: _save.KnownSave, sources: list[torch.Tensor | bytes]) -> None:
+        """As :meth:`prepare_write_data`, for a structure that was saved before."""
+        engine = default_engine()
+        target = self._target(known.share.plan, engine)
+        self._save = RankSave(_save.prepare_known(known, sources, target=target, engine=engine))
+
+    def learn(self, state_dict: dict[str, Any], flat: dict[str, Any]) -> _save.KnownSave | None:
+        """What the next save can reuse of the one prepared, before it is staged; ``None`` if nothing is safe to reuse.
+
+        Args:
+            state_dict: What was planned.
+            flat: The same, flattened by the planner.
+        """
+        if self._save is None:
+            return None
+        prepared = self._save.prepared
+        structure = learn(state_dict, flat, prepared.planned)
+        return None if structure is None else _save.known(prepared, structure)
+
     def get_save_function_and_args(self) -> tuple[Any, Any, list[Any]]:
         """What to schedule: ``(save_fn, preload_fn, [rank, None, results])``; ``(None, None, [])`` for nothing."""
-        if self._save is None or not self._save.prepared.planned.plan.items:
+        if self._save is None or not self._save.prepared.plan.items:
             return None, None, []
         save = self._save
-        return save, save.stage, [save.prepared.planned.rank, None, queue.SimpleQueue()]
+        return save, save.stage, [save.prepared.rank, None, queue.SimpleQueue()]
 
     def retrieve_write_results(self) -> list[WriteResult] | _torch.WrappedException:
         """This rank's results, or its failure in the form that DCP sends to other ranks. Waits if need be."""
         try:
             if self._failure is not None:
                 raise self._failure
-            if self._save is None or not self._save.prepared.planned.plan.items:
+            if self._save is None or not self._save.prepared.plan.items:
                 return []
             return self._save.results()
         except Exception as error:  # reported to all ranks by whoever finalises
@@ -333,12 +354,17 @@ class FileSystemWriterAsync(FileSystemWriter):
     # ----------------------------------------------------------------------------------------------------------------
 
     def _prepare(self, plan: SavePlan, planner: SavePlanner) -> _save.PreparedSave:
-        engine, job, directory = default_engine(), uuid.uuid4().hex, str(self.path)
+        engine = default_engine()
+        target = self._target(plan, engine)
+        return _save.prepare(plan, planner, rank=self.rank or 0, target=target, engine=engine)
+
+    def _target(self, plan: SavePlan, engine: Engine) -> _save.SaveTarget:
+        job, directory = uuid.uuid4().hex, str(self.path)
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self.rank or 0}_"
         # Stock's names are for a save that has the directory to itself; any other one leaves the files there alone.
         committed = os.path.exists(self._metadata_path())
         self._claim = engine.claim(directory, prefix, committed=committed)
-        target = _save.SaveTarget(
+        return _save.SaveTarget(
             job=job,
             directory=directory,
             naming=FileNaming(
@@ -351,8 +377,6 @@ class FileSystemWriterAsync(FileSystemWriter):
             claim=self._claim,
             transform_descriptors=self._transform_descriptors(),
         )
-        rank = self.rank or 0
-        return _save.prepare(plan, planner, rank=rank, target=target, engine=engine)
 
     def _options(self) -> WriterOptions:
         return WriterOptions(

@@ -6,6 +6,7 @@ the group, in the same order. What happens between them on a rank is that rank's
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +36,16 @@ from nostall._planning import (
     PlanMemory,
     as_save_error,
     group_identity,
+    is_stocks_own,
     local_plan,
     plan_together,
     planner_key,
     replanned_metadata,
+    serialize,
+    set_up_writer,
     without_state,
 )
+from nostall._save import KnownSave
 from nostall._values import Abort, Commit
 from nostall.errors import IncompleteSaveError, SaveError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -58,6 +63,8 @@ class CheckpointMetadataCache(PlanMemory):
         self._central: SavePlan | None = None
         self._local: SavePlan | None = None
         self._validated = False
+        self.known: KnownSave | None = None
+        """The structure of the last save that reused a plan, and what follows from it."""
 
     def set_cached_global_metadata(self, metadata: Metadata | None) -> None:
         """Adopt the metadata of a loaded checkpoint, so that the first save after a resume need not be planned anew."""
@@ -100,11 +107,12 @@ class CheckpointMetadataCache(PlanMemory):
         super().keep(plans, all_plans, metadata)
         self._central, self._local = plans.final, plans.local
         self._validated = plans.validated  # what all ranks agreed on, not what this one sees
+        self.known = None
 
     def forget(self) -> None:
         """Plan the next save together."""
         super().forget()
-        self._central = self._local = None
+        self._central = self._local = self.known = None
         self._validated = False
 
 
@@ -178,36 +186,92 @@ def save_state_dict_async_plan(
     """
     use_dist = dist.is_available() and dist.is_initialized()
     session = SaveSession(process_group, use_dist, coordinator_rank)
+    session.cache = (metadata_cache or _default_cache) if enable_cache else None
     planner = DefaultSavePlanner() if planner is None else planner
     coordination = coordination_of(session)
-    cache = (metadata_cache or _default_cache) if enable_cache else None
-    session.cache = cache
-    group = (
+    identity = (
         group_identity(process_group, use_dist=use_dist),
         coordination.rank,
         coordination.world_size,
     )
-    configuration = planner_key(planner)
+    asked = _Asked(
+        state_dict=state_dict,
+        planner=planner,
+        configuration=planner_key(planner),
+        group=identity,
+        writer=storage_writer,
+    )
+    silent = session.cache is not None and nobody_talks(session.cache.plans, group=identity)
+    if session.cache is not None and silent:
+        session.reused_plans = session.cache.all_plans
+        metadata = _reusable(session.cache, coordination)
+        if _prepare_known(asked, session.cache, session, coordination):
+            return storage_writer, metadata, session
+    return storage_writer, _plan(asked, session, coordination, silent=silent), session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What is to be saved, and with what."""
+
+    state_dict: dict[str, Any]
+    planner: SavePlanner
+    configuration: Hashable
+    """Identifies how the planner is set."""
+    group: Hashable
+    """Identifies the ranks that save together, and this one among them."""
+    writer: FileSystemWriterAsync
+
+
+def _prepare_known(
+    asked: _Asked,
+    cache: CheckpointMetadataCache,
+    session: SaveSession,
+    coordination: Coordination,
+) -> bool:
+    """Prepare a save without planning, if the last one was planned alike and was of the same structure."""
+    known, plans, writer = cache.known, cache.plans, asked.writer
+    if known is None or plans is None or plans.planner != asked.configuration:
+        return False
+    if not is_stocks_own(asked.planner):
+        return False
+    session.planner = asked.planner
+    try:
+        sources = known.structure.find(asked.state_dict, serialize)
+        if sources is None:
+            return False
+        set_up_writer(writer, known.share.plan, session)
+        writer.prepare_known(known, sources)
+    except Exception as error:  # told to every rank when the save is finalised
+        writer.fail_later(as_save_error(error, coordination.rank))
+    return True
+
+
+def _plan(
+    asked: _Asked, session: SaveSession, coordination: Coordination, *, silent: bool
+) -> Metadata | None:
+    """Plan a save, with the other ranks unless all have agreed to be ``silent``; returns its metadata, if any."""
+    cache, planner, writer = session.cache, asked.planner, asked.writer
     local: SavePlan | _torch.WrappedException
     try:
-        local = local_plan(state_dict, storage_writer, planner, session)
+        local = local_plan(asked.state_dict, writer, planner, session)
     except Exception as error:  # told to every rank, now or when the save is finalised
         local = _torch.wrap_exception(error)
-    silent = cache is not None and nobody_talks(cache.plans, group=group)
-    if silent and cache is not None:
-        session.reused_plans = cache.all_plans
     if silent and not isinstance(local, SavePlan):
-        storage_writer.fail_later(as_save_error(local[0], coordination.rank))
-        return storage_writer, _reusable(cache, coordination), session
+        writer.fail_later(as_save_error(local[0], coordination.rank))
+        return _reusable(cache, coordination)
     route: Route = Together()
     if cache is not None and isinstance(local, SavePlan):
-        route = choose_route(cache.plans, group=group, planner=configuration, local=local)
+        route = choose_route(
+            cache.plans, group=asked.group, planner=asked.configuration, local=local
+        )
     metadata: Metadata | None = None
     try:
         match route:
             case Together():
+                identity = (asked.group, asked.configuration)
                 final, metadata = plan_together(
-                    local, storage_writer, planner, coordination, cache, (group, configuration)
+                    local, writer, planner, coordination, cache, identity
                 )
             case Reuse(final):
                 metadata = _reusable(cache, coordination)
@@ -216,11 +280,13 @@ def save_state_dict_async_plan(
                 session.changed_plan = local_plan_now
             case _:
                 assert_never(route)
-        storage_writer.prepare_write_data(planner.finish_plan(final), planner)
+        writer.prepare_write_data(planner.finish_plan(final), planner)
+        if cache is not None and isinstance(route, Reuse) and is_stocks_own(planner):
+            cache.known = writer.learn(asked.state_dict, vars(planner)["state_dict"])
     except Exception as error:  # told to the others where they are going: to finalising
-        storage_writer.fail_later(as_save_error(error, coordination.rank))
+        writer.fail_later(as_save_error(error, coordination.rank))
     session.planner = without_state(planner)
-    return storage_writer, metadata, session
+    return metadata
 
 
 def save_state_dict_async_finalize(

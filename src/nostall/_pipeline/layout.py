@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nostall._values import FileLayout, ItemShape, Layout, Seal, SealTable, Slot, page_aligned
 
@@ -27,6 +27,10 @@ class FileNaming:
     """Sets the files apart from those of the committed checkpoint that is being replaced."""
     separation_hint: str | None = None
 
+    def name_of(self, group: str, number: int) -> str:
+        """The name of a rank's ``number``-th file, which belongs to ``group``."""
+        return f"{group}{self.prefix}{number}{self.mark}{SUFFIX}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
@@ -41,9 +45,8 @@ def lay_out(shapes: Sequence[ItemShape], naming: FileNaming, packing: Packing) -
     files: list[FileLayout] = []
     image_offset = 0
     for group, items in _buckets(shapes, naming.separation_hint, packing):
-        file = _lay_out_file(
-            f"{group}{naming.prefix}{len(files)}{naming.mark}{SUFFIX}", items, shapes, image_offset
-        )
+        name = naming.name_of(group, len(files))
+        file = _lay_out_file(name, group, items, shapes, image_offset)
         files.append(file)
         image_offset += page_aligned(file.nbytes)
     frozen = tuple(shapes)
@@ -91,8 +94,17 @@ def _pack(shapes: Sequence[ItemShape], items: list[int], count: int) -> list[lis
     return buckets
 
 
+def renamed(layout: Layout, naming: FileNaming) -> Layout:
+    """The same layout with files of other names."""
+    files = tuple(
+        replace(file, name=naming.name_of(file.group, number))
+        for number, file in enumerate(layout.files)
+    )
+    return replace(layout, files=files)
+
+
 def _lay_out_file(
-    name: str, items: list[int], shapes: Sequence[ItemShape], image_offset: int
+    name: str, group: str, items: list[int], shapes: Sequence[ItemShape], image_offset: int
 ) -> FileLayout:
     slots = []
     at = 0
@@ -112,6 +124,7 @@ def _lay_out_file(
         at += shape.nbytes
     return FileLayout(
         name=name,
+        group=group,
         nbytes=at,
         slots=tuple(slots),
         image_offset=image_offset,

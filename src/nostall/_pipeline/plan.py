@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from nostall import _torch
 from nostall._pipeline.container import build_container
-from nostall._values import Container, ItemShape, PlannedItem, PlannedSave
+from nostall._values import Container, ItemShape, PlannedSave, Share, TensorForm
 from nostall.errors import StagingError
 
 
@@ -39,16 +39,24 @@ def plan_rank(plan: SavePlan, resolver: Resolver, *, rank: int) -> PlannedSave:
     Raises:
         StagingError: A tensor has no data (meta device), or the planner could not produce an item.
     """
-    return PlannedSave(
-        rank=rank, plan=plan, items=tuple(_plan_item(item, resolver, rank) for item in plan.items)
+    items = [_plan_item(item, resolver, rank) for item in plan.items]
+    share = Share(
+        rank=rank,
+        plan=plan,
+        shapes=tuple(shape for shape, _, _ in items),
+        forms=tuple(form for _, form, _ in items),
     )
+    return PlannedSave(share=share, sources=[source for _, _, source in items])
 
 
-def _plan_item(item: WriteItem, resolver: Resolver, rank: int) -> PlannedItem:
+_Item = tuple[ItemShape, TensorForm | None, torch.Tensor | bytes]
+
+
+def _plan_item(item: WriteItem, resolver: Resolver, rank: int) -> _Item:
     try:
         value: Any = resolver.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
-            return _run(item, bytes(value.getbuffer()), weight=0)
+            return _run(item, value.getvalue(), weight=0)
         return _plan_tensor(item, _plain(value.detach()))
     except Exception as error:
         raise StagingError(
@@ -58,7 +66,7 @@ def _plan_item(item: WriteItem, resolver: Resolver, rank: int) -> PlannedItem:
         ) from error
 
 
-def _plan_tensor(item: WriteItem, tensor: torch.Tensor) -> PlannedItem:
+def _plan_tensor(item: WriteItem, tensor: torch.Tensor) -> _Item:
     if tensor.device.type == "meta":
         raise ValueError("the tensor is on the meta device and has no data")
     weight = _chunk_nbytes(item, tensor)
@@ -66,16 +74,13 @@ def _plan_tensor(item: WriteItem, tensor: torch.Tensor) -> PlannedItem:
     if stride is None:
         buffer = io.BytesIO()
         torch.save(_as_stock_writes(tensor), buffer)
-        return _run(item, bytes(buffer.getbuffer()), weight=weight or 1)
-    container = _container(tensor.dtype, tuple(tensor.shape), stride, _torch.container_settings())
-    return PlannedItem(
-        write_item=item,
-        shape=ItemShape(
-            fqn=item.index.fqn, container=container, nbytes=container.nbytes, weight=weight
-        ),
-        source=tensor,
-        stride=stride,
+        return _run(item, buffer.getvalue(), weight=weight or 1)
+    size = tuple(tensor.shape)
+    container = _container(tensor.dtype, size, stride, _torch.container_settings())
+    shape = ItemShape(
+        fqn=item.index.fqn, container=container, nbytes=container.nbytes, weight=weight
     )
+    return shape, TensorForm(dtype=tensor.dtype, size=size, stride=stride), tensor
 
 
 @lru_cache(maxsize=65536)
@@ -94,9 +99,9 @@ def _container(
     )
 
 
-def _run(item: WriteItem, content: bytes, *, weight: int) -> PlannedItem:
+def _run(item: WriteItem, content: bytes, *, weight: int) -> _Item:
     shape = ItemShape(fqn=item.index.fqn, container=None, nbytes=len(content), weight=weight)
-    return PlannedItem(write_item=item, shape=shape, source=content, stride=())
+    return shape, None, content
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,14 +7,15 @@ put at their place (see ``restage``) are recognised by address and not copied ag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from nostall import _torch
 from nostall._arena import Block, Lease, address_of
-from nostall._values import Layout, PlannedItem, PlannedSave, Slot
+from nostall._values import Layout, PlannedSave, Share, TensorForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,22 +27,29 @@ class Snapshot:
     lease: Lease
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Primed:
+    """What a block keeps for the next save of the same layout."""
+
+    layout_key: Hashable
+    forms: tuple[TensorForm | None, ...]
+    views: list[torch.Tensor]
+    """Where payloads go."""
+    items: list[int]
+    """Which item goes into which view."""
+    runs: list[tuple[int, int]]
+    """Items that are bytes, and where they begin."""
+
+
 def take_snapshot(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot:
     """Fill the lease's block with the images of all files of ``layout``."""
-    block = lease.block
-    targets = _primed_views(planned.items, layout, block)
-    sources = []
-    for file in layout.files:
-        for slot in file.slots:
-            source = planned.items[slot.item].source
-            if isinstance(source, torch.Tensor):
-                if slot.payload_nbytes:
-                    sources.append(source)
-            else:
-                at = file.image_offset + slot.offset
-                block.memory[at : at + slot.length] = source
-    _torch.copy_all(targets, sources)
-    return Snapshot(rank=planned.rank, layout=layout, lease=lease)
+    primed = _prime(planned.share, layout, lease.block)
+    for item, at in primed.runs:
+        content = cast("bytes", planned.sources[item])
+        lease.block.memory[at : at + len(content)] = content
+    sources = [planned.sources[item] for item in primed.items]
+    _torch.copy_all(primed.views, cast("list[torch.Tensor]", sources))
+    return Snapshot(rank=planned.share.rank, layout=layout, lease=lease)
 
 
 def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot | None:
@@ -51,7 +59,7 @@ def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot
     base = address_of(lease.block)
     for file in layout.files:
         for slot in file.slots:
-            source = planned.items[slot.item].source
+            source = planned.sources[slot.item]
             if (
                 isinstance(source, torch.Tensor)
                 and slot.payload_nbytes
@@ -62,43 +70,33 @@ def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot
     lease.block.primed = None  # its views belong to tensors that the caller may still hold
     for file in layout.files:
         for slot in file.slots:
-            source = planned.items[slot.item].source
+            source = planned.sources[slot.item]
             if isinstance(source, bytes):
                 at = file.image_offset + slot.offset
                 lease.block.memory[at : at + slot.length] = source
-    return Snapshot(rank=planned.rank, layout=layout, lease=lease)
+    return Snapshot(rank=planned.share.rank, layout=layout, lease=lease)
 
 
-def _primed_views(items: Sequence[PlannedItem], layout: Layout, block: Block) -> list[torch.Tensor]:
-    """Where the payloads go, in layout order; the views live in the block until another layout uses it."""
-    key = (layout.key, tuple((item.stride, _dtype(item)) for item in items))
-    if block.primed is not None and block.primed[0] == key:
-        views: list[torch.Tensor] = block.primed[1]
-        return views
+def _prime(share: Share, layout: Layout, block: Block) -> _Primed:
+    """Make a block ready for a layout, once: lay down what surrounds the payloads, and views on their places."""
+    primed: _Primed | None = block.primed
+    if primed and primed.layout_key == layout.key and primed.forms == share.forms:
+        return primed
     _lay_down_containers(layout, block)
-    views = [
-        view
-        for file in layout.files
-        for slot in file.slots
-        if (view := _payload_view(items[slot.item], slot, file.image_offset, block)) is not None
-    ]
-    block.primed = (key, views)
-    return views
-
-
-def _dtype(item: PlannedItem) -> torch.dtype | None:
-    return item.source.dtype if isinstance(item.source, torch.Tensor) else None
-
-
-def _payload_view(
-    item: PlannedItem, slot: Slot, image_offset: int, block: Block
-) -> torch.Tensor | None:
-    source = item.source
-    if not isinstance(source, torch.Tensor) or not slot.payload_nbytes:
-        return None
-    return _torch.view_of(
-        block.memory, image_offset + slot.payload_offset, source.dtype, source.shape, item.stride
+    views, items, runs = [], [], []
+    for file in layout.files:
+        for slot in file.slots:
+            form = share.forms[slot.item]
+            at = file.image_offset + slot.payload_offset
+            if form is None:
+                runs.append((slot.item, at))
+            elif slot.payload_nbytes:
+                views.append(_torch.view_of(block.memory, at, form.dtype, form.size, form.stride))
+                items.append(slot.item)
+    block.primed = primed = _Primed(
+        layout_key=layout.key, forms=share.forms, views=views, items=items, runs=runs
     )
+    return primed
 
 
 def _lay_down_containers(layout: Layout, block: Block) -> None:
