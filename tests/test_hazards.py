@@ -17,10 +17,13 @@ from torch.distributed.checkpoint.planner import WriteItem
 import nostall
 from nostall._runtime import default_engine
 from nostall.core import AsyncCaller, AsyncCallsQueue, AsyncRequest
-from nostall.errors import OptionError, StagingError
+from nostall.errors import OptionError, StagingError, WriterDiedError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
-from nostall.state_dict_saver import save_state_dict_async_plan
+from nostall.state_dict_saver import (
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
 from nostall.testing import Fault, Hold, inject
 from states import blobs, schedule, small_state
 
@@ -238,3 +241,98 @@ def test_a_stager_that_cannot_copy_everything_gives_its_memory_back() -> None:
     assert not default_engine().arena.anything_labelled
     lease = default_engine().lease(1)
     lease.release()
+
+
+def test_options_are_not_changed_under_a_save_that_is_being_written(tmp_path: Path) -> None:
+    """That would end the process that writes it."""
+    queue = AsyncCallsQueue()
+    with Hold() as hold:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "save", small_state(1))
+            hold.wait_reached()
+        with pytest.raises(OptionError, match="while saves are being written"):
+            nostall.configure(EngineOptions(io_threads=2))
+        hold.release()
+        queue.close()
+    assert blobs(tmp_path / "save") == saved_by_stock(tmp_path / "stock", small_state(1))
+    nostall.configure(EngineOptions())
+
+
+def test_a_writer_takes_no_second_save_before_the_first_is_finalised(tmp_path: Path) -> None:
+    """Else the first would be finalised with the second one's results, and never be committed."""
+    writer = FileSystemWriterAsync(tmp_path / "one")
+    with AsyncCallsQueue() as queue:
+        planned = save_state_dict_async_plan(small_state(1), writer)
+        save_fn, preload_fn, args = writer.get_save_function_and_args()
+        finalize = [lambda: save_state_dict_async_finalize(*planned)]
+        request = AsyncRequest(save_fn, args, finalize, preload_fn=preload_fn)
+        queue.schedule_async_request(request)
+        with pytest.raises(OptionError, match="not finalised yet"):
+            writer.reset(tmp_path / "two")
+        with pytest.raises(OptionError, match="not finalised yet"):
+            save_state_dict_async_plan(small_state(2), writer)
+    assert blobs(tmp_path / "one") == saved_by_stock(tmp_path / "stock", small_state(1))
+    writer.reset(tmp_path / "two")
+
+
+def test_finalising_what_was_never_scheduled_fails_at_once(tmp_path: Path) -> None:
+    """There is nothing to wait for."""
+    writer = FileSystemWriterAsync(tmp_path / "save")
+    planned = save_state_dict_async_plan(small_state(), writer)
+    with pytest.raises(CheckpointException, match="nothing was scheduled"):
+        save_state_dict_async_finalize(*planned)
+
+
+def test_a_request_that_forgets_its_preload_function_says_so(tmp_path: Path) -> None:
+    """The error names what to pass."""
+    writer = FileSystemWriterAsync(tmp_path / "save")
+    planned = save_state_dict_async_plan(small_state(), writer)
+    save_fn, _, args = writer.get_save_function_and_args()
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(
+        AsyncRequest(save_fn, args, [lambda: save_state_dict_async_finalize(*planned)])
+    )
+    with pytest.raises(CheckpointException, match="preload_fn"):
+        queue.close()
+
+
+def test_a_writer_process_that_cannot_be_started_is_a_typed_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the interpreter, and the next save works."""
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.executable", str(tmp_path / "none"))
+        with pytest.raises(WriterDiedError, match="could not be started") as caught:
+            nostall.warmup()
+    assert caught.value.path == str(tmp_path / "none")
+    nostall.warmup()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: EngineOptions(io_threads="4"),  # type: ignore[arg-type]  # on purpose
+        lambda: EngineOptions(save_timeout_s="1"),  # type: ignore[arg-type]  # on purpose
+        lambda: FileSystemWriterAsync("unused", thread_count="2"),
+        lambda: FileSystemWriterAsync("unused", open_file=3),
+        lambda: FileSystemWriterAsync(""),
+        lambda: FileSystemWriterAsync("s3://bucket/checkpoint"),
+        lambda: nostall.warmup(-1),
+        lambda: nostall.warmup("1G"),  # type: ignore[arg-type]  # on purpose
+        lambda: nostall.configure({"io_threads": 2}),  # type: ignore[arg-type]  # on purpose
+    ],
+    ids=range(9),
+)
+def test_an_argument_of_the_wrong_kind_is_refused_where_it_is_passed(wrong: Any) -> None:
+    """With an error that says what to use instead."""
+    with pytest.raises(OptionError) as caught:
+        wrong()
+    assert caught.value.hint
+
+
+def test_a_file_where_the_directory_should_be_is_named(tmp_path: Path) -> None:
+    """Whether it is the checkpoint's own path or a parent."""
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below" / "it"):
+        with pytest.raises(CheckpointException, match=f"{tmp_path / 'file'} is a file"):
+            dcp.save(small_state(), storage_writer=FileSystemWriterAsync(path), no_dist=True)

@@ -57,7 +57,12 @@ class Block:
             os.close(self.fd)
             if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
                 raise
-            raise _reservation_error(self.nbytes, os.strerror(error.errno)) from error
+            reason = os.strerror(error.errno)
+            if error.errno == errno.EFBIG:
+                reason += (
+                    ": the limit on file sizes, `ulimit -f`, is on memory behind a descriptor, too"
+                )
+            raise _reservation_error(self.nbytes, reason) from error
         # A forked data loader must neither pay for these pages nor keep them.
         self.memory.madvise(mmap.MADV_DONTFORK)
         self.primed: Any = None

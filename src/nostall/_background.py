@@ -25,6 +25,7 @@ class BackgroundSave(ABC):
         self.job = job
         self.engine: Engine = default_engine()
         self._report: Future[RankReport] = Future()
+        self._was_started = False
 
     @abstractmethod
     def stage(self) -> Any:
@@ -41,20 +42,16 @@ class BackgroundSave(ABC):
     def discard(self) -> None:  # noqa: B027  # a hook; a failed write removes its own files
         """Remove what was written of a save that will not be committed; nothing by default."""
 
-    def __call__(self, rank: int, snapshot: Any, _results: object = None) -> None:
+    def __call__(self, _rank: int, snapshot: Any, _results: object = None) -> None:
         """Write here and now: the ``save_fn``, with the snapshot in place of argument index 1."""
-        if snapshot is None:
-            raise OptionError(
-                "the save function got nothing to write",
-                rank=rank,
-                hint="put what preload_fn() returns in place of argument index 1",
-            )
         self._require_held(snapshot)
+        self._was_started = True
         self._settle(self.write(snapshot))
 
     def start(self, snapshot: Any) -> Future[RankReport]:
         """Write in the background; the future always ends with a report."""
         self._require_held(snapshot)
+        self._was_started = True
         self.submit(snapshot).add_done_callback(lambda done: self._settle(done.result()))
         return self._report
 
@@ -70,6 +67,14 @@ class BackgroundSave(ABC):
 
     def await_report(self) -> RankReport:
         """What came of it, waiting if need be; a report that does not come in time is a failed one."""
+        if not self._was_started and not self._report.done():
+            failure = Failure(
+                kind="SaveError",
+                message="the save was planned, but nothing was scheduled that would write it",
+                phase="write",
+                hint="schedule what get_save_function_and_args() returns before finalising",
+            )
+            return RankFailed(rank=self.rank, failure=failure)
         timeout_s = self.engine.options.save_timeout_s
         return _save.await_report(
             self._report, rank=self.rank, timeout_s=timeout_s, give_up=self.abort
@@ -81,6 +86,12 @@ class BackgroundSave(ABC):
         return report.failure if isinstance(report, RankFailed) else None
 
     def _require_held(self, snapshot: Any) -> None:
+        if snapshot is None:
+            raise OptionError(
+                "the save function got nothing to write",
+                rank=self.rank,
+                hint="give the request its preload_fn, or put what that returns in place of argument index 1",
+            )
         if not snapshot.lease.held:
             raise StagingError(
                 "this snapshot was written already, and its memory may hold another save's by now",

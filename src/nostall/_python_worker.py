@@ -102,12 +102,6 @@ class PythonWorker(ChildProcess[Outcome]):
         finally:
             os.close(call_fd)
 
-    @property
-    def idle(self) -> bool:
-        """Whether it has answered everything it was asked."""
-        with self._lock:
-            return not self._waiting
-
     def end(self, *, abort: bool, drain_timeout_s: float = _DRAIN_TIMEOUT_S) -> None:
         """End the process: now, or when it has done what it was asked, but not later than a deadline. Idempotent."""
         with self._lock:

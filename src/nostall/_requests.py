@@ -17,9 +17,11 @@ class AsyncRequest(NamedTuple):
     async_fn: Callable[..., Any] | None
     """Runs in the background; ``None`` if this rank has nothing to do."""
     async_fn_args: tuple[Any, ...] | list[Any]
+    """Its arguments; what ``preload_fn`` returns is put in place of index 1."""
     finalize_fns: list[Callable[[], Any]]
     """Run in the trainer, in order, once every rank is done; never after a failure."""
     async_fn_kwargs: dict[str, Any] | None = None
+    """Its keyword arguments."""
     preload_fn: Callable[[], Any] | None = None
     """Runs in the trainer when the request is scheduled; its result takes the place of argument index 1."""
     is_frozen: bool = False

@@ -23,8 +23,8 @@ from nostall._pipeline.layout import FileNaming, Packing, lay_out
 from nostall._values import ItemShape, Layout, RankFailed, RankReport, RankWritten, WriteJob
 from nostall._writer.handle import WriterProcess
 from nostall._writer.priority import lower_priority
-from nostall.errors import SaveTimeoutError
-from nostall.options import EngineOptions
+from nostall.errors import OptionError, SaveTimeoutError
+from nostall.options import EngineOptions, require_integer
 
 _LAYOUTS_KEPT = 8
 
@@ -115,6 +115,12 @@ class Engine:
                     )
                 )
             return self._writers[:count]
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a writer process has a job that it has not answered."""
+        with self._lock:
+            return any(not writer.idle for writer in self._writers)
 
     def warmup(self, nbytes: int, *, timeout_s: float) -> None:
         """Start a writer process and make memory for a snapshot of ``nbytes`` bytes, so that no save has to."""
@@ -244,9 +250,23 @@ def default_engine() -> Engine:
 
 
 def configure(options: EngineOptions) -> None:
-    """Use these options for all saves from now on; saves in flight must be finished before."""
+    """Use these options for all saves from now on.
+
+    Raises:
+        OptionError: Saves are being written with the old ones; or these are no ``EngineOptions``.
+    """
     global _default
+    if not isinstance(options, EngineOptions):
+        raise OptionError(
+            f"configure() got a {type(options).__name__}",
+            hint="use configure(EngineOptions(name=value))",
+        )
     with _default_lock:
+        if _default is not None and _default.is_writing:
+            raise OptionError(
+                "the engine cannot be configured while saves are being written",
+                hint="configure it before the first save, or finish the saves in flight first",
+            )
         old, _default = _default, Engine(options)
     if old is not None:
         old.close()
@@ -262,7 +282,9 @@ def warmup(nbytes: int = 0, *, timeout: float = 30.0) -> None:
     Raises:
         ReservationError: There is not that much memory.
         SaveTimeoutError: The process did not start in time.
+        OptionError: ``nbytes`` is no number of bytes.
     """
+    require_integer("nbytes", nbytes, at_least=0)
     default_engine().warmup(nbytes, timeout_s=timeout)
 
 

@@ -160,29 +160,30 @@ class TensorKinds:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._kinds: list[Any] | None = None
-        self._guards: Any = None
-        try:
-            # What torch.compile checks before it reuses a graph: one call for all tensors, about 0.1 us each.
-            from torch._C._dynamo.guards import TensorGuards
-
-            sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
-            strides: list[Any] = [list(_stride(tensor) or ()) for tensor in tensors]
-            self._guards = TensorGuards(
-                *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
-            )
-            if not self._guards.check(*tensors):  # it wants every tensor to be another object
-                self._guards = None
-        except (ImportError, TypeError, RuntimeError):
-            self._guards = None
-        if self._guards is None:
-            self._kinds = [_kind(tensor) for tensor in tensors]
+        self._guards = _guards_for(tensors)
+        self._kinds = [_kind(tensor) for tensor in tensors] if self._guards is None else []
 
     def match(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are of the same kinds, in the same order."""
         if self._guards is not None:
             return bool(self._guards.check(*tensors))
         return [_kind(tensor) for tensor in tensors] == self._kinds
+
+
+def _guards_for(tensors: Sequence[torch.Tensor]) -> Any:
+    """What torch.compile checks before it reuses a graph, in one call, about 0.1 us per tensor; or ``None``."""
+    if any(tensor.layout != torch.strided for tensor in tensors):
+        return None  # it would read strides that are not there
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
+        strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        # It wants every tensor to be another object.
+        return guards if guards.check(*tensors) else None
+    except (ImportError, TypeError, RuntimeError):
+        return None
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -192,15 +193,11 @@ def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor.device,
         tensor.layout,
         tensor.shape,
-        _stride(tensor),
+        tensor.stride() if tensor.layout == torch.strided else None,
         tensor.requires_grad,
         tensor.is_conj(),
         tensor.is_neg(),
     )
-
-
-def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    return tuple(tensor.stride()) if tensor.layout == torch.strided else None
 
 
 @torch.inference_mode(mode=False)  # a view made in inference mode could not be written to outside

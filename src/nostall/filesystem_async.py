@@ -55,6 +55,13 @@ _results_queue: queue.SimpleQueue[Any] | None = None
 """Probed by frameworks; nostall's own results never pass through it, each save has its own channel."""
 
 
+def _why_no_directory(path: str) -> str | None:
+    """What is in the way, if it is a file."""
+    while path and not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return f"{path} is a file" if os.path.isfile(path) else None
+
+
 def get_write_results_queue(mp_mode: str = "spawn") -> queue.SimpleQueue[Any]:
     """The process-wide queue that frameworks look for; ``mp_mode`` has no effect, as no process is involved."""
     global _results_queue
@@ -69,10 +76,17 @@ class RankSave(BackgroundSave):
     def __init__(self, prepared: _save.PreparedSave) -> None:
         super().__init__(rank=prepared.rank, job=prepared.target.job)
         self.prepared = prepared
+        self._was_staged = self._was_collected = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether a snapshot was taken and it is still to be collected what became of it."""
+        return self._was_staged and not self._was_collected and self.failure() is None
 
     def stage(self) -> Snapshot:
         """Take the snapshot, once: the ``preload_fn``. When it returns, tensors may be changed, and none is held here."""
         snapshot = _save.stage(self.prepared, self.engine)
+        self._was_staged = True
         self.prepared = _save.without_sources(self.prepared)
         return snapshot
 
@@ -94,7 +108,9 @@ class RankSave(BackgroundSave):
         Raises:
             SaveError: The rank failed.
         """
-        return _save.write_results(self.prepared, self.await_report())
+        report = self.await_report()
+        self._was_collected = True
+        return _save.write_results(self.prepared, report)
 
 
 class FileSystemWriterAsync(FileSystemWriter):
@@ -129,8 +145,15 @@ class FileSystemWriterAsync(FileSystemWriter):
         **kwargs: Any,
     ) -> None:
         open_file = kwargs.pop("open_file", open)
+        if not os.fspath(path):
+            raise OptionError("the checkpoint path is empty", hint="'.' is the current directory")
+        if not callable(open_file):
+            raise OptionError(
+                f"open_file is a {type(open_file).__name__}",
+                hint="use a callable with the signature of open",
+            )
         super().__init__(path, *args, **kwargs)
-        self._refuse_msc(path, use_msc=use_msc)
+        self._refuse_other_storage(path, use_msc=use_msc)
         if getattr(self, "serialization_format", None) == SerializationFormat.SAFETENSORS:
             raise OptionError(
                 "serialization_format=SAFETENSORS is not supported yet",
@@ -152,9 +175,14 @@ class FileSystemWriterAsync(FileSystemWriter):
     # --- DCP's storage writer ---------------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Start over for another checkpoint, at ``checkpoint_id`` if given."""
+        """Start over for another checkpoint, at ``checkpoint_id`` if given.
+
+        Raises:
+            OptionError: A split save of this writer's is not finalised yet.
+        """
+        self.require_free()
         super().reset(checkpoint_id)
-        self._refuse_msc(checkpoint_id)
+        self._refuse_other_storage(checkpoint_id)
         self._save = None
         self._failure = None
         self._claim = None
@@ -183,6 +211,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                     rank=self.rank,
                     phase="plan",
                     path=str(self.path),
+                    hint=_why_no_directory(str(self.path)),
                 ) from error
             if not self.overwrite and os.path.exists(self._metadata_path()):
                 raise CheckpointExistsError(
@@ -258,10 +287,10 @@ class FileSystemWriterAsync(FileSystemWriter):
             metadata.storage_meta = finished.storage_meta
 
     @staticmethod
-    def _refuse_msc(path: object, *, use_msc: bool = False) -> None:
-        if use_msc or str(path).startswith(_MSC_PREFIX):
+    def _refuse_other_storage(path: object, *, use_msc: bool = False) -> None:
+        if use_msc or "://" in str(path):
             raise OptionError(
-                "the multi-storage client is not supported yet",
+                "object stores and the multi-storage client are not supported yet",
                 path=str(path),
                 hint="write to a file system path and copy from there",
             )
@@ -345,6 +374,19 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Remove this rank's files of a save that will not be committed."""
         if self._save is not None:
             self._save.discard()
+
+    def require_free(self) -> None:
+        """Refuse a second save as long as the first one's results are not collected.
+
+        Raises:
+            OptionError: A split save of this writer's is not finalised yet.
+        """
+        if self._save is not None and self._save.pending:
+            raise OptionError(
+                "this writer's last save is not finalised yet",
+                path=str(self.path),
+                hint="make a new writer for every checkpoint; memory and processes are shared by all of them",
+            )
 
     def fail_later(self, error: NostallError) -> None:
         """Record that this rank has nothing to write because planning failed; reported when the save is finalised."""

@@ -33,15 +33,16 @@ class EngineOptions:
     """Longest wait for a snapshot buffer, or for a rank's files once somebody asks for them."""
 
     def __post_init__(self) -> None:
-        _require(self.io_threads >= 1, f"io_threads={self.io_threads}", "at least 1")
+        require_integer("io_threads", self.io_threads, at_least=1)
+        require_integer("chunk_nbytes", self.chunk_nbytes, at_least=4096)
         _require(
-            self.chunk_nbytes >= 4096 and self.chunk_nbytes % 4096 == 0,
+            self.chunk_nbytes % 4096 == 0,
             f"chunk_nbytes={self.chunk_nbytes}",
             "a positive multiple of 4096",
         )
-        _require(self.max_in_flight >= 1, f"max_in_flight={self.max_in_flight}", "at least 1")
+        require_integer("max_in_flight", self.max_in_flight, at_least=1)
         _require(
-            self.cpu_priority is None or 0 <= self.cpu_priority <= 19,
+            self.cpu_priority is None or self.cpu_priority in range(20),
             f"cpu_priority={self.cpu_priority}",
             "None or 0 to 19",
         )
@@ -51,8 +52,8 @@ class EngineOptions:
             "None or an ionice class: 0, 1, 2 or 3",
         )
         _require(
-            0 < self.save_timeout_s <= threading.TIMEOUT_MAX,
-            f"save_timeout_s={self.save_timeout_s}",
+            _is_number(self.save_timeout_s) and 0 < self.save_timeout_s <= threading.TIMEOUT_MAX,
+            f"save_timeout_s={self.save_timeout_s!r}",
             "a positive number of seconds that the system can wait for; 1e9 is as good as none",
         )
 
@@ -69,7 +70,7 @@ class WriterOptions:
     processes: int
 
     def __post_init__(self) -> None:
-        _require(self.thread_count >= 1, f"thread_count={self.thread_count}", "at least 1")
+        require_integer("thread_count", self.thread_count, at_least=1)
         if self.separation_hint is not None:
             _require(
                 self.thread_count >= 2,
@@ -83,6 +84,23 @@ class WriterOptions:
                 f"separation_hint={self.separation_hint!r}",
                 "a prefix of names that can begin a file name",
             )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def require_integer(name: str, value: object, *, at_least: int) -> None:
+    """Refuse what is no integer, or too small a one.
+
+    Raises:
+        OptionError: It is not possible.
+    """
+    _require(
+        isinstance(value, int) and value >= at_least,
+        f"{name}={value!r}",
+        f"an integer of at least {at_least}",
+    )
 
 
 def _require(condition: object, given: str, wanted: str) -> None:

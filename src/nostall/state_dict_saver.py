@@ -183,7 +183,9 @@ def save_state_dict_async_plan(
     Raises:
         CheckpointException: A rank could not plan; raised on every rank. Where nothing is communicated the failure is
             reported on every rank when the save is finalised.
+        OptionError: The writer has a save that is not finalised yet.
     """
+    storage_writer.require_free()
     use_dist = dist.is_available() and dist.is_initialized()
     session = SaveSession(process_group, use_dist, coordinator_rank)
     session.cache = (metadata_cache or _default_cache) if enable_cache else None

@@ -145,7 +145,9 @@ class TorchAsyncCheckpoint:
         self._queue = AsyncCallsQueue(persistent=persistent_queue)
 
     def async_save(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
-        """As ``torch.save(state_dict, path, ...)``, with the writing in the background.
+        """As ``torch.save(state_dict, path, ...)``, with the writing in the background; directories are made as needed.
+
+        What cannot be pickled or written is reported by :meth:`finalize_async_save`.
 
         Raises:
             OptionError: The target is not a path.
@@ -169,7 +171,7 @@ class TorchAsyncCheckpoint:
         """Look whether saves are done, or wait for them with ``blocking``; ``terminate`` ends worker processes after.
 
         Raises:
-            CheckpointException: A save failed; the text names the file and the cause.
+            CheckpointException: A save failed; the text names the cause, and the file once it was opened.
         """
         self._queue.maybe_finalize_async_calls(blocking=blocking, no_dist=no_dist)
         if terminate:

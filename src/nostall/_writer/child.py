@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 from nostall._values import Failure
 from nostall._writer.messages import Message, Receiver, send
 from nostall._writer.priority import lower_priority
-from nostall.errors import NostallError
+from nostall.errors import NostallError, WriterDiedError
 
 _SEND_TIMEOUT_S = 60.0
 """A child reads its socket all the time; one that does not for this long is stopped or broken."""
@@ -61,12 +61,21 @@ class ChildProcess(ABC, Generic[T]):
             )
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(  # ended by kill() or close()
-                [sys.executable, *command, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C at the trainer's terminal is not for this process
-            )
+            try:
+                self._process = subprocess.Popen(  # ended by kill() or close()
+                    [sys.executable, *command, str(theirs.fileno()), str(os.getpid())],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C at the trainer's terminal is not for it
+                )
+            except OSError as error:
+                ours.close()
+                raise WriterDiedError(
+                    f"the {self.kind} could not be started: {error.strerror or error}",
+                    phase="start",
+                    path=sys.executable,
+                    hint="this user has to be able to run that, and one more process",
+                ) from error
         ours.settimeout(_SEND_TIMEOUT_S)
         self._socket = ours
         self._send_lock = threading.Lock()
@@ -91,6 +100,12 @@ class ChildProcess(ABC, Generic[T]):
         """Whether requests can still be given to it; false from the moment it ended, not from when that was noticed."""
         # poll() says nothing while the receiving thread waits for the exit status, hence the flag.
         return self._death is None and not self._hung_up and self._process.poll() is None
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has answered everything it was asked."""
+        with self._lock:
+            return not self._waiting
 
     def wait_ready(self, timeout: float) -> bool:
         """Wait until the process listens, at most ``timeout`` seconds; false if it did not or is dead."""

@@ -14,6 +14,7 @@ writing others. The same code runs in the writer process and, for synchronous sa
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import threading
@@ -98,8 +99,10 @@ def _describe(error: Exception, at: _Position) -> Failure:
     code = error.errno if isinstance(error, OSError) else None
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     hint = None
-    if code is not None:
+    if code in (errno.ENOSPC, errno.EDQUOT):
         hint = _free_space(at.path)
+    elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        hint = f"user {os.geteuid()} may not write there"
     return Failure(
         kind="WriteError",
         message=f"{type(error).__name__}: {reason}",

@@ -38,7 +38,10 @@ def main(socket_fd: int, parent_pid: int) -> None:
     sock = socket.socket(fileno=socket_fd)
     writer = _Writer(sock)
     threading.Thread(target=writer.write_jobs, name="nostall-jobs", daemon=True).start()
-    send(sock, {"type": "ready", "pid": os.getpid()})
+    try:
+        send(sock, {"type": "ready", "pid": os.getpid()})
+    except OSError:  # the trainer has no use for this process any more
+        os._exit(0)
     for message, descriptors in messages_from_parent(sock, parent_pid):
         writer.take(message, descriptors)
 
