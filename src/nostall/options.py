@@ -34,9 +34,10 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         require_integer("io_threads", self.io_threads, at_least=1)
-        require_integer("chunk_nbytes", self.chunk_nbytes, at_least=4096)
         _require(
-            self.chunk_nbytes % 4096 == 0,
+            _is_number(self.chunk_nbytes)
+            and self.chunk_nbytes >= 4096
+            and self.chunk_nbytes % 4096 == 0,
             f"chunk_nbytes={self.chunk_nbytes}",
             "a positive multiple of 4096",
         )
