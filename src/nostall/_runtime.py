@@ -17,6 +17,8 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
+
 from nostall import _torch
 from nostall._arena import Arena, Block, Lease, address_of
 from nostall._pipeline.layout import FileNaming, Packing, lay_out
@@ -52,6 +54,11 @@ class Engine:
         self._layouts: OrderedDict[Any, Layout] = OrderedDict()
         self._pinned: set[int] = set()
         self._lock = threading.RLock()
+
+    @property
+    def copy_threads(self) -> int:
+        """How many threads copy large CPU tensors."""
+        return self.options.copy_threads or torch.get_num_threads()
 
     def lay_out(self, shapes: Sequence[ItemShape], naming: FileNaming, packing: Packing) -> Layout:
         """The layout of these items, from the cache if they were laid out before."""

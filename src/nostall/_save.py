@@ -175,7 +175,7 @@ def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False)
         error.rank, error.job = prepared.rank, prepared.target.job
         raise
     try:
-        return take_snapshot(prepared.planned, prepared.layout, lease)
+        return take_snapshot(prepared.planned, prepared.layout, lease, threads=engine.copy_threads)
     except Exception as error:
         lease.release()
         raise StagingError(

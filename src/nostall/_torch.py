@@ -9,10 +9,8 @@ import copy
 import io
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import compress
 from typing import IO, Any, cast
 
 import torch
@@ -225,38 +223,10 @@ def private_copy(tensor: torch.Tensor) -> torch.Tensor:
     return copy.deepcopy(tensor) if tensor.is_cpu else tensor.cpu()
 
 
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy every source into its host target and return when all bytes are there.
-
-    Sources on an accelerator are copied on a side stream that first waits for the caller's stream, so that the copy
-    sees the values which the caller's program order says; the host then waits for that stream.
-    """
-    devices = [source.device for source in sources]
-    by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for device in set(devices):
-        here = [at == device for at in devices]
-        by_device[device] = (
-            [_copyable(target) for target in compress(targets, here)],
-            [_copyable(source) for source in compress(sources, here)],
-        )
-    with ExitStack() as waits, torch.inference_mode(mode=False), torch.no_grad():
-        for device, (to, of) in by_device.items():
-            if device.type != "cpu":
-                # Waited for on an error as well: who asked gives the memory back then.
-                waits.callback(_start_device_copy(device, to, of))
-        if torch.device("cpu") in by_device:
-            to, of = by_device[torch.device("cpu")]
-            torch._foreach_copy_(to, of)
-
-
-def _copyable(tensor: torch.Tensor) -> torch.Tensor:
-    # Alone of all dtypes, complex128 is copied with instructions that fault on an address no multiple of 16.
-    return torch.view_as_real(tensor) if tensor.dtype is torch.complex128 else tensor
-
-
-def _start_device_copy(
+def start_device_copy(
     device: torch.device, targets: list[torch.Tensor], sources: list[torch.Tensor]
 ) -> Callable[[], None]:
+    """Begin to copy tensors off an accelerator, ordered after what the current stream has been told; returns a wait."""
     module = torch.get_device_module(device)
     # A backend without streams copies in order and returns when it is done.
     if not hasattr(module, "Stream"):

@@ -314,7 +314,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         engine = default_engine()
         leaves = find_leaves(state_dict)
         placement = engine.placements.get(structure_of(leaves), {})
-        staged: StagedStateDict = stage_state_dict(state_dict, leaves, placement, engine.lease)
+        staged: StagedStateDict = stage_state_dict(
+            state_dict, leaves, placement, engine.lease, threads=engine.copy_threads
+        )
         return staged
 
     def synchronize_staging(self) -> None:

@@ -17,6 +17,8 @@ class EngineOptions:
         OptionError: A value is out of range.
     """
 
+    copy_threads: int | None = None
+    """Threads that copy large CPU tensors into a snapshot; ``None`` for as many as torch computes with."""
     io_threads: int = 4
     """Threads per writer process that checksum and write."""
     chunk_nbytes: int = 8 << 20
@@ -33,6 +35,8 @@ class EngineOptions:
     """Longest wait for a snapshot buffer, or for a rank's files once somebody asks for them."""
 
     def __post_init__(self) -> None:
+        if self.copy_threads is not None:
+            require_integer("copy_threads", self.copy_threads, at_least=1)
         require_integer("io_threads", self.io_threads, at_least=1)
         _require(
             _is_number(self.chunk_nbytes)

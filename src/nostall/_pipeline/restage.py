@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from nostall import _torch
 from nostall._arena import Lease
+from nostall._copying import Places
 
 _ALIGNMENT = 64
 
@@ -79,6 +80,8 @@ def stage_state_dict(
     leaves: list[_Leaf],
     placement: Mapping[str, tuple[int, int]],
     lease_of: Callable[[int], Lease],
+    *,
+    threads: int,
 ) -> StagedStateDict:
     """Copy a state dict into leased memory.
 
@@ -87,6 +90,7 @@ def stage_state_dict(
         leaves: What :func:`find_leaves` found in it.
         placement: Offset and length of payloads in the block by name, as far as they are known.
         lease_of: Gives a lease on at least so many bytes.
+        threads: How many copy large tensors.
     """
     end = max((offset + nbytes for offset, nbytes in placement.values()), default=0)
     names = Counter(leaf.fqn for leaf in leaves)
@@ -103,7 +107,7 @@ def stage_state_dict(
             end += leaf.tensor.nbytes
     lease = lease_of(end)
     try:
-        content = _copied(state_dict, leaves, offsets, lease)
+        content = _copied(state_dict, leaves, offsets, lease, threads)
     except BaseException:
         lease.release()
         raise
@@ -111,14 +115,18 @@ def stage_state_dict(
 
 
 def _copied(
-    state_dict: Mapping[str, Any], leaves: list[_Leaf], offsets: list[int], lease: Lease
+    state_dict: Mapping[str, Any],
+    leaves: list[_Leaf],
+    offsets: list[int],
+    lease: Lease,
+    threads: int,
 ) -> dict[str, Any]:
     views = [
         _torch.view_of(lease.block.memory, offset, x.tensor.dtype, x.tensor.shape, x.stride)
         for x, offset in zip(leaves, offsets, strict=True)
     ]
     lease.block.primed = None
-    _torch.copy_all(views, [leaf.tensor for leaf in leaves])
+    Places(views).fill([leaf.tensor for leaf in leaves], threads=threads)
     remaining = iter(views)
 
     def place(_: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 
 from nostall import _torch
 from nostall._arena import Block, Lease, address_of
+from nostall._copying import Places
 from nostall._values import Layout, PlannedSave, Share, TensorForm
 
 
@@ -33,22 +34,22 @@ class _Primed:
 
     layout_key: Hashable
     forms: tuple[TensorForm | None, ...]
-    views: list[torch.Tensor]
+    places: Places
     """Where payloads go."""
     items: list[int]
-    """Which item goes into which view."""
+    """Which item goes where."""
     runs: list[tuple[int, int]]
     """Items that are bytes, and where they begin."""
 
 
-def take_snapshot(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot:
+def take_snapshot(planned: PlannedSave, layout: Layout, lease: Lease, *, threads: int) -> Snapshot:
     """Fill the lease's block with the images of all files of ``layout``."""
     primed = _prime(planned.share, layout, lease.block)
     for item, at in primed.runs:
         content = cast("bytes", planned.sources[item])
         lease.block.memory[at : at + len(content)] = content
     sources = [planned.sources[item] for item in primed.items]
-    _torch.copy_all(primed.views, cast("list[torch.Tensor]", sources))
+    primed.places.fill(cast("list[torch.Tensor]", sources), threads=threads)
     return Snapshot(rank=planned.share.rank, layout=layout, lease=lease)
 
 
@@ -94,7 +95,7 @@ def _prime(share: Share, layout: Layout, block: Block) -> _Primed:
                 views.append(_torch.view_of(block.memory, at, form.dtype, form.size, form.stride))
                 items.append(slot.item)
     block.primed = primed = _Primed(
-        layout_key=layout.key, forms=share.forms, views=views, items=items, runs=runs
+        layout_key=layout.key, forms=share.forms, places=Places(views), items=items, runs=runs
     )
     return primed
 

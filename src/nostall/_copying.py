@@ -1,0 +1,119 @@
+"""Copy tensors to their places in host memory, save after save.
+
+Large CPU tensors are cut into pieces, and a few threads each take the next piece until none is left. torch's own copy cuts
+every tensor into as many parts as it has threads and waits for the slowest of them, tensor by tensor; when anything else
+wants a core, that costs several times the copy. Small tensors are copied in one call. Tensors on an accelerator are
+copied on a side stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from operator import attrgetter
+
+import torch
+
+from nostall import _torch
+
+_LARGE_NBYTES = 128 << 10
+"""From here on torch copies with several threads."""
+_PIECE_NBYTES = 4 << 20
+"""Takes a fraction of a millisecond, so threads end together; and far more than handing it out."""
+
+_memcpy = ctypes.CDLL(None).memcpy  # not ctypes.memmove(), whose argument conversion costs more
+_memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memcpy.restype = None
+
+_on_cpu = attrgetter("is_cpu")
+
+_Piece = tuple[int, int, int]
+"""Address to copy to, address to copy from, bytes."""
+
+
+class Places:
+    """Views on host memory that tensors are copied into."""
+
+    def __init__(self, views: Sequence[torch.Tensor]) -> None:
+        self._views = list(views)
+        self._large = [
+            (position, view.data_ptr(), view.nbytes)
+            for position, view in enumerate(self._views)
+            if view.nbytes >= _LARGE_NBYTES
+        ]
+        large = {position for position, _, _ in self._large}
+        self._small = [position for position in range(len(self._views)) if position not in large]
+
+    def fill(self, sources: Sequence[torch.Tensor], *, threads: int) -> None:
+        """Copy every source into its view and return when all bytes are there.
+
+        Sources on an accelerator are copied on a side stream that first waits for the caller's stream, so that the copy
+        sees the values which the caller's program order says; the host then waits for that stream.
+        """
+        with ExitStack() as waits, torch.inference_mode(mode=False), torch.no_grad():
+            if all(map(_on_cpu, sources)):
+                self._fill_from_cpu(sources, threads)
+                return
+            by_device: dict[torch.device, list[int]] = {}
+            for position, source in enumerate(sources):
+                by_device.setdefault(source.device, []).append(position)
+            from_cpu = by_device.pop(torch.device("cpu"), [])
+            for device, positions in by_device.items():
+                views = [self._views[position] for position in positions]
+                # Waited for on an error as well: who asked gives the memory back then.
+                here = [sources[position] for position in positions]
+                waits.callback(_torch.start_device_copy(device, views, here))
+            rest = Places([self._views[position] for position in from_cpu])
+            rest._fill_from_cpu([sources[position] for position in from_cpu], threads)
+
+    def _fill_from_cpu(self, sources: Sequence[torch.Tensor], threads: int) -> None:
+        pieces: list[_Piece] = []
+        others = list(self._small)
+        for position, address, nbytes in self._large:
+            if _lie_alike(self._views[position], sources[position]):
+                pieces += _pieces(address, sources[position].data_ptr(), nbytes)
+            else:
+                others.append(position)
+        with ExitStack() as joins:
+            for _ in range(1, min(threads, len(pieces))):
+                thread = threading.Thread(target=_copy, args=(pieces,), name="nostall-copy")
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has no thread to give; this one does it all
+                    break
+                joins.callback(thread.join)
+            if others:
+                torch._foreach_copy_(
+                    [_as_copyable(self._views[position]) for position in others],
+                    [_as_copyable(sources[position]) for position in others],
+                )
+            _copy(pieces)
+
+
+def _lie_alike(view: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether the bytes of both are in the same order; those of a view are without gaps."""
+    return (view.is_contiguous() and source.is_contiguous()) or view.stride() == source.stride()
+
+
+def _pieces(to: int, of: int, nbytes: int) -> list[_Piece]:
+    return [
+        (to + begin, of + begin, min(_PIECE_NBYTES, nbytes - begin))
+        for begin in range(0, nbytes, _PIECE_NBYTES)
+    ]
+
+
+def _copy(pieces: list[_Piece]) -> None:
+    """Copy pieces as long as there are any; other threads take from the same list."""
+    while pieces:
+        try:
+            piece = pieces.pop()
+        except IndexError:  # another thread was faster
+            return
+        _memcpy(*piece)
+
+
+def _as_copyable(tensor: torch.Tensor) -> torch.Tensor:
+    # Alone of all dtypes, complex128 is copied with instructions that fault on an address no multiple of 16.
+    return torch.view_as_real(tensor) if tensor.dtype is torch.complex128 else tensor
