@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from nostall._metadata import dump_metadata, load_metadata, referenced_files
+from nostall._metadata import complete_metadata, load_metadata, publication_of, referenced_files
 from nostall._pipeline.commit import commit
 from nostall.core import AsyncCallsQueue
 from nostall.errors import (
@@ -461,7 +461,7 @@ def test_local_plans_survive_in_metadata_and_cost_readers_nothing() -> None:
     plans, metadata = planner.create_global_plan([planner.create_local_plan()])
     planner_data = dict(metadata.planner_data)
     metadata.all_local_plans = plans  # type: ignore[attr-defined]  # as frameworks do
-    content = dump_metadata(metadata)
+    content = publication_of(complete_metadata(metadata, [])).content(metadata.storage_meta)
     assert metadata.planner_data == planner_data
     loaded = load_metadata(content, path="p")
     assert loaded.all_local_plans == plans  # type: ignore[attr-defined]  # see _metadata

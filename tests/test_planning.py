@@ -45,10 +45,21 @@ def test_planning_says_nothing_once_the_cache_is_valid(found: list[Found]) -> No
     """The first save exchanges plans, the second validates the cache, and from the third on planning is silent."""
     for facts in found:
         said = facts["steady_state"]
-        assert said["plan"] == [FIRST, EXCHANGE, NOTHING, NOTHING, NOTHING]
+        assert said["plan"] == [FIRST, EXCHANGE, *[NOTHING] * 5]
         assert said["uncached plan"] == EXCHANGE
         assert said["wrong"] == []
         assert said["content"]
+
+
+def test_a_failure_among_saves_of_a_known_structure_leaves_the_others_right(
+    found: list[Found],
+) -> None:
+    """What ranks and coordinator remember of each other stays true when a save is given up before it is finalised."""
+    for facts in found:
+        said = facts["failure_in_the_steady_state"]
+        assert said["failed"] == [1]
+        assert said["wrong"] == []
+        assert said["known"] == [False] * 2 + [True] * 10
 
 
 def test_a_poll_is_one_reduction_and_finalising_two_object_collectives(found: list[Found]) -> None:
@@ -66,7 +77,7 @@ def test_a_poll_is_one_reduction_and_finalising_two_object_collectives(found: li
 def test_the_caching_status_follows_the_saves(found: list[Found]) -> None:
     """The status is valid from the second of equal saves on, and says nothing of loaded plans without any."""
     for facts in found:
-        assert facts["steady_state"]["status"] == [[False, False], *[[True, False]] * 4]
+        assert facts["steady_state"]["status"] == [[False, False], *[[True, False]] * 6]
 
 
 # --- changes of structure -------------------------------------------------------------------------------------------

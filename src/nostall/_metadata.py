@@ -16,6 +16,7 @@ import os
 import pickle
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import (
@@ -105,14 +106,47 @@ def load_metadata(content: bytes, *, path: str) -> Metadata:
     return _with_plans_restored(metadata)
 
 
-def dump_metadata(metadata: Metadata) -> bytes:
-    """The content of a ``.metadata`` file."""
-    plans = getattr(metadata, "all_local_plans", None)
-    if plans is not None and isinstance(metadata.planner_data, Mapping):
-        twin = copy(metadata)
-        twin.planner_data = {**metadata.planner_data, _PLANS_KEY: plans}
-        metadata = twin
-    return pickle.dumps(metadata)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """Metadata of a finished save, pickled but for what belongs to one checkpoint; as good for the next equal save."""
+
+    pickled: bytes
+    storage_data: Mapping[MetadataIndex, Any]
+    files: frozenset[str]
+    """Names of the shard files."""
+
+    def content(self, storage_meta: StorageMeta | None) -> bytes:
+        """The content of a ``.metadata`` file.
+
+        A pickle is a program for a stack machine. This one makes the metadata object, sets all attributes but
+        ``storage_meta``, and then sets that one. Protocol 3, because later ones cut the program into frames of stated
+        length.
+        """
+        rest = pickle.dumps({"storage_meta": storage_meta}, protocol=_PROTOCOL)
+        return (
+            self.pickled.removesuffix(pickle.STOP)
+            + rest[_PROTO_NBYTES:-1]
+            + pickle.BUILD
+            + pickle.STOP
+        )
+
+
+_PROTOCOL = 3
+_PROTO_NBYTES = 2
+
+
+def publication_of(finished: Metadata) -> Publication:
+    """What to publish for the metadata of a finished save."""
+    plans = getattr(finished, "all_local_plans", None)
+    twin = copy(finished)
+    if plans is not None and isinstance(finished.planner_data, Mapping):
+        twin.planner_data = {**finished.planner_data, _PLANS_KEY: plans}
+    vars(twin).pop("storage_meta", None)
+    return Publication(
+        pickled=pickle.dumps(twin, protocol=_PROTOCOL),
+        storage_data=finished.storage_data,
+        files=frozenset(info.relative_path for info in finished.storage_data.values()),
+    )
 
 
 def local_plans_in(metadata: Metadata | None) -> list[SavePlan] | None:
@@ -123,16 +157,13 @@ def local_plans_in(metadata: Metadata | None) -> list[SavePlan] | None:
     return plans
 
 
-def complete_metadata(
-    metadata: Metadata, results: list[list[WriteResult]], storage_meta: StorageMeta | None
-) -> Metadata:
-    """The metadata of a finished save; the argument is not changed."""
+def complete_metadata(metadata: Metadata, results: list[list[WriteResult]]) -> Metadata:
+    """The metadata of a finished save, but for ``storage_meta``; the argument is not changed."""
     finished = copy(metadata)
     finished.version = _torch.DCP_VERSION
     finished.storage_data = {
         result.index: result.storage_data for per_rank in results for result in per_rank
     }
-    finished.storage_meta = storage_meta
     return finished
 
 

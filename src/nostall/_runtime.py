@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,8 +31,11 @@ from nostall.options import EngineOptions, require_integer
 _LAYOUTS_KEPT = 8
 
 
-class _Claim:
-    """Something to hold on to."""
+class Claim:
+    """The right to plain file names, for as long as somebody holds it and it is not released."""
+
+    def __init__(self, release: Callable[[], object]) -> None:
+        self.release = release
 
 
 class Engine:
@@ -48,7 +51,7 @@ class Engine:
         """Where the payloads of a staged state dict ended up in its image, by structure; see ``restage``."""
         self.faults: tuple[dict[str, Any], ...] = ()
         """Faults that every job carries; set by ``nostall.testing`` only."""
-        self._claims: WeakValueDictionary[tuple[str, str], _Claim] = WeakValueDictionary()
+        self._claims: WeakValueDictionary[tuple[str, str], Claim] = WeakValueDictionary()
         self._cancellable: dict[str, threading.Event] = {}
         self._writers: list[WriterProcess] = []
         self._layouts: OrderedDict[Any, Layout] = OrderedDict()
@@ -170,8 +173,8 @@ class Engine:
             with self._lock:
                 del self._cancellable[job]
 
-    def claim(self, directory: str, prefix: str, *, committed: bool) -> object | None:
-        """The right to plain file names in a directory, for as long as the returned object lives; else ``None``.
+    def claim(self, directory: str, prefix: str, *, committed: bool) -> Claim | None:
+        """The right to plain file names in a directory, until it is released or lost; or ``None``.
 
         Two saves that are under way in one directory must not share names, and neither may use those of a committed
         checkpoint.
@@ -179,7 +182,8 @@ class Engine:
         with self._lock:
             if committed or (directory, prefix) in self._claims:
                 return None
-            claim = self._claims[directory, prefix] = _Claim()
+            key = (directory, prefix)
+            claim = self._claims[key] = Claim(lambda: self._claims.pop(key, None))
             return claim
 
     def abort(self, reason: str) -> None:

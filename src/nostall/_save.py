@@ -14,11 +14,12 @@ import os
 import pickle
 import sys
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
@@ -32,11 +33,12 @@ from nostall._pipeline.layout import FileNaming, Packing, renamed
 from nostall._pipeline.plan import Resolver, plan_rank
 from nostall._pipeline.snapshot import Snapshot, adopt_staged, take_snapshot
 from nostall._pipeline.structure import KnownStructure
-from nostall._runtime import Engine
+from nostall._runtime import Claim, Engine
 from nostall._storage.streams import StreamTarget
 from nostall._values import (
     Failure,
     FileImage,
+    FileReceipt,
     ItemShape,
     Layout,
     PlannedSave,
@@ -48,7 +50,7 @@ from nostall._values import (
     page_aligned,
 )
 from nostall._writer.files import perform
-from nostall.errors import NostallError, StagingError
+from nostall.errors import IncompleteSaveError, NostallError, StagingError
 from nostall.options import WriterOptions
 
 
@@ -61,7 +63,7 @@ class SaveTarget:
     naming: FileNaming
     options: WriterOptions
     stream: StreamTarget | None
-    claim: object
+    claim: Claim | None
     """Keeps plain file names for this save while anything of it is left; see ``Engine.claim``."""
     transform_descriptors: tuple[str, ...] | None
     """What DCP's reader needs to undo stream transforms; ``None`` without any."""
@@ -74,6 +76,8 @@ class PreparedSave:
     planned: PlannedSave
     layout: Layout
     target: SaveTarget
+    known: KnownSave | None = None
+    """What it was recognised as, if it is going to have the very results that such a save has."""
 
     @property
     def rank(self) -> int:
@@ -99,7 +103,7 @@ def prepare(
     return PreparedSave(planned=planned, layout=layout, target=target)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class KnownSave:
     """What of a prepared save is structure: all that the next save of the same structure can reuse."""
 
@@ -108,6 +112,13 @@ class KnownSave:
     layout: Layout
     naming: FileNaming
     packing: Packing
+    token: str
+    """Identifies it among all that ranks may know."""
+
+    @cached_property
+    def results(self) -> tuple[WriteResult, ...]:
+        """DCP's results of a save that is written by this layout."""
+        return tuple(_expected_results(self.share, self.layout))
 
 
 def known(prepared: PreparedSave, structure: KnownStructure) -> KnownSave:
@@ -118,6 +129,7 @@ def known(prepared: PreparedSave, structure: KnownStructure) -> KnownSave:
         layout=prepared.layout,
         naming=prepared.target.naming,
         packing=_packing(prepared.target.options),
+        token=uuid.uuid4().hex,
     )
 
 
@@ -134,7 +146,10 @@ def prepare_known(
     elif target.naming != known.naming:
         layout = renamed(layout, target.naming)
     planned = PlannedSave(share=share, sources=sources)
-    return PreparedSave(planned=planned, layout=layout, target=target)
+    as_known = layout is known.layout and target.transform_descriptors is None
+    return PreparedSave(
+        planned=planned, layout=layout, target=target, known=known if as_known else None
+    )
 
 
 def _with_lengths(share: Share, sources: Sequence[torch.Tensor | bytes]) -> tuple[ItemShape, ...]:
@@ -288,25 +303,39 @@ def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResul
     """
     if isinstance(report, RankFailed):
         raise error_of(report, job=prepared.target.job)
+    extents = [receipt.extents for receipt in _in_layout_order(prepared, report)]
+    if prepared.known is not None:
+        return list(prepared.known.results)
     descriptors = prepared.target.transform_descriptors
-    results = []
-    for file, receipt in zip(
-        prepared.layout.files, _in_layout_order(prepared, report), strict=True
-    ):
-        for position, slot in enumerate(file.slots):
-            offset, length = (
-                receipt.extents[position] if receipt.extents else (slot.offset, slot.length)
-            )
-            index = prepared.plan.items[slot.item].index
-            info = _torch.StorageInfo(
-                receipt.name, offset, length, None if descriptors is None else list(descriptors)
-            )
-            results.append(WriteResult(index=index, size_in_bytes=length, storage_data=info))
+    results = _expected_results(prepared.planned.share, prepared.layout, extents, descriptors)
     require_one_result_each(
         (item.index for item in prepared.plan.items),
         (result.index for result in results),
         rank=report.rank,
     )
+    return results
+
+
+_Extents = tuple[tuple[int, int], ...] | None
+
+
+def _expected_results(
+    share: Share,
+    layout: Layout,
+    extents: Sequence[_Extents] | None = None,
+    descriptors: tuple[str, ...] | None = None,
+) -> list[WriteResult]:
+    """DCP's results for files that are written as laid out, but for the extents that streams have decided."""
+    results = []
+    for number, file in enumerate(layout.files):
+        decided = extents[number] if extents else None
+        for position, slot in enumerate(file.slots):
+            offset, length = decided[position] if decided else (slot.offset, slot.length)
+            info = _torch.StorageInfo(
+                file.name, offset, length, None if descriptors is None else list(descriptors)
+            )
+            index = share.plan.items[slot.item].index
+            results.append(WriteResult(index=index, size_in_bytes=length, storage_data=info))
     return results
 
 
@@ -357,8 +386,16 @@ def _images(job: WriteJob, snapshot: Snapshot) -> dict[str, memoryview]:
     }
 
 
-def _in_layout_order(prepared: PreparedSave, report: RankWritten) -> list[Any]:
+def _in_layout_order(prepared: PreparedSave, report: RankWritten) -> list[FileReceipt]:
     receipts = {receipt.name: receipt for receipt in report.receipts}
+    missing = [file.name for file in prepared.layout.files if file.name not in receipts]
+    if missing:
+        raise IncompleteSaveError(
+            f"there is no receipt for {missing}",
+            rank=prepared.rank,
+            phase="collect",
+            job=prepared.target.job,
+        )
     return [receipts[file.name] for file in prepared.layout.files]
 
 

@@ -30,9 +30,10 @@ from torch.futures import Future as TorchFuture
 from nostall import _save, _torch
 from nostall._background import BackgroundSave
 from nostall._metadata import (
+    Publication,
     complete_metadata,
-    dump_metadata,
     planned_indices,
+    publication_of,
     referenced_files,
 )
 from nostall._pipeline.collect import require_all_present
@@ -41,7 +42,7 @@ from nostall._pipeline.layout import FileNaming
 from nostall._pipeline.restage import StagedStateDict, find_leaves, stage_state_dict, structure_of
 from nostall._pipeline.snapshot import Snapshot
 from nostall._pipeline.structure import learn
-from nostall._runtime import Engine, default_engine
+from nostall._runtime import Claim, Engine, default_engine
 from nostall._storage.posix import remove_files
 from nostall._storage.streams import StreamTarget
 from nostall._values import RankReport
@@ -162,7 +163,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._is_coordinator = True
         self._save: RankSave | None = None
         self._failure: NostallError | None = None
-        self._claim: object = None
+        self._claim: Claim | None = None
         self._separation_hint = separation_hint
         self._processes = _PROCESSES_FOR_MULTIPROC_IO if is_multiproc_io else 1
         transforms = tuple(self.transforms.extensions)
@@ -269,22 +270,37 @@ class FileSystemWriterAsync(FileSystemWriter):
             IncompleteSaveError: An item of the metadata was written by no rank; nothing is published.
             WriteError: The metadata could not be published.
         """
-        fresh = metadata.storage_data is None
-        finished = complete_metadata(metadata, results, self.storage_meta())
+        self.publish(self.publication_of(metadata, results), metadata)
+
+    def publication_of(self, metadata: Metadata, results: list[list[WriteResult]]) -> Publication:
+        """What there is to publish once all ranks have written.
+
+        Raises:
+            IncompleteSaveError: An item of the metadata was written by no rank.
+        """
+        finished = complete_metadata(metadata, results)
         require_all_present(planned_indices(finished), finished.storage_data)
-        path = self._metadata_path()
-        kept = {info.relative_path for info in finished.storage_data.values()}
+        return publication_of(finished)
+
+    def publish(self, publication: Publication, metadata: Metadata) -> None:
+        """Publish finished metadata. Coordinator only.
+
+        Raises:
+            WriteError: The metadata could not be published.
+        """
+        fresh = metadata.storage_data is None
+        path, storage_meta = self._metadata_path(), self.storage_meta()
         commit(
             str(self.path),
-            dump_metadata(finished),
+            publication.content(storage_meta),
             metadata_name=os.path.basename(path),
-            replaced_files=referenced_files(path) - kept,
+            replaced_files=referenced_files(path) - publication.files,
             sync=self.sync_files,
         )
         if fresh:
-            metadata.version = finished.version
-            metadata.storage_data = finished.storage_data
-            metadata.storage_meta = finished.storage_meta
+            metadata.version = _torch.DCP_VERSION
+            metadata.storage_data = publication.storage_data
+            metadata.storage_meta = storage_meta
 
     @staticmethod
     def _refuse_other_storage(path: object, *, use_msc: bool = False) -> None:
@@ -372,6 +388,13 @@ class FileSystemWriterAsync(FileSystemWriter):
         except Exception as error:  # reported to all ranks by whoever finalises
             return _torch.wrap_exception(error)
 
+    @property
+    def known_results(self) -> str | None:
+        """Identifies the results of a save that was written as the structure that it was recognised as."""
+        if self._save is None or self._save.prepared.known is None:
+            return None
+        return self._save.prepared.known.token
+
     def discard(self) -> None:
         """Remove this rank's files of a save that will not be committed."""
         if self._save is not None:
@@ -389,6 +412,11 @@ class FileSystemWriterAsync(FileSystemWriter):
                 path=str(self.path),
                 hint="make a new writer for every checkpoint; memory and processes are shared by all of them",
             )
+
+    def release_names(self) -> None:
+        """Let the next save in this directory have the plain file names, unless this one was committed."""
+        if self._claim is not None:
+            self._claim.release()
 
     def fail_later(self, error: NostallError) -> None:
         """Record that this rank has nothing to write because planning failed; reported when the save is finalised."""

@@ -7,7 +7,7 @@ the group, in the same order. What happens between them on a rank is that rank's
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from nostall._pipeline.plan_cache import (
     same_plan,
 )
 from nostall._planning import (
+    KnownResults,
     PlanMemory,
     as_save_error,
     group_identity,
@@ -65,6 +66,10 @@ class CheckpointMetadataCache(PlanMemory):
         self._validated = False
         self.known: KnownSave | None = None
         """The structure of the last save that reused a plan, and what follows from it."""
+        self.told: str | None = None
+        """Identifies the results that the coordinator has from this rank."""
+        self.known_results = KnownResults()
+        """On the coordinator, the results that it has from all ranks."""
 
     def set_cached_global_metadata(self, metadata: Metadata | None) -> None:
         """Adopt the metadata of a loaded checkpoint, so that the first save after a resume need not be planned anew."""
@@ -107,12 +112,14 @@ class CheckpointMetadataCache(PlanMemory):
         super().keep(plans, all_plans, metadata)
         self._central, self._local = plans.final, plans.local
         self._validated = plans.validated  # what all ranks agreed on, not what this one sees
-        self.known = None
+        self.known = self.told = None
+        self.known_results = KnownResults()
 
     def forget(self) -> None:
         """Plan the next save together."""
         super().forget()
-        self._central = self._local = self.known = None
+        self._central = self._local = self.known = self.told = None
+        self.known_results = KnownResults()
         self._validated = False
 
 
@@ -148,7 +155,10 @@ class SaveSession(_torch.DistWrapper):
 class _Outcome:
     """What a rank tells the coordinator when it finalises."""
 
-    results: list[WriteResult] | _torch.WrappedException
+    results: list[WriteResult] | _torch.WrappedException | None
+    """``None`` if they are those that the coordinator has got before, under the same ``token``."""
+    token: str | None
+    """Identifies results that may come again."""
     changed_plan: SavePlan | None
 
 
@@ -193,6 +203,7 @@ def save_state_dict_async_plan(
     coordination = coordination_of(session)
     identity = (
         group_identity(process_group, use_dist=use_dist),
+        coordinator_rank,
         coordination.rank,
         coordination.world_size,
     )
@@ -306,21 +317,28 @@ def save_state_dict_async_finalize(
     """
     coordination = coordination_of(dist_wrapper)
     session = dist_wrapper if isinstance(dist_wrapper, SaveSession) else None
+    cache = session.cache if session is not None else None
     results = storage_writer.retrieve_write_results()
+    token = storage_writer.known_results if isinstance(results, list) and cache else None
+    told_before = cache is not None and token is not None and cache.told == token
     outcome = _Outcome(
         results=results if isinstance(results, list) else sendable(results),
+        token=token,
         changed_plan=session.changed_plan if session else None,
     )
-    outcomes = coordination.gather(outcome)
+    outcomes = coordination.gather(replace(outcome, results=None) if told_before else outcome)
     told = None
     if outcomes is not None:
         told = _finish(storage_writer, global_metadata, outcomes, session, coordination)
     ending = coordination.broadcast(told)
-    if session is not None and session.cache is not None and (ending.changed or ending.failures):
-        session.cache.forget()
+    if cache is not None:
+        cache.told = token
+        if ending.changed or ending.failures:
+            cache.forget()
+    if ending.failures and not ending.commit_begun:
+        storage_writer.discard()  # once it has begun, the metadata may be there all the same
+    storage_writer.release_names()
     if ending.failures:
-        if not ending.commit_begun:  # once it has begun, the metadata may be there all the same
-            storage_writer.discard()
         raise exception_for(
             ending.failures, step="write", on_coordinator=coordination.is_coordinator
         )
@@ -345,7 +363,9 @@ def _finish(
 ) -> _Ending:
     """On the coordinator: commit, if every rank has written everything."""
     changed = any(each.changed_plan is not None for each in outcomes)
-    match collect([each.results for each in outcomes]):
+    cache = session.cache if session is not None else None
+    known = cache.known_results if cache is not None else KnownResults()
+    match collect(known.fill_in([(each.token, each.results) for each in outcomes])):
         case Abort(failures=failures):
             return _Ending(failures=failures, commit_begun=False, changed=changed)
         case Commit(results=results):
@@ -355,7 +375,11 @@ def _finish(
                 if metadata is None:
                     raise SaveError("the coordinator has no metadata to publish", phase="commit")
                 commit_begun = True
-                writer.finish(metadata, results)
+                publication = None if changed else known.publication(metadata)
+                if publication is None:
+                    publication = writer.publication_of(metadata, results)
+                    known.note_published(metadata, publication)
+                writer.publish(publication, metadata)
             except Exception as error:  # every rank has to hear of it
                 return _Ending(
                     failures={coordination.rank: sendable(_torch.wrap_exception(error))},

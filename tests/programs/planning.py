@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from nostall.state_dict_saver import (
     save_state_dict_async_plan,
     verify_global_md_reuse,
 )
+from nostall.testing import Fault, inject
 from programs.entry_points import State, loaded_wrong
 from states import read_metadata, schedule
 
@@ -217,7 +219,7 @@ def steady_state(out: Path) -> Facts:
     cache = CheckpointMetadataCache()
     facts: Facts = {"plan": [], "status": [], "wrong": []}
     with AsyncCallsQueue() as queue:
-        for number in range(1, 6):
+        for number in range(1, 8):
             path = out / str(number)
             with collectives() as said:
                 schedule(queue, path, make_state(number), cache=cache)
@@ -231,7 +233,25 @@ def steady_state(out: Path) -> Facts:
             queue.poll()
         facts["idle poll"] = dict(said)
     facts["uncached plan"] = save(out / "uncached", make_state(1))
-    facts["content"] = content(read_metadata(out / "5")) == content(read_metadata(out / "uncached"))
+    facts["content"] = content(read_metadata(out / "7")) == content(read_metadata(out / "uncached"))
+    return facts
+
+
+def failure_in_the_steady_state(out: Path) -> Facts:
+    """Saves of a known structure, one of which fails on the second rank, and saves after it; in fresh directories, and
+    over and over into one."""
+    cache = CheckpointMetadataCache()
+    facts: Facts = {"failed": [], "wrong": [], "known": []}
+    with AsyncCallsQueue() as queue:
+        for number in range(12):
+            path = out / ("over and over" if number in (5, 6, 9) else str(number))
+            fault = [Fault.errno("chunk", errno.ENOSPC)] if number == 7 and dist.get_rank() else []
+            with inject(*fault):
+                schedule(queue, path, make_state(number), cache=cache)
+                facts["failed"] += failure(queue.wait)["ranks"]
+            facts["known"].append(cache.known is not None)
+            if number != 7:
+                facts["wrong"] += loaded_wrong(path, make_state(number), make_state(0))
     return facts
 
 
@@ -620,6 +640,7 @@ def two_ranks(out: Path) -> dict[str, Facts]:
         scenario.__name__: scenario(out / scenario.__name__)
         for scenario in (
             steady_state,
+            failure_in_the_steady_state,
             structure_changes,
             value_changes,
             replicated_on_one_rank_less,
