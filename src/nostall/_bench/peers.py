@@ -33,15 +33,16 @@ class TorchSnapshot:
     warmups = 1
 
     def __init__(self) -> None:
-        self._waiter = ThreadPoolExecutor(1, "bench-torchsnapshot")
+        self._waiter: ThreadPoolExecutor | None = None
 
     def available(self) -> str | None:
         return why_not_importable("torchsnapshot")
 
     def open(self, setting: Setting) -> None:
-        return None
+        self._waiter = ThreadPoolExecutor(1, "bench-torchsnapshot")
 
     def save(self, state: State, path: Path) -> Pending:
+        assert self._waiter is not None
         library = import_module("torchsnapshot")
         pending = library.Snapshot.async_take(str(path), {"state": library.StateDict(**state)})
         return SyncedAfterwards(self._waiter.submit(pending.wait), path)
@@ -53,7 +54,9 @@ class TorchSnapshot:
         return dict(target)
 
     def close(self) -> None:
-        self._waiter.shutdown()
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            waiter.shutdown()
 
 
 class TorchCheckpointing:

@@ -1,0 +1,344 @@
+"""One run of the benchmark, from options to a report: the composer.
+
+The phases, each on all ranks: memory (every contender alone, fresh), timed rounds (contenders and limits in turns, in an
+order that rotates), slowdown rounds, verification, probes. A contender that fails anywhere is left out from there on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+import nostall._runtime
+from nostall._bench.contender import Contender, Pending, Setting
+from nostall._bench.limits import WRITE_SETTINGS, Limits
+from nostall._bench.machine import machine_facts, versions
+from nostall._bench.measure import (
+    LOOPS,
+    Trial,
+    loop_slowdown,
+    measure_memory,
+    time_save,
+    timeline,
+    verify,
+)
+from nostall._bench.options import BenchOptions
+from nostall._bench.probes import probe
+from nostall._bench.processes import memory_sampler, noise
+from nostall._bench.ranks import Ranks
+from nostall._bench.results import (
+    BenchReport,
+    ContenderReport,
+    LimitReport,
+    MemoryFigures,
+    SaveSample,
+    SlowdownSample,
+    Step,
+    Verification,
+)
+from nostall._bench.targets import check_targets
+from nostall._bench.workloads import make_workload
+
+T = TypeVar("T")
+
+_LEAST_LOOP_S = 0.2
+_TIMELINE = ("nostall", "dcp.async_save")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    """A contender and what is known of it so far."""
+
+    contender: Contender
+    unavailable: str | None
+    error: str | None = None
+    saves: list[SaveSample] = field(default_factory=list)
+    memory: MemoryFigures | None = None
+    slowdowns: list[SlowdownSample] = field(default_factory=list)
+    verification: Verification | None = None
+
+    @property
+    def stands(self) -> bool:
+        return self.unavailable is None and self.error is None
+
+    def report(self) -> ContenderReport:
+        return ContenderReport(
+            name=self.contender.name,
+            description=self.contender.description,
+            unavailable=self.unavailable,
+            error=self.error,
+            saves=tuple(self.saves),
+            memory=self.memory,
+            slowdowns=tuple(self.slowdowns),
+            verification=self.verification,
+        )
+
+
+class Session:
+    """The phases of one run and what they share. Every method is collective."""
+
+    def __init__(
+        self, options: BenchOptions, contenders: Sequence[Contender], trial: Trial, directory: Path
+    ) -> None:
+        self.options = options
+        self.trial = trial
+        self.ranks = trial.ranks
+        self.directory = directory
+        self.entries = [self._entry(contender) for contender in contenders]
+        self._directories = 0
+
+    def _entry(self, contender: Contender) -> _Entry:
+        return _Entry(
+            contender=contender, unavailable=self.ranks.first_text(contender.available())
+        )
+
+    def standing(self) -> list[_Entry]:
+        """Contenders that take part and have not failed."""
+        return [entry for entry in self.entries if entry.stands]
+
+    # --- phases ---------------------------------------------------------------------------------
+
+    def memory(self) -> None:
+        """Every contender alone: opened, used, closed, before any other one is."""
+        with memory_sampler(self.trial.helpers) as sampler:
+            for entry in self.standing():
+                contender = entry.contender
+                with self._fresh_directory(contender.name) as path:
+
+                    def save(number: int, contender: Contender = contender, path: Path = path) -> Pending:  # noqa: E501
+                        return contender.save(self.trial.workload.state, path / str(number))
+
+                    entry.memory = self._attempt(
+                        entry,
+                        lambda contender=contender, save=save: measure_memory(
+                            self.trial,
+                            sampler,
+                            lambda: self._open(contender),
+                            save,
+                            self.options.memory_saves,
+                        ),
+                    )
+                self._close(entry)
+                nostall._runtime.reset()
+
+    def rounds(self, limits: Limits) -> LimitReport:
+        """Warm up, then let everybody save once per round, and measure the limits once per round."""
+        for entry in self.standing():
+            self._attempt(entry, lambda entry=entry: self._open(entry.contender))
+        for entry in self.standing():
+            for _ in range(entry.contender.warmups):
+                if entry.stands:
+                    self._timed(entry, -1)
+        memcpy: list[float] = []
+        foreach: list[float] = []
+        writes: dict[str, list[float]] = {str(setting): [] for setting in WRITE_SETTINGS}
+        direct = True
+
+        def measure_limits() -> None:
+            nonlocal direct
+            memcpy.append(self._slowest(limits.memcpy_s))
+            foreach.append(self._slowest(limits.foreach_copy_s))
+            for setting in WRITE_SETTINGS:
+                with self._fresh_directory("raw") as path:
+                    path.mkdir(exist_ok=True)
+                    self.ranks.barrier()
+                    wrote = limits.raw_write(path / str(self.ranks.rank), setting)
+                    seconds, buffered = self.ranks.maximum([wrote.seconds, not wrote.direct])
+                writes[str(setting)].append(seconds)
+                direct = direct and not buffered
+
+        turns: list[_Entry | None] = [None, *self.standing()]
+        for number in range(self.options.rounds):
+            self._say(f"round {number + 1} of {self.options.rounds}")
+            for entry in turns:
+                if entry is None:
+                    self.trial.workload.advance()
+                    measure_limits()
+                elif entry.stands and (sample := self._timed(entry, number)) is not None:
+                    entry.saves.append(sample)
+            turns.append(turns.pop(0))  # so that nobody always goes first
+        return LimitReport(
+            memcpy_s=tuple(memcpy),
+            foreach_copy_s=tuple(foreach),
+            raw_write_s={setting: tuple(seconds) for setting, seconds in writes.items()},
+            direct=direct,
+        )
+
+    def slowdowns(self) -> None:
+        """What compute loops lose while a save is under way, in turns."""
+        for number in range(self.options.slowdown_rounds):
+            for loop in LOOPS:
+                for entry in self.standing():
+                    sample = self._slowdown(entry, number, loop)
+                    if sample is not None:
+                        entry.slowdowns.append(sample)
+
+    def verification(self) -> None:
+        """Load every contender's last checkpoint and compare it."""
+        for entry in self.standing():
+            with self._fresh_directory(entry.contender.name) as path:
+                entry.verification = self._attempt(
+                    entry,
+                    lambda entry=entry, path=path: verify(self.trial, entry.contender, path),
+                )
+
+    def timeline(self) -> tuple[Step, ...]:
+        """Steps with and without saving, for the picture."""
+        steps: list[Step] = []
+        for entry in self.standing():
+            durable_s = entry.report().median("durable_s")
+            if entry.contender.name in _TIMELINE and durable_s is not None:
+                with self._fresh_directory(entry.contender.name) as path:
+                    steps += (
+                        self._attempt(
+                            entry,
+                            lambda entry=entry, path=path, durable_s=durable_s: timeline(
+                                self.trial, entry.contender, path, durable_s=durable_s
+                            ),
+                        )
+                        or []
+                    )
+        return tuple(steps)
+
+    def close(self) -> None:
+        """Close every contender, also those that failed."""
+        for entry in self.entries:
+            if entry.unavailable is None:
+                self._close(entry)
+        nostall._runtime.reset()
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def _timed(self, entry: _Entry, number: int) -> SaveSample | None:
+        with self._fresh_directory(entry.contender.name) as path:
+            return self._attempt(
+                entry, lambda: time_save(self.trial, entry.contender, path, number)
+            )
+
+    def _slowdown(self, entry: _Entry, number: int, loop: str) -> SlowdownSample | None:
+        alone_s = max(_LEAST_LOOP_S, entry.report().median("durable_s") or 0.0)
+        with self._fresh_directory(entry.contender.name) as path:
+            return self._attempt(
+                entry,
+                lambda: loop_slowdown(
+                    self.trial, entry.contender, path, number, loop=loop, alone_s=alone_s
+                ),
+            )
+
+    def _attempt(self, entry: _Entry, action: Callable[[], T]) -> T | None:
+        """Run a step of a contender; if it fails on any rank, all ranks leave the contender out."""
+        result: T | None = None
+        error: str | None = None
+        try:
+            result = action()
+        except Exception as failure:  # a contender may fail in any way; the run goes on
+            error = f"{type(failure).__name__}: {failure}".strip()
+        entry.error = self.ranks.first_text(error)
+        if entry.error is None:
+            return result
+        self._say(f"{entry.contender.name} failed: {entry.error}")
+        return None
+
+    def _open(self, contender: Contender) -> None:
+        with self._fresh_directory(contender.name) as scratch:
+            scratch.mkdir(parents=True, exist_ok=True)
+            contender.open(
+                Setting(ranks=self.ranks, nbytes=self.trial.workload.nbytes, scratch=scratch)
+            )
+
+    def _close(self, entry: _Entry) -> None:
+        try:
+            entry.contender.close()
+        except Exception as failure:  # whatever it holds on to, the others must be closed, too
+            self._say(f"{entry.contender.name} could not be closed: {failure}")
+
+    def _slowest(self, action: Callable[[], float]) -> float:
+        self.ranks.barrier()
+        (slowest,) = self.ranks.maximum([action()])
+        return slowest
+
+    @contextmanager
+    def _fresh_directory(self, name: str) -> Iterator[Path]:
+        """A path for one save, the same on every rank and not made yet; removed, and that synced, afterwards."""
+        self._directories += 1
+        path = self.directory / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}-{self._directories}"
+        yield path
+        self.ranks.barrier()
+        if self.ranks.leads:
+            shutil.rmtree(path, ignore_errors=True)
+            os.sync()
+        self.ranks.barrier()
+
+    def _say(self, message: str) -> None:
+        if self.ranks.leads:
+            print(message, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _working_directory(options: BenchOptions, ranks: Ranks) -> Iterator[Path]:
+    """An empty directory on the file system that is asked for; removed at the end."""
+    made: str | None = None
+    if ranks.leads:
+        parent = options.directory or Path.cwd()
+        parent.mkdir(parents=True, exist_ok=True)
+        made = tempfile.mkdtemp(prefix="nostall-bench-", dir=parent)
+    path = Path(ranks.from_first(made))
+    try:
+        yield path
+    finally:
+        if ranks.leads:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def run(
+    options: BenchOptions,
+    contenders: Sequence[Contender],
+    ranks: Ranks,
+    command: Sequence[str] = (),
+) -> BenchReport:
+    """Measure these contenders and return what was found. Collective."""
+    with ExitStack() as stack:
+        directory = stack.enter_context(_working_directory(options, ranks))
+        wanted = options.noise and ranks.leads
+        helpers = stack.enter_context(noise(directory, wanted=wanted))
+        workload = make_workload(
+            options.shape, options.nbytes, rank=ranks.rank, world_size=ranks.world_size
+        )
+        trial = Trial(ranks=ranks, workload=workload, helpers=helpers)
+        session = Session(options, contenders, trial, directory)
+        stack.callback(session.close)
+        if options.memory_saves:
+            session.memory()
+        limits = session.rounds(Limits(workload.tensors))
+        session.slowdowns()
+        session.verification()
+        steps = session.timeline() if options.plot else ()
+        probes = None
+        if options.probes and ranks.leads:
+            probes = probe(options.shape, options.nbytes, directory)
+        ranks.barrier()
+        report = BenchReport(
+            command=tuple(command),
+            options={
+                name: str(value) if isinstance(value, Path) else value
+                for name, value in asdict(options).items()
+            },
+            machine=machine_facts(directory),
+            versions=versions(),
+            nbytes=workload.nbytes,
+            tensors=len(workload.tensors),
+            contenders=tuple(entry.report() for entry in session.entries),
+            limits=limits,
+            probes=probes,
+            targets=(),
+            timeline=steps,
+        )
+    return replace(report, targets=check_targets(report))
