@@ -49,7 +49,9 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=_checked(_positive), help="start this many ranks under torchrun with gloo")
     add("--rounds", type=_checked(_positive), default=7, help="timed rounds (default: %(default)s)")
     add(
-        "--contenders", default="", help="names or patterns, comma-separated, such as 'nostall*,dcp.*'"
+        "--contenders",
+        default="",
+        help="names or patterns, comma-separated, such as 'nostall*,dcp.*'",
     )
     add("--directory", type=Path, help="where to write (default: the current directory)")
     add("--json", type=Path, metavar="FILE", help="store every sample")

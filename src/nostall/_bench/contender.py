@@ -129,14 +129,14 @@ class SyncedAfterwards:
 
 
 def sync_tree(path: Path) -> None:
-    """fsync every file and directory below a path, and the path itself."""
+    """Fsync every file and directory below a path, and the path itself."""
     for folder, _, names in os.walk(path):
         for name in [*names, ""]:
             sync(os.path.join(folder, name))
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """fsync one file or directory."""
+    """Fsync one file or directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -193,8 +193,10 @@ def timeline(trial: Trial, contender: Contender, path: Path, *, durable_s: float
 def measure_memory(
     trial: Trial,
     sampler: MemorySampler,
+    contender: Contender,
+    directory: Path,
+    *,
     prepare: Callable[[], None],
-    save: Callable[[int], Pending],
     saves: int,
 ) -> MemoryFigures:
     """Peak memory of each of several saves, above the level before ``prepare``."""
@@ -207,8 +209,7 @@ def measure_memory(
         trial.workload.advance()
         gc.collect()
         trial.ranks.barrier()
-        pending = save(number)
-        wait_durable(pending)
+        wait_durable(contender.save(trial.workload.state, directory / str(number)))
         peaks.append(sampler.level()[1] - before)
     return MemoryFigures(peaks_nbytes=tuple(int(peak) for peak in trial.ranks.total(peaks)))
 

@@ -18,8 +18,7 @@ def write_files(directory: str, stop: threading.Event) -> None:
     piece = os.urandom(1 << 20)
     while not stop.is_set():
         with open(path, "wb") as stream:
-            for _ in range(_FILE_NBYTES // len(piece)):
-                stream.write(piece)
+            stream.writelines(piece for _ in range(_FILE_NBYTES // len(piece)))
             stream.flush()
             os.fsync(stream.fileno())
     os.unlink(path)

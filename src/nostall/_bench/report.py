@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from nostall._bench.quantities import Spread, format_nbytes, median_of
+from nostall._bench.quantities import Spread, format_nbytes
 from nostall._bench.results import BenchReport, ContenderReport, TargetReport
 
 _MISSING = "-"
@@ -53,7 +53,7 @@ def _heading(report: BenchReport) -> str:
 def _contender_table(report: BenchReport) -> str:
     memcpy, write = report.limits.median("memcpy"), report.limits.median("raw_write")
     total_nbytes = report.nbytes * report.options["ranks"]
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             "contender",
             "blocked ms [quartiles]",

@@ -6,7 +6,6 @@ order that rotates), slowdown rounds, verification, probes. A contender that fai
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import sys
@@ -14,12 +13,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import nostall._runtime
-from nostall._bench.contender import Contender, Pending, Setting
-from nostall._bench.limits import WRITE_SETTINGS, Limits
+from nostall._bench.contender import Contender, Setting, sync
+from nostall._bench.limits import WRITE_SETTINGS, Limits, RawWrite
 from nostall._bench.machine import machine_facts, versions
 from nostall._bench.measure import (
     LOOPS,
@@ -82,6 +82,16 @@ class _Entry:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LimitSample:
+    """The limits of one round."""
+
+    memcpy_s: float
+    foreach_copy_s: float
+    writes: tuple[RawWrite, ...]
+    """In the order of ``WRITE_SETTINGS``."""
+
+
 class Session:
     """The phases of one run and what they share. Every method is collective."""
 
@@ -96,9 +106,7 @@ class Session:
         self._directories = 0
 
     def _entry(self, contender: Contender) -> _Entry:
-        return _Entry(
-            contender=contender, unavailable=self.ranks.first_text(contender.available())
-        )
+        return _Entry(contender=contender, unavailable=self.ranks.first_text(contender.available()))
 
     def standing(self) -> list[_Entry]:
         """Contenders that take part and have not failed."""
@@ -110,66 +118,52 @@ class Session:
         """Every contender alone: opened, used, closed, before any other one is."""
         with memory_sampler(self.trial.helpers) as sampler:
             for entry in self.standing():
-                contender = entry.contender
-                with self._fresh_directory(contender.name) as path:
-
-                    def save(number: int, contender: Contender = contender, path: Path = path) -> Pending:  # noqa: E501
-                        return contender.save(self.trial.workload.state, path / str(number))
-
+                with self._fresh_directory(entry.contender.name) as path:
                     entry.memory = self._attempt(
                         entry,
-                        lambda contender=contender, save=save: measure_memory(
+                        partial(
+                            measure_memory,
                             self.trial,
                             sampler,
-                            lambda: self._open(contender),
-                            save,
-                            self.options.memory_saves,
+                            entry.contender,
+                            path,
+                            prepare=partial(self._open, entry.contender),
+                            saves=self.options.memory_saves,
                         ),
                     )
                 self._close(entry)
                 nostall._runtime.reset()
 
-    def rounds(self, limits: Limits) -> LimitReport:
-        """Warm up, then let everybody save once per round, and measure the limits once per round."""
+    def warm_up(self) -> None:
+        """Open every contender for the rest of the run, and let it save as often as its caches need."""
         for entry in self.standing():
-            self._attempt(entry, lambda entry=entry: self._open(entry.contender))
+            self._attempt(entry, partial(self._open, entry.contender))
         for entry in self.standing():
             for _ in range(entry.contender.warmups):
                 if entry.stands:
                     self._timed(entry, -1)
-        memcpy: list[float] = []
-        foreach: list[float] = []
-        writes: dict[str, list[float]] = {str(setting): [] for setting in WRITE_SETTINGS}
-        direct = True
 
-        def measure_limits() -> None:
-            nonlocal direct
-            memcpy.append(self._slowest(limits.memcpy_s))
-            foreach.append(self._slowest(limits.foreach_copy_s))
-            for setting in WRITE_SETTINGS:
-                with self._fresh_directory("raw") as path:
-                    path.mkdir(exist_ok=True)
-                    self.ranks.barrier()
-                    wrote = limits.raw_write(path / str(self.ranks.rank), setting)
-                    seconds, buffered = self.ranks.maximum([wrote.seconds, not wrote.direct])
-                writes[str(setting)].append(seconds)
-                direct = direct and not buffered
-
+    def rounds(self, limits: Limits) -> LimitReport:
+        """Let everybody save once per round, and measure the limits once per round, in turns."""
+        samples: list[_LimitSample] = []
+        # The place in a round where the limits are measured.
         turns: list[_Entry | None] = [None, *self.standing()]
         for number in range(self.options.rounds):
             self._say(f"round {number + 1} of {self.options.rounds}")
-            for entry in turns:
-                if entry is None:
-                    self.trial.workload.advance()
-                    measure_limits()
-                elif entry.stands and (sample := self._timed(entry, number)) is not None:
-                    entry.saves.append(sample)
+            for turn in turns:
+                if turn is None:
+                    samples.append(self._limits_once(limits))
+                elif turn.stands and (sample := self._timed(turn, number)) is not None:
+                    turn.saves.append(sample)
             turns.append(turns.pop(0))  # so that nobody always goes first
         return LimitReport(
-            memcpy_s=tuple(memcpy),
-            foreach_copy_s=tuple(foreach),
-            raw_write_s={setting: tuple(seconds) for setting, seconds in writes.items()},
-            direct=direct,
+            memcpy_s=tuple(sample.memcpy_s for sample in samples),
+            foreach_copy_s=tuple(sample.foreach_copy_s for sample in samples),
+            raw_write_s={
+                str(setting): tuple(sample.writes[number].seconds for sample in samples)
+                for number, setting in enumerate(WRITE_SETTINGS)
+            },
+            direct=all(write.direct for sample in samples for write in sample.writes),
         )
 
     def slowdowns(self) -> None:
@@ -185,10 +179,8 @@ class Session:
         """Load every contender's last checkpoint and compare it."""
         for entry in self.standing():
             with self._fresh_directory(entry.contender.name) as path:
-                entry.verification = self._attempt(
-                    entry,
-                    lambda entry=entry, path=path: verify(self.trial, entry.contender, path),
-                )
+                check = partial(verify, self.trial, entry.contender, path)
+                entry.verification = self._attempt(entry, check)
 
     def timeline(self) -> tuple[Step, ...]:
         """Steps with and without saving, for the picture."""
@@ -197,15 +189,10 @@ class Session:
             durable_s = entry.report().median("durable_s")
             if entry.contender.name in _TIMELINE and durable_s is not None:
                 with self._fresh_directory(entry.contender.name) as path:
-                    steps += (
-                        self._attempt(
-                            entry,
-                            lambda entry=entry, path=path, durable_s=durable_s: timeline(
-                                self.trial, entry.contender, path, durable_s=durable_s
-                            ),
-                        )
-                        or []
+                    watch = partial(
+                        timeline, self.trial, entry.contender, path, durable_s=durable_s
                     )
+                    steps += self._attempt(entry, watch) or []
         return tuple(steps)
 
     def close(self) -> None:
@@ -219,19 +206,30 @@ class Session:
 
     def _timed(self, entry: _Entry, number: int) -> SaveSample | None:
         with self._fresh_directory(entry.contender.name) as path:
-            return self._attempt(
-                entry, lambda: time_save(self.trial, entry.contender, path, number)
-            )
+            save = partial(time_save, self.trial, entry.contender, path, number)
+            return self._attempt(entry, save)
 
     def _slowdown(self, entry: _Entry, number: int, loop: str) -> SlowdownSample | None:
         alone_s = max(_LEAST_LOOP_S, entry.report().median("durable_s") or 0.0)
         with self._fresh_directory(entry.contender.name) as path:
-            return self._attempt(
-                entry,
-                lambda: loop_slowdown(
-                    self.trial, entry.contender, path, number, loop=loop, alone_s=alone_s
-                ),
-            )
+            race = partial(loop_slowdown, self.trial, entry.contender, path, number)
+            return self._attempt(entry, partial(race, loop=loop, alone_s=alone_s))
+
+    def _limits_once(self, limits: Limits) -> _LimitSample:
+        self.trial.workload.advance()
+        writes = []
+        for setting in WRITE_SETTINGS:
+            with self._fresh_directory("raw") as path:
+                path.mkdir(exist_ok=True)
+                self.ranks.barrier()
+                wrote = limits.raw_write(path / str(self.ranks.rank), setting)
+                seconds, buffered = self.ranks.maximum([wrote.seconds, not wrote.direct])
+            writes.append(RawWrite(seconds=seconds, direct=not buffered))
+        return _LimitSample(
+            memcpy_s=self._slowest(limits.memcpy_s),
+            foreach_copy_s=self._slowest(limits.foreach_copy_s),
+            writes=tuple(writes),
+        )
 
     def _attempt(self, entry: _Entry, action: Callable[[], T]) -> T | None:
         """Run a step of a contender; if it fails on any rank, all ranks leave the contender out."""
@@ -274,12 +272,12 @@ class Session:
         self.ranks.barrier()
         if self.ranks.leads:
             shutil.rmtree(path, ignore_errors=True)
-            os.sync()
+            sync(self.directory)  # what deleting costs the file system is paid here
         self.ranks.barrier()
 
     def _say(self, message: str) -> None:
         if self.ranks.leads:
-            print(message, file=sys.stderr, flush=True)
+            sys.stderr.write(f"{message}\n")
 
 
 @contextmanager
@@ -317,6 +315,7 @@ def run(
         stack.callback(session.close)
         if options.memory_saves:
             session.memory()
+        session.warm_up()
         limits = session.rounds(Limits(workload.tensors))
         session.slowdowns()
         session.verification()

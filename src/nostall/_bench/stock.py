@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +145,8 @@ class DcpProcessSave(DcpAsyncSave):
         try:
             small = {f"rank{setting.ranks.rank}": torch.zeros(1)}
             first = setting.scratch / "start"
-            self._start(small, first, AsyncCheckpointerType.PROCESS).result()
+            with _without_stderr():  # the process logs every step of every save there
+                self._start(small, first, AsyncCheckpointerType.PROCESS).result()
         finally:
             if lonely:
                 dist.destroy_process_group()
@@ -155,6 +158,20 @@ class DcpProcessSave(DcpAsyncSave):
         super().close()
         # Stock never ends this process before the interpreter does, and its memory would count for whoever comes next.
         _async_process_executor._CHECKPOINT_PROCESS = None
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """While inside, what this process and those it starts write to standard error is dropped."""
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def stock_contenders() -> list[Contender]:
@@ -172,7 +189,9 @@ def stock_contenders() -> list[Contender]:
         TorchSave(),
         DcpSave(),
         DcpAsyncSave("dcp.async_save", "stock dcp.async_save, default thread"),
-        DcpAsyncSave("dcp.async_save 4 files", "the same, FileSystemWriter(thread_count=4)", files=4),
+        DcpAsyncSave(
+            "dcp.async_save 4 files", "the same, FileSystemWriter(thread_count=4)", files=4
+        ),
         DcpProcessSave(
             "dcp.async_save process",
             "process checkpointer, DefaultStager with shared memory, kept",

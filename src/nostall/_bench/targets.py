@@ -83,18 +83,23 @@ def _against_best_stock(figure: str) -> Callable[[BenchReport], float | None]:
     return measure
 
 
+def _all_nbytes(report: BenchReport) -> int:
+    ranks: int = report.options["ranks"]
+    return report.nbytes * ranks
+
+
 def _memory_ratio(report: BenchReport) -> float | None:
     contender = report.contender(MAIN)
     if contender is None or contender.memory is None:
         return None
-    return contender.memory.peak_nbytes / (report.nbytes * report.options["ranks"])
+    return contender.memory.peak_nbytes / _all_nbytes(report)
 
 
 def _memory_growth(report: BenchReport) -> float | None:
     contender = report.contender(MAIN)
     if contender is None or contender.memory is None or len(contender.memory.peaks_nbytes) < 3:
         return None
-    return contender.memory.growth_nbytes / (report.nbytes * report.options["ranks"]) * 100
+    return contender.memory.growth_nbytes / _all_nbytes(report) * 100
 
 
 def _python_loss(report: BenchReport) -> float | None:

@@ -48,7 +48,8 @@ class Workload:
 
     def blank(self) -> State:
         """A state dict of the same structure, all zeros: what a checkpoint is loaded into."""
-        return _mapped(self.state)
+        blank: State = _mapped(self.state)
+        return blank
 
 
 def make_workload(shape: str, nbytes: int, *, rank: int, world_size: int) -> Workload:
@@ -75,10 +76,9 @@ def tensors_of(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def differences(saved: State, loaded: State) -> list[str]:
     """Names whose dtype, shape or bits differ, or that are missing; empty if the two are the same."""
-    found = dict(tensors_of(loaded))
-    return [
-        name for name, tensor in tensors_of(saved) if not _same_bits(tensor, found.get(name))
-    ] + [name for name in found.keys() - dict(tensors_of(saved)).keys()]
+    expected, found = dict(tensors_of(saved)), dict(tensors_of(loaded))
+    wrong = [name for name, tensor in expected.items() if not _same_bits(tensor, found.get(name))]
+    return wrong + sorted(found.keys() - expected.keys())
 
 
 def integers(tensor: Tensor) -> Tensor:
