@@ -62,6 +62,9 @@ class Limits:
         copy = torch.zeros(room, dtype=torch.uint8)
         self._copy = copy[: self.nbytes]
         self._copies = _views(copy, self._tensors)
+        # Fresh memory is no measure of copying.
+        self.memcpy_s()
+        self.foreach_copy_s()
 
     def memcpy_s(self) -> float:
         """Seconds of one flat copy of all bytes with all of torch's threads."""

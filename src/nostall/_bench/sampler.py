@@ -1,7 +1,9 @@
 """A small process that watches the memory of another one and its children, started as a script.
 
-It imports neither torch nor nostall, so it weighs nothing and holds no lock of the trainer. Memory is the sum of PSS
-(``/proc/<pid>/smaps_rollup``): a page that several processes map counts once in the sum.
+It imports neither torch nor nostall, so it weighs nothing and holds no lock of the trainer. Memory is the sum of the
+anonymous and shared parts of PSS (``/proc/<pid>/smaps_rollup``): a page that several processes map counts once in the
+sum. Pages of mapped files, program code above all, do not count: their share falls and rises with every stranger that
+runs the same libraries.
 
 Usage: ``sampler.py PID INTERVAL_S [EXCLUDED_PID ...]``. A line on standard input is answered with ``NOW PEAK``, bytes at
 this moment and the most since the last answer; the end of input ends the process.
@@ -42,15 +44,16 @@ def tree(root: int, excluded: set[int]) -> list[int]:
 
 
 def pss_nbytes(pid: int) -> int:
-    """Proportional set size of a process in bytes; 0 if it has ended."""
+    """Anonymous and shared proportional set size of a process in bytes; 0 if it has ended."""
+    nbytes = 0
     try:
         with open(f"/proc/{pid}/smaps_rollup") as stream:
             for line in stream:
-                if line.startswith("Pss:"):
-                    return int(line.split()[1]) * 1024
+                if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+                    nbytes += int(line.split()[1]) * 1024
     except OSError:
-        pass
-    return 0
+        return 0
+    return nbytes
 
 
 def main(root: int, interval_s: float, excluded: set[int]) -> None:
