@@ -106,11 +106,11 @@ class Torn(FakeContender):
     name = "torn"
 
     def save(self, state: State, path: Path) -> Pending:
-        contender = super()
+        write_now = super().save
 
         class Late:
             def poll(self) -> bool:
-                contender.save(state, path)
+                write_now(state, path)
                 return True
 
             def wait_staged(self) -> None:
