@@ -27,7 +27,7 @@ from nostall._bench.quantities import Spread, format_nbytes, median_of, parse_nb
 from nostall._bench.ranks import Ranks
 from nostall._bench.report import failed, render
 from nostall._bench.results import BenchReport, MemoryFigures
-from nostall._bench.session import run
+from nostall._bench.run import run
 from nostall._bench.stock import TorchSave
 from nostall._bench.transformer import train_one_step, training_nbytes, width_for
 from nostall._bench.workloads import State, differences, make_workload, tensors_of

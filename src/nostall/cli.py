@@ -9,13 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from nostall._bench.options import BenchOptions
+from nostall._bench.options import DEFAULT_NBYTES, SHAPES, BenchOptions
 from nostall._bench.quantities import parse_nbytes
 from nostall._version import __version__
 
 T = TypeVar("T")
-
-_SHAPES = ("large", "many", "mixed")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +42,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--shape", choices=_SHAPES, default="large", help="what is saved (default: %(default)s)")
+    add("--shape", choices=SHAPES, default="large", help="what is saved (default: %(default)s)")
     add("--bytes", type=_checked(parse_nbytes), help="size per rank, such as 512MiB")
     add("--ranks", type=_checked(_positive), help="start this many ranks under torchrun with gloo")
     add("--rounds", type=_checked(_positive), default=7, help="timed rounds (default: %(default)s)")
@@ -75,7 +73,6 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _bench(parsed: argparse.Namespace, given: Sequence[str]) -> int:
     from nostall._bench.main import bench, list_contenders
-    from nostall._bench.workloads import DEFAULT_NBYTES
 
     if parsed.list:
         return list_contenders()

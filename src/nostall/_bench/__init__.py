@@ -4,5 +4,5 @@
 
     options -> workload -> memory rounds -> timed rounds -> slowdown rounds -> verification -> BenchReport -> tables
 
-``session.py`` is the composer; ``measure.py`` says what a figure is, ``targets.py`` what it should be.
+``run.py`` is the composer, ``session.py`` has the phases; ``measure.py`` says what a figure is, ``targets.py`` what it should be.
 """

@@ -16,7 +16,7 @@ from nostall._bench.plot import PlotUnavailable, draw, require_matplotlib
 from nostall._bench.ranks import joined_ranks, launch, started_by_launcher
 from nostall._bench.report import failed, render
 from nostall._bench.results import BenchReport
-from nostall._bench.session import run
+from nostall._bench.run import run
 
 
 def all_contenders() -> list[Contender]:

@@ -1,4 +1,4 @@
-"""What one run was asked for."""
+"""What one run was asked for. No torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+SHAPES = ("large", "many", "mixed")
+DEFAULT_NBYTES = {"large": 1 << 30, "many": 20_000 * 4096, "mixed": 3 << 29}
+"""Bytes per rank; ``mixed`` has room for the 768-wide model, GPT-2's smallest, with its optimizer state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

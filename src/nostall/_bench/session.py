@@ -1,7 +1,7 @@
-"""One run of the benchmark, from options to a report: the composer.
+"""The phases of one run: who is measured when, and what happens to those that fail.
 
-The phases, each on all ranks: memory (every contender alone, fresh), timed rounds (contenders and limits in turns, in an
-order that rotates), slowdown rounds, verification, probes. A contender that fails anywhere is left out from there on.
+Memory (every contender alone, fresh), timed rounds (contenders and limits in turns, in an order that rotates), slowdown
+rounds, verification. A contender that fails anywhere, on any rank, is left out from there on.
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import nostall._runtime
 from nostall._bench.contender import Contender, Setting, sync
+from nostall._bench.entry import Entry
 from nostall._bench.limits import WRITE_SETTINGS, Limits, RawWrite
-from nostall._bench.machine import machine_facts, versions
 from nostall._bench.measure import (
     LOOPS,
     Trial,
@@ -31,55 +30,18 @@ from nostall._bench.measure import (
     verify,
 )
 from nostall._bench.options import BenchOptions
-from nostall._bench.probes import probe
-from nostall._bench.processes import memory_sampler, noise
-from nostall._bench.ranks import Ranks
+from nostall._bench.processes import memory_sampler
 from nostall._bench.results import (
-    BenchReport,
-    ContenderReport,
     LimitReport,
-    MemoryFigures,
     SaveSample,
     SlowdownSample,
     Step,
-    Verification,
 )
-from nostall._bench.targets import check_targets
-from nostall._bench.workloads import make_workload
 
 T = TypeVar("T")
 
 _LEAST_LOOP_S = 0.2
 _TIMELINE = ("nostall", "dcp.async_save")
-
-
-@dataclass(slots=True, kw_only=True)
-class _Entry:
-    """A contender and what is known of it so far."""
-
-    contender: Contender
-    unavailable: str | None
-    error: str | None = None
-    saves: list[SaveSample] = field(default_factory=list)
-    memory: MemoryFigures | None = None
-    slowdowns: list[SlowdownSample] = field(default_factory=list)
-    verification: Verification | None = None
-
-    @property
-    def stands(self) -> bool:
-        return self.unavailable is None and self.error is None
-
-    def report(self) -> ContenderReport:
-        return ContenderReport(
-            name=self.contender.name,
-            description=self.contender.description,
-            unavailable=self.unavailable,
-            error=self.error,
-            saves=tuple(self.saves),
-            memory=self.memory,
-            slowdowns=tuple(self.slowdowns),
-            verification=self.verification,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +67,10 @@ class Session:
         self.entries = [self._entry(contender) for contender in contenders]
         self._directories = 0
 
-    def _entry(self, contender: Contender) -> _Entry:
-        return _Entry(contender=contender, unavailable=self.ranks.first_text(contender.available()))
+    def _entry(self, contender: Contender) -> Entry:
+        return Entry(contender=contender, unavailable=self.ranks.first_text(contender.available()))
 
-    def standing(self) -> list[_Entry]:
+    def standing(self) -> list[Entry]:
         """Contenders that take part and have not failed."""
         return [entry for entry in self.entries if entry.stands]
 
@@ -147,7 +109,7 @@ class Session:
         """Let everybody save once per round, and measure the limits once per round, in turns."""
         samples: list[_LimitSample] = []
         # The place in a round where the limits are measured.
-        turns: list[_Entry | None] = [None, *self.standing()]
+        turns: list[Entry | None] = [None, *self.standing()]
         for number in range(self.options.rounds):
             self._say(f"round {number + 1} of {self.options.rounds}")
             for turn in turns:
@@ -204,12 +166,12 @@ class Session:
 
     # --- steps ----------------------------------------------------------------------------------
 
-    def _timed(self, entry: _Entry, number: int) -> SaveSample | None:
+    def _timed(self, entry: Entry, number: int) -> SaveSample | None:
         with self._fresh_directory(entry.contender.name) as path:
             save = partial(time_save, self.trial, entry.contender, path, number)
             return self._attempt(entry, save)
 
-    def _slowdown(self, entry: _Entry, number: int, loop: str) -> SlowdownSample | None:
+    def _slowdown(self, entry: Entry, number: int, loop: str) -> SlowdownSample | None:
         alone_s = max(_LEAST_LOOP_S, entry.report().median("durable_s") or 0.0)
         with self._fresh_directory(entry.contender.name) as path:
             race = partial(loop_slowdown, self.trial, entry.contender, path, number)
@@ -231,7 +193,7 @@ class Session:
             writes=tuple(writes),
         )
 
-    def _attempt(self, entry: _Entry, action: Callable[[], T]) -> T | None:
+    def _attempt(self, entry: Entry, action: Callable[[], T]) -> T | None:
         """Run a step of a contender; if it fails on any rank, all ranks leave the contender out."""
         result: T | None = None
         error: str | None = None
@@ -252,7 +214,7 @@ class Session:
                 Setting(ranks=self.ranks, nbytes=self.trial.workload.nbytes, scratch=scratch)
             )
 
-    def _close(self, entry: _Entry) -> None:
+    def _close(self, entry: Entry) -> None:
         try:
             entry.contender.close()
         except Exception as failure:  # whatever it holds on to, the others must be closed, too
@@ -278,66 +240,3 @@ class Session:
     def _say(self, message: str) -> None:
         if self.ranks.leads:
             sys.stderr.write(f"{message}\n")
-
-
-@contextmanager
-def _working_directory(options: BenchOptions, ranks: Ranks) -> Iterator[Path]:
-    """An empty directory on the file system that is asked for; removed at the end."""
-    made: str | None = None
-    if ranks.leads:
-        parent = options.directory or Path.cwd()
-        parent.mkdir(parents=True, exist_ok=True)
-        made = tempfile.mkdtemp(prefix="nostall-bench-", dir=parent)
-    path = Path(ranks.from_first(made))
-    try:
-        yield path
-    finally:
-        if ranks.leads:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def run(
-    options: BenchOptions,
-    contenders: Sequence[Contender],
-    ranks: Ranks,
-    command: Sequence[str] = (),
-) -> BenchReport:
-    """Measure these contenders and return what was found. Collective."""
-    with ExitStack() as stack:
-        directory = stack.enter_context(_working_directory(options, ranks))
-        wanted = options.noise and ranks.leads
-        helpers = stack.enter_context(noise(directory, wanted=wanted))
-        workload = make_workload(
-            options.shape, options.nbytes, rank=ranks.rank, world_size=ranks.world_size
-        )
-        trial = Trial(ranks=ranks, workload=workload, helpers=helpers)
-        session = Session(options, contenders, trial, directory)
-        stack.callback(session.close)
-        if options.memory_saves:
-            session.memory()
-        session.warm_up()
-        limits = session.rounds(Limits(workload.tensors))
-        session.slowdowns()
-        session.verification()
-        steps = session.timeline() if options.plot else ()
-        probes = None
-        if options.probes and ranks.leads:
-            probes = probe(options.shape, options.nbytes, directory)
-        ranks.barrier()
-        report = BenchReport(
-            command=tuple(command),
-            options={
-                name: str(value) if isinstance(value, Path) else value
-                for name, value in asdict(options).items()
-            },
-            machine=machine_facts(directory),
-            versions=versions(),
-            nbytes=workload.nbytes,
-            tensors=len(workload.tensors),
-            contenders=tuple(entry.report() for entry in session.entries),
-            limits=limits,
-            probes=probes,
-            targets=(),
-            timeline=steps,
-        )
-    return replace(report, targets=check_targets(report))

@@ -6,9 +6,9 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nostall._bench.options import SHAPES
 from nostall._bench.quantities import median_of
 from nostall._bench.results import BenchReport, ContenderReport, TargetReport
-from nostall._bench.workloads import SHAPES
 
 MAIN = "nostall"
 _COMPARE = {"<=": operator.le, ">=": operator.ge}

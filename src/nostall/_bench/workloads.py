@@ -13,9 +13,6 @@ from nostall._bench.transformer import train_one_step
 
 State: TypeAlias = dict[str, Any]
 
-SHAPES = ("large", "many", "mixed")
-DEFAULT_NBYTES = {"large": 1 << 30, "many": 20_000 * 4096, "mixed": 3 << 29}
-"""Bytes per rank; ``mixed`` has room for the 768-wide model, GPT-2's smallest, with its optimizer state."""
 LARGE_TENSORS = 216
 SMALL_TENSOR_NBYTES = 4096
 
