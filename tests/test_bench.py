@@ -450,6 +450,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         parse_nbytes(text)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 1 << 43))
 def test_sizes_are_written_as_they_are_read(nbytes: int) -> None:
     """What is printed reads back within its four digits."""

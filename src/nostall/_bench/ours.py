@@ -14,6 +14,7 @@ import nostall
 from nostall._bench.contender import Contender, Durable, Pending, PendingFuture, Setting
 from nostall._bench.workloads import State
 from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.errors import OptionError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.state_dict_saver import (
     CheckpointMetadataCache,
@@ -60,7 +61,7 @@ class SplitSave:
     def available(self) -> str | None:
         try:
             self._writer(Path("unused"))
-        except TypeError as error:
+        except (TypeError, OptionError) as error:
             return f"this version refuses staging={self._staging!r}: {error}"
         return None
 

@@ -80,6 +80,7 @@ class Session:
         """Every contender alone: opened, used, closed, before any other one is."""
         with memory_sampler(self.trial.helpers) as sampler:
             for entry in self.standing():
+                self._say(f"memory of {entry.contender.name}")
                 with self._fresh_directory(entry.contender.name) as path:
                     entry.memory = self._attempt(
                         entry,
@@ -131,6 +132,7 @@ class Session:
     def slowdowns(self) -> None:
         """What compute loops lose while a save is under way, in turns."""
         for number in range(self.options.slowdown_rounds):
+            self._say(f"slowdown round {number + 1} of {self.options.slowdown_rounds}")
             for loop in LOOPS:
                 for entry in self.standing():
                     sample = self._slowdown(entry, number, loop)
