@@ -119,6 +119,17 @@ class Torn(FakeContender):
         return Late()
 
 
+class Unreadable(FakeContender):
+    """Writes what nobody can load."""
+
+    name = "unreadable"
+
+    def save(self, state: State, path: Path) -> Pending:
+        path.mkdir(parents=True)
+        (path / "all.pt").write_bytes(b"PK")
+        return Durable()
+
+
 class FailsLater(FakeContender):
     """Its second save fails in the background."""
 
@@ -190,6 +201,15 @@ def test_wrong_data_is_an_error(tmp_path: Path, wrong: type[FakeContender]) -> N
     assert good.verification.mismatches == ()
     assert failed(report)
     assert f"ERROR: {bad.name} did not write what was saved" in render(report)
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_an_error(tmp_path: Path) -> None:
+    """It is as wrong as one with other values."""
+    report = measured(tmp_path, Unreadable())
+    (bad,) = report.contenders
+    assert bad.verification is not None
+    assert "it cannot be loaded" in bad.verification.mismatches[0]
+    assert failed(report)
 
 
 def test_a_failing_contender_is_reported_and_the_run_goes_on(tmp_path: Path) -> None:

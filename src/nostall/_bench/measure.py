@@ -234,9 +234,16 @@ def verify(trial: Trial, contender: Contender, path: Path) -> Verification:
     workload.advance()
     wait_durable(pending)
     trial.ranks.barrier()
-    loaded = contender.load(path, workload.blank())
     workload.set_version(saved_version)
-    found = differences(workload.state, loaded)
-    said = f"{len(found)} differ: {', '.join(found[:_NAMES_SHOWN])}" if found else None
-    said = trial.ranks.first_text(said)
+    said = trial.ranks.first_text(_what_is_wrong(contender, path, workload))
     return Verification(staged_s=staged_s, mismatches=() if said is None else (said,))
+
+
+def _what_is_wrong(contender: Contender, path: Path, workload: Workload) -> str | None:
+    """How a checkpoint differs from the state, or ``None``; one that cannot be loaded is as wrong as can be."""
+    try:
+        loaded = contender.load(path, workload.blank())
+    except Exception as error:  # whatever its loader raises
+        return f"it cannot be loaded: {type(error).__name__}: {error}"
+    found = differences(workload.state, loaded)
+    return f"{len(found)} differ: {', '.join(found[:_NAMES_SHOWN])}" if found else None

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_TIMEOUT = timedelta(minutes=30)
-"""Longer than any single save; a rank that died is noticed by the launcher, not by this."""
+_SAVE_TIMEOUT = timedelta(minutes=10)
+"""For the collectives of contenders: one that fails on a single rank may leave the others waiting for it."""
+_OWN_TIMEOUT = timedelta(hours=2)
+"""For the benchmark's: while one rank probes, or waits as long as above, the others do nothing else than wait."""
 
 
 class Ranks:
@@ -83,9 +85,9 @@ def joined_ranks() -> Iterator[Ranks]:
     if "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
         yield Ranks(0, 1, None)
         return
-    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    dist.init_process_group("gloo", timeout=_SAVE_TIMEOUT)
     try:
-        group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        group = dist.new_group(backend="gloo", timeout=_OWN_TIMEOUT)
         yield Ranks(dist.get_rank(), dist.get_world_size(), group)
     finally:
         dist.destroy_process_group()
