@@ -6,6 +6,7 @@ rounds, verification. A contender that fails anywhere, on any rank, is left out 
 
 from __future__ import annotations
 
+import gc
 import re
 import shutil
 import sys
@@ -94,7 +95,8 @@ class Session:
                             saves=self.options.memory_saves,
                         ),
                     )
-                self._close(entry)
+                if entry.stands:
+                    self._close(entry)
                 nostall._runtime.reset()
 
     def warm_up(self) -> None:
@@ -160,10 +162,9 @@ class Session:
         return tuple(steps)
 
     def close(self) -> None:
-        """Close every contender, also those that failed."""
-        for entry in self.entries:
-            if entry.unavailable is None:
-                self._close(entry)
+        """Close every contender; those that failed are closed already."""
+        for entry in self.standing():
+            self._close(entry)
         nostall._runtime.reset()
 
     # --- steps ----------------------------------------------------------------------------------
@@ -207,6 +208,9 @@ class Session:
         if entry.error is None:
             return result
         self._say(f"{entry.contender.name} failed: {entry.error}")
+        # At once: it may have failed because it holds all descriptors there are, or all memory.
+        self._close(entry)
+        gc.collect()
         return None
 
     def _open(self, contender: Contender) -> None:
