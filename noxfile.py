@@ -55,13 +55,14 @@ def install_group(session: nox.Session, group: str) -> None:
     install(session, *nox.project.dependency_groups({"dependency-groups": GROUPS}, group))
 
 
-def install_package(session: nox.Session, *options: str) -> None:
+def install_package(session: nox.Session, *options: str, extra: str | None = None) -> None:
     """Build nostall from this tree and install it, never as an editable: what is checked is what is shipped.
 
     Without build isolation: an isolated build would fetch a backend that no pin holds.
     """
     install(session, BUILD_BACKEND)
-    install(session, "--no-build-isolation", *options, str(ROOT))
+    wanted = f"{ROOT}[{extra}]" if extra else str(ROOT)
+    install(session, "--no-build-isolation", *options, wanted)
 
 
 @nox.session
@@ -112,6 +113,15 @@ def demo(session: nox.Session) -> None:
     install(session, "numpy")  # torch warns on import when it is missing
     install_package(session)
     session.run("python", "examples/demo.py", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run the benchmark against the installed package; arguments after `--` go to it."""
+    install(session, "numpy")  # torch warns on import when it is missing
+    drawn = any(argument.startswith("--plot") for argument in session.posargs)
+    install_package(session, extra="plot" if drawn else None)
+    session.run("python", "-m", "nostall", "bench", *session.posargs)
 
 
 @nox.session

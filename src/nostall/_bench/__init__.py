@@ -1,0 +1,8 @@
+"""The benchmark behind ``python -m nostall bench``: contenders, limits, and how both are measured.
+
+::
+
+    options -> workload -> memory rounds -> timed rounds -> slowdown rounds -> verification -> BenchReport -> tables
+
+``run.py`` is the composer, ``session.py`` has the phases; ``measure.py`` says what a figure is, ``targets.py`` what it should be.
+"""

@@ -1,0 +1,45 @@
+"""A contender in a run, and what is known of it so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nostall._bench.contender import Contender
+from nostall._bench.results import (
+    ContenderReport,
+    MemoryFigures,
+    SaveSample,
+    SlowdownSample,
+    Verification,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """Filled in phase by phase; only the session writes to it."""
+
+    contender: Contender
+    unavailable: str | None
+    error: str | None = None
+    saves: list[SaveSample] = field(default_factory=list)
+    memory: MemoryFigures | None = None
+    slowdowns: list[SlowdownSample] = field(default_factory=list)
+    verification: Verification | None = None
+
+    @property
+    def stands(self) -> bool:
+        """Whether it takes part and has not failed."""
+        return self.unavailable is None and self.error is None
+
+    def report(self) -> ContenderReport:
+        """All that was found, and will not change any more."""
+        return ContenderReport(
+            name=self.contender.name,
+            description=self.contender.description,
+            unavailable=self.unavailable,
+            error=self.error,
+            saves=tuple(self.saves),
+            memory=self.memory,
+            slowdowns=tuple(self.slowdowns),
+            verification=self.verification,
+        )

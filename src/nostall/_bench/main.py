@@ -1,0 +1,79 @@
+"""The ``bench`` subcommand behind its arguments."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from nostall._bench.contender import Contender
+from nostall._bench.options import BenchOptions, chosen
+from nostall._bench.ours import own_contenders
+from nostall._bench.peers import peer_contenders
+from nostall._bench.plot import PlotUnavailable, draw, require_matplotlib
+from nostall._bench.ranks import joined_ranks, launch, started_by_launcher
+from nostall._bench.report import failed, render
+from nostall._bench.results import BenchReport
+from nostall._bench.run import run
+
+
+def all_contenders() -> list[Contender]:
+    """Everybody, nostall first."""
+    # Imported late: stock's process checkpointer is a private module, and a torch without it can still list the rest.
+    from nostall._bench.stock import stock_contenders
+
+    return [*own_contenders(), *stock_contenders(), *peer_contenders()]
+
+
+def list_contenders() -> int:
+    """Print who could take part, and who cannot and why."""
+    for contender in all_contenders():
+        reason = contender.available()
+        print(f"{contender.name:28} {contender.description}")
+        if reason is not None:
+            print(f"{'':28} not available: {reason}")
+    return 0
+
+
+def bench(options: BenchOptions, arguments: Sequence[str]) -> int:
+    """Run, print and store; on one rank of several, or as the one that starts them. The exit status.
+
+    Raises:
+        ValueError: The arguments do not fit what is there.
+    """
+    contenders = all_contenders()
+    names = chosen([contender.name for contender in contenders], options.contenders)
+    if options.plot is not None:
+        try:
+            require_matplotlib()
+        except PlotUnavailable as error:
+            raise ValueError(str(error)) from error
+    if options.ranks > 1 and not started_by_launcher():
+        return launch(arguments, options.ranks)
+    # torch says these on every save without a process group, and on every background save.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\..*")
+    with joined_ranks() as ranks:
+        if ranks.world_size != options.ranks:
+            raise ValueError(
+                f"--ranks {options.ranks}, but the launcher started {ranks.world_size};"
+                " leave --ranks out under torchrun"
+            )
+        taking_part = [contender for contender in contenders if contender.name in names]
+        report = run(options, taking_part, ranks, ["python", "-m", "nostall", *arguments])
+        wrong = failed(report)
+        if ranks.leads:
+            print(render(report))
+            _store(report, options)
+    return int(wrong)
+
+
+def _store(report: BenchReport, options: BenchOptions) -> None:
+    if options.json is not None:
+        options.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
+        print(f"samples: {options.json}", file=sys.stderr)
+    if options.plot is not None:
+        draw(report, options.plot)
+        print(f"picture: {options.plot}", file=sys.stderr)

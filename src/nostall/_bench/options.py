@@ -1,0 +1,49 @@
+"""What one run was asked for. No torch."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SHAPES = ("large", "many", "mixed")
+DEFAULT_NBYTES = {"large": 1 << 30, "many": 20_000 * 4096, "mixed": 3 << 29}
+"""Bytes per rank; ``mixed`` has room for the 768-wide model, GPT-2's smallest, with its optimizer state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """The command line, checked."""
+
+    shape: str
+    nbytes: int
+    """Per rank."""
+    ranks: int
+    rounds: int
+    memory_saves: int
+    slowdown_rounds: int
+    contenders: tuple[str, ...]
+    """Names or shell patterns; empty for all."""
+    directory: Path | None
+    """Where checkpoints go; ``None`` for a temporary directory below the current one."""
+    json: Path | None
+    plot: Path | None
+    noise: bool
+    probes: bool
+
+
+def chosen(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """The names that match any pattern, in their own order; all of them without patterns.
+
+    Raises:
+        ValueError: A pattern matches nothing.
+    """
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(f"no contender matches {pattern!r}; there are: {', '.join(names)}")
+    return [
+        name
+        for name in names
+        if not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]

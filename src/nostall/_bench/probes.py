@@ -1,0 +1,89 @@
+"""Figures of nostall that no save shows: how fast its writer starts, how small it is, what importing costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from nostall._bench.results import ProbeReport
+from nostall._runtime import Engine
+
+_REPETITIONS = 5
+_FRESH_PROCESSES = 3
+_SAVES_IN_EACH = 7
+_TIMEOUT_S = 600.0
+
+
+def probe(shape: str, nbytes: int, directory: Path) -> ProbeReport:
+    """All of them; on one rank, while nothing else runs."""
+    started = [_writer_start() for _ in range(_REPETITIONS)]
+    return ProbeReport(
+        writer_start_s=tuple(seconds for seconds, _ in started),
+        writer_resident_nbytes=tuple(nbytes for _, nbytes in started),
+        import_s=_import_s(),
+        first_saves_s=tuple(
+            _first_saves(shape, nbytes, directory) for _ in range(_FRESH_PROCESSES)
+        ),
+    )
+
+
+def _writer_start() -> tuple[float, int]:
+    """Seconds until a new writer process is ready, and its resident bytes then."""
+    engine = Engine()
+    try:
+        started = time.perf_counter()
+        writer = engine.writers(1)[0]
+        if not writer.wait_ready(_TIMEOUT_S):
+            raise RuntimeError("the writer process did not start; its standard error says why")
+        seconds = time.perf_counter() - started
+        return seconds, psutil.Process(writer.pid).memory_info().rss
+    finally:
+        engine.close()
+
+
+def _import_s() -> tuple[float, ...]:
+    """What ``import nostall`` adds to a bare interpreter, in turns with it."""
+    samples = []
+    for _ in range(_REPETITIONS):
+        bare_s = _interpreter_s("pass")
+        samples.append(_interpreter_s("import nostall") - bare_s)
+    return tuple(samples)
+
+
+def _interpreter_s(program: str) -> float:
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", program], env=_lone_environment(), check=True)
+    return time.perf_counter() - started
+
+
+def _first_saves(shape: str, nbytes: int, directory: Path) -> tuple[float, ...]:
+    command = [sys.executable, "-m", "nostall._bench.first_save", shape, str(nbytes)]
+    command += [str(directory), str(_SAVES_IN_EACH)]
+    done = subprocess.run(
+        command,
+        env=_lone_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=_TIMEOUT_S,
+    )
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _lone_environment() -> dict[str, str]:
+    """This environment without what torchrun put there, finding the nostall that runs now."""
+    root = str(Path(__file__).resolve().parents[2])
+    launcher = ("TORCHELASTIC_", "TORCH_NCCL", "MASTER_", "LOCAL_", "ROLE_", "GROUP_")
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(launcher) and name not in {"RANK", "WORLD_SIZE"}
+    }
+    path = [root, *filter(None, [kept.get("PYTHONPATH")])]
+    return {**kept, "PYTHONPATH": os.pathsep.join(path), "PYTHONWARNINGS": "ignore"}

@@ -1,0 +1,91 @@
+"""The processes around a run: what the trainer's tree consumes, and the benchmark's own helpers."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+_INTERVAL_S = 0.02
+_HERE = Path(__file__).parent
+
+
+def tree_cpu_s(excluded: frozenset[int] = frozenset()) -> float:
+    """CPU seconds, user and system, that this process and its children have used so far, ended children included.
+
+    A child that has ended and was waited for counts in its parent's totals, so that the sum never falls. The system
+    counts in ticks, of 10 ms as a rule.
+    """
+    used = 0.0
+    me = psutil.Process()
+    for process in [me, *me.children(recursive=True)]:
+        if process.pid not in excluded:
+            try:
+                times = process.cpu_times()
+            except psutil.NoSuchProcess:
+                continue
+            used += times.user + times.system + times.children_user + times.children_system
+    return used
+
+
+def give_memory_back() -> None:
+    """Collect garbage and return free heap pages to the system, so that a later peak is not hidden in them."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+class MemorySampler:
+    """The memory of this process and its children, sampled from another process every 20 ms."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def level(self) -> tuple[int, int]:
+        """Bytes now, and the most since the last call."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        now, peak = self._process.stdout.readline().split()
+        return int(now), int(peak)
+
+
+@contextmanager
+def memory_sampler(excluded: frozenset[int] = frozenset()) -> Iterator[MemorySampler]:
+    """A sampler while inside."""
+    command = [sys.executable, "-I", "-S", str(_HERE / "sampler.py"), str(os.getpid())]
+    command += [str(_INTERVAL_S), *(str(pid) for pid in excluded)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield MemorySampler(process)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(30)
+
+
+@contextmanager
+def noise(directory: Path, *, wanted: bool) -> Iterator[frozenset[int]]:
+    """A noisy neighbour while inside, if wanted; its process ids, which are not the trainer's doing."""
+    if not wanted:
+        yield frozenset()
+        return
+    command = [sys.executable, "-I", "-S", str(_HERE / "noise.py"), str(directory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        try:
+            yield frozenset({process.pid})
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(60)

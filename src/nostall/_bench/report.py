@@ -1,0 +1,188 @@
+"""What a run prints: a table of contenders, one of limits, and one of targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from nostall._bench.quantities import Spread, format_nbytes
+from nostall._bench.results import BenchReport, ContenderReport, TargetReport
+
+_MISSING = "-"
+
+
+def render(report: BenchReport) -> str:
+    """The whole report as text."""
+    parts = [
+        _heading(report),
+        _contender_table(report),
+        _left_out(report),
+        _limit_table(report),
+        _target_table(report.targets),
+        _verdict(report),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def failed(report: BenchReport) -> bool:
+    """Whether a checkpoint was wrong, or nothing could be measured at all."""
+    return bool(wrong_checkpoints(report)) or not any(each.saves for each in report.contenders)
+
+
+def wrong_checkpoints(report: BenchReport) -> list[ContenderReport]:
+    """Contenders whose checkpoint did not hold what was saved."""
+    return [
+        each
+        for each in report.contenders
+        if each.verification is not None and each.verification.mismatches
+    ]
+
+
+def _heading(report: BenchReport) -> str:
+    options, machine = report.options, report.machine
+    noise = ", with a noisy neighbour" if options["noise"] else ""
+    return (
+        f"{options['shape']}: {format_nbytes(report.nbytes)} in {report.tensors} tensors per rank,"
+        f" {options['ranks']} rank(s), {options['rounds']} rounds{noise}\n"
+        f"{machine['cpu']}, {machine['cpus_usable']} cores,"
+        f" {format_nbytes(machine['memory_nbytes'])}, {machine['file_system']};"
+        f" torch {report.versions['torch']} on {machine['torch_threads']} threads,"
+        f" nostall {report.versions['nostall']}"
+    )
+
+
+def _contender_table(report: BenchReport) -> str:
+    memcpy, write = report.limits.median("memcpy"), report.limits.median("raw_write")
+    total_nbytes = report.nbytes * report.options["ranks"]
+    rows: list[tuple[str, ...]] = [
+        (
+            "contender",
+            "blocked ms [quartiles]",
+            "call",
+            "finish",
+            "staged",
+            "/memcpy",
+            "durable s [quartiles]",
+            "/write",
+            "CPU s",
+            "memory MiB",
+            "/bytes",
+            "python",
+            "matmul",
+            "bitwise",
+        )
+    ]
+    rows += [
+        _contender_row(each, memcpy, write, total_nbytes)
+        for each in report.contenders
+        if each.saves
+    ]
+    return _table(rows)
+
+
+def _contender_row(
+    each: ContenderReport, memcpy: float | None, write: float | None, total_nbytes: int
+) -> tuple[str, ...]:
+    blocked_s, durable_s = each.median("blocked_s"), each.median("durable_s")
+    peak = None if each.memory is None else each.memory.peak_nbytes
+    verified = each.verification
+    return (
+        each.name,
+        _with_spread(each.spread("blocked_s"), 1e3, 1),
+        _number(each.median("call_s"), 1e3, 1),
+        _number(each.median("finish_s"), 1e3, 1),
+        _number(verified.staged_s if verified else None, 1e3, 1),
+        _ratio(blocked_s, memcpy),
+        _with_spread(each.spread("durable_s"), 1, 3),
+        _ratio(durable_s, write),
+        _number(each.median("cpu_s"), 1, 2),
+        _number(peak, 1 / (1 << 20), 0),
+        _ratio(peak, total_nbytes),
+        _percent(each.slowdown("python")),
+        _percent(each.slowdown("matmul")),
+        _MISSING if verified is None else "WRONG" if verified.mismatches else "same",
+    )
+
+
+def _left_out(report: BenchReport) -> str:
+    lines = [
+        f"not available: {each.name}: {each.unavailable}"
+        for each in report.contenders
+        if each.unavailable is not None
+    ]
+    lines += [
+        f"FAILED: {each.name}: {each.error}" for each in report.contenders if each.error is not None
+    ]
+    return "\n".join(lines)
+
+
+def _limit_table(report: BenchReport) -> str:
+    limits = report.limits
+    best = limits.best_write
+    rows = [("limit", "ms [quartiles]", "GB/s")]
+    named: list[tuple[str, Sequence[float]]] = [
+        ("warm memcpy, one flat copy", limits.memcpy_s),
+        ("_foreach_copy_ of the tensors", limits.foreach_copy_s),
+    ]
+    if best is not None:
+        through = "O_DIRECT" if limits.direct else "page cache: O_DIRECT was refused"
+        named.append((f"raw write + fsync ({best}, {through})", limits.raw_write_s[best]))
+    for name, samples in named:
+        spread = Spread.of(samples)
+        speed = None if spread is None else report.nbytes / spread.median / 1e9
+        rows.append((name, _with_spread(spread, 1e3, 1), _number(speed, 1, 2)))
+    return _table(rows)
+
+
+def _target_table(targets: Sequence[TargetReport]) -> str:
+    rows = [("figure", "target", "measured", "")]
+    for each in targets:
+        verdict = "not measured" if each.met is None else "met" if each.met else "MISSED"
+        rows.append((each.figure, each.target, _number(each.measured, 1, 2), verdict))
+    return _table(rows)
+
+
+def _verdict(report: BenchReport) -> str:
+    return "\n".join(
+        f"ERROR: {each.name} did not write what was saved: {'; '.join(each.verification.mismatches)}"
+        for each in wrong_checkpoints(report)
+        if each.verification is not None
+    )
+
+
+# --- cells ------------------------------------------------------------------------------------
+
+
+def _number(value: float | None, scale: float, digits: int) -> str:
+    return _MISSING if value is None else f"{value * scale:.{digits}f}"
+
+
+def _ratio(value: float | None, of: float | None) -> str:
+    return _MISSING if value is None or not of else f"{value / of:.2f}"
+
+
+def _percent(value: float | None) -> str:
+    return _MISSING if value is None else f"{value * 100:+.0f} %"
+
+
+def _with_spread(spread: Spread | None, scale: float, digits: int) -> str:
+    if spread is None:
+        return _MISSING
+    low, high = (f"{end * scale:.{digits}f}" for end in spread.quartiles)
+    return f"{spread.median * scale:.{digits}f} [{low}, {high}]"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+
+    def line(cells: Sequence[str], fill: Callable[[str, int], str]) -> str:
+        first, *rest = cells
+        aligned = [first.ljust(widths[0])]
+        aligned += [fill(cell, width) for cell, width in zip(rest, widths[1:], strict=True)]
+        return "| " + " | ".join(aligned) + " |"
+
+    header, *body = (line(row, str.rjust) for row in rows)
+    ruler = "|" + "|".join(
+        "-" * (width + 2) if column == 0 else "-" * (width + 1) + ":"
+        for column, width in enumerate(widths)
+    )
+    return "\n".join([header, ruler + "|", *body])

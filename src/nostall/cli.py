@@ -1,0 +1,118 @@
+"""``python -m nostall``: the command line. Importing it is cheap; torch is imported by the subcommands that need it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from nostall._bench.options import DEFAULT_NBYTES, SHAPES, BenchOptions
+from nostall._bench.quantities import parse_nbytes
+from nostall._version import __version__
+
+T = TypeVar("T")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return the exit status: 0 for success, 1 for a failure, 2 for wrong arguments."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser, bench_parser = _parsers()
+    parsed = parser.parse_args(given)
+    try:
+        return _bench(parsed, given)
+    except ValueError as error:
+        bench_parser.error(str(error))
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    parser = argparse.ArgumentParser(prog="python -m nostall", description="nostall's tools.")
+    parser.add_argument("--version", action="version", version=f"nostall {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    bench = commands.add_parser(
+        "bench",
+        help="measure nostall, its peers and the machine's limits side by side",
+        description="Measure nostall, its peers and the machine's limits on the same state dict, in turns.",
+    )
+    _add_bench_arguments(bench)
+    return parser, bench
+
+
+def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="large", help="what is saved (default: %(default)s)")
+    add("--bytes", type=_checked(parse_nbytes), help="size per rank, such as 512MiB")
+    add("--ranks", type=_checked(_positive), help="start this many ranks under torchrun with gloo")
+    add("--rounds", type=_checked(_positive), default=7, help="timed rounds (default: %(default)s)")
+    add(
+        "--contenders",
+        default="",
+        help="names or patterns, comma-separated, such as 'nostall*,dcp.*'",
+    )
+    add("--directory", type=Path, help="where to write (default: the current directory)")
+    add("--json", type=Path, metavar="FILE", help="store every sample")
+    add("--plot", type=Path, metavar="FILE.png", help="draw; needs the plot extra")
+    add("--noise", action="store_true", help="with a second process that writes and computes")
+    add(
+        *("--memory-saves",),
+        type=_checked(_not_negative),
+        default=5,
+        help="saves in a row while memory is sampled, 0 for none (default: %(default)s)",
+    )
+    add(
+        *("--slowdown-rounds",),
+        type=_checked(_not_negative),
+        default=3,
+        help="rounds with compute loops (default: %(default)s)",
+    )
+    add("--no-probes", action="store_true", help="leave out start, import and first-save times")
+    add("--list", action="store_true", help="say who could take part, and end")
+
+
+def _bench(parsed: argparse.Namespace, given: Sequence[str]) -> int:
+    from nostall._bench.main import bench, list_contenders
+
+    if parsed.list:
+        return list_contenders()
+    launched = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    options = BenchOptions(
+        shape=parsed.shape,
+        nbytes=parsed.bytes or DEFAULT_NBYTES[parsed.shape],
+        ranks=parsed.ranks or launched,
+        rounds=parsed.rounds,
+        memory_saves=parsed.memory_saves,
+        slowdown_rounds=parsed.slowdown_rounds,
+        contenders=tuple(name.strip() for name in parsed.contenders.split(",") if name.strip()),
+        directory=parsed.directory,
+        json=parsed.json,
+        plot=parsed.plot,
+        noise=parsed.noise,
+        probes=not parsed.no_probes,
+    )
+    return bench(options, given)
+
+
+def _checked(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """A type for argparse that shows the message of a ``ValueError``."""
+
+    def checked(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return checked
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError(f"{text} is less than 1")
+    return int(text)
+
+
+def _not_negative(text: str) -> int:
+    if int(text) < 0:
+        raise ValueError(f"{text} is negative")
+    return int(text)
