@@ -19,7 +19,7 @@ class EngineOptions:
 
     copy_threads: int | None = None
     """Threads that copy large CPU tensors into a snapshot; ``None`` for as many as torch computes with."""
-    io_threads: int = 4
+    io_threads: int = 8
     """Threads per writer process that checksum and write."""
     chunk_nbytes: int = 8 << 20
     """Bytes per write; a multiple of 4096."""
