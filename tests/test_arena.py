@@ -10,15 +10,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from nostall._arena import Arena, Block, Lease, address_of
+from nostall._host_memory import available_nbytes
 from nostall.errors import ReservationError, SaveAbortedError, SaveTimeoutError
 
 MIB = 1 << 20
 UNIT = 2 * MIB
 """Blocks are whole multiples of this."""
+V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 SOON = 30.0
 """A deadline that only a broken arena reaches."""
 
@@ -84,19 +87,56 @@ def test_the_smallest_block_that_fits_is_taken() -> None:
         assert lease(arena, UNIT + 1).block is large
 
 
-def test_a_larger_request_replaces_a_free_block_that_is_too_small() -> None:
-    """Growth does not keep the old memory as well, and whoever mapped it is told to let go."""
+def test_a_larger_request_makes_a_free_block_grow() -> None:
+    """Growth keeps the pages that are there, and whoever mapped them is told to let go and to map anew."""
     dropped: list[int] = []
     arena = Arena(max_blocks=2, on_drop=lambda block: dropped.append(block.id))
     first = lease(arena, UNIT)
     block_id = first.block.id
     first.block.primed = ("key", "views")
+    first.block.memory[:4] = b"kept"
     first.release()
     second = lease(arena, 3 * UNIT)
     assert second.block.id != block_id
     assert dropped == [block_id]
     assert first.block.primed is None
+    assert second.block.memory[:4] == b"kept"
+    assert len(second.block.memory) == os.fstat(second.block.fd).st_size == 3 * UNIT
     assert arena.reserved_nbytes == 3 * UNIT
+
+
+def test_a_block_that_somebody_looks_into_is_replaced_instead() -> None:
+    """A view on its memory stays what it is, however long it is held."""
+    arena = Arena(max_blocks=2)
+    first = lease(arena, UNIT)
+    view = first.block.image(0, 4)
+    view[:] = b"kept"
+    first.release()
+    second = lease(arena, 3 * UNIT)
+    assert second.block is not first.block
+    second.block.memory[:4] = b"new "
+    assert bytes(view) == b"kept"
+    assert arena.reserved_nbytes == 3 * UNIT
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_limits_of_control_groups_count(tmp_path: Path, version: int) -> None:
+    """The smallest of the host's and each enclosing group's rest, where idle page cache counts as free."""
+    limit, usage = ("memory.max", "memory.current") if version == 2 else V1_FILES
+    top = tmp_path / "sys/fs/cgroup" / ("" if version == 2 else "memory")
+    inner = top / "outer" / "inner"
+    inner.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    entry = "0::/outer/inner" if version == 2 else "4:cpu,memory:/outer/inner"
+    (tmp_path / "proc/self/cgroup").write_text(f"1:name=systemd:/x\n{entry}\n")
+    (inner / limit).write_text("max\n" if version == 2 else f"{1 << 62}\n")
+    (inner / usage).write_text("1\n")
+    assert available_nbytes(root=str(tmp_path)) > 5000
+    (top / "outer" / limit).write_text("6000\n")
+    (top / "outer" / usage).write_text("5000\n")
+    (top / "outer" / "memory.stat").write_text("anon 1\ninactive_file 234\n")
+    assert available_nbytes(root=str(tmp_path)) == 1234
+    assert available_nbytes(root=str(tmp_path / "nothing there")) > 5000
 
 
 def test_memory_does_not_grow_with_the_number_of_saves(arena: Arena) -> None:

@@ -5,7 +5,7 @@ whole image and nothing is left in ``/dev/shm`` whoever dies. Its pages are rese
 (``posix_fallocate``): too little memory is an error at that line, not a SIGBUS in the middle of a copy.
 
 The lease that is not yet returned *is* the back-pressure: with ``max_blocks`` leases out, the next one waits.
-Blocks are made exactly as large as asked for; a larger request replaces a free block that is too small.
+Blocks are made as large as asked for; for a larger request a free block that is too small grows.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
-import psutil
-
+from nostall._host_memory import available_nbytes
 from nostall.errors import ReservationError, SaveAbortedError, SaveTimeoutError
 
 _MAP_UNIT_NBYTES = 2 << 20
@@ -45,24 +44,15 @@ class Block:
     def __init__(self, nbytes: int) -> None:
         self.id = next(Block._ids)
         self.nbytes = max(1, -(-nbytes // _MAP_UNIT_NBYTES)) * _MAP_UNIT_NBYTES
-        available = psutil.virtual_memory().available
-        if self.nbytes > available:
-            # Asked for more than there is, a Linux without swap does not refuse: it takes all and then kills a process.
-            raise _reservation_error(self.nbytes, f"{available} are available")
+        _require_available(self.nbytes, self.nbytes)
         self.fd = os.memfd_create(f"{_MEMFD_PREFIX}{self.id}", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(self.fd, 0, self.nbytes)
-            self.memory = mmap.mmap(self.fd, self.nbytes)
-        except OSError as error:
+            with _as_reservation_error(self.nbytes):
+                os.posix_fallocate(self.fd, 0, self.nbytes)
+                self.memory = mmap.mmap(self.fd, self.nbytes)
+        except BaseException:
             os.close(self.fd)
-            if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
-                raise
-            reason = os.strerror(error.errno)
-            if error.errno == errno.EFBIG:
-                reason += (
-                    ": the limit on file sizes, `ulimit -f`, is on memory behind a descriptor, too"
-                )
-            raise _reservation_error(self.nbytes, reason) from error
+            raise
         # A forked data loader must neither pay for these pages nor keep them.
         self.memory.madvise(mmap.MADV_DONTFORK)
         self.primed: Any = None
@@ -70,6 +60,23 @@ class Block:
         self.close_descriptor = weakref.finalize(self, os.close, self.fd)
         self.close_descriptor.atexit = False
         Block._all.add(self)
+
+    def grow(self, nbytes: int) -> bool:
+        """Make it larger and keep its pages; it has another ``id`` then. False if somebody still looks into it.
+
+        Nobody else may have it mapped.
+        """
+        size = -(-nbytes // _MAP_UNIT_NBYTES) * _MAP_UNIT_NBYTES
+        _require_available(size, size - self.nbytes)
+        with _as_reservation_error(size):
+            os.posix_fallocate(self.fd, 0, size)
+        try:
+            self.memory.resize(size)
+        except (BufferError, OSError):
+            return False
+        self.nbytes = size
+        self.id = next(Block._ids)
+        return True
 
     def populate(self) -> None:
         """Map all pages in this process now, so that the first copy does not fault them in one by one."""
@@ -80,6 +87,28 @@ class Block:
     def image(self, offset: int, nbytes: int) -> memoryview:
         """A writable view of part of the block."""
         return memoryview(self.memory)[offset : offset + nbytes]
+
+
+def _require_available(nbytes: int, more_nbytes: int) -> None:
+    available = available_nbytes()
+    if more_nbytes > available:
+        # Asked for more than there is, a Linux without swap does not refuse: it takes all and then kills a process.
+        raise _reservation_error(nbytes, f"{available} are available")
+
+
+@contextmanager
+def _as_reservation_error(nbytes: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
+            raise
+        reason = os.strerror(error.errno)
+        if error.errno == errno.EFBIG:
+            reason += (
+                ": the limit on file sizes, `ulimit -f`, is on memory behind a descriptor, too"
+            )
+        raise _reservation_error(nbytes, reason) from error
 
 
 def _reservation_error(nbytes: int, reason: str) -> ReservationError:
@@ -200,9 +229,13 @@ class Arena:
     def _lease_new(self, nbytes: int, too_small: list[Block]) -> Lease:
         for block in too_small:
             self._drop(block)
+        largest = max(too_small, key=lambda block: block.nbytes, default=None)
         too_small.clear()
         try:
-            made = Block(nbytes)
+            # Pages that were touched before are worth keeping: touching new ones is most of what a first copy costs.
+            made = largest if largest is not None and largest.grow(nbytes) else None
+            largest = None
+            made = made or Block(nbytes)
         except BaseException:
             with self._changed:
                 self._being_made -= 1
