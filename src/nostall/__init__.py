@@ -12,6 +12,8 @@ from nostall._version import __version__
 
 if TYPE_CHECKING:
     from nostall._runtime import configure as configure
+    from nostall._runtime import wait_staged as wait_staged
+    from nostall._runtime import wait_staged_before_step as wait_staged_before_step
     from nostall._runtime import warmup as warmup
     from nostall.core import AsyncCallsQueue as AsyncCallsQueue
     from nostall.core import AsyncRequest as AsyncRequest
@@ -35,6 +37,8 @@ _HOME = {
     "configure": "_runtime",
     "save_state_dict_async_finalize": "state_dict_saver",
     "save_state_dict_async_plan": "state_dict_saver",
+    "wait_staged": "_runtime",
+    "wait_staged_before_step": "_runtime",
     "warmup": "_runtime",
 }
 _MODULES = (

@@ -26,6 +26,8 @@ class BackgroundSave(ABC):
         self.engine: Engine = default_engine()
         self._report: Future[RankReport] = Future()
         self._was_started = False
+        self.aborted = False
+        """Whether it was given up; a snapshot that is still being taken is not written then."""
 
     @abstractmethod
     def stage(self) -> Any:
@@ -44,14 +46,12 @@ class BackgroundSave(ABC):
 
     def __call__(self, _rank: int, snapshot: Any, _results: object = None) -> None:
         """Write here and now: the ``save_fn``, with the snapshot in place of argument index 1."""
-        self._require_held(snapshot)
-        self._was_started = True
+        self._begin(snapshot)
         self._settle(self.write(snapshot))
 
     def start(self, snapshot: Any) -> Future[RankReport]:
         """Write in the background; the future always ends with a report."""
-        self._require_held(snapshot)
-        self._was_started = True
+        self._begin(snapshot)
         self.submit(snapshot).add_done_callback(lambda done: self._settle(done.result()))
         return self._report
 
@@ -61,6 +61,7 @@ class BackgroundSave(ABC):
 
     def abort(self) -> None:
         """Give the save up; bounded in time, and harmless when it is over."""
+        self.aborted = True
         self.engine.cancel(self.job, self._report, timeout_s=_ABORT_TIMEOUT_S)
         failure = Failure(kind="SaveAbortedError", message="the save was aborted", phase="write")
         self._settle(RankFailed(rank=self.rank, failure=failure))
@@ -85,14 +86,14 @@ class BackgroundSave(ABC):
         report = self._report.result(0) if self._report.done() else None
         return report.failure if isinstance(report, RankFailed) else None
 
-    def _require_held(self, snapshot: Any) -> None:
+    def _begin(self, snapshot: Any) -> None:
         if snapshot is None:
             raise OptionError(
                 "the save function got nothing to write",
                 rank=self.rank,
                 hint="give the request its preload_fn, or put what that returns in place of argument index 1",
             )
-        if not snapshot.lease.held:
+        if self._was_started:
             raise StagingError(
                 "this snapshot was written already, and its memory may hold another save's by now",
                 rank=self.rank,
@@ -100,6 +101,7 @@ class BackgroundSave(ABC):
                 job=self.job,
                 hint="plan again for another try",
             )
+        self._was_started = True
 
     def _settle(self, report: RankReport) -> None:
         # Aborting and an answer may coincide; the first one stands.

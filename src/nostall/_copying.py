@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -33,6 +34,27 @@ _Piece = tuple[int, int, int]
 """Address to copy to, address to copy from, bytes."""
 
 
+class Copies:
+    """Copies off accelerators that were begun."""
+
+    def __init__(self) -> None:
+        self._copies: list[_torch.DeviceCopy] = []
+
+    def add(self, copy: _torch.DeviceCopy) -> None:
+        """Count one more."""
+        self._copies.append(copy)
+
+    def precede_what_follows(self) -> None:
+        """Order what the current streams are told from now on after the copies; the host does not wait."""
+        for copy in self._copies:
+            copy.precede_what_follows()
+
+    def wait(self) -> None:
+        """Return when all bytes are there."""
+        for copy in self._copies:
+            copy.wait()
+
+
 class Places:
     """Views on host memory that tensors are copied into."""
 
@@ -46,27 +68,38 @@ class Places:
         large = {position for position, _, _ in self._large}
         self._small = [position for position in range(len(self._views)) if position not in large]
 
-    def fill(self, sources: Sequence[torch.Tensor], *, threads: int) -> None:
-        """Copy every source into its view and return when all bytes are there.
+    def fill(
+        self,
+        sources: Sequence[torch.Tensor],
+        *,
+        threads: int,
+        after: Mapping[torch.device, Any] | None = None,
+    ) -> Copies:
+        """Copy every source into its view; those in host memory are copied when this returns.
 
-        Sources on an accelerator are copied on a side stream that first waits for the caller's stream, so that the copy
-        sees the values which the caller's program order says; the host then waits for that stream.
+        Sources on an accelerator are copied on a side stream, ordered after its event in ``after`` or else after what
+        the caller's stream was told so far, so that the copy sees the values which the caller's program order says.
         """
-        with ExitStack() as waits, torch.inference_mode(mode=False), torch.no_grad():
+        copies = Copies()
+        with torch.inference_mode(mode=False), torch.no_grad():
             if all(map(_on_cpu, sources)):
                 self._fill_from_cpu(sources, threads)
-                return
+                return copies
             by_device: dict[torch.device, list[int]] = {}
             for position, source in enumerate(sources):
                 by_device.setdefault(source.device, []).append(position)
             from_cpu = by_device.pop(torch.device("cpu"), [])
-            for device, positions in by_device.items():
-                views = [self._views[position] for position in positions]
-                # Waited for on an error as well: who asked gives the memory back then.
-                here = [sources[position] for position in positions]
-                waits.callback(_torch.start_device_copy(device, views, here))
-            rest = Places([self._views[position] for position in from_cpu])
-            rest._fill_from_cpu([sources[position] for position in from_cpu], threads)
+            try:
+                for device, positions in by_device.items():
+                    views = [self._views[position] for position in positions]
+                    here = [sources[position] for position in positions]
+                    copies.add(_torch.DeviceCopy(device, views, here, (after or {}).get(device)))
+                rest = Places([self._views[position] for position in from_cpu])
+                rest._fill_from_cpu([sources[position] for position in from_cpu], threads)
+            except BaseException:
+                copies.wait()  # who asked gives the memory back
+                raise
+        return copies
 
     def _fill_from_cpu(self, sources: Sequence[torch.Tensor], threads: int) -> None:
         pieces: list[_Piece] = []

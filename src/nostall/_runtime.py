@@ -15,13 +15,15 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from nostall import _torch
 from nostall._arena import Arena, Block, Lease, address_of
 from nostall._pipeline.layout import FileNaming, Packing, lay_out
+from nostall._staging import Staging
 from nostall._values import ItemShape, Layout, RankFailed, RankReport, RankWritten, WriteJob
 from nostall._writer.handle import WriterProcess
 from nostall._writer.priority import lower_priority
@@ -49,6 +51,8 @@ class Engine:
         )
         self.placements: OrderedDict[Any, dict[str, tuple[int, int]]] = OrderedDict()
         """Where the payloads of a staged state dict ended up in its image, by structure; see ``restage``."""
+        self.stagings: WeakSet[Staging[Any]] = WeakSet()
+        """Snapshots that are, or were, taken behind the trainer's back."""
         self.faults: tuple[dict[str, Any], ...] = ()
         """Faults that every job carries; set by ``nostall.testing`` only."""
         self._claims: WeakValueDictionary[tuple[str, str], Claim] = WeakValueDictionary()
@@ -297,6 +301,33 @@ def warmup(nbytes: int = 0, *, timeout: float = 30.0) -> None:
     """
     require_integer("nbytes", nbytes, at_least=0)
     default_engine().warmup(nbytes, timeout_s=timeout)
+
+
+def wait_staged(timeout: float | None = None) -> None:
+    """Return when tensors may be changed although saves with ``staging="overlapped"`` were asked for.
+
+    On accelerators the host does not wait: what the current streams are told from here on happens after the copies.
+
+    Args:
+        timeout: Seconds to wait at most; ``None`` for as long as it takes.
+
+    Raises:
+        SaveTimeoutError: Some snapshot is still being taken.
+    """
+    with _default_lock:
+        engine = _default
+    if engine is not None:
+        for staging in list(engine.stagings):
+            staging.wait(timeout)
+
+
+def wait_staged_before_step(optimizer: torch.optim.Optimizer) -> RemovableHandle:
+    """Let :func:`wait_staged` run before every step of an optimizer, the usual place where tensors change.
+
+    Returns:
+        A handle whose ``remove()`` undoes it.
+    """
+    return optimizer.register_step_pre_hook(lambda *_: wait_staged())
 
 
 def reset() -> None:

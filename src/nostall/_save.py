@@ -27,13 +27,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
 from nostall._arena import Lease
+from nostall._copying import Copies
 from nostall._failures import error_of, failure_of
 from nostall._pipeline.collect import require_one_result_each
 from nostall._pipeline.layout import FileNaming, Packing, renamed
 from nostall._pipeline.plan import Resolver, plan_rank
-from nostall._pipeline.snapshot import Snapshot, adopt_staged, take_snapshot
+from nostall._pipeline.snapshot import Snapshot, adopt_staged, begin_snapshot
 from nostall._pipeline.structure import KnownStructure
 from nostall._runtime import Claim, Engine
+from nostall._staging import Marks, Staging
 from nostall._storage.streams import StreamTarget
 from nostall._values import (
     Failure,
@@ -176,21 +178,46 @@ def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False)
         ReservationError: There is not enough host memory.
         StagingError: A copy failed.
     """
-    if prepared.layout.files and not prepared.planned.sources:
-        raise StagingError(
-            "the snapshot of this save was taken already",
-            rank=prepared.rank,
-            phase="stage",
-            job=prepared.target.job,
-            hint="every save takes one snapshot; plan again for another one",
-        )
+    snapshot, copies = _begin_snapshot(prepared, engine, beyond_limit=beyond_limit)
+    copies.wait()
+    return snapshot
+
+
+def stage_behind(prepared: PreparedSave, engine: Engine) -> Staging[Snapshot]:
+    """Take the snapshot behind the trainer's back, which must not change a tensor until it has waited for it."""
+    _require_unstaged(prepared)
+    tensors = [
+        (shape.fqn, source)
+        for shape, source in zip(prepared.layout.shapes, prepared.planned.sources, strict=True)
+        if isinstance(source, torch.Tensor)
+    ]
+    staging = Staging(
+        [source for _, source in tensors],
+        [name for name, _ in tensors],
+        begin=lambda after: _begin_snapshot(prepared, engine, after=after),
+        discard=lambda snapshot: snapshot.lease.release(),
+    )
+    engine.stagings.add(staging)
+    return staging
+
+
+def _begin_snapshot(
+    prepared: PreparedSave,
+    engine: Engine,
+    *,
+    beyond_limit: bool = False,
+    after: Marks | None = None,
+) -> tuple[Snapshot, Copies]:
+    _require_unstaged(prepared)
     try:
         lease = engine.lease(prepared.layout.image_nbytes, beyond_limit=beyond_limit)
     except NostallError as error:
         error.rank, error.job = prepared.rank, prepared.target.job
         raise
     try:
-        return take_snapshot(prepared.planned, prepared.layout, lease, threads=engine.copy_threads)
+        return begin_snapshot(
+            prepared.planned, prepared.layout, lease, threads=engine.copy_threads, after=after
+        )
     except Exception as error:
         lease.release()
         raise StagingError(
@@ -199,6 +226,17 @@ def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False)
             phase="stage",
             job=prepared.target.job,
         ) from error
+
+
+def _require_unstaged(prepared: PreparedSave) -> None:
+    if prepared.layout.files and not prepared.planned.sources:
+        raise StagingError(
+            "the snapshot of this save was taken already",
+            rank=prepared.rank,
+            phase="stage",
+            job=prepared.target.job,
+            hint="every save takes one snapshot; plan again for another one",
+        )
 
 
 def without_sources(prepared: PreparedSave) -> PreparedSave:

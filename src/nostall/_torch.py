@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, Any, cast
@@ -223,23 +223,69 @@ def private_copy(tensor: torch.Tensor) -> torch.Tensor:
     return copy.deepcopy(tensor) if tensor.is_cpu else tensor.cpu()
 
 
-def start_device_copy(
-    device: torch.device, targets: list[torch.Tensor], sources: list[torch.Tensor]
-) -> Callable[[], None]:
-    """Begin to copy tensors off an accelerator, ordered after what the current stream has been told; returns a wait."""
-    module = torch.get_device_module(device)
-    # A backend without streams copies in order and returns when it is done.
-    if not hasattr(module, "Stream"):
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-        return lambda: None
-    stream = _side_stream(device)
-    stream.wait_stream(module.current_stream(device))
-    with module.stream(stream):
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source, non_blocking=True)
-    synchronize: Callable[[], None] = stream.synchronize
-    return synchronize
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was changed in place, as far as torch knows; ``None`` where it does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def stream_marks(tensors: Sequence[torch.Tensor]) -> dict[torch.device, Any]:
+    """For each accelerator that tensors are on, an event: how far its current stream has been told to go."""
+    marks = {}
+    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
+        module = torch.get_device_module(device)
+        if hasattr(module, "Stream"):
+            marks[device] = module.current_stream(device).record_event()
+    return marks
+
+
+class DeviceCopy:
+    """Copies off one accelerator that its side stream was told to make.
+
+    Args:
+        device: The accelerator.
+        targets: Places in host memory.
+        sources: Tensors on ``device``; they must live until :meth:`wait` has returned.
+        after: The event that the copies are ordered after; what the current stream was told so far, if ``None``.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        after: Any,
+    ) -> None:
+        self._module = torch.get_device_module(device)
+        self._device = device
+        self._made: Any = None
+        # A backend without streams copies in order and returns when it is done.
+        if not hasattr(self._module, "Stream"):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+            return
+        stream = _side_stream(device)
+        if after is None:
+            stream.wait_stream(self._module.current_stream(device))
+        else:
+            stream.wait_event(after)
+        try:
+            with self._module.stream(stream):
+                for target, source in zip(targets, sources, strict=True):
+                    target.copy_(source, non_blocking=True)
+        except BaseException:
+            stream.synchronize()  # who asked gives the memory back
+            raise
+        self._made = stream.record_event()
+
+    def precede_what_follows(self) -> None:
+        """Order everything that the current stream is told from now on after the copies; the host does not wait."""
+        if self._made is not None:
+            self._module.current_stream(self._device).wait_event(self._made)
+
+    def wait(self) -> None:
+        """Return when all bytes are there."""
+        if self._made is not None:
+            self._made.synchronize()
 
 
 @lru_cache(maxsize=64)

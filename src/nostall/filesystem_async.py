@@ -29,6 +29,7 @@ from torch.futures import Future as TorchFuture
 
 from nostall import _save, _torch
 from nostall._background import BackgroundSave
+from nostall._failures import failure_of
 from nostall._metadata import (
     Publication,
     complete_metadata,
@@ -43,10 +44,17 @@ from nostall._pipeline.restage import StagedStateDict, find_leaves, stage_state_
 from nostall._pipeline.snapshot import Snapshot
 from nostall._pipeline.structure import learn
 from nostall._runtime import Claim, Engine, default_engine
+from nostall._staging import Staging
 from nostall._storage.posix import remove_files
 from nostall._storage.streams import StreamTarget
-from nostall._values import RankReport
-from nostall.errors import CheckpointExistsError, NostallError, OptionError, WriteError
+from nostall._values import RankFailed, RankReport
+from nostall.errors import (
+    CheckpointExistsError,
+    NostallError,
+    OptionError,
+    SaveAbortedError,
+    WriteError,
+)
 from nostall.options import WriterOptions
 
 _PROCESSES_FOR_MULTIPROC_IO = 2
@@ -78,26 +86,62 @@ class RankSave(BackgroundSave):
         super().__init__(rank=prepared.rank, job=prepared.target.job)
         self.prepared = prepared
         self._was_staged = self._was_collected = False
+        self._staging: Staging[Snapshot] | None = None
 
     @property
     def pending(self) -> bool:
         """Whether a snapshot was taken and it is still to be collected what became of it."""
         return self._was_staged and not self._was_collected and self.failure() is None
 
-    def stage(self) -> Snapshot:
-        """Take the snapshot, once: the ``preload_fn``. When it returns, tensors may be changed, and none is held here."""
-        snapshot = _save.stage(self.prepared, self.engine)
+    def stage(self) -> Snapshot | Staging[Snapshot]:
+        """Take the snapshot, once: the ``preload_fn``. When it returns, tensors may be changed, and none is held here.
+
+        With overlapped staging it returns at once, and tensors may be changed when :meth:`wait_staged` has returned.
+        """
+        snapshot: Snapshot | Staging[Snapshot]
+        if self.prepared.target.options.staging == "overlapped":
+            snapshot = self._staging = _save.stage_behind(self.prepared, self.engine)
+        else:
+            snapshot = _save.stage(self.prepared, self.engine)
         self._was_staged = True
         self.prepared = _save.without_sources(self.prepared)
         return snapshot
 
-    def write(self, snapshot: Snapshot) -> RankReport:
-        """Write a snapshot here and now."""
+    def wait_staged(self, timeout: float | None) -> None:
+        """Return when the snapshot is taken."""
+        if self._staging is not None:
+            self._staging.wait(timeout)
+
+    def write(self, snapshot: Snapshot | Staging[Snapshot]) -> RankReport:
+        """Write a snapshot here and now, waiting for it if need be."""
+        if isinstance(snapshot, Staging):
+            snapshot = snapshot.done.result()
         return _save.write_here(snapshot, self.prepared.target, self.engine)
 
-    def submit(self, snapshot: Snapshot) -> Future[RankReport]:
-        """Let writer processes write a snapshot."""
-        return _save.write_in_background(snapshot, self.prepared.target, self.engine)
+    def submit(self, snapshot: Snapshot | Staging[Snapshot]) -> Future[RankReport]:
+        """Let writer processes write a snapshot as soon as it is taken."""
+        if isinstance(snapshot, Snapshot):
+            return _save.write_in_background(snapshot, self.prepared.target, self.engine)
+        return self._submit_when_staged(snapshot)
+
+    def _submit_when_staged(self, staging: Staging[Snapshot]) -> Future[RankReport]:
+        report: Future[RankReport] = Future()
+
+        def go_on(staged: Future[Snapshot]) -> None:
+            try:
+                snapshot = staged.result()
+                if self.aborted:
+                    snapshot.lease.release()
+                    raise SaveAbortedError("the save was aborted", phase="stage")
+                written = _save.write_in_background(snapshot, self.prepared.target, self.engine)
+            except BaseException as error:  # whoever waits must hear of it
+                failure = failure_of(error, phase="stage")
+                report.set_result(RankFailed(rank=self.rank, failure=failure))
+                return
+            written.add_done_callback(lambda done: report.set_result(done.result()))
+
+        staging.done.add_done_callback(go_on)
+        return report
 
     def discard(self) -> None:
         """Remove this rank's files of a save that will not be committed."""
@@ -122,6 +166,8 @@ class FileSystemWriterAsync(FileSystemWriter):
     Args:
         path: Checkpoint directory.
         \*args: Those of ``torch.distributed.checkpoint.FileSystemWriter``, in its order.
+        staging: ``"blocking"``: the save call returns when the snapshot is taken, and everything may be changed.
+            ``"overlapped"``: it returns at once; objects may be changed then, tensors only after :meth:`wait_staged`.
         separation_hint: Items whose name starts with this go to files of their own, named with it.
         use_msc: Write through the multi-storage client. Not available yet.
         is_multiproc_io: Spread the files over two writer processes.
@@ -138,6 +184,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self,
         path: str | os.PathLike[str],
         *args: Any,
+        staging: str = "blocking",
         separation_hint: str | None = None,
         use_msc: bool = False,
         is_multiproc_io: bool = False,
@@ -164,6 +211,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._save: RankSave | None = None
         self._failure: NostallError | None = None
         self._claim: Claim | None = None
+        self._staging = staging
+        self._staged_behind: Staging[StagedStateDict] | None = None
         self._separation_hint = separation_hint
         self._processes = _PROCESSES_FOR_MULTIPROC_IO if is_multiproc_io else 1
         transforms = tuple(self.transforms.extensions)
@@ -320,8 +369,12 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     # --- DCP's stager -----------------------------------------------------------------------------------------------
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def stage(self, state_dict: dict[str, Any]) -> Any:
         """Copy a state dict into snapshot memory; the copy is valid until it has been saved.
+
+        Returns:
+            The copy; with overlapped staging a future of it, which ``dcp.async_save`` turns into
+            ``AsyncSaveResponse.staging_completion``.
 
         Raises:
             SaveTimeoutError: Earlier saves still hold all snapshot memory.
@@ -330,13 +383,41 @@ class FileSystemWriterAsync(FileSystemWriter):
         engine = default_engine()
         leaves = find_leaves(state_dict)
         placement = engine.placements.get(structure_of(leaves), {})
-        staged: StagedStateDict = stage_state_dict(
-            state_dict, leaves, placement, engine.lease, threads=engine.copy_threads
-        )
+        staged, places = stage_state_dict(state_dict, leaves, placement, engine.lease)
+        tensors, threads = [leaf.tensor for leaf in leaves], engine.copy_threads
+        if self._staging == "overlapped":
+            staging = Staging(
+                tensors,
+                [leaf.fqn for leaf in leaves],
+                begin=lambda after: (staged, places.fill(tensors, threads=threads, after=after)),
+                discard=lambda made: made.lease.release(),
+            )
+            self._staged_behind = staging
+            engine.stagings.add(staging)
+            return staging.done
+        try:
+            places.fill(tensors, threads=threads).wait()
+        except BaseException:
+            staged.lease.release()
+            raise
         return staged
 
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Return when tensors may be changed; at once without overlapped staging.
+
+        A snapshot that could not be taken is no error here, but where the save is finalised, on all ranks.
+
+        Raises:
+            SaveTimeoutError: It is not safe yet after ``timeout`` seconds.
+        """
+        if self._staged_behind is not None:
+            self._staged_behind.wait(timeout)
+        if self._save is not None:
+            self._save.wait_staged(timeout)
+
     def synchronize_staging(self) -> None:
-        """Nothing to wait for: :meth:`stage` returns when the copy is complete."""
+        """The name under which DCP looks for :meth:`wait_staged`."""
+        self.wait_staged()
 
     def close(self) -> None:
         """Nothing to close: memory and processes belong to the engine."""
@@ -458,6 +539,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             overwrite=self.overwrite,
             separation_hint=self._separation_hint,
             processes=self._processes,
+            staging=self._staging,
         )
 
     def _metadata_path(self) -> str:

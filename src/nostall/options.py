@@ -63,6 +63,9 @@ class EngineOptions:
         )
 
 
+STAGING = ("blocking", "overlapped")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterOptions:
     """What one ``FileSystemWriterAsync`` was told, after translation from its keyword arguments."""
@@ -73,9 +76,11 @@ class WriterOptions:
     overwrite: bool
     separation_hint: str | None
     processes: int
+    staging: str = "blocking"
 
     def __post_init__(self) -> None:
         require_integer("thread_count", self.thread_count, at_least=1)
+        _require(self.staging in STAGING, f"staging={self.staging!r}", " or ".join(STAGING))
         if self.separation_hint is not None:
             _require(
                 self.thread_count >= 2,

@@ -80,17 +80,17 @@ def stage_state_dict(
     leaves: list[_Leaf],
     placement: Mapping[str, tuple[int, int]],
     lease_of: Callable[[int], Lease],
-    *,
-    threads: int,
-) -> StagedStateDict:
-    """Copy a state dict into leased memory.
+) -> tuple[StagedStateDict, Places]:
+    """Copy a state dict into leased memory, but for the leaves.
 
     Args:
         state_dict: What to copy.
         leaves: What :func:`find_leaves` found in it.
         placement: Offset and length of payloads in the block by name, as far as they are known.
         lease_of: Gives a lease on at least so many bytes.
-        threads: How many copy large tensors.
+
+    Returns:
+        The copy, and the places that the leaves have yet to be copied to.
     """
     end = max((offset + nbytes for offset, nbytes in placement.values()), default=0)
     names = Counter(leaf.fqn for leaf in leaves)
@@ -107,11 +107,11 @@ def stage_state_dict(
             end += leaf.tensor.nbytes
     lease = lease_of(end)
     try:
-        content = _copied(state_dict, leaves, offsets, lease, threads)
+        content, places = _copied(state_dict, leaves, offsets, lease)
     except BaseException:
         lease.release()
         raise
-    return StagedStateDict(content, lease, structure_of(leaves))
+    return StagedStateDict(content, lease, structure_of(leaves)), places
 
 
 def _copied(
@@ -119,14 +119,12 @@ def _copied(
     leaves: list[_Leaf],
     offsets: list[int],
     lease: Lease,
-    threads: int,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Places]:
     views = [
         _torch.view_of(lease.block.memory, offset, x.tensor.dtype, x.tensor.shape, x.stride)
         for x, offset in zip(leaves, offsets, strict=True)
     ]
     lease.block.primed = None
-    Places(views).fill([leaf.tensor for leaf in leaves], threads=threads)
     remaining = iter(views)
 
     def place(_: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -136,7 +134,7 @@ def _copied(
         return next(remaining).requires_grad_(tensor.requires_grad)
 
     content: dict[str, Any] = _rebuild(state_dict, "", place, copy_others=True)
-    return content
+    return content, Places(views)
 
 
 def _rebuild(

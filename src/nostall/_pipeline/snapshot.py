@@ -7,15 +7,15 @@ put at their place (see ``restage``) are recognised by address and not copied ag
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from nostall import _torch
 from nostall._arena import Block, Lease, address_of
-from nostall._copying import Places
+from nostall._copying import Copies, Places
 from nostall._values import Layout, PlannedSave, Share, TensorForm
 
 
@@ -42,15 +42,33 @@ class _Primed:
     """Items that are bytes, and where they begin."""
 
 
-def take_snapshot(planned: PlannedSave, layout: Layout, lease: Lease, *, threads: int) -> Snapshot:
-    """Fill the lease's block with the images of all files of ``layout``."""
+def begin_snapshot(
+    planned: PlannedSave,
+    layout: Layout,
+    lease: Lease,
+    *,
+    threads: int,
+    after: Mapping[torch.device, Any] | None = None,
+) -> tuple[Snapshot, Copies]:
+    """Fill the lease's block with the images of all files of ``layout``; host tensors are copied on return.
+
+    Args:
+        planned: What to copy.
+        layout: Where to.
+        lease: Memory for ``layout.image_nbytes`` bytes.
+        threads: How many copy large tensors.
+        after: Per accelerator, the event that copies off it are ordered after; its current stream if there is none.
+
+    Returns:
+        The snapshot, which is complete when the copies have been waited for.
+    """
     primed = _prime(planned.share, layout, lease.block)
     for item, at in primed.runs:
         content = cast("bytes", planned.sources[item])
         lease.block.memory[at : at + len(content)] = content
     sources = [planned.sources[item] for item in primed.items]
-    primed.places.fill(cast("list[torch.Tensor]", sources), threads=threads)
-    return Snapshot(rank=planned.share.rank, layout=layout, lease=lease)
+    copies = primed.places.fill(cast("list[torch.Tensor]", sources), threads=threads, after=after)
+    return Snapshot(rank=planned.share.rank, layout=layout, lease=lease), copies
 
 
 def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot | None:

@@ -1,0 +1,46 @@
+"""Overlapped staging on ranks of a gloo group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+import nostall
+from nostall.core import AsyncCallsQueue
+from nostall.options import EngineOptions
+from nostall.testing import Hold, inject
+from programs.entry_points import loaded_wrong
+from programs.planning import make_state
+from states import schedule
+
+
+def one_rank_forgets(out: Path) -> dict[str, Any]:
+    """The second rank changes a tensor while its snapshot waits for memory."""
+    nostall.configure(EngineOptions(max_in_flight=1))
+    queue = AsyncCallsQueue()
+    facts: dict[str, Any] = {"failed ranks": []}
+    state = make_state(2)
+    with Hold() as hold:
+        with inject(hold.fault):
+            schedule(queue, out / "before", make_state(1))
+            hold.wait_reached()
+        schedule(queue, out / "forgotten", state, staging="overlapped")
+        if dist.get_rank() == 1:
+            state["own 1"].add_(1)
+        hold.release()
+        try:
+            queue.wait()
+        except CheckpointException as error:
+            facts["failed ranks"] = sorted(error.failures)
+    schedule(queue, out / "next", make_state(3), staging="overlapped")
+    nostall.wait_staged(60)
+    queue.close()
+    facts["committed"] = sorted(path.parent.name for path in out.glob("*/.metadata"))
+    facts["wrong"] = [
+        *loaded_wrong(out / "before", make_state(1), make_state(0)),
+        *loaded_wrong(out / "next", make_state(3), make_state(0)),
+    ]
+    return facts

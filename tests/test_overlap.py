@@ -1,0 +1,186 @@
+"""Overlapped staging: the save call returns at once, and a tensor that is changed too early fails the save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+import nostall
+from nostall.core import AsyncCallsQueue
+from nostall.errors import OptionError, SaveTimeoutError
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import EngineOptions
+from nostall.state_dict_saver import CheckpointMetadataCache
+from nostall.testing import Hold, inject
+from ranks import run_ranks
+from states import blobs, schedule, small_state
+
+
+@contextmanager
+def staging_held_up(queue: AsyncCallsQueue, path: Path) -> Iterator[Hold]:
+    """All snapshot memory is in use until the block is left or the hold is released."""
+    nostall.configure(EngineOptions(max_in_flight=1))
+    with Hold() as hold:
+        with inject(hold.fault):
+            schedule(queue, path, small_state(9))
+            hold.wait_reached()
+        yield hold
+
+
+def by_stock(path: Path, state: dict[str, Any]) -> dict[tuple[str, tuple[int, ...]], bytes]:
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return blobs(path)
+
+
+def test_the_call_returns_before_the_snapshot_is_taken(tmp_path: Path) -> None:
+    """And what is saved is what was there, objects as they were when it was called."""
+    state = small_state(1)
+    with (
+        AsyncCallsQueue() as queue,
+        staging_held_up(queue, tmp_path / "first") as hold,
+    ):
+        schedule(queue, tmp_path / "save", state, staging="overlapped")
+        state["nested"]["list"][1]["epoch"] = -1
+        with pytest.raises(SaveTimeoutError, match="still being taken"):
+            nostall.wait_staged(0.01)
+        hold.release()
+        nostall.wait_staged(60)
+        state["weight"].zero_()
+        queue.wait()
+    assert blobs(tmp_path / "save") == by_stock(tmp_path / "stock", small_state(1))
+
+
+@pytest.mark.parametrize("name", ["weight", "view", "step", "nested.list.0"])
+def test_a_tensor_that_is_changed_too_early_fails_the_save(tmp_path: Path, name: str) -> None:
+    """An error that names the tensor and the remedy, no checkpoint; and the next save works."""
+    state = small_state(1)
+    tensor: Any = state
+    for key in name.split("."):
+        tensor = tensor[int(key) if key.isdigit() else key]
+    queue = AsyncCallsQueue()
+    with staging_held_up(queue, tmp_path / "first") as hold:
+        schedule(queue, tmp_path / "save", state, staging="overlapped")
+        tensor.add_(1)
+        hold.release()
+        with pytest.raises(CheckpointException, match=name) as caught:
+            queue.wait()
+    (error,) = (error for error, _ in caught.value.failures.values())
+    assert "wait_staged()" in str(error)
+    assert not (tmp_path / "save" / ".metadata").exists()
+    schedule(queue, tmp_path / "next", state, staging="overlapped")
+    queue.close()
+    assert blobs(tmp_path / "next") == by_stock(tmp_path / "stock", state)
+
+
+def test_one_rank_that_forgets_to_wait_fails_the_save_on_all(tmp_path: Path) -> None:
+    """Both ranks raise and name the rank that did; the checkpoint before stays, and the next one is made."""
+    for facts in run_ranks(2, "overlap:one_rank_forgets", tmp_path):
+        assert facts["failed ranks"] == [1]
+        assert facts["committed"] == ["before", "next"]
+        assert facts["wrong"] == []
+
+
+def test_an_optimizer_step_waits_by_itself(tmp_path: Path) -> None:
+    """With the hook, training on right after the call is safe; without, it is noticed."""
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    queue = AsyncCallsQueue()
+    handle = nostall.wait_staged_before_step(optimizer)
+    for number in range(3):
+        expected = by_stock(tmp_path / f"stock {number}", model.state_dict())
+        schedule(queue, tmp_path / f"{number}", model.state_dict(), staging="overlapped")
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        queue.wait()
+        assert blobs(tmp_path / f"{number}") == expected
+    handle.remove()
+    with staging_held_up(queue, tmp_path / "first") as hold:
+        schedule(queue, tmp_path / "forgotten", model.state_dict(), staging="overlapped")
+        optimizer.step()
+        hold.release()
+        with pytest.raises(CheckpointException, match="changed while the snapshot was taken"):
+            queue.close()
+
+
+def test_dcp_async_save_hands_out_a_staging_completion(tmp_path: Path) -> None:
+    """As DCP defines it: one future for when tensors may be changed, and one for the checkpoint."""
+    for number in range(3):
+        state = small_state(number)
+        writer = FileSystemWriterAsync(tmp_path / f"{number}", staging="overlapped")
+        response = dcp.async_save(state, storage_writer=writer, no_dist=True)
+        assert isinstance(response, AsyncSaveResponse)
+        response.staging_completion.result(60)
+        state["weight"].zero_()
+        response.upload_completion.result(60)
+        assert blobs(tmp_path / f"{number}") == by_stock(
+            tmp_path / f"stock {number}", small_state(number)
+        )
+
+
+def test_an_abort_while_the_snapshot_is_taken_writes_nothing(tmp_path: Path) -> None:
+    """Not even when the memory it waited for becomes free."""
+    queue = AsyncCallsQueue()
+    with staging_held_up(queue, tmp_path / "first") as hold:
+        schedule(queue, tmp_path / "save", small_state(1), staging="overlapped")
+        hold.release()
+        queue.close(abort=True)
+    assert not list((tmp_path / "save").glob("*"))
+    schedule(queue, tmp_path / "next", small_state(2), staging="overlapped")
+    queue.close()
+    assert blobs(tmp_path / "next") == by_stock(tmp_path / "stock", small_state(2))
+
+
+def test_an_unknown_way_of_staging_is_refused() -> None:
+    """Where it is passed, with the ways that there are."""
+    with pytest.raises(OptionError, match="sideways") as caught:
+        FileSystemWriterAsync("unused", staging="sideways")
+    assert caught.value.hint == "use blocking or overlapped"
+
+
+sizes = st.lists(st.integers(0, 40), max_size=2).map(tuple)
+tensors = st.builds(
+    lambda size, dtype, seed: (
+        torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 9
+    ).to(dtype),
+    sizes,
+    st.sampled_from([torch.float32, torch.int16, torch.bfloat16, torch.complex128]),
+    st.integers(0, 9),
+)
+
+
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(st.dictionaries(st.text("abc", min_size=1), tensors, max_size=6), st.integers(1, 3))
+def test_every_way_of_staging_writes_the_same_bytes(
+    tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any], files: int
+) -> None:
+    """A synchronous save, a blocking one and an overlapped one, first and repeated."""
+    out = tmp_path_factory.mktemp("ways")
+    caches = {staging: CheckpointMetadataCache() for staging in ("blocking", "overlapped")}
+    dcp.save(
+        state,
+        storage_writer=FileSystemWriterAsync(out / "sync", thread_count=files),
+        no_dist=True,
+    )
+    expected = {path.name: path.read_bytes() for path in (out / "sync").glob("*.distcp")}
+    with AsyncCallsQueue() as queue:
+        for number in range(4):
+            for staging, cache in caches.items():
+                path = out / f"{staging} {number}"
+                schedule(queue, path, state, cache=cache, thread_count=files, staging=staging)
+                queue.wait()
+                written = {path.name: path.read_bytes() for path in path.glob("*.distcp")}
+                assert written == expected
