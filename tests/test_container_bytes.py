@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-import pickletools
+import pickle
 import struct
 import sys
 import tempfile
@@ -621,16 +621,16 @@ def test_metadata_names_no_class_of_nostall(tmp_path: Path) -> None:
     assert _names_in(tmp_path / "ours") == _names_in(tmp_path / "stock")
 
 
-def _names_in(path: Path) -> set[str]:
-    texts: list[str] = []
+def _names_in(path: Path) -> set[tuple[str, str]]:
     names = set()
-    for opcode, argument, _ in pickletools.genops((path / ".metadata").read_bytes()):
-        if opcode.name == "STACK_GLOBAL":
-            names.add(".".join(texts[-2:]))
-        elif opcode.name == "GLOBAL":
-            names.add(str(argument))
-        elif isinstance(argument, str):
-            texts.append(argument)
+
+    class Recorder(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            names.add((module, name))
+            return super().find_class(module, name)
+
+    with open(path / ".metadata", "rb") as stream:
+        Recorder(stream).load()
     return names
 
 
