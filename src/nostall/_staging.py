@@ -51,13 +51,16 @@ class Staging(Generic[T]):
         self._marks = _torch.stream_marks(sources)
         self._copies: Copies | None = None
         self._is_safe = threading.Event()
+        self._is_wanted = threading.Event()
         thread = threading.Thread(
             target=self._run, args=(sources,), name="nostall-staging", daemon=True
         )
         try:
             thread.start()
         except RuntimeError:  # the system has no thread to give
+            self._is_wanted.set()
             self._run(sources)
+        self._is_wanted.set()
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the tensors may be changed; at once if the snapshot has failed, which finalising reports.
@@ -77,7 +80,8 @@ class Staging(Generic[T]):
             self._copies.precede_what_follows()
 
     def _run(self, sources: Sequence[torch.Tensor]) -> None:
-        made: T
+        # Lets go of the interpreter lock at once; else the caller gets it back only after the switch interval of 5 ms.
+        self._is_wanted.wait()
         try:
             made, copies = self._begin(self._marks)
             changed = self._changed(sources)  # before anybody may change them
