@@ -24,7 +24,15 @@ from nostall import _torch
 from nostall._arena import Arena, Block, Lease, address_of
 from nostall._pipeline.layout import FileNaming, Packing, lay_out
 from nostall._staging import Staging
-from nostall._values import ItemShape, Layout, RankFailed, RankReport, RankWritten, WriteJob
+from nostall._values import (
+    FileReceipt,
+    ItemShape,
+    Layout,
+    RankFailed,
+    RankReport,
+    RankWritten,
+    WriteJob,
+)
 from nostall._writer.handle import WriterProcess
 from nostall._writer.priority import lower_priority
 from nostall.errors import OptionError, SaveTimeoutError
@@ -111,11 +119,29 @@ class Engine:
             for writer in self._writers:
                 lower_priority(writer.pid, cpu_priority, io_priority)
 
-    def submit(self, jobs: Sequence[WriteJob], lease: Lease) -> Future[RankReport]:
-        """Let writer processes do one rank's jobs, one process each; the lease is returned when all are done."""
+    def submit(
+        self,
+        jobs: Sequence[WriteJob],
+        lease: Lease,
+        *,
+        after: Sequence[Future[RankReport]] = (),
+    ) -> Future[RankReport]:
+        """Let writer processes do one rank's jobs, one process each; the lease is returned when all are done.
+
+        Args:
+            jobs: At most one per file.
+            lease: The memory that all of them lie in.
+            after: What was submitted of the same save before; becomes part of the report.
+        """
         writers = self.writers(len(jobs))
         parts = [writer.submit(job, lease.block) for writer, job in zip(writers, jobs, strict=True)]
-        return _joined(parts, lease)
+
+        def finish(reports: list[RankReport]) -> RankReport:
+            lease.release()  # before the report, so that who waits for it finds the memory free
+            return joined(reports)
+
+        here = when_done(parts, finish)
+        return when_done([*after, here], joined) if after else here
 
     def writers(self, count: int) -> list[WriterProcess]:
         """That many running writer processes; dead ones are replaced."""
@@ -220,8 +246,10 @@ class Engine:
             writer.forget(block.id)
 
 
-def _joined(parts: Sequence[Future[RankReport]], lease: Lease) -> Future[RankReport]:
-    """One report for all of a rank's jobs: the first failure, or all receipts."""
+def when_done(
+    parts: Sequence[Future[RankReport]], finish: Callable[[list[RankReport]], RankReport]
+) -> Future[RankReport]:
+    """What ``finish`` makes of all reports once the last one is there."""
     whole: Future[RankReport] = Future()
     whole.set_running_or_notify_cancel()
     left = len(parts)
@@ -233,22 +261,21 @@ def _joined(parts: Sequence[Future[RankReport]], lease: Lease) -> Future[RankRep
             left -= 1
             if left:
                 return
-        lease.release()  # before the report, so that who waits for it finds the memory free
-        reports = [part.result() for part in parts]
-        failed = [report for report in reports if isinstance(report, RankFailed)]
-        written = [report for report in reports if isinstance(report, RankWritten)]
-        whole.set_result(
-            failed[0]
-            if failed
-            else RankWritten(
-                rank=written[0].rank,
-                receipts=tuple(receipt for report in written for receipt in report.receipts),
-            )
-        )
+        whole.set_result(finish([part.result() for part in parts]))
 
     for part in parts:
         part.add_done_callback(one_done)
     return whole
+
+
+def joined(reports: Sequence[RankReport]) -> RankReport:
+    """One report for all parts of a rank's share: the first failure, or all receipts."""
+    receipts: list[FileReceipt] = []
+    for report in reports:
+        if isinstance(report, RankFailed):
+            return report
+        receipts += report.receipts
+    return RankWritten(rank=reports[0].rank, receipts=tuple(receipts))
 
 
 _default: Engine | None = None

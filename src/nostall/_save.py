@@ -30,11 +30,11 @@ from nostall._arena import Lease
 from nostall._copying import Copies
 from nostall._failures import error_of, failure_of
 from nostall._pipeline.collect import require_one_result_each
-from nostall._pipeline.layout import FileNaming, Packing, renamed
+from nostall._pipeline.layout import FileNaming, Packing, renamed, waves
 from nostall._pipeline.plan import Resolver, plan_rank
 from nostall._pipeline.snapshot import Snapshot, adopt_staged, begin_snapshot
 from nostall._pipeline.structure import KnownStructure
-from nostall._runtime import Claim, Engine
+from nostall._runtime import Claim, Engine, joined, when_done
 from nostall._staging import Marks, Staging
 from nostall._storage.streams import StreamTarget
 from nostall._values import (
@@ -52,7 +52,7 @@ from nostall._values import (
     page_aligned,
 )
 from nostall._writer.files import perform
-from nostall.errors import IncompleteSaveError, NostallError, StagingError
+from nostall.errors import IncompleteSaveError, NostallError, SaveAbortedError, StagingError
 from nostall.options import WriterOptions
 
 
@@ -101,7 +101,7 @@ def prepare(
         StagingError: An item could not be resolved.
     """
     planned = plan_rank(plan, resolver, rank=rank)
-    layout = engine.lay_out(planned.share.shapes, target.naming, _packing(target.options))
+    layout = engine.lay_out(planned.share.shapes, target.naming, _packing(target.options, engine))
     return PreparedSave(planned=planned, layout=layout, target=target)
 
 
@@ -123,14 +123,14 @@ class KnownSave:
         return tuple(_expected_results(self.share, self.layout))
 
 
-def known(prepared: PreparedSave, structure: KnownStructure) -> KnownSave:
+def known(prepared: PreparedSave, structure: KnownStructure, engine: Engine) -> KnownSave:
     """What the next save of this structure can reuse."""
     return KnownSave(
         structure=structure,
         share=prepared.planned.share,
         layout=prepared.layout,
         naming=prepared.target.naming,
-        packing=_packing(prepared.target.options),
+        packing=_packing(prepared.target.options, engine),
         token=uuid.uuid4().hex,
     )
 
@@ -139,7 +139,7 @@ def prepare_known(
     known: KnownSave, sources: list[torch.Tensor | bytes], *, target: SaveTarget, engine: Engine
 ) -> PreparedSave:
     """As :func:`prepare`, for a structure that was saved before."""
-    share, layout, packing = known.share, known.layout, _packing(target.options)
+    share, layout, packing = known.share, known.layout, _packing(target.options, engine)
     shapes = _with_lengths(share, sources)
     same_group = known.naming.separation_hint == target.naming.separation_hint
     if shapes is not share.shapes or packing != known.packing or not same_group:
@@ -166,8 +166,12 @@ def _with_lengths(share: Share, sources: Sequence[torch.Tensor | bytes]) -> tupl
     return tuple(changed.get(item, shape) for item, shape in enumerate(share.shapes))
 
 
-def _packing(options: WriterOptions) -> Packing:
-    return Packing(file_count=options.thread_count, file_per_item=options.file_per_item)
+def _packing(options: WriterOptions, engine: Engine) -> Packing:
+    return Packing(
+        file_count=options.thread_count,
+        file_per_item=options.file_per_item,
+        max_file_nbytes=engine.options.max_wave_nbytes,
+    )
 
 
 def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False) -> Snapshot:
@@ -183,7 +187,9 @@ def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False)
     return snapshot
 
 
-def stage_behind(prepared: PreparedSave, engine: Engine) -> Staging[Snapshot]:
+def stage_behind(
+    prepared: PreparedSave, engine: Engine, *, is_aborted: Callable[[], bool]
+) -> Staging[Snapshot]:
     """Take the snapshot behind the trainer's back, which must not change a tensor until it has waited for it."""
     _require_unstaged(prepared)
     tensors = [
@@ -194,7 +200,7 @@ def stage_behind(prepared: PreparedSave, engine: Engine) -> Staging[Snapshot]:
     staging = Staging(
         [source for _, source in tensors],
         [name for name, _ in tensors],
-        begin=lambda after: _begin_snapshot(prepared, engine, after=after),
+        begin=lambda after: _begin_snapshot(prepared, engine, after=after, is_aborted=is_aborted),
         discard=lambda snapshot: snapshot.lease.release(),
     )
     engine.stagings.add(staging)
@@ -207,16 +213,58 @@ def _begin_snapshot(
     *,
     beyond_limit: bool = False,
     after: Marks | None = None,
+    is_aborted: Callable[[], bool] = lambda: False,
 ) -> tuple[Snapshot, Copies]:
+    """The snapshot and its copies; of a save that is too large for that, the last wave, with the others being written."""
     _require_unstaged(prepared)
+    *earlier, last = waves(prepared.layout, engine.options.max_wave_nbytes)
+    most = max(wave.image_nbytes for wave in (*earlier, last))
+    written: list[Future[RankReport]] = []
     try:
-        lease = engine.lease(prepared.layout.image_nbytes, beyond_limit=beyond_limit)
+        for number, wave in enumerate(earlier):
+            lease = _lease(prepared, engine, most, beyond_limit=beyond_limit)
+            snapshot, copies = _fill(prepared, wave, lease, engine, after)
+            copies.wait()
+            _require_going(prepared, written, is_aborted)
+            snapshot = replace(snapshot, wave=number)
+            written.append(write_in_background(snapshot, prepared.target, engine))
+        lease = _lease(prepared, engine, most, beyond_limit=beyond_limit)
+        snapshot, copies = _fill(prepared, last, lease, engine, after)
+    except BaseException:
+        # Nothing of a save that is given up may be written later, when its names can be another one's.
+        if written:
+            engine.cancel(prepared.target.job, when_done(written, joined), timeout_s=5.0)
+        raise
+    return replace(snapshot, wave=len(earlier), earlier=tuple(written)), copies
+
+
+def _require_going(
+    prepared: PreparedSave, written: Sequence[Future[RankReport]], is_aborted: Callable[[], bool]
+) -> None:
+    """Refuse to go on with the next wave of a save that is lost."""
+    if is_aborted():
+        raise SaveAbortedError(
+            "the save was aborted", rank=prepared.rank, phase="stage", job=prepared.target.job
+        )
+    for report in [each.result() for each in written if each.done()]:
+        if isinstance(report, RankFailed):
+            raise error_of(report, job=prepared.target.job)
+
+
+def _lease(prepared: PreparedSave, engine: Engine, nbytes: int, *, beyond_limit: bool) -> Lease:
+    try:
+        return engine.lease(nbytes, beyond_limit=beyond_limit)
     except NostallError as error:
         error.rank, error.job = prepared.rank, prepared.target.job
         raise
+
+
+def _fill(
+    prepared: PreparedSave, layout: Layout, lease: Lease, engine: Engine, after: Marks | None
+) -> tuple[Snapshot, Copies]:
     try:
         return begin_snapshot(
-            prepared.planned, prepared.layout, lease, threads=engine.copy_threads, after=after
+            prepared.planned, layout, lease, threads=engine.copy_threads, after=after
         )
     except Exception as error:
         lease.release()
@@ -298,9 +346,10 @@ def _write(
 ) -> RankReport:
     try:
         (job,) = _jobs(snapshot, target, engine, processes=1, stream=None)
-        return perform(job, _images(job, snapshot), target.stream, cancelled)
+        report = perform(job, _images(job, snapshot), target.stream, cancelled)
     finally:
         snapshot.lease.release()
+    return joined([*(part.result() for part in snapshot.earlier), report])
 
 
 def write_in_background(
@@ -312,7 +361,7 @@ def write_in_background(
         return _write_in_thread(snapshot, target, engine)
     processes = min(target.options.processes, len(snapshot.layout.files))
     jobs = _jobs(snapshot, target, engine, processes=processes, stream=stream)
-    return engine.submit(jobs, snapshot.lease)
+    return engine.submit(jobs, snapshot.lease, after=snapshot.earlier)
 
 
 def await_report(
@@ -400,7 +449,7 @@ def _jobs(
         shares[number % len(shares)].append(image)
     return [
         WriteJob(
-            job=f"{target.job}/{snapshot.rank}/{number}",
+            job=f"{target.job}/{snapshot.rank}/{snapshot.wave}.{number}",
             rank=snapshot.rank,
             directory=target.directory,
             files=tuple(files),

@@ -100,7 +100,9 @@ class RankSave(BackgroundSave):
         """
         snapshot: Snapshot | Staging[Snapshot]
         if self.prepared.target.options.staging == "overlapped":
-            snapshot = self._staging = _save.stage_behind(self.prepared, self.engine)
+            snapshot = self._staging = _save.stage_behind(
+                self.prepared, self.engine, is_aborted=lambda: self.aborted
+            )
         else:
             snapshot = _save.stage(self.prepared, self.engine)
         self._was_staged = True
@@ -449,7 +451,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             return None
         prepared = self._save.prepared
         structure = learn(state_dict, flat, prepared.planned)
-        return None if structure is None else _save.known(prepared, structure)
+        return None if structure is None else _save.known(prepared, structure, default_engine())
 
     def get_save_function_and_args(self) -> tuple[Any, Any, list[Any]]:
         """What to schedule: ``(save_fn, preload_fn, [rank, None, results])``; ``(None, None, [])`` for nothing."""

@@ -27,6 +27,8 @@ class EngineOptions:
     """Write past the page cache where the file system supports it."""
     max_in_flight: int = 2
     """Saves whose snapshot may exist at the same time; the next one waits for the oldest."""
+    max_staging_bytes: int | None = None
+    """Snapshot memory of this process; what is larger is saved in waves. ``None`` for as much as the saves need."""
     cpu_priority: int | None = 10
     """Niceness of writer processes, 0 to 19; ``None`` leaves it alone."""
     io_priority: int | None = None
@@ -46,6 +48,8 @@ class EngineOptions:
             "a positive multiple of 4096",
         )
         require_integer("max_in_flight", self.max_in_flight, at_least=1)
+        if self.max_staging_bytes is not None:
+            require_integer("max_staging_bytes", self.max_staging_bytes, at_least=1)
         _require(
             self.cpu_priority is None or self.cpu_priority in range(20),
             f"cpu_priority={self.cpu_priority}",
@@ -61,6 +65,13 @@ class EngineOptions:
             f"save_timeout_s={self.save_timeout_s!r}",
             "a positive number of seconds that the system can wait for; 1e9 is as good as none",
         )
+
+    @property
+    def max_wave_nbytes(self) -> int | None:
+        """Snapshot memory for one wave, so that as many as may be in flight have room."""
+        if self.max_staging_bytes is None:
+            return None
+        return max(1, self.max_staging_bytes // self.max_in_flight)
 
 
 STAGING = ("blocking", "overlapped")

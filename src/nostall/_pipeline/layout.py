@@ -38,6 +38,8 @@ class Packing:
 
     file_count: int
     file_per_item: bool = False
+    max_file_nbytes: int | None = None
+    """Files are not made larger than this, but for an item that is; ``None`` for as large as they come."""
 
 
 def lay_out(shapes: Sequence[ItemShape], naming: FileNaming, packing: Packing) -> Layout:
@@ -73,8 +75,24 @@ def _buckets(
     count = max(1, packing.file_count // max(1, len(groups)))
     for name, items in groups:
         for bucket in _pack(shapes, items, count):
-            if bucket:
-                yield name, bucket
+            for part in _split(shapes, bucket, packing.max_file_nbytes):
+                yield name, part
+
+
+def _split(
+    shapes: Sequence[ItemShape], items: list[int], max_nbytes: int | None
+) -> Iterator[list[int]]:
+    """Runs of items that fit into a file."""
+    part: list[int] = []
+    nbytes = 0
+    for item in items:
+        if part and max_nbytes is not None and nbytes + shapes[item].nbytes > max_nbytes:
+            yield part
+            part, nbytes = [], 0
+        part.append(item)
+        nbytes += shapes[item].nbytes
+    if part:
+        yield part
 
 
 def _pack(shapes: Sequence[ItemShape], items: list[int], count: int) -> list[list[int]]:
@@ -101,6 +119,25 @@ def renamed(layout: Layout, naming: FileNaming) -> Layout:
         for number, file in enumerate(layout.files)
     )
     return replace(layout, files=files)
+
+
+def waves(layout: Layout, max_nbytes: int | None) -> list[Layout]:
+    """Runs of a layout's files whose images fit into ``max_nbytes`` bytes, or are one file; each has an image of its own."""
+    runs: list[list[FileLayout]] = [[]]
+    nbytes = 0
+    for file in layout.files:
+        needed = page_aligned(file.nbytes)
+        if runs[-1] and max_nbytes is not None and nbytes + needed > max_nbytes:
+            runs.append([])
+            nbytes = 0
+        runs[-1].append(replace(file, image_offset=nbytes))
+        nbytes += needed
+    if len(runs) == 1:
+        return [layout]
+    return [
+        replace(layout, key=(layout.key, number), files=tuple(files))
+        for number, files in enumerate(runs)
+    ]
 
 
 def _lay_out_file(

@@ -8,6 +8,7 @@ put at their place (see ``restage``) are recognised by address and not copied ag
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ import torch
 from nostall import _torch
 from nostall._arena import Block, Lease, address_of
 from nostall._copying import Copies, Places
-from nostall._values import Layout, PlannedSave, Share, TensorForm
+from nostall._values import Layout, PlannedSave, RankReport, Share, TensorForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,10 @@ class Snapshot:
     rank: int
     layout: Layout
     lease: Lease
+    wave: int = 0
+    """Which part of a save that does not fit into memory as a whole."""
+    earlier: tuple[Future[RankReport], ...] = ()
+    """The parts before this one, on their way to storage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
