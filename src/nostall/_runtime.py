@@ -25,6 +25,7 @@ from nostall._pipeline.layout import FileNaming, Packing, lay_out
 from nostall._values import ItemShape, Layout, RankFailed, RankReport, RankWritten, WriteJob
 from nostall._writer.handle import WriterProcess
 from nostall._writer.priority import lower_priority
+from nostall._writer.seals import Cuts
 from nostall.errors import OptionError, SaveTimeoutError
 from nostall.options import EngineOptions, require_integer
 
@@ -51,6 +52,8 @@ class Engine:
         """Where the payloads of a staged state dict ended up in its image, by structure; see ``restage``."""
         self.faults: tuple[dict[str, Any], ...] = ()
         """Faults that every job carries; set by ``nostall.testing`` only."""
+        self.cuts = Cuts()
+        """For saves that are written in this process."""
         self._claims: WeakValueDictionary[tuple[str, str], Claim] = WeakValueDictionary()
         self._cancellable: dict[str, threading.Event] = {}
         self._writers: list[WriterProcess] = []

@@ -260,7 +260,7 @@ def _write(
 ) -> RankReport:
     try:
         (job,) = _jobs(snapshot, target, engine, processes=1, stream=None)
-        return perform(job, _images(job, snapshot), target.stream, cancelled)
+        return perform(job, _images(job, snapshot), target.stream, cancelled, engine.cuts.cut)
     finally:
         snapshot.lease.release()
 
