@@ -43,12 +43,12 @@ class SealsSent:
             self._sent.move_to_end(key)
             return self._sent[key][0], []
         number = next(self._numbers)
+        messages = [seals_to_message(number, tables)]
         self._sent[key] = (number, tables)
-        messages = []
         if len(self._sent) > SEALS_KEPT:
             _, (oldest, _) = self._sent.popitem(last=False)
-            messages.append({"type": "forget_seals", "number": oldest})
-        return number, [*messages, seals_to_message(number, tables)]
+            messages.insert(0, {"type": "forget_seals", "number": oldest})
+        return number, messages
 
 
 class WriterProcess(ChildProcess[RankReport]):
