@@ -12,10 +12,11 @@ import re
 import socket
 import struct
 import zlib
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from torch.distributed.checkpoint.planner import (
 from nostall import errors
 from nostall._lifecycle import TRANSITIONS, Lifecycle, State
 from nostall._pipeline.collect import collect, require_all_present, require_one_result_each
+from nostall._pipeline.container import Sealer, seal_patches
 from nostall._pipeline.plan_cache import (
     CachedPlans,
     Changed,
@@ -61,16 +63,23 @@ from nostall._values import (
     WriteJob,
 )
 from nostall._writer.crc import combine
+from nostall._writer.handle import SEALS_KEPT, SealsSent
+from nostall._writer.main import _Writer
 from nostall._writer.messages import (
     MAX_MESSAGE_NBYTES,
+    Message,
     Receiver,
+    UnknownSealsError,
     encode,
     job_from_message,
     job_to_message,
     report_from_message,
     report_to_message,
+    seals_from_message,
+    seals_to_message,
     send,
 )
+from nostall._writer.seals import Cuts, Payloads, cut
 from nostall.errors import (
     IllegalTransitionError,
     IncompleteSaveError,
@@ -113,6 +122,128 @@ def test_checksums_combine_in_any_grouping(
     left = combine(combine(a, b, nbytes_b), c, nbytes_c)
     right = combine(a, combine(b, c, nbytes_c), nbytes_b + nbytes_c)
     assert left == right
+
+
+# --- sealing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A container's form: where its payload lies, how long it is itself, and how it is sealed."""
+
+    offset: int
+    nbytes: int
+    length: int
+    seal: Seal
+
+
+@st.composite
+def forms(draw: st.DrawFn) -> Form:
+    """Forms with their fields anywhere behind the payload."""
+    offset, nbytes = draw(st.integers(0, 5)), draw(st.integers(1, 40))
+    widths = [("crc", 4), ("crc in directory", 4), ("id", 40), ("id crc", 4), ("id directory", 4)]
+    places, at = {}, offset + nbytes
+    for name, width in draw(st.permutations(widths)):
+        at += draw(st.integers(0, 3))
+        places[name] = at
+        at += width
+    seal = Seal(
+        payload_crc_at=(places["crc"], places["crc in directory"]),
+        hash_before=draw(st.integers(0, 2**64 - 1)),
+        crcs_after=tuple(draw(st.lists(CRCS, max_size=3))),
+        id_at=places["id"],
+        id_names=draw(st.text("0123456789", min_size=20, max_size=20)).encode(),
+        id_crc_at=(places["id crc"], places["id directory"]),
+    )
+    return Form(offset=offset, nbytes=nbytes, length=at, seal=seal)
+
+
+def sealed(image: bytes, blob: int, form: Form) -> tuple[int, bytes]:
+    """The payload's CRC, and the image with one container sealed by what the patches say."""
+    begin = blob + form.offset
+    crc32 = zlib.crc32(image[begin : begin + form.nbytes])
+    content = bytearray(image)
+    for at, patch in seal_patches(form.seal, crc32):
+        content[blob + at : blob + at + len(patch)] = patch
+    return crc32, bytes(content)
+
+
+@given(data=st.data(), form=forms(), count=st.integers(0, 3))
+def test_a_sealer_writes_what_the_patches_say(data: st.DataObject, form: Form, count: int) -> None:
+    """For any seal and any payload, byte by byte, and nothing besides; the payload's CRC is kept."""
+    total = count * form.length
+    image = expected = data.draw(st.binary(min_size=total, max_size=total))
+    crcs = []
+    for blob in range(0, total, form.length):
+        crc32, expected = sealed(expected, blob, form)
+        crcs.append(crc32)
+    memory = bytearray(image)
+    found = [7] * (count + 1)
+    Sealer(form.offset, form.nbytes, form.seal).seal(
+        memoryview(memory),
+        slots=range(1, count + 1),
+        payloads_at=range(form.offset, form.offset + total, form.length),
+        crc32_of_slot=found,
+    )
+    assert bytes(memory) == expected
+    assert found == [7, *crcs]
+
+
+@given(
+    data=st.data(),
+    kinds=st.lists(forms(), min_size=1, max_size=3),
+    left_open=st.sets(st.integers(0, 2), max_size=1),
+)
+def test_an_image_is_sealed_the_same_wherever_it_is_cut(
+    data: st.DataObject, kinds: list[Form], left_open: set[int]
+) -> None:
+    """Payloads in one chunk or many, chunks summed in any order: the seals are those of the whole payloads."""
+    template_of_slot = data.draw(st.lists(st.integers(0, len(kinds) - 1), max_size=6))
+    offsets = [0, *accumulate(kinds[kind].length for kind in template_of_slot)]
+    end = offsets.pop()
+    image = expected = data.draw(st.binary(min_size=end, max_size=end))
+    crcs = [0] * len(offsets)
+    for slot, (blob, kind) in enumerate(zip(offsets, template_of_slot, strict=True)):
+        if kind not in left_open:
+            crcs[slot], expected = sealed(expected, blob, kinds[kind])
+    table = SealTable(
+        templates=tuple(
+            (form.offset, form.nbytes, None if kind in left_open else form.seal)
+            for kind, form in enumerate(kinds)
+        ),
+        blob_offsets=tuple(offsets),
+        template_of_slot=tuple(template_of_slot),
+    )
+    size = data.draw(st.integers(1, 200))
+    bounds = [*range(0, end, size), end] if end else [0, 0]
+    payloads = Payloads(cut(table, bounds))
+    memory = bytearray(image)
+    chunks = range(len(bounds) - 1)
+    for chunk in data.draw(st.permutations(chunks)):
+        payloads.sum_pieces(memoryview(memory), chunk)
+    for chunk in data.draw(st.permutations(chunks)):
+        payloads.seal_ending_in(memoryview(memory), chunk)
+    assert bytes(memory) == expected
+    assert list(payloads.crc32) == crcs
+
+
+def test_a_cut_is_remembered_for_its_table_and_its_bounds() -> None:
+    """The same table cut at the same bounds gives the very same value; other bounds or another table, a new one."""
+    cuts = Cuts()
+    one, other = (
+        SealTable(templates=((0, 9, None),), blob_offsets=(0,), template_of_slot=(0,))
+        for _ in range(2)
+    )
+
+    def of(table: SealTable, bounds: Sequence[int]) -> Any:
+        found = cuts.cut(table, bounds)
+        assert found == cut(table, bounds)
+        return found
+
+    first = of(one, [0, 9])
+    assert of(one, (0, 9)) is first
+    assert of(other, [0, 9]) is not first
+    assert of(one, [0, 4, 9]) != first
 
 
 # --- lifecycle --------------------------------------------------------------------------------------------------------
@@ -493,7 +624,7 @@ RECEIPTS = st.builds(
     FileReceipt,
     name=TEXT,
     nbytes=NUMBERS,
-    crc32=st.lists(CRCS, max_size=4).map(tuple),
+    packed_crc32=st.lists(CRCS, max_size=4).map(lambda crcs: array("I", crcs).tobytes()),
     extents=st.none() | st.lists(st.tuples(NUMBERS, NUMBERS), max_size=4).map(tuple),
     started_s=st.floats(allow_nan=False),
     finished_s=st.floats(allow_nan=False),
@@ -555,8 +686,11 @@ def over_the_wire(message: dict[str, Any]) -> dict[str, Any]:
 @settings(max_examples=60)
 @given(job=JOBS)
 def test_a_job_arrives_as_it_was_sent(job: WriteJob) -> None:
-    """Every field, also names that are no UTF-8 and bytes of the user's callables."""
-    assert job_from_message(over_the_wire(job_to_message(job))) == job
+    """Every field, also names that are no UTF-8 and bytes of the user's callables; seal tables ahead of it."""
+    tables = tuple(image.seals for image in job.files)
+    number, arrived = seals_from_message(over_the_wire(seals_to_message(7, tables)))
+    assert (number, arrived) == (7, tables)
+    assert job_from_message(over_the_wire(job_to_message(job, 7)), {7: arrived}) == job
 
 
 @given(report=REPORTS)
@@ -567,7 +701,70 @@ def test_a_report_arrives_as_it_was_sent(report: RankReport) -> None:
     assert report_from_message(message) == report
 
 
-def example_messages() -> list[dict[str, Any]]:
+TABLE_LISTS = st.lists(SEAL_TABLES, min_size=1, max_size=3).map(tuple)
+
+
+@given(data=st.data(), lists=st.lists(TABLE_LISTS, min_size=1, max_size=SEALS_KEPT + 3))
+def test_a_writer_always_has_the_tables_that_a_job_refers_to(
+    data: st.DataObject, lists: list[tuple[SealTable, ...]]
+) -> None:
+    """Whatever the order of jobs; tables are sent once while they are in use, and few are kept."""
+    sent = SealsSent()
+    held: dict[int, tuple[SealTable, ...]] = {}
+    recent: list[int] = []
+    for which in data.draw(st.lists(st.sampled_from(range(len(lists))), max_size=60)):
+        number, messages = sent.refer(lists[which])
+        for message in messages:
+            if message["type"] == "forget_seals":
+                del held[message["number"]]
+            else:
+                held.update([seals_from_message(over_the_wire(message))])
+        assert held[number] == lists[which]
+        assert len(held) <= SEALS_KEPT
+        assert (not messages) == (which in recent)
+        recent = [*(one for one in recent if one != which), which][-SEALS_KEPT:]
+
+
+def test_equal_tables_are_told_apart_by_identity() -> None:
+    """A table is kept alive as long as it is known, so that another one cannot come to lie at its address."""
+    sent = SealsSent()
+    numbers = set()
+    for _ in range(SEALS_KEPT):
+        table = SealTable(templates=((0, 9, None),), blob_offsets=(0,), template_of_slot=(0,))
+        number, messages = sent.refer((table,))
+        assert [message["type"] for message in messages] == ["seals"]
+        numbers.add(number)
+    assert len(numbers) == SEALS_KEPT
+
+
+def test_a_job_with_unknown_tables_is_answered_as_failed(
+    wire: tuple[socket.socket, socket.socket],
+) -> None:
+    """The writer process says so and goes on; it neither ends nor writes anything."""
+    ours, theirs = wire
+    writer = _Writer(ours)
+    (job, *_) = example_messages()
+    seals: Message = {"type": "seals", "number": 3, "tables": []}
+    for told in ([], [seals, {"type": "forget_seals", "number": 3}]):
+        for message in (*told, job):
+            writer.take(copy.deepcopy(message), [])
+        received = Receiver(theirs).receive()
+        assert received is not None
+        report = report_from_message(received[0])
+        assert received[0]["job"] == "j"
+        assert isinstance(report, RankFailed)
+        assert (report.failure.kind, report.failure.path) == ("ProtocolError", "/d")
+        assert "3" in report.failure.message
+
+
+def test_a_job_with_another_number_of_tables_is_a_protocol_error() -> None:
+    """A file without a table, or the other way round, is not guessed at."""
+    (job, *_) = example_messages()
+    with pytest.raises(ProtocolError):
+        job_from_message(job, {3: ()})
+
+
+def example_table() -> SealTable:
     seal = Seal(
         payload_crc_at=(1, 2),
         hash_before=3,
@@ -576,8 +773,22 @@ def example_messages() -> list[dict[str, Any]]:
         id_names=b"0" * 20,
         id_crc_at=(6, 7),
     )
-    table = SealTable(templates=((0, 9, seal),), blob_offsets=(0,), template_of_slot=(0,))
-    image = FileImage(name="f", nbytes=1, block=1, block_offset=0, seals=table)
+    return SealTable(templates=((0, 9, seal),), blob_offsets=(0,), template_of_slot=(0,))
+
+
+def read(message: dict[str, Any]) -> object:
+    """What the message says, by the function that its receiver uses."""
+    match message["type"]:
+        case "write":
+            return job_from_message(message, {3: (example_table(),)})
+        case "seals":
+            return seals_from_message(message)
+        case _:
+            return report_from_message(message)
+
+
+def example_messages() -> list[dict[str, Any]]:
+    image = FileImage(name="f", nbytes=1, block=1, block_offset=0, seals=example_table())
     job = WriteJob(
         job="j",
         rank=0,
@@ -593,7 +804,7 @@ def example_messages() -> list[dict[str, Any]]:
     receipt = FileReceipt(
         name="f",
         nbytes=1,
-        crc32=(1,),
+        packed_crc32=bytes(4),
         extents=((0, 1),),
         started_s=0.0,
         finished_s=1.0,
@@ -601,9 +812,10 @@ def example_messages() -> list[dict[str, Any]]:
     )
     failure = Failure(kind="WriteError", message="m", phase="write")
     return [
-        over_the_wire(job_to_message(job)),
+        over_the_wire(job_to_message(job, 3)),
         over_the_wire(report_to_message("j", RankWritten(rank=0, receipts=(receipt,)))),
         over_the_wire(report_to_message("j", RankFailed(rank=0, failure=failure))),
+        over_the_wire(seals_to_message(3, (example_table(),))),
     ]
 
 
@@ -628,19 +840,19 @@ def damaged(message: Any) -> Iterator[Any]:
 def test_a_damaged_message_is_a_protocol_error() -> None:
     """Whatever part is missing or of another kind: it is read, or refused as one typed error, never anything else."""
     for message in example_messages():
-        read = job_from_message if message["type"] == "write" else report_from_message
         read(copy.deepcopy(message))
         for changed in damaged({key: message[key] for key in message if key != "type"}):
-            with suppress(ProtocolError):
+            with suppress(ProtocolError, UnknownSealsError):
                 read({**copy.deepcopy(changed), "type": message["type"]})
 
 
 def test_a_message_without_a_field_is_a_protocol_error() -> None:
-    """No field of a job or of a receipt has a silent default."""
-    job, written, _ = example_messages()
-    for name in set(job) - {"type"}:
-        with pytest.raises(ProtocolError):
-            job_from_message({key: value for key, value in job.items() if key != name})
+    """No field of a job, of seal tables or of a receipt has a silent default."""
+    job, written, _, seals = example_messages()
+    for message in (job, seals):
+        for name in set(message) - {"type", "descriptors"}:
+            with pytest.raises(ProtocolError):
+                read({key: value for key, value in message.items() if key != name})
     for name in written["report"]["receipts"][0]:
         damaged_report = copy.deepcopy(written)
         del damaged_report["report"]["receipts"][0][name]
@@ -706,12 +918,12 @@ def test_a_message_in_pieces_is_put_together(wire: tuple[socket.socket, socket.s
     theirs.settimeout(0.001)
     receiver = Receiver(theirs)
     raw = encode({"type": "ready", "pid": 7})
-    for cut in range(1, len(raw)):
-        ours.sendall(raw[:cut])
+    for sent in range(1, len(raw)):
+        ours.sendall(raw[:sent])
         assert not receiver.buffered()
         with pytest.raises(TimeoutError):
             receiver.receive()
-        ours.sendall(raw[cut:])
+        ours.sendall(raw[sent:])
         assert receiver.receive() == ({"type": "ready", "pid": 7}, [])
 
 

@@ -96,9 +96,10 @@ class PythonWorker(ChildProcess[Outcome]):
     def submit(self, call_fd: int) -> Future[Outcome]:
         """Hand over a serialised call and its descriptor; the future always ends."""
         self._calls += 1
-        request = {"type": "call", "job": str(self._calls)}
+        job = str(self._calls)
+        request = {"type": "call", "job": job}
         try:
-            return self._ask(request, lambda failure: failure, descriptors=(call_fd,))
+            return self._ask(job, lambda failure: failure, [(request, (call_fd,))])
         finally:
             os.close(call_fd)
 

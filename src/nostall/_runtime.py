@@ -35,6 +35,7 @@ from nostall._values import (
 )
 from nostall._writer.handle import WriterProcess
 from nostall._writer.priority import lower_priority
+from nostall._writer.seals import Cuts
 from nostall.errors import OptionError, SaveTimeoutError
 from nostall.options import EngineOptions, require_integer
 
@@ -63,6 +64,8 @@ class Engine:
         """Snapshots that are, or were, taken behind the trainer's back."""
         self.faults: tuple[dict[str, Any], ...] = ()
         """Faults that every job carries; set by ``nostall.testing`` only."""
+        self.cuts = Cuts()
+        """For saves that are written in this process."""
         self._claims: WeakValueDictionary[tuple[str, str], Claim] = WeakValueDictionary()
         self._cancellable: dict[str, threading.Event] = {}
         self._writers: list[WriterProcess] = []

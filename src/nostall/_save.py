@@ -346,7 +346,8 @@ def _write(
 ) -> RankReport:
     try:
         (job,) = _jobs(snapshot, target, engine, processes=1, stream=None)
-        report = perform(job, _images(job, snapshot), target.stream, cancelled)
+        images = _images(job, snapshot)
+        report = perform(job, images, target.stream, cancelled, engine.cuts.cut)
     finally:
         snapshot.lease.release()
     return joined([*(part.result() for part in snapshot.earlier), report])

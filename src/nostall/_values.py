@@ -184,14 +184,19 @@ class FileReceipt:
     name: str
     """Path below the checkpoint directory; also DCP's storage key."""
     nbytes: int
-    crc32: tuple[int, ...]
-    """One per slot, in layout order; 0 for a slot that has no checksum of its own."""
+    packed_crc32: bytes
+    """Four bytes per slot, see :attr:`crc32`: tens of thousands of numbers that are seldom asked for."""
     extents: tuple[tuple[int, int], ...] | None
     """Offset and length per slot where a user's stream decided them; ``None`` if they are the layout's."""
     started_s: float
     """Clock reading (``time.monotonic``) when its first byte was handed to the system."""
     finished_s: float
     fsynced: bool
+
+    @property
+    def crc32(self) -> tuple[int, ...]:
+        """One per slot, in layout order; 0 for a slot that has no checksum of its own."""
+        return tuple(memoryview(self.packed_crc32).cast("I"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

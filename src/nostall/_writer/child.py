@@ -13,11 +13,11 @@ import subprocess
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from nostall._values import Failure
 from nostall._writer.messages import Message, Receiver, send
@@ -29,6 +29,8 @@ _SEND_TIMEOUT_S = 60.0
 _EXIT_TIMEOUT_S = 5.0
 
 T = TypeVar("T")
+Addressed: TypeAlias = tuple[Message, tuple[int, ...]]
+"""A message and the descriptors that travel with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,27 +144,28 @@ class ChildProcess(ABC, Generic[T]):
 
     def _ask(
         self,
-        request: Message,
+        job: str,
         on_death: Callable[[Failure], T],
-        *,
-        descriptors: tuple[int, ...] = (),
-        before: Sequence[tuple[Message, tuple[int, ...]]] = (),
+        messages: Iterable[Addressed],
     ) -> Future[T]:
-        """Send messages and then a request; the future always ends."""
+        """Send messages, the last of which asks for a job to be done; the future always ends."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()  # what was sent cannot be cancelled, only aborted
         with self._lock:
             death = self._death
             if death is None:
-                self._waiting[request["job"]] = _Waiting(future=future, on_death=on_death)
+                self._waiting[job] = _Waiting(future=future, on_death=on_death)
         if death is not None:
             future.set_result(on_death(death))
             return future
-        self._tell(*before, (request, descriptors))
+        self._tell(messages)
         return future
 
-    def _tell(self, *messages: tuple[Message, tuple[int, ...]]) -> None:
-        """Send messages in one go; a process that does not take them is killed."""
+    def _tell(self, messages: Iterable[Addressed]) -> None:
+        """Send messages in one go; a process that does not take them is killed.
+
+        They are made while nobody else sends, so what was sent before cannot change between that and their own sending.
+        """
         try:
             with self._send_lock:
                 for message, descriptors in messages:

@@ -2,9 +2,10 @@
 
 A file is worked through in chunks, taken in order by whichever thread is free. For each chunk a thread
 
-1. computes the CRC-32 of the payload pieces inside it,
-2. seals the containers whose payload ends in it, once the threads that hold the earlier pieces of that payload have
-   done step 1,
+1. computes the CRC-32 of the payloads and pieces of payloads inside it, and seals the containers whose payload lies in
+   it as a whole,
+2. seals the other containers whose payload ends in it, once the threads that hold the earlier pieces of that payload
+   have done step 1,
 3. writes it, once step 2 is done for all earlier chunks, as a container's end may reach over from them.
 
 A thread waits only for steps 1 and 2 of earlier chunks, which other threads have begun and which themselves wait only
@@ -36,7 +37,7 @@ from nostall._values import (
     page_aligned,
 )
 from nostall._writer.faults import Faults
-from nostall._writer.seals import Payloads
+from nostall._writer.seals import Cutter, Payloads, cut
 
 
 def perform(
@@ -44,6 +45,7 @@ def perform(
     images: Mapping[str, memoryview],
     stream: StreamTarget | None = None,
     cancelled: threading.Event | None = None,
+    cutter: Cutter = cut,
 ) -> RankReport:
     """Write all files of a job; never raises an ordinary exception.
 
@@ -52,6 +54,7 @@ def perform(
         images: Per file name, the writable image, padded to whole pages.
         stream: The user's own callables, if files are to be written through them.
         cancelled: Set by another thread to give the job up between two chunks.
+        cutter: :func:`~nostall._writer.seals.cut`, or one that remembers.
 
     Returns:
         A receipt for every file, or the first failure; in that case no file of the job is left.
@@ -63,9 +66,9 @@ def perform(
         faults.at("start")
         os.makedirs(job.directory, exist_ok=True)
         if stream is None:
-            receipts = _write_images(job, images, faults, at, cancelled)
+            receipts = _write_images(job, images, faults, at, cancelled, cutter)
         else:
-            receipts = _write_streams(job, images, faults, at, stream, cancelled)
+            receipts = _write_streams(job, images, faults, at, stream, cancelled, cutter)
         if job.sync_files and os.path.isdir(job.directory):
             at.move("fsync", job.directory)
             sync_directory(job.directory)
@@ -131,8 +134,9 @@ def _write_images(
     faults: Faults,
     at: _Position,
     cancelled: threading.Event,
+    cutter: Cutter,
 ) -> tuple[FileReceipt, ...]:
-    tasks = [_FileTask(job, image, images[image.name], faults) for image in job.files]
+    tasks = [_FileTask(job, image, images[image.name], faults, cutter) for image in job.files]
     chunks: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
     for task in tasks:
         for number in range(task.chunk_count):
@@ -199,7 +203,9 @@ class _GivenUp(Exception):
 class _FileTask:
     """One file on its way to storage, shared by the threads that work on its chunks."""
 
-    def __init__(self, job: WriteJob, image: FileImage, memory: memoryview, faults: Faults) -> None:
+    def __init__(
+        self, job: WriteJob, image: FileImage, memory: memoryview, faults: Faults, cutter: Cutter
+    ) -> None:
         self.path = os.path.join(job.directory, image.name)
         self._job = job
         self._image = image
@@ -214,7 +220,7 @@ class _FileTask:
         self._sealed = [threading.Event() for _ in range(self.chunk_count)]
         self._left = self.chunk_count
         self._given_up = False
-        self._payloads = Payloads(image.seals, self._bounds)
+        self._payloads = Payloads(cutter(image.seals, self._bounds))
         self._started_s = 0.0
         self._finished_s = 0.0
 
@@ -260,7 +266,7 @@ class _FileTask:
         return FileReceipt(
             name=self._image.name,
             nbytes=self._image.nbytes,
-            crc32=tuple(self._payloads.crc32),
+            packed_crc32=self._payloads.crc32.tobytes(),
             extents=None,
             started_s=self._started_s,
             finished_s=self._finished_s,
@@ -296,6 +302,7 @@ def _write_streams(
     at: _Position,
     target: StreamTarget,
     cancelled: threading.Event,
+    cutter: Cutter,
 ) -> tuple[FileReceipt, ...]:
     def go_on() -> None:
         if cancelled.is_set():
@@ -308,7 +315,7 @@ def _write_streams(
         at.move("write", path)
         faults.at("open", path)
         memory = images[image.name]
-        payloads = Payloads(image.seals, [0, image.nbytes])
+        payloads = Payloads(cutter(image.seals, [0, image.nbytes]))
         payloads.sum_pieces(memory, 0)
         payloads.seal_ending_in(memory, 0)
         started_s = time.monotonic()
@@ -330,7 +337,7 @@ def _write_streams(
             FileReceipt(
                 name=image.name,
                 nbytes=sum(length for _, length in extents),
-                crc32=tuple(payloads.crc32),
+                packed_crc32=payloads.crc32.tobytes(),
                 extents=extents if target.transforms else None,
                 started_s=started_s,
                 finished_s=time.monotonic(),

@@ -2,21 +2,53 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections import OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
 from nostall._arena import Block
 from nostall._storage.posix import remove_files
-from nostall._values import Failure, RankFailed, RankReport, WriteJob
-from nostall._writer.child import ChildProcess
-from nostall._writer.messages import Message, job_to_message, report_from_message
+from nostall._values import Failure, RankFailed, RankReport, SealTable, WriteJob
+from nostall._writer.child import Addressed, ChildProcess
+from nostall._writer.messages import Message, job_to_message, report_from_message, seals_to_message
 
 _ENTRY = (
     "import sys; sys.path.append(sys.argv[1]);"
     " from nostall._writer.main import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
+
+SEALS_KEPT = 16
+"""How many jobs' seal tables a writer process keeps: more than an engine keeps layouts."""
+
+
+class SealsSent:
+    """Which seal tables a writer process has, and by which number, as told by the messages that were sent to it.
+
+    Tables are recognised by identity: cached layouts keep them from save to save, and comparing would cost as much as
+    sending. What is recognised is kept alive here, so no other table can be taken for it.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._sent: OrderedDict[tuple[int, ...], tuple[int, tuple[SealTable, ...]]] = OrderedDict()
+
+    def refer(self, tables: tuple[SealTable, ...]) -> tuple[int, list[Message]]:
+        """The number of these tables, and what has to be sent before it can be used."""
+        key = tuple(id(table) for table in tables)
+        if key in self._sent:
+            self._sent.move_to_end(key)
+            return self._sent[key][0], []
+        number = next(self._numbers)
+        messages = [seals_to_message(number, tables)]
+        self._sent[key] = (number, tables)
+        if len(self._sent) > SEALS_KEPT:
+            _, (oldest, _) = self._sent.popitem(last=False)
+            messages.insert(0, {"type": "forget_seals", "number": oldest})
+        return number, messages
 
 
 class WriterProcess(ChildProcess[RankReport]):
@@ -27,6 +59,7 @@ class WriterProcess(ChildProcess[RankReport]):
     def __init__(self, *, cpu_priority: int | None = None, io_priority: int | None = None) -> None:
         root = str(Path(__file__).resolve().parents[2])
         self._mapped: set[int] = set()
+        self._seals = SealsSent()
         super().__init__(
             # -I -S: nothing of the user's environment, current directory or site-packages is executed in there.
             ["-I", "-S", "-c", _ENTRY, root],
@@ -53,12 +86,17 @@ class WriterProcess(ChildProcess[RankReport]):
                 rank=job.rank, failure=replace(failure, path=paths[0] if paths else job.directory)
             )
 
-        announce: list[tuple[Message, tuple[int, ...]]] = []
+        return self._ask(job.job, on_death, self._messages(job, block))
+
+    def _messages(self, job: WriteJob, block: Block) -> Iterator[Addressed]:
+        """A job, after what the process has to know of but was not told yet."""
         if block.id not in self._mapped:
             self._mapped.add(block.id)
-            message = {"type": "map", "block": block.id, "nbytes": block.nbytes}
-            announce.append((message, (block.fd,)))
-        return self._ask(job_to_message(job), on_death, before=announce)
+            yield {"type": "map", "block": block.id, "nbytes": block.nbytes}, (block.fd,)
+        number, announcement = self._seals.refer(tuple(image.seals for image in job.files))
+        for message in announcement:
+            yield message, ()
+        yield job_to_message(job, number), ()
 
     def has(self, save: str) -> bool:
         """Whether a job of this save is unanswered here."""
@@ -69,13 +107,13 @@ class WriterProcess(ChildProcess[RankReport]):
         """Ask the process to drop the jobs of a save; they are answered as aborted."""
         with self._lock:
             jobs = [job for job in self._waiting if job.startswith(f"{save}/")]
-        self._tell(*(({"type": "cancel", "job": job}, ()) for job in jobs))
+        self._tell(({"type": "cancel", "job": job}, ()) for job in jobs)
 
     def forget(self, block_id: int) -> None:
         """Let the process unmap a block that the arena gave back to the system."""
         if block_id in self._mapped and self.alive:
             self._mapped.discard(block_id)
-            self._tell(({"type": "unmap", "block": block_id}, ()))
+            self._tell([({"type": "unmap", "block": block_id}, ())])
 
     def _answer(self, message: Message) -> RankReport:
         return report_from_message(message)

@@ -20,15 +20,18 @@ import threading
 import traceback
 
 from nostall._storage.streams import StreamTarget
-from nostall._values import Failure, RankFailed, RankReport, WriteJob, page_aligned
+from nostall._values import Failure, RankFailed, RankReport, SealTable, WriteJob, page_aligned
 from nostall._writer.files import perform
 from nostall._writer.messages import (
     Message,
+    UnknownSealsError,
     job_from_message,
     report_to_message,
+    seals_from_message,
     send,
 )
 from nostall._writer.parent import messages_from_parent
+from nostall._writer.seals import Cuts
 
 
 def main(socket_fd: int, parent_pid: int) -> None:
@@ -47,11 +50,13 @@ def main(socket_fd: int, parent_pid: int) -> None:
 
 
 class _Writer:
-    """The memory blocks and waiting jobs of this process."""
+    """The memory blocks, seal tables and waiting jobs of this process."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._blocks: dict[int, mmap.mmap] = {}
+        self._seals: dict[int, tuple[SealTable, ...]] = {}
+        self._cuts = Cuts()
         self._jobs: queue.SimpleQueue[tuple[WriteJob, threading.Event]] = queue.SimpleQueue()
         self._waiting: dict[str, WriteJob] = {}
         """Jobs that have not begun; whoever takes one out answers it."""
@@ -68,15 +73,31 @@ class _Writer:
             case "unmap":
                 # The mapping goes when the last image that looks into it does.
                 self._blocks.pop(message["block"], None)
+            case "seals":
+                number, tables = seals_from_message(message)
+                self._seals[number] = tables
+            case "forget_seals":
+                # Jobs that wait have theirs already.
+                self._seals.pop(message["number"], None)
             case "write":
-                job = job_from_message(message)
-                cancelled = self._cancelled[job.job] = threading.Event()
-                self._waiting[job.job] = job
-                self._jobs.put((job, cancelled))
+                self._enqueue(message)
             case "cancel":
                 self._cancel(message["job"])
         for fd in descriptors:
             os.close(fd)
+
+    def _enqueue(self, message: Message) -> None:
+        try:
+            job = job_from_message(message, self._seals)
+        except UnknownSealsError as error:
+            failure = Failure(
+                kind="ProtocolError", message=str(error), phase="write", path=message["directory"]
+            )
+            self._answer(message["job"], RankFailed(rank=message["rank"], failure=failure))
+            return
+        cancelled = self._cancelled[job.job] = threading.Event()
+        self._waiting[job.job] = job
+        self._jobs.put((job, cancelled))
 
     def write_jobs(self) -> None:
         """Write jobs for ever, one at a time, in order."""
@@ -85,7 +106,9 @@ class _Writer:
             if self._waiting.pop(job.job, None) is None:
                 continue  # cancelled before it began, and answered
             try:
-                report = perform(job, self._images(job), _stream_target(job), cancelled)
+                report = perform(
+                    job, self._images(job), _stream_target(job), cancelled, self._cuts.cut
+                )
             except BaseException as error:  # an answer goes out whatever happens
                 report = RankFailed(
                     rank=job.rank,

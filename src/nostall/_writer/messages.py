@@ -11,7 +11,8 @@ import socket
 import struct
 from array import array
 from base64 import b64decode, b64encode
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from typing import Any
 
 from nostall._values import (
@@ -28,7 +29,7 @@ from nostall._values import (
 from nostall.errors import ProtocolError
 
 MAX_MESSAGE_NBYTES = 1 << 30
-"""Far above the largest job seen (about 30 bytes per tensor); a longer announcement is a broken or hostile peer."""
+"""Far above the largest seal tables seen (about 16 bytes per tensor); a longer announcement is a broken or hostile peer."""
 _HEADER = struct.Struct("<4sQ")
 _MAGIC = b"nst1"
 _MAX_DESCRIPTORS = 4
@@ -123,8 +124,46 @@ class Receiver:
         return message
 
 
-def job_to_message(job: WriteJob) -> Message:
-    """A write job as a message."""
+class UnknownSealsError(Exception):
+    """A job refers to seal tables that were not sent, or were forgotten."""
+
+
+def seals_to_message(number: int, tables: Sequence[SealTable]) -> Message:
+    """The seal tables of a job's files as a message of their own, as many jobs refer to the same ones."""
+    return {
+        "type": "seals",
+        "number": number,
+        "tables": [
+            {
+                "templates": [
+                    [offset, nbytes, None if seal is None else _seal_to_plain(seal)]
+                    for offset, nbytes, seal in table.templates
+                ],
+                "blob_offsets": _packed("Q", table.blob_offsets),
+                "template_of_slot": _packed("I", table.template_of_slot),
+            }
+            for table in tables
+        ],
+    }
+
+
+def seals_from_message(message: Message) -> tuple[int, tuple[SealTable, ...]]:
+    """The number and the tables in a message.
+
+    Raises:
+        ProtocolError: A field is missing or of another kind.
+    """
+    try:
+        number = message["number"]
+        if not isinstance(number, int):
+            raise TypeError("the number of seal tables is none")
+        return number, tuple(_table_from_plain(plain) for plain in message["tables"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"seal tables are malformed: {error!r}") from error
+
+
+def job_to_message(job: WriteJob, seals: int) -> Message:
+    """A write job as a message; ``seals`` is the number by which the receiver knows the seal tables of its files."""
     return {
         "type": "write",
         "job": job.job,
@@ -137,28 +176,24 @@ def job_to_message(job: WriteJob) -> Message:
         "stream": None if job.stream is None else b64encode(job.stream).decode(),
         "sys_path": job.sys_path,
         "faults": job.faults,
+        "seals": seals,
         "files": [
             {
                 "name": image.name,
                 "nbytes": image.nbytes,
                 "block": image.block,
                 "block_offset": image.block_offset,
-                "templates": [
-                    [offset, nbytes, None if seal is None else _seal_to_plain(seal)]
-                    for offset, nbytes, seal in image.seals.templates
-                ],
-                "blob_offsets": image.seals.blob_offsets,
-                "template_of_slot": image.seals.template_of_slot,
             }
             for image in job.files
         ],
     }
 
 
-def job_from_message(message: Message) -> WriteJob:
-    """The write job in a message.
+def job_from_message(message: Message, known: Mapping[int, Sequence[SealTable]]) -> WriteJob:
+    """The write job in a message; ``known`` has the seal tables that were sent before.
 
     Raises:
+        UnknownSealsError: It refers to others; the message has a job and a rank to answer for.
         ProtocolError: A field is missing or of another kind.
     """
     try:
@@ -166,7 +201,12 @@ def job_from_message(message: Message) -> WriteJob:
             job=message["job"],
             rank=message["rank"],
             directory=message["directory"],
-            files=tuple(_image_from_plain(plain) for plain in message["files"]),
+            files=tuple(
+                _image_from_plain(plain, table)
+                for plain, table in zip(
+                    message["files"], _tables_of(message["seals"], known), strict=True
+                )
+            ),
             sync_files=message["sync_files"],
             io_threads=message["io_threads"],
             chunk_nbytes=message["chunk_nbytes"],
@@ -181,8 +221,10 @@ def job_from_message(message: Message) -> WriteJob:
 
 def report_to_message(job: str, report: RankReport) -> Message:
     """A rank's report as a message."""
-    kind = "written" if isinstance(report, RankWritten) else "failed"
-    return {"type": kind, "job": job, "report": asdict(report)}
+    if isinstance(report, RankFailed):
+        return {"type": "failed", "job": job, "report": asdict(report)}
+    receipts = [_receipt_to_plain(receipt) for receipt in report.receipts]
+    return {"type": "written", "job": job, "report": {"rank": report.rank, "receipts": receipts}}
 
 
 def report_from_message(message: Message) -> RankReport:
@@ -203,10 +245,18 @@ def report_from_message(message: Message) -> RankReport:
         raise ProtocolError(f"a report is malformed: {error!r}") from error
 
 
+def _receipt_to_plain(receipt: FileReceipt) -> Message:
+    plain = {field.name: getattr(receipt, field.name) for field in fields(receipt)}
+    return {**plain, "packed_crc32": b64encode(receipt.packed_crc32).decode()}
+
+
 def _receipt_from_plain(plain: Message) -> FileReceipt:
     extents = plain.pop("extents")
+    packed = b64decode(plain["packed_crc32"], validate=True)
+    if len(packed) % 4:
+        raise ValueError(f"{len(packed)} bytes of checksums")
     return FileReceipt(
-        **{**plain, "crc32": tuple(plain["crc32"])},
+        **{**plain, "packed_crc32": packed},
         extents=None if extents is None else tuple((offset, length) for offset, length in extents),
     )
 
@@ -215,20 +265,42 @@ def _seal_to_plain(seal: Seal) -> Message:
     return {**asdict(seal), "id_names": seal.id_names.decode("ascii")}
 
 
-def _image_from_plain(plain: Message) -> FileImage:
+def _packed(kind: str, numbers: Sequence[int]) -> str:
+    return b64encode(array(kind, numbers).tobytes()).decode()
+
+
+def _unpacked(kind: str, text: str) -> tuple[int, ...]:
+    numbers = array(kind)
+    numbers.frombytes(b64decode(text, validate=True))
+    return tuple(numbers)
+
+
+def _tables_of(number: int, known: Mapping[int, Sequence[SealTable]]) -> Sequence[SealTable]:
+    if not isinstance(number, int):
+        raise TypeError("the number of seal tables is none")
+    if number not in known:
+        raise UnknownSealsError(f"seal tables number {number} are not known")
+    return known[number]
+
+
+def _table_from_plain(plain: Message) -> SealTable:
+    return SealTable(
+        templates=tuple(
+            (offset, nbytes, None if seal is None else _seal_from_plain(seal))
+            for offset, nbytes, seal in plain["templates"]
+        ),
+        blob_offsets=_unpacked("Q", plain["blob_offsets"]),
+        template_of_slot=_unpacked("I", plain["template_of_slot"]),
+    )
+
+
+def _image_from_plain(plain: Message, seals: SealTable) -> FileImage:
     return FileImage(
         name=plain["name"],
         nbytes=plain["nbytes"],
         block=plain["block"],
         block_offset=plain["block_offset"],
-        seals=SealTable(
-            templates=tuple(
-                (offset, nbytes, None if seal is None else _seal_from_plain(seal))
-                for offset, nbytes, seal in plain["templates"]
-            ),
-            blob_offsets=tuple(plain["blob_offsets"]),
-            template_of_slot=tuple(plain["template_of_slot"]),
-        ),
+        seals=seals,
     )
 
 

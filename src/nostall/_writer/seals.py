@@ -1,74 +1,209 @@
-"""Checksum the payloads of a file image piece by piece, and seal their containers."""
+"""Checksum the payloads of a file image piece by piece, and seal their containers.
+
+Which payload lies where among the chunks of an image follows from the layout alone: :func:`cut` works it out, and
+:class:`Cuts` keeps it from job to job. :class:`Payloads` is what comes new with every job, the checksums.
+"""
 
 from __future__ import annotations
 
+import threading
 import zlib
+from array import array
 from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
-from nostall._pipeline.container import seal_patches
-from nostall._values import SealTable
+from nostall._pipeline.container import Sealer, seal_patches
+from nostall._values import Seal, SealTable
 from nostall._writer.crc import combine
 
+_CUTS_KEPT = 16
+"""Images, not jobs: with more files than that, every job cuts anew, which costs a fraction of the sealing."""
 
-class Payloads:
-    """The payloads of one image cut at chunk bounds, and the seals they lead to.
 
-    Different chunks may be summed by different threads at once; who seals sees to it that the chunks it needs are summed.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Slots of one chunk whose payloads lie in it as a whole and whose containers are of one form."""
+
+    sealer: Sealer
+    slots: array[int]
+    payloads_at: array[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """The part of a payload that lies in one chunk, if not all of it does."""
+
+    slot: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A payload that lies in several chunks, the last of which is the one that this belongs to."""
+
+    slot: int
+    blob: int
+    """Where its container begins."""
+    seal: Seal
+    first_chunk: int
+    later_nbytes: tuple[int, ...]
+    """Lengths of its pieces in the chunks after the first one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkCut:
+    """What there is to checksum and to seal in one chunk."""
+
+    runs: tuple[Run, ...]
+    pieces: tuple[Piece, ...]
+    ending: tuple[Spread, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """The payloads of one image, by chunk."""
+
+    slot_count: int
+    chunks: tuple[ChunkCut, ...]
+
+
+Cutter: TypeAlias = Callable[[SealTable, Sequence[int]], Cut]
+
+
+def cut(seals: SealTable, bounds: Sequence[int]) -> Cut:
+    """Cut the payloads of an image at chunk bounds.
 
     Args:
         seals: The image's slots.
         bounds: Where chunks begin, and where the last one ends, in bytes.
     """
+    sealers = [
+        Sealer(offset, nbytes, seal) if seal is not None and nbytes else None
+        for offset, nbytes, seal in seals.templates
+    ]
+    count = len(bounds) - 1
+    runs: list[dict[int, Run]] = [{} for _ in range(count)]
+    pieces: list[list[Piece]] = [[] for _ in range(count)]
+    ending: list[list[Spread]] = [[] for _ in range(count)]
+    for slot, (blob, template) in enumerate(
+        zip(seals.blob_offsets, seals.template_of_slot, strict=True)
+    ):
+        sealer = sealers[template]
+        if sealer is None:
+            continue
+        begin = blob + sealer.payload_offset
+        end = begin + sealer.payload_nbytes
+        first = bisect_right(bounds, begin) - 1
+        if end <= bounds[first + 1]:
+            run = runs[first].get(template)
+            if run is None:
+                run = runs[first][template] = Run(
+                    sealer=sealer, slots=array("Q"), payloads_at=array("Q")
+                )
+            run.slots.append(slot)
+            run.payloads_at.append(begin)
+            continue
+        spread = _pieces(slot, begin, end, first, bounds)
+        for chunk, piece in enumerate(spread, first):
+            pieces[chunk].append(piece)
+        ending[first + len(spread) - 1].append(
+            Spread(
+                slot=slot,
+                blob=blob,
+                seal=sealer.template,
+                first_chunk=first,
+                later_nbytes=tuple(piece.end - piece.begin for piece in spread[1:]),
+            )
+        )
+    return Cut(
+        slot_count=len(seals.blob_offsets),
+        chunks=tuple(
+            ChunkCut(
+                runs=tuple(runs[chunk].values()),
+                pieces=tuple(pieces[chunk]),
+                ending=tuple(ending[chunk]),
+            )
+            for chunk in range(count)
+        ),
+    )
 
-    def __init__(self, seals: SealTable, bounds: list[int]) -> None:
-        self._seals = seals
-        self._bounds = bounds
-        self._pieces: list[list[tuple[int, int, int]]] = [[] for _ in range(len(bounds) - 1)]
-        self._ending: list[list[tuple[int, int]]] = [[] for _ in range(len(bounds) - 1)]
+
+def _pieces(slot: int, begin: int, end: int, chunk: int, bounds: Sequence[int]) -> list[Piece]:
+    pieces = []
+    while begin < end:
+        stop = min(end, bounds[chunk + 1])
+        pieces.append(Piece(slot=slot, begin=begin, end=stop))
+        begin = stop
+        chunk += 1
+    return pieces
+
+
+class Cuts:
+    """Remembers cuts, so that the saves of one layout share them. Thread-safe.
+
+    A table is recognised by its identity, as comparing two would cost as much as cutting; what is remembered keeps its
+    table alive, so no other one can be taken for it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[int, tuple[SealTable, tuple[int, ...], Cut]] = OrderedDict()
+
+    def cut(self, seals: SealTable, bounds: Sequence[int]) -> Cut:
+        """As :func:`cut`."""
+        key, wanted = id(seals), tuple(bounds)
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None:
+                self._kept.move_to_end(key)
+        if kept is not None:
+            _, kept_bounds, known = kept
+            if kept_bounds == wanted:
+                return known
+        new = cut(seals, wanted)
+        with self._lock:
+            self._kept[key] = (seals, wanted, new)
+            self._kept.move_to_end(key)
+            while len(self._kept) > _CUTS_KEPT:
+                self._kept.popitem(last=False)
+        return new
+
+
+class Payloads:
+    """The checksums of one image's payloads, and the seals they lead to.
+
+    Different chunks may be summed by different threads at once; who seals sees to it that the chunks it needs are summed.
+    """
+
+    def __init__(self, cut: Cut) -> None:
+        self._chunks = cut.chunks
         self._crc_of_piece: dict[tuple[int, int], int] = {}
-        self.crc32 = [0] * len(seals.blob_offsets)
-        for slot, (blob, template) in enumerate(
-            zip(seals.blob_offsets, seals.template_of_slot, strict=True)
-        ):
-            offset, nbytes, seal = seals.templates[template]
-            if seal is not None and nbytes:
-                self._cut(slot, blob + offset, nbytes)
+        self.crc32 = array("I", bytes(4 * cut.slot_count))
+        """One per slot; 0 for a slot that is not sealed."""
 
     def sum_pieces(self, memory: memoryview, chunk: int) -> None:
-        """Checksum the pieces of payloads that lie in a chunk."""
-        crcs = self._crc_of_piece
-        for slot, begin, end in self._pieces[chunk]:
-            crcs[slot, chunk] = zlib.crc32(memory[begin:end])
+        """Checksum what lies of payloads in a chunk; where that is a whole one, seal its container."""
+        for run in self._chunks[chunk].runs:
+            run.sealer.seal(memory, run.slots, run.payloads_at, self.crc32)
+        for piece in self._chunks[chunk].pieces:
+            crc32 = zlib.crc32(memory[piece.begin : piece.end])
+            self._crc_of_piece[piece.slot, chunk] = crc32
 
     def first_chunk_needed(self, chunk: int) -> int:
         """The first chunk that has to be summed before the containers ending in ``chunk`` can be sealed."""
-        return min((first for _, first in self._ending[chunk]), default=chunk)
+        return min((spread.first_chunk for spread in self._chunks[chunk].ending), default=chunk)
 
     def seal_ending_in(self, memory: memoryview, chunk: int) -> None:
-        """Seal the containers whose payload ends in a chunk."""
-        for slot, first in self._ending[chunk]:
-            blob = self._seals.blob_offsets[slot]
-            seal = self._seals.templates[self._seals.template_of_slot[slot]][2]
-            assert seal is not None  # only sealed slots are cut into pieces
-            crc32 = self._crc_of_piece[slot, first]
-            for later in range(first + 1, chunk + 1):
-                length = self._piece_nbytes(slot, later)
-                crc32 = combine(crc32, self._crc_of_piece[slot, later], length)
-            self.crc32[slot] = crc32
-            for at, patch in seal_patches(seal, crc32):
-                memory[blob + at : blob + at + len(patch)] = patch
-
-    def _cut(self, slot: int, begin: int, nbytes: int) -> None:
-        end = begin + nbytes
-        chunk = first = bisect_right(self._bounds, begin) - 1
-        while begin < end:
-            stop = min(end, self._bounds[chunk + 1])
-            self._pieces[chunk].append((slot, begin, stop))
-            begin = stop
-            chunk += 1
-        self._ending[chunk - 1].append((slot, first))
-
-    def _piece_nbytes(self, slot: int, chunk: int) -> int:
-        offset, nbytes, _ = self._seals.templates[self._seals.template_of_slot[slot]]
-        begin = self._seals.blob_offsets[slot] + offset
-        return min(begin + nbytes, self._bounds[chunk + 1]) - max(begin, self._bounds[chunk])
+        """Seal the containers whose payload lies in several chunks and ends in this one."""
+        for spread in self._chunks[chunk].ending:
+            crc32 = self._crc_of_piece[spread.slot, spread.first_chunk]
+            for later, nbytes in enumerate(spread.later_nbytes, spread.first_chunk + 1):
+                crc32 = combine(crc32, self._crc_of_piece[spread.slot, later], nbytes)
+            self.crc32[spread.slot] = crc32
+            for at, patch in seal_patches(spread.seal, crc32):
+                begin = spread.blob + at
+                memory[begin : begin + len(patch)] = patch
