@@ -67,6 +67,8 @@ class Places:
         ]
         large = {position for position, _, _ in self._large}
         self._small = [position for position in range(len(self._views)) if position not in large]
+        self._small_views = [_as_copyable(self._views[position]) for position in self._small]
+        self._any_odd = any(view.dtype is torch.complex128 for view in self._views)
 
     def fill(
         self,
@@ -103,12 +105,15 @@ class Places:
 
     def _fill_from_cpu(self, sources: Sequence[torch.Tensor], threads: int) -> None:
         pieces: list[_Piece] = []
-        others = list(self._small)
+        to = list(self._small_views)
+        of = [sources[position] for position in self._small]
         for position, address, nbytes in self._large:
-            if _lie_alike(self._views[position], sources[position]):
-                pieces += _pieces(address, sources[position].data_ptr(), nbytes)
+            view, source = self._views[position], sources[position]
+            if _lie_alike(view, source):
+                pieces += _pieces(address, source.data_ptr(), nbytes)
             else:
-                others.append(position)
+                to.append(_as_copyable(view))
+                of.append(source)
         with ExitStack() as joins:
             for _ in range(1, min(threads, len(pieces))):
                 thread = threading.Thread(target=_copy, args=(pieces,), name="nostall-copy")
@@ -117,10 +122,9 @@ class Places:
                 except RuntimeError:  # the system has no thread to give; this one does it all
                     break
                 joins.callback(thread.join)
-            if others:
+            if to:
                 torch._foreach_copy_(
-                    [_as_copyable(self._views[position]) for position in others],
-                    [_as_copyable(sources[position]) for position in others],
+                    to, [_as_copyable(each) for each in of] if self._any_odd else of
                 )
             _copy(pieces)
 

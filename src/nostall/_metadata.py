@@ -123,12 +123,7 @@ class Publication:
         length.
         """
         rest = pickle.dumps({"storage_meta": storage_meta}, protocol=_PROTOCOL)
-        return (
-            self.pickled.removesuffix(pickle.STOP)
-            + rest[_PROTO_NBYTES:-1]
-            + pickle.BUILD
-            + pickle.STOP
-        )
+        return b"".join((self.pickled[:-1], rest[_PROTO_NBYTES:-1], pickle.BUILD, pickle.STOP))
 
 
 _PROTOCOL = 3

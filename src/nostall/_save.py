@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
@@ -118,6 +119,11 @@ class KnownSave:
     """Identifies it among all that ranks may know."""
 
     @cached_property
+    def runs(self) -> list[int]:
+        """Items that are bytes."""
+        return [item for item, form in enumerate(self.share.forms) if form is None]
+
+    @cached_property
     def results(self) -> tuple[WriteResult, ...]:
         """DCP's results of a save that is written by this layout."""
         return tuple(_expected_results(self.share, self.layout))
@@ -140,7 +146,7 @@ def prepare_known(
 ) -> PreparedSave:
     """As :func:`prepare`, for a structure that was saved before."""
     share, layout, packing = known.share, known.layout, _packing(target.options, engine)
-    shapes = _with_lengths(share, sources)
+    shapes = _with_lengths(share, sources, known.runs)
     same_group = known.naming.separation_hint == target.naming.separation_hint
     if shapes is not share.shapes or packing != known.packing or not same_group:
         share = replace(share, shapes=shapes)
@@ -154,12 +160,15 @@ def prepare_known(
     )
 
 
-def _with_lengths(share: Share, sources: Sequence[torch.Tensor | bytes]) -> tuple[ItemShape, ...]:
+def _with_lengths(
+    share: Share, sources: Sequence[torch.Tensor | bytes], runs: Sequence[int]
+) -> tuple[ItemShape, ...]:
     """The share's shapes with the lengths that its objects have now."""
+    lengths = {item: len(cast("bytes", sources[item])) for item in runs}
     changed = {
-        item: replace(share.shapes[item], nbytes=len(source))
-        for item, source in enumerate(sources)
-        if isinstance(source, bytes) and len(source) != share.shapes[item].nbytes
+        item: replace(share.shapes[item], nbytes=nbytes)
+        for item, nbytes in lengths.items()
+        if nbytes != share.shapes[item].nbytes
     }
     if not changed:
         return share.shapes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -105,6 +105,8 @@ def _prime(share: Share, layout: Layout, block: Block) -> _Primed:
     """Make a block ready for a layout, once: lay down what surrounds the payloads, and views on their places."""
     primed: _Primed | None = block.primed
     if primed and primed.layout_key == layout.key and primed.forms == share.forms:
+        if primed.forms is not share.forms:  # the next comparison is one of identities
+            block.primed = replace(primed, layout_key=layout.key, forms=share.forms)
         return primed
     _lay_down_containers(layout, block)
     views, items, runs = [], [], []
