@@ -22,12 +22,13 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
+from nostall._rank_save import RankSave
 from nostall._storage.posix import ImageFile
 from nostall._values import FileImage, RankFailed, RankReport, RankWritten, SealTable, WriteJob
 from nostall._writer.files import perform
 from nostall.core import AsyncCallsQueue
 from nostall.errors import WriteError
-from nostall.filesystem_async import FileSystemWriterAsync, RankSave
+from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from nostall.testing import Fault, Hold, inject, writer_pids

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         save_state_dict_async_finalize as save_state_dict_async_finalize,
     )
     from nostall.state_dict_saver import save_state_dict_async_plan as save_state_dict_async_plan
+    from nostall.stats import SaveStats as SaveStats
     from nostall.torch_ckpt import TorchAsyncCheckpoint as TorchAsyncCheckpoint
 
 _HOME = {
@@ -32,6 +33,7 @@ _HOME = {
     "CachedMetadataFileSystemReader": "cached_metadata_filesystem_reader",
     "EngineOptions": "options",
     "FileSystemWriterAsync": "filesystem_async",
+    "SaveStats": "stats",
     "TorchAsyncCheckpoint": "torch_ckpt",
     "abort_all": "core",
     "configure": "_runtime",
@@ -48,6 +50,7 @@ _MODULES = (
     "filesystem_async",
     "options",
     "state_dict_saver",
+    "stats",
     "torch_ckpt",
 )
 __all__ = ["__version__", *_HOME, *_MODULES]

@@ -55,6 +55,7 @@ from nostall._values import (
 from nostall._writer.files import perform
 from nostall.errors import IncompleteSaveError, NostallError, SaveAbortedError, StagingError
 from nostall.options import WriterOptions
+from nostall.stats import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,8 @@ class SaveTarget:
     """Keeps plain file names for this save while anything of it is left; see ``Engine.claim``."""
     transform_descriptors: tuple[str, ...] | None
     """What DCP's reader needs to undo stream transforms; ``None`` without any."""
+    timeline: Timeline
+    """Where the composer notes how long the stages take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +105,9 @@ def prepare(
         StagingError: An item could not be resolved.
     """
     planned = plan_rank(plan, resolver, rank=rank)
-    layout = engine.lay_out(planned.share.shapes, target.naming, _packing(target.options, engine))
+    with target.timeline.measure("layout"):
+        packing = _packing(target.options, engine)
+        layout = engine.lay_out(planned.share.shapes, target.naming, packing)
     return PreparedSave(planned=planned, layout=layout, target=target)
 
 
@@ -150,7 +155,8 @@ def prepare_known(
     same_group = known.naming.separation_hint == target.naming.separation_hint
     if shapes is not share.shapes or packing != known.packing or not same_group:
         share = replace(share, shapes=shapes)
-        layout = engine.lay_out(shapes, target.naming, packing)
+        with target.timeline.measure("layout"):
+            layout = engine.lay_out(shapes, target.naming, packing)
     elif target.naming != known.naming:
         layout = renamed(layout, target.naming)
     planned = PlannedSave(share=share, sources=sources)
@@ -191,8 +197,9 @@ def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False)
         ReservationError: There is not enough host memory.
         StagingError: A copy failed.
     """
-    snapshot, copies = _begin_snapshot(prepared, engine, beyond_limit=beyond_limit)
-    copies.wait()
+    with prepared.target.timeline.measure("stage"):
+        snapshot, copies = _begin_snapshot(prepared, engine, beyond_limit=beyond_limit)
+        copies.wait()
     return snapshot
 
 
@@ -206,10 +213,15 @@ def stage_behind(
         for shape, source in zip(prepared.layout.shapes, prepared.planned.sources, strict=True)
         if isinstance(source, torch.Tensor)
     ]
+
+    def begin(after: Marks) -> tuple[Snapshot, Copies]:
+        with prepared.target.timeline.measure("stage"):
+            return _begin_snapshot(prepared, engine, after=after, is_aborted=is_aborted)
+
     staging = Staging(
         [source for _, source in tensors],
         [name for name, _ in tensors],
-        begin=lambda after: _begin_snapshot(prepared, engine, after=after, is_aborted=is_aborted),
+        begin=begin,
         discard=lambda snapshot: snapshot.lease.release(),
     )
     engine.stagings.add(staging)

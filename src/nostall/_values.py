@@ -178,6 +178,18 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WriteWork:
+    """What the writer's threads did for one file, in seconds summed over them."""
+
+    checksum_s: float = 0.0
+    """Checksumming and sealing, with waiting for each other."""
+    write_s: float = 0.0
+    fsync_s: float = 0.0
+    spans: tuple[tuple[str, int, float, float], ...] = ()
+    """Phase, thread, begin and end (``time.monotonic``) of the first pieces of work; not all of a very large file's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FileReceipt:
     """Proof that one shard file is complete on storage."""
 
@@ -192,6 +204,7 @@ class FileReceipt:
     """Clock reading (``time.monotonic``) when its first byte was handed to the system."""
     finished_s: float
     fsynced: bool
+    work: WriteWork = WriteWork()  # frozen
 
     @property
     def crc32(self) -> tuple[int, ...]:

@@ -15,21 +15,18 @@ import dataclasses
 import os
 import queue
 import uuid
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from nostall import _save, _torch
-from nostall._background import BackgroundSave
-from nostall._failures import failure_of
 from nostall._metadata import (
     Publication,
     complete_metadata,
@@ -41,21 +38,20 @@ from nostall._pipeline.collect import require_all_present
 from nostall._pipeline.commit import commit
 from nostall._pipeline.layout import FileNaming
 from nostall._pipeline.restage import StagedStateDict, find_leaves, stage_state_dict, structure_of
-from nostall._pipeline.snapshot import Snapshot
 from nostall._pipeline.structure import learn
+from nostall._rank_save import RankSave
 from nostall._runtime import Claim, Engine, default_engine
 from nostall._staging import Staging
-from nostall._storage.posix import remove_files
 from nostall._storage.streams import StreamTarget
-from nostall._values import RankFailed, RankReport
+from nostall._values import FileReceipt, RankWritten
 from nostall.errors import (
     CheckpointExistsError,
     NostallError,
     OptionError,
-    SaveAbortedError,
     WriteError,
 )
 from nostall.options import WriterOptions
+from nostall.stats import SaveStats, Timeline
 
 _PROCESSES_FOR_MULTIPROC_IO = 2
 _MSC_PREFIX = "msc://"
@@ -77,87 +73,6 @@ def get_write_results_queue(mp_mode: str = "spawn") -> queue.SimpleQueue[Any]:
     if _results_queue is None:
         _results_queue = queue.SimpleQueue()
     return _results_queue
-
-
-class RankSave(BackgroundSave):
-    """One rank's share of one split save: what ``AsyncCallsQueue`` schedules, or a framework calls by hand."""
-
-    def __init__(self, prepared: _save.PreparedSave) -> None:
-        super().__init__(rank=prepared.rank, job=prepared.target.job)
-        self.prepared = prepared
-        self._was_staged = self._was_collected = False
-        self._staging: Staging[Snapshot] | None = None
-
-    @property
-    def pending(self) -> bool:
-        """Whether a snapshot was taken and it is still to be collected what became of it."""
-        return self._was_staged and not self._was_collected and self.failure() is None
-
-    def stage(self) -> Snapshot | Staging[Snapshot]:
-        """Take the snapshot, once: the ``preload_fn``. When it returns, tensors may be changed, and none is held here.
-
-        With overlapped staging it returns at once, and tensors may be changed when :meth:`wait_staged` has returned.
-        """
-        snapshot: Snapshot | Staging[Snapshot]
-        if self.prepared.target.options.staging == "overlapped":
-            snapshot = self._staging = _save.stage_behind(
-                self.prepared, self.engine, is_aborted=lambda: self.aborted
-            )
-        else:
-            snapshot = _save.stage(self.prepared, self.engine)
-        self._was_staged = True
-        self.prepared = _save.without_sources(self.prepared)
-        return snapshot
-
-    def wait_staged(self, timeout: float | None) -> None:
-        """Return when the snapshot is taken."""
-        if self._staging is not None:
-            self._staging.wait(timeout)
-
-    def write(self, snapshot: Snapshot | Staging[Snapshot]) -> RankReport:
-        """Write a snapshot here and now, waiting for it if need be."""
-        if isinstance(snapshot, Staging):
-            snapshot = snapshot.done.result()
-        return _save.write_here(snapshot, self.prepared.target, self.engine)
-
-    def submit(self, snapshot: Snapshot | Staging[Snapshot]) -> Future[RankReport]:
-        """Let writer processes write a snapshot as soon as it is taken."""
-        if isinstance(snapshot, Snapshot):
-            return _save.write_in_background(snapshot, self.prepared.target, self.engine)
-        return self._submit_when_staged(snapshot)
-
-    def _submit_when_staged(self, staging: Staging[Snapshot]) -> Future[RankReport]:
-        report: Future[RankReport] = Future()
-
-        def go_on(staged: Future[Snapshot]) -> None:
-            try:
-                snapshot = staged.result()
-                if self.aborted:
-                    snapshot.lease.release()
-                    raise SaveAbortedError("the save was aborted", phase="stage")
-                written = _save.write_in_background(snapshot, self.prepared.target, self.engine)
-            except BaseException as error:  # whoever waits must hear of it
-                failure = failure_of(error, phase="stage")
-                report.set_result(RankFailed(rank=self.rank, failure=failure))
-                return
-            written.add_done_callback(lambda done: report.set_result(done.result()))
-
-        staging.done.add_done_callback(go_on)
-        return report
-
-    def discard(self) -> None:
-        """Remove this rank's files of a save that will not be committed."""
-        remove_files(_save.partial_files(self.prepared))
-
-    def results(self) -> list[WriteResult]:
-        """DCP's write results, waiting for the report if need be.
-
-        Raises:
-            SaveError: The rank failed.
-        """
-        report = self.await_report()
-        self._was_collected = True
-        return _save.write_results(self.prepared, report)
 
 
 class FileSystemWriterAsync(FileSystemWriter):
@@ -215,6 +130,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._claim: Claim | None = None
         self._staging = staging
         self._staged_behind: Staging[StagedStateDict] | None = None
+        self.timeline = Timeline()
+        self._receipts: tuple[FileReceipt, ...] = ()
+        self._slowest_rank: int | None = None
         self._separation_hint = separation_hint
         self._processes = _PROCESSES_FOR_MULTIPROC_IO if is_multiproc_io else 1
         transforms = tuple(self.transforms.extensions)
@@ -238,6 +156,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._save = None
         self._failure = None
         self._claim = None
+        self.timeline = Timeline()
+        self._receipts = ()
+        self._slowest_rank = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn this rank's role; called by DCP on every rank."""
@@ -307,6 +228,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             )
         else:
             report = _save.write_here(snapshot, prepared.target, engine)
+        self._receipts = report.receipts if isinstance(report, RankWritten) else ()
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(_save.write_results(prepared, report))
         return future
@@ -340,7 +262,16 @@ class FileSystemWriterAsync(FileSystemWriter):
             WriteError: The metadata could not be published.
         """
         fresh = metadata.storage_data is None
-        path, storage_meta = self._metadata_path(), self.storage_meta()
+        storage_meta = self.storage_meta()
+        with self.timeline.measure("publish"):
+            self._commit(publication, storage_meta)
+        if fresh:
+            metadata.version = _torch.DCP_VERSION
+            metadata.storage_data = publication.storage_data
+            metadata.storage_meta = storage_meta
+
+    def _commit(self, publication: Publication, storage_meta: StorageMeta | None) -> None:
+        path = self._metadata_path()
         commit(
             str(self.path),
             publication.content(storage_meta),
@@ -348,10 +279,6 @@ class FileSystemWriterAsync(FileSystemWriter):
             replaced_files=referenced_files(path) - publication.files,
             sync=self.sync_files,
         )
-        if fresh:
-            metadata.version = _torch.DCP_VERSION
-            metadata.storage_data = publication.storage_data
-            metadata.storage_meta = storage_meta
 
     @staticmethod
     def _refuse_other_storage(path: object, *, use_msc: bool = False) -> None:
@@ -467,9 +394,11 @@ class FileSystemWriterAsync(FileSystemWriter):
                 raise self._failure
             if self._save is None or not self._save.prepared.plan.items:
                 return []
-            return self._save.results()
+            results = self._save.results()
         except Exception as error:  # reported to all ranks by whoever finalises
             return _torch.wrap_exception(error)
+        self._receipts = self._save.receipts
+        return results
 
     @property
     def known_results(self) -> str | None:
@@ -495,6 +424,30 @@ class FileSystemWriterAsync(FileSystemWriter):
                 path=str(self.path),
                 hint="make a new writer for every checkpoint; memory and processes are shared by all of them",
             )
+
+    @property
+    def stats(self) -> SaveStats | None:
+        """Where the time of this writer's save went on this rank; ``None`` before its files are written.
+
+        Complete once the save is finalised.
+        """
+        if not self._receipts:
+            return None
+        return self.timeline.stats(
+            rank=self.rank or 0,
+            path=str(self.path),
+            receipts=self._receipts,
+            slowest_rank=self._slowest_rank,
+        )
+
+    @property
+    def took_s(self) -> float:
+        """Seconds from the beginning of planning until this rank's files were durable."""
+        return self.timeline.took_s(self._receipts)
+
+    def note_slowest(self, rank: int | None) -> None:
+        """Learn which rank's files were durable last."""
+        self._slowest_rank = rank
 
     def release_names(self) -> None:
         """Let the next save in this directory have the plain file names, unless this one was committed."""
@@ -531,6 +484,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             stream=self._stream,
             claim=self._claim,
             transform_descriptors=self._transform_descriptors(),
+            timeline=self.timeline,
         )
 
     def _options(self) -> WriterOptions:

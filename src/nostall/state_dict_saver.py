@@ -6,6 +6,7 @@ the group, in the same order. What happens between them on a rank is that rank's
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,6 +51,8 @@ from nostall._save import KnownSave
 from nostall._values import Abort, Commit
 from nostall.errors import IncompleteSaveError, SaveError
 from nostall.filesystem_async import FileSystemWriterAsync
+
+_log = logging.getLogger("nostall")
 
 
 class CheckpointMetadataCache(PlanMemory):
@@ -160,6 +163,8 @@ class _Outcome:
     token: str | None
     """Identifies results that may come again."""
     changed_plan: SavePlan | None
+    took_s: float
+    """From the beginning of planning until the files were durable."""
 
 
 def save_state_dict_async_plan(
@@ -196,10 +201,28 @@ def save_state_dict_async_plan(
         OptionError: The writer has a save that is not finalised yet.
     """
     storage_writer.require_free()
+    with storage_writer.timeline.measure("plan"):
+        return _plan_save(
+            state_dict,
+            storage_writer,
+            process_group,
+            coordinator_rank,
+            planner or DefaultSavePlanner(),
+            (metadata_cache or _default_cache) if enable_cache else None,
+        )
+
+
+def _plan_save(
+    state_dict: dict[str, Any],
+    storage_writer: FileSystemWriterAsync,
+    process_group: dist.ProcessGroup | None,
+    coordinator_rank: int,
+    planner: SavePlanner,
+    cache: CheckpointMetadataCache | None,
+) -> tuple[FileSystemWriterAsync, Metadata | None, _torch.DistWrapper]:
     use_dist = dist.is_available() and dist.is_initialized()
     session = SaveSession(process_group, use_dist, coordinator_rank)
-    session.cache = (metadata_cache or _default_cache) if enable_cache else None
-    planner = DefaultSavePlanner() if planner is None else planner
+    session.cache = cache
     coordination = coordination_of(session)
     identity = (
         group_identity(process_group, use_dist=use_dist),
@@ -215,6 +238,8 @@ def save_state_dict_async_plan(
         writer=storage_writer,
     )
     silent = session.cache is not None and nobody_talks(session.cache.plans, group=identity)
+    if coordination.is_coordinator:
+        _log.info("saving path=%s ranks=%d", storage_writer.path, coordination.world_size)
     if session.cache is not None and silent:
         session.reused_plans = session.cache.all_plans
         metadata = _reusable(session.cache, coordination)
@@ -325,12 +350,14 @@ def save_state_dict_async_finalize(
         results=results if isinstance(results, list) else sendable(results),
         token=token,
         changed_plan=session.changed_plan if session else None,
+        took_s=storage_writer.took_s,
     )
-    outcomes = coordination.gather(replace(outcome, results=None) if told_before else outcome)
-    told = None
-    if outcomes is not None:
-        told = _finish(storage_writer, global_metadata, outcomes, session, coordination)
-    ending = coordination.broadcast(told)
+    with storage_writer.timeline.measure("commit"):
+        outcomes = coordination.gather(replace(outcome, results=None) if told_before else outcome)
+        told = None
+        if outcomes is not None:
+            told = _finish(storage_writer, global_metadata, outcomes, session, coordination)
+        ending = coordination.broadcast(told)
     if cache is not None:
         cache.told = token
         if ending.changed or ending.failures:
@@ -338,9 +365,28 @@ def save_state_dict_async_finalize(
     if ending.failures and not ending.commit_begun:
         storage_writer.discard()  # once it has begun, the metadata may be there all the same
     storage_writer.release_names()
+    storage_writer.note_slowest(ending.slowest_rank)
     if ending.failures:
         raise exception_for(
             ending.failures, step="write", on_coordinator=coordination.is_coordinator
+        )
+    if coordination.is_coordinator:
+        _log_committed(storage_writer)
+
+
+def _log_committed(writer: FileSystemWriterAsync) -> None:
+    stats = writer.stats
+    if stats is not None:
+        _log.info(
+            "committed path=%s rank=%d bytes=%d files=%d staged=%.3fs written=%.3fs commit=%.3fs slowest_rank=%s",
+            stats.path,
+            stats.rank,
+            stats.nbytes,
+            stats.files,
+            stats.stage_s,
+            stats.written_s,
+            stats.commit_s,
+            stats.slowest_rank,
         )
 
 
@@ -352,6 +398,7 @@ class _Ending:
     commit_begun: bool
     changed: bool
     """Whether some rank's structure has changed, so that the next save is planned together."""
+    slowest_rank: int | None = None
 
 
 def _finish(
@@ -386,7 +433,8 @@ def _finish(
                     commit_begun=commit_begun and not isinstance(error, IncompleteSaveError),
                     changed=changed,
                 )
-    return _Ending(failures={}, commit_begun=True, changed=changed)
+    slowest = max(range(len(outcomes)), key=lambda rank: outcomes[rank].took_s)
+    return _Ending(failures={}, commit_begun=True, changed=changed, slowest_rank=slowest)
 
 
 def verify_global_md_reuse(

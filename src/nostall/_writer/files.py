@@ -34,10 +34,14 @@ from nostall._values import (
     RankReport,
     RankWritten,
     WriteJob,
+    WriteWork,
     page_aligned,
 )
 from nostall._writer.faults import Faults
 from nostall._writer.seals import Cutter, Payloads, cut
+
+_SPANS_KEPT = 2000
+"""Per file: two for each of the first 1,000 chunks. Totals count all."""
 
 
 def perform(
@@ -145,7 +149,7 @@ def _write_images(
     first: list[Exception] = []
     lock = threading.Lock()
 
-    def work() -> None:
+    def work(thread: int) -> None:
         while not failed.is_set():
             try:
                 chunk = chunks.get_nowait()
@@ -154,7 +158,7 @@ def _write_images(
             try:
                 if cancelled.is_set():
                     raise Cancelled("the save was aborted")
-                chunk.task.do_chunk(chunk)
+                chunk.task.do_chunk(chunk, thread)
             except Exception as error:  # reported by the caller, once
                 with lock:
                     if not first:
@@ -165,7 +169,9 @@ def _write_images(
                     task.give_up()
 
     count = min(job.io_threads, chunks.qsize())
-    threads = [threading.Thread(target=work, name=f"nostall-io-{n}") for n in range(1, count)]
+    threads = [
+        threading.Thread(target=work, args=(n,), name=f"nostall-io-{n}") for n in range(1, count)
+    ]
     started = []
     for thread in threads:
         try:
@@ -173,7 +179,7 @@ def _write_images(
         except RuntimeError:  # the system has no thread to give; those there are do the work
             break
         started.append(thread)
-    work()
+    work(0)
     for thread in started:
         thread.join()
     try:
@@ -223,11 +229,13 @@ class _FileTask:
         self._payloads = Payloads(cutter(image.seals, self._bounds))
         self._started_s = 0.0
         self._finished_s = 0.0
+        self._spans: list[tuple[str, int, float, float]] = []
 
-    def do_chunk(self, chunk: _Chunk) -> None:
+    def do_chunk(self, chunk: _Chunk, thread: int) -> None:
         number = chunk.number
         begin, end = self._bounds[number], self._bounds[number + 1]
         self._open()
+        started_s = time.monotonic()
         self._payloads.sum_pieces(self._memory, number)
         self._summed[number].set()
         for earlier in range(self._payloads.first_chunk_needed(number), number):
@@ -237,11 +245,13 @@ class _FileTask:
             self._wait(self._sealed[number - 1])
         # And all before it: the end of a container may reach over several chunks.
         self._sealed[number].set()
+        started_s = self._note("checksum", thread, started_s)
         chunk.phase = "write"
         self._faults.at("chunk", self.path)
         if self._file is None:
             raise _GivenUp
         self._file.write(self._memory, begin, end)
+        started_s = self._note("write", thread, started_s)
         with self._lock:
             self._left -= 1
             last = self._left == 0
@@ -250,7 +260,13 @@ class _FileTask:
             self._faults.at("fsync", self.path)
             self._file.finish(sync=self._job.sync_files)
             self._file.close()
-            self._finished_s = time.monotonic()
+            self._finished_s = self._note("fsync", thread, started_s)
+
+    def _note(self, phase: str, thread: int, started_s: float) -> float:
+        """Record a piece of work that ends now; returns the time."""
+        now_s = time.monotonic()
+        self._spans.append((phase, thread, started_s, now_s))
+        return now_s
 
     def give_up(self) -> None:
         """Wake every thread that waits for a chunk of this file."""
@@ -271,6 +287,18 @@ class _FileTask:
             started_s=self._started_s,
             finished_s=self._finished_s,
             fsynced=self._job.sync_files,
+            work=self._work(),
+        )
+
+    def _work(self) -> WriteWork:
+        totals = {"checksum": 0.0, "write": 0.0, "fsync": 0.0}
+        for phase, _, begin_s, end_s in self._spans:
+            totals[phase] += end_s - begin_s
+        return WriteWork(
+            checksum_s=totals["checksum"],
+            write_s=totals["write"],
+            fsync_s=totals["fsync"],
+            spans=tuple(self._spans[:_SPANS_KEPT]),
         )
 
     def _open(self) -> None:
@@ -342,6 +370,7 @@ def _write_streams(
                 started_s=started_s,
                 finished_s=time.monotonic(),
                 fsynced=job.sync_files,
+                work=WriteWork(write_s=time.monotonic() - started_s),
             )
         )
     return tuple(receipts)

@@ -25,6 +25,7 @@ from nostall._values import (
     Seal,
     SealTable,
     WriteJob,
+    WriteWork,
 )
 from nostall.errors import ProtocolError
 
@@ -247,18 +248,25 @@ def report_from_message(message: Message) -> RankReport:
 
 def _receipt_to_plain(receipt: FileReceipt) -> Message:
     plain = {field.name: getattr(receipt, field.name) for field in fields(receipt)}
-    return {**plain, "packed_crc32": b64encode(receipt.packed_crc32).decode()}
+    packed = b64encode(receipt.packed_crc32).decode()
+    return {**plain, "packed_crc32": packed, "work": asdict(receipt.work)}
 
 
 def _receipt_from_plain(plain: Message) -> FileReceipt:
-    extents = plain.pop("extents")
+    extents, work = plain.pop("extents"), plain.pop("work")
     packed = b64decode(plain["packed_crc32"], validate=True)
     if len(packed) % 4:
         raise ValueError(f"{len(packed)} bytes of checksums")
     return FileReceipt(
         **{**plain, "packed_crc32": packed},
+        work=WriteWork(**{**work, "spans": tuple(map(_span_from_plain, work["spans"]))}),
         extents=None if extents is None else tuple((offset, length) for offset, length in extents),
     )
+
+
+def _span_from_plain(plain: list[Any]) -> tuple[str, int, float, float]:
+    phase, thread, begin_s, end_s = plain
+    return str(phase), int(thread), float(begin_s), float(end_s)
 
 
 def _seal_to_plain(seal: Seal) -> Message:

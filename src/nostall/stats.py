@@ -1,0 +1,158 @@
+"""Where the time of a save went: totals per stage, and a timeline for a trace viewer."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from nostall._values import FileReceipt
+
+TRAINER = "trainer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Something that took time; clock readings are those of ``time.monotonic`` in seconds."""
+
+    name: str
+    track: str
+    """Who did it: ``trainer``, or a thread of the writer."""
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveStats:
+    """One rank's save in figures.
+
+    Stages of the trainer are wall-clock seconds. Those of the writer are summed over its threads, which work at the same
+    time; ``written_s`` is their wall-clock time.
+    """
+
+    rank: int
+    path: str
+    nbytes: int
+    """Bytes of this rank's files."""
+    files: int
+    plan_s: float
+    """Planning and resolving, less the layout."""
+    layout_s: float
+    stage_s: float
+    """Taking the snapshot; behind the trainer's back with overlapped staging."""
+    queue_s: float
+    """From the snapshot to the first file's opening."""
+    checksum_s: float
+    write_s: float
+    fsync_s: float
+    written_s: float
+    """From the first file's opening until the last one was durable."""
+    commit_s: float
+    """Collecting results and publishing the metadata, on all ranks as they wait for it."""
+    slowest_rank: int | None
+    """Whose files were durable last, counted from the beginning of its planning; ``None`` before the save is finalised."""
+    spans: tuple[Span, ...]
+
+    def to_chrome_trace(self) -> dict[str, Any]:
+        """The timeline in the Trace Event Format, which Perfetto and ``chrome://tracing`` read; times in microseconds."""
+        tracks = {TRAINER: 0}
+        for span in self.spans:
+            tracks.setdefault(span.track, len(tracks))
+        names = [
+            {"ph": "M", "name": "thread_name", "pid": self.rank, "tid": n, "args": {"name": track}}
+            for track, n in tracks.items()
+        ]
+        process = {"ph": "M", "name": "process_name", "pid": self.rank, "tid": 0}
+        return {
+            "traceEvents": [
+                {**process, "args": {"name": f"rank {self.rank}"}},
+                *names,
+                *(
+                    {
+                        "ph": "X",
+                        "name": span.name,
+                        "pid": self.rank,
+                        "tid": tracks[span.track],
+                        "ts": span.begin_s * 1e6,
+                        "dur": (span.end_s - span.begin_s) * 1e6,
+                    }
+                    for span in self.spans
+                ),
+            ]
+        }
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`to_chrome_trace` to a file."""
+        with open(path, "w") as stream:
+            json.dump(self.to_chrome_trace(), stream)
+
+
+class Timeline:
+    """Collects the spans of one save; thread-safe."""
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Note how long the block takes, however it ends."""
+        begin_s = time.monotonic()
+        try:
+            yield
+        finally:
+            span = Span(name=name, track=TRAINER, begin_s=begin_s, end_s=time.monotonic())
+            with self._lock:
+                self._spans.append(span)
+
+    def stats(
+        self, *, rank: int, path: str, receipts: Sequence[FileReceipt], slowest_rank: int | None
+    ) -> SaveStats:
+        """What there is to say so far."""
+        with self._lock:
+            spans = list(self._spans)
+
+        def total(name: str) -> float:
+            return sum(span.end_s - span.begin_s for span in spans if span.name == name)
+
+        staged_s = max((span.end_s for span in spans if span.name == "stage"), default=0.0)
+        started_s = min((receipt.started_s for receipt in receipts), default=staged_s)
+        finished_s = max((receipt.finished_s for receipt in receipts), default=started_s)
+        return SaveStats(
+            rank=rank,
+            path=path,
+            nbytes=sum(receipt.nbytes for receipt in receipts),
+            files=len(receipts),
+            plan_s=max(0.0, total("plan") - total("layout")),
+            layout_s=total("layout"),
+            stage_s=total("stage"),
+            queue_s=max(0.0, started_s - staged_s) if staged_s else 0.0,
+            checksum_s=sum(receipt.work.checksum_s for receipt in receipts),
+            write_s=sum(receipt.work.write_s for receipt in receipts),
+            fsync_s=sum(receipt.work.fsync_s for receipt in receipts),
+            written_s=finished_s - started_s,
+            commit_s=total("commit") or total("publish"),
+            slowest_rank=slowest_rank,
+            spans=(*spans, *(span for receipt in receipts for span in _spans_of(receipt))),
+        )
+
+    def took_s(self, receipts: Sequence[FileReceipt]) -> float:
+        """Seconds from the first span until the last file was durable."""
+        with self._lock:
+            begin_s = min((span.begin_s for span in self._spans), default=0.0)
+        return max((receipt.finished_s for receipt in receipts), default=begin_s) - begin_s
+
+
+def _spans_of(receipt: FileReceipt) -> Iterator[Span]:
+    for phase, thread, begin_s, end_s in receipt.work.spans:
+        yield Span(
+            name=f"{phase} {receipt.name}",
+            track=f"writer thread {thread}",
+            begin_s=begin_s,
+            end_s=end_s,
+        )

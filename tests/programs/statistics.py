@@ -1,0 +1,36 @@
+"""Statistics on ranks of a gloo group."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
+from nostall.testing import Fault, inject
+from programs.planning import make_state
+
+
+def one_is_slow(out: Path) -> dict[str, Any]:
+    """The second rank's device takes half a second more."""
+    lines: list[logging.LogRecord] = []
+
+    class Collecting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record)
+
+    logging.getLogger("nostall").addHandler(Collecting())
+    logging.getLogger("nostall").setLevel(logging.INFO)
+    writer = FileSystemWriterAsync(out / "save")
+    faults = [Fault.delay("fsync", 0.5)] if dist.get_rank() == 1 else []
+    with inject(*faults), AsyncCallsQueue() as queue:
+        planned = save_state_dict_async_plan(make_state(1), writer)
+        save_fn, preload_fn, args = writer.get_save_function_and_args()
+        finalize = [lambda: save_state_dict_async_finalize(*planned)]
+        queue.schedule_async_request(AsyncRequest(save_fn, args, finalize, preload_fn=preload_fn))
+    assert writer.stats is not None
+    return {"rank": dist.get_rank(), "slowest": writer.stats.slowest_rank, "lines": len(lines)}
