@@ -49,6 +49,7 @@ from nostall._pipeline.plan_cache import (
     nobody_talks,
     same_plan,
 )
+from nostall._runtime import Engine
 from nostall._values import (
     Abort,
     Commit,
@@ -998,3 +999,13 @@ def test_sending_to_a_peer_that_is_gone_is_an_error(
     theirs.close()
     with pytest.raises(OSError):
         send(ours, {"type": "write"})
+
+
+@pytest.mark.parametrize(("ranks", "threads"), [(1, 8), (2, 8), (4, 8), (8, 4), (64, 1)])
+def test_ranks_on_one_host_share_the_writing_threads(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, threads: int
+) -> None:
+    """As many as one rank alone has, until there are 32 on the host; what the user asks for stands."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert Engine(EngineOptions()).io_threads == threads
+    assert Engine(EngineOptions(io_threads=5)).io_threads == 5

@@ -40,6 +40,8 @@ from nostall.errors import OptionError, SaveTimeoutError
 from nostall.options import EngineOptions, require_integer
 
 _LAYOUTS_KEPT = 8
+_IO_THREADS = 8
+_IO_THREADS_PER_HOST = 32
 
 
 class Claim:
@@ -77,6 +79,15 @@ class Engine:
     def copy_threads(self) -> int:
         """How many threads copy large CPU tensors."""
         return self.options.copy_threads or torch.get_num_threads()
+
+    @property
+    def io_threads(self) -> int:
+        """How many threads of a writer process checksum and write."""
+        if self.options.io_threads is not None:
+            return self.options.io_threads
+        # What torchrun says; a device gains nothing from more writers than it has queues for.
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return max(1, min(_IO_THREADS, _IO_THREADS_PER_HOST // max(1, ranks_here)))
 
     def lay_out(self, shapes: Sequence[ItemShape], naming: FileNaming, packing: Packing) -> Layout:
         """The layout of these items, from the cache if they were laid out before."""

@@ -476,7 +476,7 @@ def _jobs(
             directory=target.directory,
             files=tuple(files),
             sync_files=target.options.sync_files,
-            io_threads=engine.options.io_threads,
+            io_threads=engine.io_threads,
             chunk_nbytes=engine.options.chunk_nbytes,
             direct=engine.options.direct_io,
             stream=stream,

@@ -19,8 +19,8 @@ class EngineOptions:
 
     copy_threads: int | None = None
     """Threads that copy large CPU tensors into a snapshot; ``None`` for as many as torch computes with."""
-    io_threads: int = 8
-    """Threads per writer process that checksum and write."""
+    io_threads: int | None = None
+    """Threads per writer process that checksum and write; ``None`` for 8, and fewer where many ranks share a host."""
     chunk_nbytes: int = 8 << 20
     """Bytes per write; a multiple of 4096."""
     direct_io: bool = True
@@ -39,7 +39,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if self.copy_threads is not None:
             require_integer("copy_threads", self.copy_threads, at_least=1)
-        require_integer("io_threads", self.io_threads, at_least=1)
+        if self.io_threads is not None:
+            require_integer("io_threads", self.io_threads, at_least=1)
         _require(
             _is_number(self.chunk_nbytes)
             and self.chunk_nbytes >= 4096

@@ -104,7 +104,7 @@ class _FileSave(BackgroundSave):
             directory=os.path.dirname(self._path),
             files=(image,),
             sync_files=True,
-            io_threads=options.io_threads,
+            io_threads=self.engine.io_threads,
             chunk_nbytes=options.chunk_nbytes,
             direct=options.direct_io,
             faults=self.engine.faults,
