@@ -137,3 +137,22 @@ def test_the_bounded_mode_writes_what_a_synchronous_save_writes(
             queue.wait()
             written = {path.name: path.read_bytes() for path in (out / staging).glob("*.distcp")}
             assert written == expected
+
+
+@pytest.mark.usefixtures("bounded")
+def test_waves_through_a_callable_that_cannot_travel_end(tmp_path: Path) -> None:
+    """They are written in threads of the trainer, several at the same time."""
+    opened = []
+
+    def open_file(path: str, mode: str) -> Any:
+        opened.append(path)
+        return open(path, mode)
+
+    with AsyncCallsQueue() as queue:
+        for number in range(3):
+            schedule(queue, tmp_path / f"{number}", large_state(number), open_file=open_file)
+            queue.wait(60)
+            assert blobs(tmp_path / f"{number}") == by_stock(
+                tmp_path / f"stock {number}", large_state(number)
+            )
+    assert len(opened) > 9

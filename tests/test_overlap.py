@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import nostall
+from nostall._runtime import default_engine
 from nostall.core import AsyncCallsQueue
 from nostall.errors import OptionError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -184,3 +187,74 @@ def test_every_way_of_staging_writes_the_same_bytes(
                 queue.wait()
                 written = {path.name: path.read_bytes() for path in path.glob("*.distcp")}
                 assert written == expected
+
+
+def test_waves_of_a_save_that_fails_are_given_up_before_its_names_are_free(tmp_path: Path) -> None:
+    """Earlier waves of a spoiled snapshot are on their way to the writer; none of them gets to a file afterwards."""
+    nostall.configure(EngineOptions(max_staging_bytes=4 << 20, max_in_flight=2))
+    state = {f"t{n}": torch.full((256 << 10,), float(n)) for n in range(12)}
+    queue = AsyncCallsQueue()
+    with Hold() as hold:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "save", state, staging="overlapped")
+            hold.wait_reached()
+        state["t11"].add_(1)
+        hold.release()
+        with pytest.raises(CheckpointException, match="t11"):
+            queue.wait()
+    assert not list((tmp_path / "save").glob("*"))
+    assert not default_engine().is_writing
+    dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path / "save"), no_dist=True)
+    assert blobs(tmp_path / "save") == by_stock(tmp_path / "stock", state)
+
+
+def test_data_that_is_replaced_during_staging_is_not_what_is_saved(tmp_path: Path) -> None:
+    """The copy is of what the parameter was when the save was asked for, however large the new one is."""
+    parameter = torch.nn.Parameter(torch.ones(300_000))
+    cache = CheckpointMetadataCache()
+    queue = AsyncCallsQueue()
+    for number in range(4):  # the last ones as a known structure
+        schedule(queue, tmp_path / f"before {number}", {"p": parameter}, cache=cache)
+        queue.wait()
+    with staging_held_up(queue, tmp_path / "first") as hold:
+        schedule(queue, tmp_path / "save", {"p": parameter}, cache=cache, staging="overlapped")
+        parameter.data = torch.zeros(3)
+        hold.release()
+        queue.close()
+    assert blobs(tmp_path / "save") == blobs(tmp_path / "before 3")
+
+
+def test_nothing_of_the_trainers_is_kept_once_the_snapshot_is_taken(tmp_path: Path) -> None:
+    """Neither the tensors nor, through them, an accelerator's memory; without any help of the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        tensor = torch.ones(100)
+        storage = weakref.ref(tensor.untyped_storage())
+        queue = AsyncCallsQueue()
+        schedule(queue, tmp_path / "save", {"t": tensor}, staging="overlapped")
+        nostall.wait_staged(60)
+        queue.wait()
+        del tensor
+        assert storage() is None
+    finally:
+        gc.enable()
+
+
+def test_options_are_not_changed_while_a_snapshot_is_taken(tmp_path: Path) -> None:
+    """Its memory and its writer belong to the engine that would end."""
+    queue = AsyncCallsQueue()
+    with staging_held_up(queue, tmp_path / "first") as hold:
+        schedule(queue, tmp_path / "save", small_state(1), staging="overlapped")
+        with pytest.raises(OptionError, match="while saves are being written"):
+            nostall.configure(EngineOptions())
+        hold.release()
+        queue.close()
+    assert blobs(tmp_path / "save") == by_stock(tmp_path / "stock", small_state(1))
+
+
+def test_dcp_async_save_on_two_ranks_fails_on_both_if_one_forgets(tmp_path: Path) -> None:
+    """The other rank is told where DCP tells it, and does not wait for a plan that never comes."""
+    for facts in run_ranks(2, "overlap:one_rank_forgets_in_dcp", tmp_path):
+        assert facts["failed ranks"] == [1]
+        assert facts["committed"] == []

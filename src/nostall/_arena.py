@@ -57,6 +57,8 @@ class Block:
         self.memory.madvise(mmap.MADV_DONTFORK)
         self.primed: Any = None
         """What the snapshot keeps in the block for the next save of the same layout."""
+        self.is_shown = False
+        """Whether tensors over it were given to somebody who may keep them; it stays where it is then."""
         self.close_descriptor = weakref.finalize(self, os.close, self.fd)
         self.close_descriptor.atexit = False
         Block._all.add(self)
@@ -66,6 +68,8 @@ class Block:
 
         Nobody else may have it mapped.
         """
+        if self.is_shown:
+            return False
         size = -(-nbytes // _MAP_UNIT_NBYTES) * _MAP_UNIT_NBYTES
         _require_available(size, size - self.nbytes)
         with _as_reservation_error(size):
@@ -73,6 +77,7 @@ class Block:
         try:
             self.memory.resize(size)
         except (BufferError, OSError):
+            os.ftruncate(self.fd, self.nbytes)
             return False
         self.nbytes = size
         self.id = next(Block._ids)
@@ -227,8 +232,7 @@ class Arena:
         return block
 
     def _lease_new(self, nbytes: int, too_small: list[Block]) -> Lease:
-        for block in too_small:
-            self._drop(block)
+        self._drop_all(too_small)
         largest = max(too_small, key=lambda block: block.nbytes, default=None)
         too_small.clear()
         try:
@@ -303,6 +307,10 @@ class Arena:
                 self._free.append(block)
             self._changed.notify_all()
         if not keep:
+            self._drop(block)
+
+    def _drop_all(self, blocks: list[Block]) -> None:
+        for block in blocks:  # a method of its own, so that no variable keeps the last one
             self._drop(block)
 
     def _drop(self, block: Block) -> None:

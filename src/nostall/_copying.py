@@ -110,6 +110,7 @@ class Places:
         for position, address, nbytes in self._large:
             view, source = self._views[position], sources[position]
             if _lie_alike(view, source):
+                _require_unchanged(view, source)
                 pieces += _pieces(address, source.data_ptr(), nbytes)
             else:
                 to.append(_as_copyable(view))
@@ -122,6 +123,7 @@ class Places:
                 except RuntimeError:  # the system has no thread to give; this one does it all
                     break
                 joins.callback(thread.join)
+            joins.callback(pieces.clear)  # on an error nobody goes on
             if to:
                 torch._foreach_copy_(
                     to, [_as_copyable(each) for each in of] if self._any_odd else of
@@ -132,6 +134,20 @@ class Places:
 def _lie_alike(view: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether the bytes of both are in the same order; those of a view are without gaps."""
     return (view.is_contiguous() and source.is_contiguous()) or view.stride() == source.stride()
+
+
+def _require_unchanged(view: torch.Tensor, source: torch.Tensor) -> None:
+    """Refuse to read past the end of memory that was replaced or freed since the tensor was planned."""
+    needed = source.storage_offset() * source.itemsize + view.nbytes
+    if (
+        source.dtype != view.dtype
+        or source.shape != view.shape
+        or source.untyped_storage().nbytes() < needed
+    ):
+        raise ValueError(
+            f"a tensor of {tuple(view.shape)} {view.dtype} is now one of {tuple(source.shape)} {source.dtype} over"
+            f" {source.untyped_storage().nbytes()} bytes"
+        )
 
 
 def _pieces(to: int, of: int, nbytes: int) -> list[_Piece]:

@@ -62,6 +62,9 @@ def _reclaimable(stat_path: str) -> int:
     try:
         with open(stat_path) as stream:
             pairs = dict(line.split(maxsplit=1) for line in stream)
-            return int(pairs.get("inactive_file", pairs.get("total_inactive_file", 0)))
+            return sum(
+                int(pairs.get(name, pairs.get(f"total_{name}", 0)))
+                for name in ("active_file", "inactive_file")
+            )
     except (OSError, ValueError):
         return 0

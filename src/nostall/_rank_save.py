@@ -10,7 +10,7 @@ from nostall import _save
 from nostall._background import BackgroundSave
 from nostall._failures import failure_of
 from nostall._pipeline.snapshot import Snapshot
-from nostall._staging import Staging
+from nostall._staging import Guard
 from nostall._storage.posix import remove_files
 from nostall._values import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall.errors import SaveAbortedError
@@ -23,7 +23,7 @@ class RankSave(BackgroundSave):
         super().__init__(rank=prepared.rank, job=prepared.target.job)
         self.prepared = prepared
         self._was_staged = self._was_collected = False
-        self._staging: Staging[Snapshot] | None = None
+        self._guard: Guard | None = None
         self.receipts: tuple[FileReceipt, ...] = ()
         """What was written, once :meth:`results` has returned."""
 
@@ -32,14 +32,14 @@ class RankSave(BackgroundSave):
         """Whether a snapshot was taken and it is still to be collected what became of it."""
         return self._was_staged and not self._was_collected and self.failure() is None
 
-    def stage(self) -> Snapshot | Staging[Snapshot]:
+    def stage(self) -> Snapshot | Future[Snapshot]:
         """Take the snapshot, once: the ``preload_fn``. When it returns, tensors may be changed, and none is held here.
 
         With overlapped staging it returns at once, and tensors may be changed when :meth:`wait_staged` has returned.
         """
-        snapshot: Snapshot | Staging[Snapshot]
+        snapshot: Snapshot | Future[Snapshot]
         if self.prepared.target.options.staging == "overlapped":
-            snapshot = self._staging = _save.stage_behind(
+            snapshot, self._guard = _save.stage_in_background(
                 self.prepared, self.engine, is_aborted=lambda: self.aborted
             )
         else:
@@ -50,29 +50,29 @@ class RankSave(BackgroundSave):
 
     def wait_staged(self, timeout: float | None) -> None:
         """Return when the snapshot is taken."""
-        if self._staging is not None:
-            self._staging.wait(timeout)
+        if self._guard is not None:
+            self._guard.wait(timeout)
 
-    def write(self, snapshot: Snapshot | Staging[Snapshot]) -> RankReport:
+    def write(self, snapshot: Snapshot | Future[Snapshot]) -> RankReport:
         """Write a snapshot here and now, waiting for it if need be."""
-        if isinstance(snapshot, Staging):
-            snapshot = snapshot.done.result()
+        if isinstance(snapshot, Future):
+            snapshot = snapshot.result()
         return _save.write_here(snapshot, self.prepared.target, self.engine)
 
-    def submit(self, snapshot: Snapshot | Staging[Snapshot]) -> Future[RankReport]:
+    def submit(self, snapshot: Snapshot | Future[Snapshot]) -> Future[RankReport]:
         """Let writer processes write a snapshot as soon as it is taken."""
         if isinstance(snapshot, Snapshot):
             return _save.write_in_background(snapshot, self.prepared.target, self.engine)
         return self._submit_when_staged(snapshot)
 
-    def _submit_when_staged(self, staging: Staging[Snapshot]) -> Future[RankReport]:
+    def _submit_when_staged(self, staging: Future[Snapshot]) -> Future[RankReport]:
         report: Future[RankReport] = Future()
 
         def go_on(staged: Future[Snapshot]) -> None:
             try:
                 snapshot = staged.result()
                 if self.aborted:
-                    snapshot.lease.release()
+                    _save.give_up(snapshot, self.prepared.target, self.engine)
                     raise SaveAbortedError("the save was aborted", phase="stage")
                 written = _save.write_in_background(snapshot, self.prepared.target, self.engine)
             except BaseException as error:  # whoever waits must hear of it
@@ -81,7 +81,7 @@ class RankSave(BackgroundSave):
                 return
             written.add_done_callback(lambda done: report.set_result(done.result()))
 
-        staging.done.add_done_callback(go_on)
+        staging.add_done_callback(go_on)
         return report
 
     def discard(self) -> None:

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from nostall import _torch
 from nostall._arena import Arena, Block, Lease, address_of
 from nostall._pipeline.layout import FileNaming, Packing, lay_out
-from nostall._staging import Staging
+from nostall._staging import Guard, wait_for_all
 from nostall._values import (
     FileReceipt,
     ItemShape,
@@ -36,7 +36,7 @@ from nostall._values import (
 from nostall._writer.handle import WriterProcess
 from nostall._writer.priority import lower_priority
 from nostall._writer.seals import Cuts
-from nostall.errors import OptionError, SaveTimeoutError
+from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError
 from nostall.options import EngineOptions, require_integer
 
 _LAYOUTS_KEPT = 8
@@ -62,14 +62,15 @@ class Engine:
         )
         self.placements: OrderedDict[Any, dict[str, tuple[int, int]]] = OrderedDict()
         """Where the payloads of a staged state dict ended up in its image, by structure; see ``restage``."""
-        self.stagings: WeakSet[Staging[Any]] = WeakSet()
-        """Snapshots that are, or were, taken behind the trainer's back."""
+        self.guards: WeakSet[Guard] = WeakSet()
+        """Of snapshots that are, or were, taken behind the trainer's back."""
         self.faults: tuple[dict[str, Any], ...] = ()
         """Faults that every job carries; set by ``nostall.testing`` only."""
         self.cuts = Cuts()
         """For saves that are written in this process."""
         self._claims: WeakValueDictionary[tuple[str, str], Claim] = WeakValueDictionary()
-        self._cancellable: dict[str, threading.Event] = {}
+        self._cancellable: dict[str, list[threading.Event]] = {}
+        self._is_closed = False
         self._writers: list[WriterProcess] = []
         self._layouts: OrderedDict[Any, Layout] = OrderedDict()
         self._pinned: set[int] = set()
@@ -158,8 +159,18 @@ class Engine:
         return when_done([*after, here], joined) if after else here
 
     def writers(self, count: int) -> list[WriterProcess]:
-        """That many running writer processes; dead ones are replaced."""
+        """That many running writer processes; dead ones are replaced.
+
+        Raises:
+            SaveAbortedError: The engine was closed.
+        """
         with self._lock:
+            if self._is_closed:
+                raise SaveAbortedError(
+                    "the engine that this save belongs to was closed",
+                    phase="start",
+                    hint="make a new writer; configure() and reset() are for times without a save",
+                )
             self._writers = [writer for writer in self._writers if writer.alive]
             while len(self._writers) < count:
                 self._writers.append(
@@ -172,9 +183,11 @@ class Engine:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a writer process has a job that it has not answered."""
+        """Whether a writer process has a job that it has not answered, or is going to get one."""
         with self._lock:
-            return any(not writer.idle for writer in self._writers)
+            return any(not writer.idle for writer in self._writers) or any(
+                not guard.is_over for guard in self.guards
+            )
 
     def warmup(self, nbytes: int, *, timeout_s: float) -> None:
         """Start a writer process and make memory for a snapshot of ``nbytes`` bytes, so that no save has to."""
@@ -193,9 +206,8 @@ class Engine:
     def cancel(self, job: str, done: Future[RankReport], *, timeout_s: float) -> None:
         """Give up one save: its writers drop it, or are killed if they do not answer within ``timeout_s``."""
         with self._lock:
-            in_thread = self._cancellable.get(job)
-            if in_thread is not None:
-                in_thread.set()
+            for cancelled in self._cancellable.get(job, ()):
+                cancelled.set()
             writers = [writer for writer in self._writers if writer.has(job)]
         for writer in writers:
             writer.cancel(job)
@@ -210,12 +222,14 @@ class Engine:
         """While inside, :meth:`cancel` sets the event: for a save that is written in a thread of the trainer."""
         cancelled = threading.Event()
         with self._lock:
-            self._cancellable[job] = cancelled
+            self._cancellable.setdefault(job, []).append(cancelled)
         try:
             yield cancelled
         finally:
             with self._lock:
-                del self._cancellable[job]
+                self._cancellable[job].remove(cancelled)
+                if not self._cancellable[job]:
+                    del self._cancellable[job]
 
     def claim(self, directory: str, prefix: str, *, committed: bool) -> Claim | None:
         """The right to plain file names in a directory, until it is released or lost; or ``None``.
@@ -240,6 +254,7 @@ class Engine:
     def close(self) -> None:
         """End idle writer processes and return memory. Idempotent."""
         with self._lock:
+            self._is_closed = True
             writers, self._writers = self._writers, []
         for writer in writers:
             writer.close()
@@ -355,11 +370,7 @@ def wait_staged(timeout: float | None = None) -> None:
     Raises:
         SaveTimeoutError: Some snapshot is still being taken.
     """
-    with _default_lock:
-        engine = _default
-    if engine is not None:
-        for staging in list(engine.stagings):
-            staging.wait(timeout)
+    wait_for_all(timeout)
 
 
 def wait_staged_before_step(optimizer: torch.optim.Optimizer) -> RemovableHandle:

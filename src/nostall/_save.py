@@ -36,7 +36,7 @@ from nostall._pipeline.plan import Resolver, plan_rank
 from nostall._pipeline.snapshot import Snapshot, adopt_staged, begin_snapshot
 from nostall._pipeline.structure import KnownStructure
 from nostall._runtime import Claim, Engine, joined, when_done
-from nostall._staging import Marks, Staging
+from nostall._staging import Guard, Marks, stage_behind
 from nostall._storage.streams import StreamTarget
 from nostall._values import (
     Failure,
@@ -203,29 +203,51 @@ def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False)
     return snapshot
 
 
-def stage_behind(
+def stage_in_background(
     prepared: PreparedSave, engine: Engine, *, is_aborted: Callable[[], bool]
-) -> Staging[Snapshot]:
-    """Take the snapshot behind the trainer's back, which must not change a tensor until it has waited for it."""
+) -> tuple[Future[Snapshot], Guard]:
+    """Take the snapshot behind the trainer's back, which must not change a tensor until it has waited for the guard."""
     _require_unstaged(prepared)
-    tensors = [
+    # Not the parameters themselves, whose data can be replaced meanwhile; the version counter is the same.
+    sources = [
+        source.detach() if isinstance(source, torch.Tensor) else source
+        for source in prepared.planned.sources
+    ]
+    detached = replace(prepared, planned=replace(prepared.planned, sources=sources))
+    named = [
         (shape.fqn, source)
-        for shape, source in zip(prepared.layout.shapes, prepared.planned.sources, strict=True)
+        for shape, source in zip(prepared.layout.shapes, sources, strict=True)
         if isinstance(source, torch.Tensor)
     ]
 
     def begin(after: Marks) -> tuple[Snapshot, Copies]:
         with prepared.target.timeline.measure("stage"):
-            return _begin_snapshot(prepared, engine, after=after, is_aborted=is_aborted)
+            return _begin_snapshot(detached, engine, after=after, is_aborted=is_aborted)
 
-    staging = Staging(
-        [source for _, source in tensors],
-        [name for name, _ in tensors],
+    done, guard = stage_behind(
+        [source for _, source in named],
+        [name for name, _ in named],
         begin=begin,
-        discard=lambda snapshot: snapshot.lease.release(),
+        discard=lambda snapshot: give_up(snapshot, prepared.target, engine),
     )
-    engine.stagings.add(staging)
-    return staging
+    engine.guards.add(guard)
+    return done, guard
+
+
+def give_up(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> None:
+    """Let go of a snapshot that is not going to be written, and of the waves before it."""
+    snapshot.lease.release()
+    _cancel(snapshot.earlier, target, engine)
+
+
+def _cancel(written: Sequence[Future[RankReport]], target: SaveTarget, engine: Engine) -> None:
+    # Nothing of a save that is given up may be written later, when its names can be another one's.
+    if written:
+        engine.cancel(target.job, when_done(written, joined), timeout_s=_CANCEL_TIMEOUT_S)
+
+
+_CANCEL_TIMEOUT_S = 5.0
+"""A writer drops a job between two chunks, so well within this; one that does not is killed."""
 
 
 def _begin_snapshot(
@@ -241,6 +263,7 @@ def _begin_snapshot(
     *earlier, last = waves(prepared.layout, engine.options.max_wave_nbytes)
     most = max(wave.image_nbytes for wave in (*earlier, last))
     written: list[Future[RankReport]] = []
+    lease: Lease | None = None
     try:
         for number, wave in enumerate(earlier):
             lease = _lease(prepared, engine, most, beyond_limit=beyond_limit)
@@ -249,12 +272,13 @@ def _begin_snapshot(
             _require_going(prepared, written, is_aborted)
             snapshot = replace(snapshot, wave=number)
             written.append(write_in_background(snapshot, prepared.target, engine))
+            lease = None  # the write's
         lease = _lease(prepared, engine, most, beyond_limit=beyond_limit)
         snapshot, copies = _fill(prepared, last, lease, engine, after)
     except BaseException:
-        # Nothing of a save that is given up may be written later, when its names can be another one's.
-        if written:
-            engine.cancel(prepared.target.job, when_done(written, joined), timeout_s=5.0)
+        if lease is not None:
+            lease.release()
+        _cancel(written, prepared.target, engine)
         raise
     return replace(snapshot, wave=len(earlier), earlier=tuple(written)), copies
 
@@ -371,7 +395,9 @@ def _write(
         report = perform(job, images, target.stream, cancelled, engine.cuts.cut)
     finally:
         snapshot.lease.release()
-    return joined([*(part.result() for part in snapshot.earlier), report])
+    return joined(
+        [*(part.result(engine.options.save_timeout_s) for part in snapshot.earlier), report]
+    )
 
 
 def write_in_background(
@@ -524,12 +550,11 @@ def _write_in_thread(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> 
     future.set_running_or_notify_cancel()
 
     def run() -> None:
-        with engine.cancellable(target.job) as cancelled:
-            try:
+        try:
+            with engine.cancellable(target.job) as cancelled:
                 report = _write(snapshot, target, engine, cancelled=cancelled)
-            except BaseException as error:  # whoever waits must hear of it
-                failure = failure_of(error, phase="write")
-                report = RankFailed(rank=snapshot.rank, failure=failure)
+        except BaseException as error:  # whoever waits must hear of it
+            report = RankFailed(rank=snapshot.rank, failure=failure_of(error, phase="write"))
         future.set_result(report)
 
     threading.Thread(target=run, name="nostall-stream-writer", daemon=True).start()

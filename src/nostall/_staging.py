@@ -1,8 +1,9 @@
 """A snapshot that is taken while the trainer goes on, and what keeps the trainer from spoiling it.
 
-The trainer may compute with its tensors but must not change them until :meth:`Staging.wait` has returned. Where it changes
+The trainer may compute with its tensors but must not change them until :meth:`Guard.wait` has returned. Where it changes
 one all the same, the tensor's version counter tells, and the save fails instead of committing a torn snapshot. Changes
-that go past the version counter (through ``.data``, NumPy, or code outside of torch) cannot be seen.
+that go past the version counter (through NumPy, or code outside of torch) cannot be seen; replacing a parameter's ``data``
+does no harm, as the copy is of what was there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -23,44 +25,21 @@ T = TypeVar("T")
 Marks = Mapping[torch.device, Any]
 """Per accelerator, how far its stream had been told to go when the save was asked for."""
 
+_guards: WeakSet[Guard] = WeakSet()
+"""Of all snapshots that are being taken, whatever engine they belong to; a snapshot's thread holds its guard."""
 
-class Staging(Generic[T]):
-    """Takes a snapshot on a thread of its own.
 
-    Args:
-        sources: The live tensors.
-        names: What they are called, for messages.
-        begin: Makes the copies, ordered after the marks it is given, and what they are copies for.
-        discard: Gives up what ``begin`` has made, if it cannot be used.
-    """
+class Guard:
+    """What has to be waited for before tensors may change. Holds none of them."""
 
-    def __init__(
-        self,
-        sources: Sequence[torch.Tensor],
-        names: Sequence[str],
-        begin: Callable[[Marks], tuple[T, Copies]],
-        discard: Callable[[T], None],
-    ) -> None:
-        self.done: Future[T] = Future()
-        """What the snapshot is, once it is complete."""
-        self.done.set_running_or_notify_cancel()
-        self._begin = begin
-        self._discard = discard
-        self._names = names
-        self._versions = [_torch.version_of(source) for source in sources]
-        self._marks = _torch.stream_marks(sources)
-        self._copies: Copies | None = None
+    def __init__(self) -> None:
         self._is_safe = threading.Event()
-        self._is_wanted = threading.Event()
-        thread = threading.Thread(
-            target=self._run, args=(sources,), name="nostall-staging", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError:  # the system has no thread to give
-            self._is_wanted.set()
-            self._run(sources)
-        self._is_wanted.set()
+        self._lock = threading.Lock()
+        self._copies: Copies | None = None
+        self._was_waited_for = False
+        self.is_over = False
+        """Whether the snapshot is complete, or lost."""
+        _guards.add(self)
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the tensors may be changed; at once if the snapshot has failed, which finalising reports.
@@ -76,37 +55,104 @@ class Staging(Generic[T]):
                 phase="stage",
                 hint="wait again before changing any tensor",
             )
-        if self._copies is not None:
-            self._copies.precede_what_follows()
+        with self._lock:
+            self._was_waited_for = True
+            copies = self._copies
+        if copies is not None:
+            copies.precede_what_follows()
 
-    def _run(self, sources: Sequence[torch.Tensor]) -> None:
-        # Lets go of the interpreter lock at once; else the caller gets it back only after the switch interval of 5 ms.
-        self._is_wanted.wait()
-        try:
-            made, copies = self._begin(self._marks)
-            changed = self._changed(sources)  # before anybody may change them
+    def open(self, copies: Copies | None) -> None:
+        """Let whoever waits change tensors, after copies that an accelerator has yet to make."""
+        with self._lock:
             self._copies = copies
-            self._is_safe.set()
-            copies.wait()
-        except BaseException as error:  # whoever waits must hear of it
-            self._is_safe.set()
-            self.done.set_exception(error)
-            return
-        if changed:
-            self._discard(made)
-            self.done.set_exception(
-                StagingError(
-                    f"{len(changed)} tensors were changed while the snapshot was taken: {changed[:3]}",
-                    phase="stage",
-                    hint="call wait_staged() before changing tensors, for example as a hook of the optimizer",
-                )
-            )
-            return
-        self.done.set_result(made)
+        self._is_safe.set()
 
-    def _changed(self, sources: Sequence[torch.Tensor]) -> list[str]:
+    def close(self) -> bool:
+        """The copies are made; true if nobody has waited for them, so that nothing may have been changed until now."""
+        with self._lock:
+            self._copies = None
+            return not self._was_waited_for
+
+
+def wait_for_all(timeout: float | None) -> None:
+    """Wait for every snapshot of this process that is being taken.
+
+    Raises:
+        SaveTimeoutError: One of them is not done yet.
+    """
+    for guard in list(_guards):
+        guard.wait(timeout)
+
+
+def stage_behind(
+    sources: Sequence[torch.Tensor],
+    names: Sequence[str],
+    begin: Callable[[Marks], tuple[T, Copies]],
+    discard: Callable[[T], None],
+) -> tuple[Future[T], Guard]:
+    """Take a snapshot on a thread of its own.
+
+    Args:
+        sources: The live tensors.
+        names: What they are called, for messages.
+        begin: Makes the copies, ordered after the marks it is given, and what they are copies for.
+        discard: Gives up what ``begin`` has made, if it cannot be used.
+
+    Returns:
+        What the snapshot is, once it is complete; and what to wait for before changing tensors.
+    """
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()
+    guard = Guard()
+    is_wanted = threading.Event()
+    versions = [_torch.version_of(source) for source in sources]
+    marks, devices = _torch.stream_marks(sources), _torch.current_devices(sources)
+
+    def changed() -> list[str]:
         return [
             name
-            for name, source, version in zip(self._names, sources, self._versions, strict=True)
+            for name, source, version in zip(names, sources, versions, strict=True)
             if _torch.version_of(source) != version
         ]
+
+    def take() -> T:
+        with _torch.on_devices(devices):
+            made, copies = begin(marks)
+            try:
+                spoiled = changed()  # before anybody may change them
+                guard.open(copies)
+                copies.wait()
+                if guard.close():
+                    spoiled = changed()
+            except BaseException:
+                discard(made)
+                raise
+        if spoiled:
+            discard(made)
+            raise StagingError(
+                f"{len(spoiled)} tensors were changed while the snapshot was taken: {spoiled[:3]}",
+                phase="stage",
+                hint="call wait_staged() before changing tensors, for example as a hook of the optimizer",
+            )
+        return made
+
+    def run() -> None:
+        # Lets go of the interpreter lock at once; else the caller gets it back only after the switch interval of 5 ms.
+        is_wanted.wait()
+        try:
+            made = take()
+        except BaseException as error:  # whoever waits must hear of it
+            guard.open(None)
+            guard.is_over = True
+            done.set_exception(error)
+            return
+        guard.is_over = True
+        done.set_result(made)
+
+    try:
+        threading.Thread(target=run, name="nostall-staging", daemon=True).start()
+    except RuntimeError:  # the system has no thread to give
+        is_wanted.set()
+        run()
+    is_wanted.set()
+    return done, guard

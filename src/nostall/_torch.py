@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import IO, Any, cast
 
 import torch
@@ -164,8 +166,11 @@ class TensorKinds:
     def match(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are of the same kinds, in the same order."""
         if self._guards is not None:
-            return bool(self._guards.check(*tensors))
+            return not any(map(_is_nested, tensors)) and bool(self._guards.check(*tensors))
         return [_kind(tensor) for tensor in tensors] == self._kinds
+
+
+_is_nested = attrgetter("is_nested")
 
 
 def _guards_for(tensors: Sequence[torch.Tensor]) -> Any:
@@ -178,6 +183,8 @@ def _guards_for(tensors: Sequence[torch.Tensor]) -> Any:
         sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
         strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
         guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        if any(map(_is_nested, tensors)):
+            return None  # it ends the process
         # It wants every tensor to be another object.
         return guards if guards.check(*tensors) else None
     except (ImportError, TypeError, RuntimeError):
@@ -236,6 +243,33 @@ def stream_marks(tensors: Sequence[torch.Tensor]) -> dict[torch.device, Any]:
         if hasattr(module, "Stream"):
             marks[device] = module.current_stream(device).record_event()
     return marks
+
+
+def current_devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
+    """The accelerators that the calling thread works on, of the kinds that tensors are on; other threads begin at 0."""
+    kinds = {tensor.device.type for tensor in tensors if not tensor.is_cpu}
+    modules = {kind: torch.get_device_module(kind) for kind in kinds}
+    return [
+        torch.device(kind, module.current_device())
+        for kind, module in modules.items()
+        if hasattr(module, "current_device")
+    ]
+
+
+@contextmanager
+def on_devices(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Let the calling thread work on these accelerators."""
+    with ExitStack() as entered:
+        for device in devices:
+            entered.enter_context(torch.get_device_module(device).device(device))
+        yield
+
+
+def async_save_takes_futures() -> bool:
+    """Whether this torch's ``dcp.async_save`` can be given a stager that is not done yet."""
+    from torch.distributed.checkpoint import state_dict_saver
+
+    return hasattr(state_dict_saver, "AsyncSaveResponse")
 
 
 class DeviceCopy:

@@ -15,6 +15,7 @@ import dataclasses
 import os
 import queue
 import uuid
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -41,13 +42,14 @@ from nostall._pipeline.restage import StagedStateDict, find_leaves, stage_state_
 from nostall._pipeline.structure import learn
 from nostall._rank_save import RankSave
 from nostall._runtime import Claim, Engine, default_engine
-from nostall._staging import Staging
+from nostall._staging import Guard, stage_behind
 from nostall._storage.streams import StreamTarget
 from nostall._values import FileReceipt, RankWritten
 from nostall.errors import (
     CheckpointExistsError,
     NostallError,
     OptionError,
+    StagingError,
     WriteError,
 )
 from nostall.options import WriterOptions
@@ -129,7 +131,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._failure: NostallError | None = None
         self._claim: Claim | None = None
         self._staging = staging
-        self._staged_behind: Staging[StagedStateDict] | None = None
+        self._guard: Guard | None = None
+        self._staging_failure: StagingError | None = None
         self.timeline = Timeline()
         self._receipts: tuple[FileReceipt, ...] = ()
         self._slowest_rank: int | None = None
@@ -215,6 +218,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             SaveError: It could not be done; the subclass says how.
         """
+        if self._staging_failure is not None:
+            raise self._staging_failure
         engine = default_engine()
         prepared = self._prepare(plan, planner)
         snapshot, from_stager = _save.adopt_or_stage(prepared, engine)
@@ -309,27 +314,63 @@ class FileSystemWriterAsync(FileSystemWriter):
             SaveTimeoutError: Earlier saves still hold all snapshot memory.
             ReservationError: There is not enough host memory.
         """
+        self._staging_failure = None
         engine = default_engine()
         leaves = find_leaves(state_dict)
         placement = engine.placements.get(structure_of(leaves), {})
         staged, places = stage_state_dict(state_dict, leaves, placement, engine.lease)
         tensors, threads = [leaf.tensor for leaf in leaves], engine.copy_threads
         if self._staging == "overlapped":
-            staging = Staging(
+            if not _torch.async_save_takes_futures():
+                raise OptionError(
+                    "this torch's dcp.async_save cannot stage behind the call",
+                    hint='use staging="blocking", or the split functions',
+                )
+            done, self._guard = stage_behind(
                 tensors,
                 [leaf.fqn for leaf in leaves],
-                begin=lambda after: (staged, places.fill(tensors, threads=threads, after=after)),
-                discard=lambda made: made.lease.release(),
+                begin=lambda after: (None, places.fill(tensors, threads=threads, after=after)),
+                discard=lambda _: None,
             )
-            self._staged_behind = staging
-            engine.stagings.add(staging)
-            return staging.done
+            engine.guards.add(self._guard)
+            return self._noting_failure(done, staged)
         try:
             places.fill(tensors, threads=threads).wait()
         except BaseException:
             staged.lease.release()
             raise
         return staged
+
+    def _noting_failure(
+        self, done: Future[None], staged: StagedStateDict
+    ) -> Future[StagedStateDict]:
+        """A future of a staged copy, which ends well in any case.
+
+        DCP waits for it before it talks to other ranks, so an error would leave them waiting for this one; noted, it is
+        raised by the write, where DCP shares failures.
+        """
+        future: Future[StagedStateDict] = Future()
+        future.set_running_or_notify_cancel()
+
+        def settle(done: Future[None]) -> None:
+            error = done.exception()
+            if error is not None:
+                self._staging_failure = staged.failure = StagingError(
+                    f"the staged copy cannot be used: {error}", phase="stage"
+                )
+            future.set_result(staged)
+
+        done.add_done_callback(settle)
+        return future
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process needs to write: not what belongs to this one."""
+        return {
+            **self.__dict__,
+            "_save": None,
+            "_claim": None,
+            "_guard": None,
+        }
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when tensors may be changed; at once without overlapped staging.
@@ -339,8 +380,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             SaveTimeoutError: It is not safe yet after ``timeout`` seconds.
         """
-        if self._staged_behind is not None:
-            self._staged_behind.wait(timeout)
+        if self._guard is not None:
+            self._guard.wait(timeout)
         if self._save is not None:
             self._save.wait_staged(timeout)
 

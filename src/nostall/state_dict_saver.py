@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -320,7 +321,8 @@ def _plan(
                 assert_never(route)
         writer.prepare_write_data(planner.finish_plan(final), planner)
         if cache is not None and isinstance(route, Reuse) and is_stocks_own(planner):
-            cache.known = writer.learn(asked.state_dict, vars(planner)["state_dict"])
+            with suppress(Exception):  # what cannot be learned is planned again
+                cache.known = writer.learn(asked.state_dict, vars(planner)["state_dict"])
     except Exception as error:  # told to the others where they are going: to finalising
         writer.fail_later(as_save_error(error, coordination.rank))
     session.planner = without_state(planner)

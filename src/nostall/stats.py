@@ -93,7 +93,10 @@ class SaveStats:
 
 
 class Timeline:
-    """Collects the spans of one save; thread-safe."""
+    """Collects the spans of one save; thread-safe. Another process gets an empty one."""
+
+    def __reduce__(self) -> tuple[type[Timeline], tuple[()]]:
+        return (Timeline, ())
 
     def __init__(self) -> None:
         self._spans: list[Span] = []

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall.core import AsyncCallsQueue
+from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.testing import Hold, inject
 from programs.entry_points import loaded_wrong
@@ -43,4 +46,22 @@ def one_rank_forgets(out: Path) -> dict[str, Any]:
         *loaded_wrong(out / "before", make_state(1), make_state(0)),
         *loaded_wrong(out / "next", make_state(3), make_state(0)),
     ]
+    return facts
+
+
+def one_rank_forgets_in_dcp(out: Path) -> dict[str, Any]:
+    """The second rank changes a tensor that ``dcp.async_save`` is still staging."""
+    facts: dict[str, Any] = {"failed ranks": []}
+    state = {f"large {dist.get_rank()}": torch.ones(30 << 20), "small": torch.ones(3)}
+    writer = FileSystemWriterAsync(out / "save", staging="overlapped")
+    response: Any = dcp.async_save(state, storage_writer=writer)
+    if dist.get_rank() == 1:
+        # Its copy takes tens of milliseconds at least, as the memory is new.
+        assert not response.staging_completion.done()
+        state["small"].add_(1)
+    try:
+        response.upload_completion.result(100)
+    except CheckpointException as error:
+        facts["failed ranks"] = sorted(error.failures)
+    facts["committed"] = sorted(path.parent.name for path in out.glob("*/.metadata"))
     return facts

@@ -45,11 +45,15 @@ class StagedStateDict(dict[str, Any]):
     def __init__(self, content: Mapping[str, Any], lease: Lease, structure: Structure) -> None:
         super().__init__(content)
         self.lease = lease
+        self.failure: Exception | None = None
+        """Why it must not be used."""
         lease.label = structure
         weakref.finalize(self, lease.release).atexit = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel to another process as one descriptor and the places in it, not as one file per tensor."""
+        if self.failure is not None:
+            raise self.failure
         block = self.lease.block
         stream = io.BytesIO()
         _PlacePickler(stream, block.memory).dump(dict(self))
@@ -125,6 +129,7 @@ def _copied(
         for x, offset in zip(leaves, offsets, strict=True)
     ]
     lease.block.primed = None
+    lease.block.is_shown = True
     remaining = iter(views)
 
     def place(_: str, tensor: torch.Tensor) -> torch.Tensor:

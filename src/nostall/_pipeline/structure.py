@@ -172,8 +172,10 @@ def learn(
         position = position_of.get(fqn)
         if position is None or leaves[position] is not flat.get(fqn):
             return None
-        if form is None and item.type != WriteItemType.BYTE_IO:
+        if (form is None) != (item.type == WriteItemType.BYTE_IO):
             return None
+        if form is not None and not isinstance(leaves[position], torch.Tensor):
+            return None  # an object that makes its own items
         leaf_of.append(position)
     return KnownStructure(root, leaves, planned.share, leaf_of)
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -81,6 +82,7 @@ class ChildProcess(ABC, Generic[T]):
         ours.settimeout(_SEND_TIMEOUT_S)
         self._socket = ours
         self._send_lock = threading.Lock()
+        self._later: deque[Message] = deque()
         self._lock = threading.Lock()
         self._waiting: dict[str, _Waiting[T]] = {}
         self._death: Failure | None = None
@@ -168,10 +170,31 @@ class ChildProcess(ABC, Generic[T]):
         """
         try:
             with self._send_lock:
+                self._tell_what_waits()
                 for message, descriptors in messages:
                     send(self._socket, message, descriptors)
         except OSError as error:
             self.kill(f"it no longer takes messages ({type(error).__name__}: {error})")
+        except (
+            BaseException
+        ) as error:  # half a message, or an announcement that was noted and not sent
+            self.kill(f"sending to it was interrupted ({type(error).__name__})")
+            raise
+
+    def _tell_later(self, message: Message) -> None:
+        """Send a message with the next one, or now if nobody sends; never waits, so that finalizers may call it."""
+        self._later.append(message)
+        if self._send_lock.acquire(blocking=False):
+            try:
+                self._tell_what_waits()
+            except OSError:  # the next one to send finds out, and kills it
+                return
+            finally:
+                self._send_lock.release()
+
+    def _tell_what_waits(self) -> None:
+        while self._later:
+            send(self._socket, self._later.popleft())
 
     def _receive(self) -> None:
         """The receiving thread: settle futures until the process is gone, then fail what is left."""

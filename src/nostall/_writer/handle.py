@@ -113,7 +113,7 @@ class WriterProcess(ChildProcess[RankReport]):
         """Let the process unmap a block that the arena gave back to the system."""
         if block_id in self._mapped and self.alive:
             self._mapped.discard(block_id)
-            self._tell([({"type": "unmap", "block": block_id}, ())])
+            self._tell_later({"type": "unmap", "block": block_id})
 
     def _answer(self, message: Message) -> RankReport:
         return report_from_message(message)
