@@ -1001,7 +1001,7 @@ def test_sending_to_a_peer_that_is_gone_is_an_error(
         send(ours, {"type": "write"})
 
 
-@pytest.mark.parametrize(("ranks", "threads"), [(1, 8), (2, 8), (4, 8), (8, 4), (64, 1)])
+@pytest.mark.parametrize(("ranks", "threads"), [(1, 12), (2, 12), (4, 8), (8, 4), (64, 1)])
 def test_ranks_on_one_host_share_the_writing_threads(
     monkeypatch: pytest.MonkeyPatch, ranks: int, threads: int
 ) -> None:

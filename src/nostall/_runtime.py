@@ -40,7 +40,7 @@ from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError
 from nostall.options import EngineOptions, require_integer
 
 _LAYOUTS_KEPT = 8
-_IO_THREADS = 8
+_IO_THREADS = 12
 _IO_THREADS_PER_HOST = 32
 
 

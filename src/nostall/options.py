@@ -20,7 +20,7 @@ class EngineOptions:
     copy_threads: int | None = None
     """Threads that copy large CPU tensors into a snapshot; ``None`` for as many as torch computes with."""
     io_threads: int | None = None
-    """Threads per writer process that checksum and write; ``None`` for 8, and fewer where many ranks share a host."""
+    """Threads per writer process that checksum and write; ``None`` for 12, and fewer where many ranks share a host."""
     chunk_nbytes: int = 8 << 20
     """Bytes per write; a multiple of 4096."""
     direct_io: bool = True
