@@ -7,10 +7,10 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
-from nostall import _save
 from nostall._failures import failure_of
 from nostall._runtime import Engine, default_engine
 from nostall._values import Failure, RankFailed, RankReport
+from nostall._writing import await_report
 from nostall.errors import OptionError, StagingError
 
 _ABORT_TIMEOUT_S = 5.0
@@ -77,9 +77,7 @@ class BackgroundSave(ABC):
             )
             return RankFailed(rank=self.rank, failure=failure)
         timeout_s = self.engine.options.save_timeout_s
-        return _save.await_report(
-            self._report, rank=self.rank, timeout_s=timeout_s, give_up=self.abort
-        )
+        return await_report(self._report, rank=self.rank, timeout_s=timeout_s, give_up=self.abort)
 
     def failure(self) -> Failure | None:
         """Why it failed, if it has been written here and did."""

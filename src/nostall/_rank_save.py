@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 from torch.distributed.checkpoint.storage import WriteResult
 
-from nostall import _save
+from nostall import _save, _taking, _writing
 from nostall._background import BackgroundSave
 from nostall._failures import failure_of
 from nostall._pipeline.snapshot import Snapshot
@@ -39,13 +39,13 @@ class RankSave(BackgroundSave):
         """
         snapshot: Snapshot | Future[Snapshot]
         if self.prepared.target.options.staging == "overlapped":
-            snapshot, self._guard = _save.stage_in_background(
+            snapshot, self._guard = _taking.stage_in_background(
                 self.prepared, self.engine, is_aborted=lambda: self.aborted
             )
         else:
-            snapshot = _save.stage(self.prepared, self.engine)
+            snapshot = _taking.stage(self.prepared, self.engine)
         self._was_staged = True
-        self.prepared = _save.without_sources(self.prepared)
+        self.prepared = _taking.without_sources(self.prepared)
         return snapshot
 
     def wait_staged(self, timeout: float | None) -> None:
@@ -57,12 +57,12 @@ class RankSave(BackgroundSave):
         """Write a snapshot here and now, waiting for it if need be."""
         if isinstance(snapshot, Future):
             snapshot = snapshot.result()
-        return _save.write_here(snapshot, self.prepared.target, self.engine)
+        return _writing.write_here(snapshot, self.prepared.target, self.engine)
 
     def submit(self, snapshot: Snapshot | Future[Snapshot]) -> Future[RankReport]:
         """Let writer processes write a snapshot as soon as it is taken."""
         if isinstance(snapshot, Snapshot):
-            return _save.write_in_background(snapshot, self.prepared.target, self.engine)
+            return _writing.write_in_background(snapshot, self.prepared.target, self.engine)
         return self._submit_when_staged(snapshot)
 
     def _submit_when_staged(self, staging: Future[Snapshot]) -> Future[RankReport]:
@@ -72,9 +72,9 @@ class RankSave(BackgroundSave):
             try:
                 snapshot = staged.result()
                 if self.aborted:
-                    _save.give_up(snapshot, self.prepared.target, self.engine)
+                    _taking.give_up(snapshot, self.prepared.target, self.engine)
                     raise SaveAbortedError("the save was aborted", phase="stage")
-                written = _save.write_in_background(snapshot, self.prepared.target, self.engine)
+                written = _writing.write_in_background(snapshot, self.prepared.target, self.engine)
             except BaseException as error:  # whoever waits must hear of it
                 failure = failure_of(error, phase="stage")
                 report.set_result(RankFailed(rank=self.rank, failure=failure))

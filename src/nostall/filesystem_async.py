@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
-from nostall import _save, _torch
+from nostall import _save, _taking, _torch, _writing
 from nostall._metadata import (
     Publication,
     complete_metadata,
@@ -222,17 +222,17 @@ class FileSystemWriterAsync(FileSystemWriter):
             raise self._staging_failure
         engine = default_engine()
         prepared = self._prepare(plan, planner)
-        snapshot, from_stager = _save.adopt_or_stage(prepared, engine)
+        snapshot, from_stager = _taking.adopt_or_stage(prepared, engine)
         if from_stager:
-            written = _save.write_in_background(snapshot, prepared.target, engine)
-            report = _save.await_report(
+            written = _writing.write_in_background(snapshot, prepared.target, engine)
+            report = _writing.await_report(
                 written,
                 rank=prepared.rank,
                 timeout_s=engine.options.save_timeout_s,
                 give_up=lambda: engine.cancel(prepared.target.job, written, timeout_s=5.0),
             )
         else:
-            report = _save.write_here(snapshot, prepared.target, engine)
+            report = _writing.write_here(snapshot, prepared.target, engine)
         self._receipts = report.receipts if isinstance(report, RankWritten) else ()
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(_save.write_results(prepared, report))

@@ -1,0 +1,138 @@
+"""Write a snapshot: in writer processes, in a thread if the user's callables cannot travel, or here and now."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from nostall._failures import failure_of
+from nostall._pipeline.snapshot import Snapshot
+from nostall._runtime import Engine, joined
+from nostall._save import SaveTarget
+from nostall._storage.streams import StreamTarget
+from nostall._values import (
+    Failure,
+    FileImage,
+    RankFailed,
+    RankReport,
+    WriteJob,
+    page_aligned,
+)
+from nostall._writer.files import perform
+
+
+def write_here(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> RankReport:
+    """Write on the calling thread; releases the snapshot."""
+    return _write(snapshot, target, engine, cancelled=None)
+
+
+def _write(
+    snapshot: Snapshot, target: SaveTarget, engine: Engine, *, cancelled: threading.Event | None
+) -> RankReport:
+    try:
+        (job,) = _jobs(snapshot, target, engine, processes=1, stream=None)
+        images = _images(job, snapshot)
+        report = perform(job, images, target.stream, cancelled, engine.cuts.cut)
+    finally:
+        snapshot.lease.release()
+    return joined(
+        [*(part.result(engine.options.save_timeout_s) for part in snapshot.earlier), report]
+    )
+
+
+def write_in_background(
+    snapshot: Snapshot, target: SaveTarget, engine: Engine
+) -> Future[RankReport]:
+    """Write in writer processes, or in a thread if the user's callables cannot travel; releases the snapshot."""
+    stream = _pickled(target.stream)
+    if target.stream is not None and stream is None:
+        return _write_in_thread(snapshot, target, engine)
+    processes = min(target.options.processes, len(snapshot.layout.files))
+    jobs = _jobs(snapshot, target, engine, processes=processes, stream=stream)
+    return engine.submit(jobs, snapshot.lease, after=snapshot.earlier)
+
+
+def await_report(
+    future: Future[RankReport], *, rank: int, timeout_s: float, give_up: Callable[[], None]
+) -> RankReport:
+    """Wait for a rank's report; one that does not come in time is a failed one, and the write is given up."""
+    try:
+        return future.result(timeout_s)
+    except TimeoutError:
+        give_up()
+        failure = Failure(
+            kind="SaveTimeoutError",
+            message=f"the files were not written within {timeout_s:g} s",
+            phase="write",
+            hint="the storage is slower than EngineOptions.save_timeout_s allows, or it is stuck",
+        )
+        return RankFailed(rank=rank, failure=failure)
+
+
+def _pickled(stream: StreamTarget | None) -> bytes | None:
+    """The user's callables as a pickle that a process without the user's main module can read, or ``None``."""
+    if stream is None:
+        return None
+    try:
+        pickled = pickle.dumps(stream)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return None
+    return None if b"__main__" in pickled else pickled
+
+
+def _write_in_thread(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> Future[RankReport]:
+    future: Future[RankReport] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            with engine.cancellable(target.job) as cancelled:
+                report = _write(snapshot, target, engine, cancelled=cancelled)
+        except BaseException as error:  # whoever waits must hear of it
+            report = RankFailed(rank=snapshot.rank, failure=failure_of(error, phase="write"))
+        future.set_result(report)
+
+    threading.Thread(target=run, name="nostall-stream-writer", daemon=True).start()
+    return future
+
+
+def _jobs(
+    snapshot: Snapshot, target: SaveTarget, engine: Engine, *, processes: int, stream: bytes | None
+) -> list[WriteJob]:
+    shares: list[list[FileImage]] = [[] for _ in range(max(1, processes))]
+    for number, file in enumerate(snapshot.layout.files):
+        image = FileImage(
+            name=file.name,
+            nbytes=file.nbytes,
+            block=snapshot.lease.block.id,
+            block_offset=file.image_offset,
+            seals=file.seals,
+        )
+        shares[number % len(shares)].append(image)
+    return [
+        WriteJob(
+            job=f"{target.job}/{snapshot.rank}/{snapshot.wave}.{number}",
+            rank=snapshot.rank,
+            directory=target.directory,
+            files=tuple(files),
+            sync_files=target.options.sync_files,
+            io_threads=engine.io_threads,
+            chunk_nbytes=engine.options.chunk_nbytes,
+            direct=engine.options.direct_io,
+            stream=stream,
+            sys_path=tuple(sys.path) if stream is not None else (),
+            faults=engine.faults,
+        )
+        for number, files in enumerate(shares)
+    ]
+
+
+def _images(job: WriteJob, snapshot: Snapshot) -> dict[str, memoryview]:
+    block = snapshot.lease.block
+    return {
+        image.name: block.image(image.block_offset, page_aligned(image.nbytes))
+        for image in job.files
+    }
