@@ -258,3 +258,18 @@ def test_dcp_async_save_on_two_ranks_fails_on_both_if_one_forgets(tmp_path: Path
     for facts in run_ranks(2, "overlap:one_rank_forgets_in_dcp", tmp_path):
         assert facts["failed ranks"] == [1]
         assert facts["committed"] == []
+
+
+def test_changing_tensors_at_the_very_moment_that_it_is_safe_is_safe(tmp_path: Path) -> None:
+    """Whatever the staging thread is doing just then: many small snapshots, changed as soon as that is allowed."""
+    tensor = torch.zeros(4)
+    with AsyncCallsQueue() as queue:
+        for number in range(100):
+            schedule(queue, tmp_path / f"{number}", {"t": tensor}, staging="overlapped")
+            nostall.wait_staged()
+            tensor.add_(1)
+            queue.wait()
+    for number in (0, 57, 99):
+        loaded = {"t": torch.empty(4)}
+        dcp.load(loaded, checkpoint_id=tmp_path / f"{number}", no_dist=True)
+        assert torch.equal(loaded["t"], torch.full((4,), float(number)))

@@ -36,7 +36,8 @@ class Guard:
         self._is_safe = threading.Event()
         self._lock = threading.Lock()
         self._copies: Copies | None = None
-        self._was_waited_for = False
+        self._waiting = 0
+        """How many have waited, or wait."""
         self.is_over = False
         """Whether the snapshot is complete, or lost."""
         _guards.add(self)
@@ -49,29 +50,32 @@ class Guard:
         Raises:
             SaveTimeoutError: It is not safe yet after ``timeout`` seconds.
         """
+        with (
+            self._lock
+        ):  # before waiting: who is told that it is safe may change tensors that very moment
+            self._waiting += 1
         if not self._is_safe.wait(timeout):
+            with self._lock:
+                self._waiting -= 1
             raise SaveTimeoutError(
                 f"the snapshot is still being taken after {timeout:g} s",
                 phase="stage",
                 hint="wait again before changing any tensor",
             )
-        with self._lock:
-            self._was_waited_for = True
-            copies = self._copies
+        copies = self._copies
         if copies is not None:
             copies.precede_what_follows()
 
     def open(self, copies: Copies | None) -> None:
         """Let whoever waits change tensors, after copies that an accelerator has yet to make."""
-        with self._lock:
-            self._copies = copies
+        self._copies = copies
         self._is_safe.set()
 
-    def close(self) -> bool:
-        """The copies are made; true if nobody has waited for them, so that nothing may have been changed until now."""
-        with self._lock:
+    def close(self, changed: Callable[[], list[str]]) -> list[str]:
+        """The copies are made; what was changed until now although nobody has waited for them."""
+        with self._lock:  # who comes to wait now does so until this look is over
             self._copies = None
-            return not self._was_waited_for
+            return [] if self._waiting else changed()
 
 
 def wait_for_all(timeout: float | None) -> None:
@@ -122,8 +126,7 @@ def stage_behind(
                 spoiled = changed()  # before anybody may change them
                 guard.open(copies)
                 copies.wait()
-                if guard.close():
-                    spoiled = changed()
+                spoiled = spoiled or guard.close(changed)
             except BaseException:
                 discard(made)
                 raise
