@@ -8,13 +8,10 @@ from contextlib import suppress
 from typing import Any
 
 from nostall._failures import failure_of
+from nostall._reports import CANCEL_TIMEOUT_S, await_report
 from nostall._runtime import Engine, default_engine
 from nostall._values import Failure, RankFailed, RankReport
-from nostall._writing import await_report
 from nostall.errors import OptionError, StagingError
-
-_ABORT_TIMEOUT_S = 5.0
-"""A writer drops a job between two chunks, so well within this; one that does not is killed."""
 
 
 class BackgroundSave(ABC):
@@ -62,7 +59,7 @@ class BackgroundSave(ABC):
     def abort(self) -> None:
         """Give the save up; bounded in time, and harmless when it is over."""
         self.aborted = True
-        self.engine.cancel(self.job, self._report, timeout_s=_ABORT_TIMEOUT_S)
+        self.engine.cancel(self.job, self._report, timeout_s=CANCEL_TIMEOUT_S)
         failure = Failure(kind="SaveAbortedError", message="the save was aborted", phase="write")
         self._settle(RankFailed(rank=self.rank, failure=failure))
 

@@ -10,10 +10,11 @@ from nostall import _save, _taking, _writing
 from nostall._background import BackgroundSave
 from nostall._failures import failure_of
 from nostall._pipeline.snapshot import Snapshot
+from nostall._reports import is_done
 from nostall._staging import Guard
 from nostall._storage.posix import remove_files
 from nostall._values import FileReceipt, RankFailed, RankReport, RankWritten
-from nostall.errors import SaveAbortedError
+from nostall.errors import SaveAbortedError, SaveTimeoutError
 
 
 class RankSave(BackgroundSave):
@@ -22,15 +23,19 @@ class RankSave(BackgroundSave):
     def __init__(self, prepared: _save.PreparedSave) -> None:
         super().__init__(rank=prepared.rank, job=prepared.target.job)
         self.prepared = prepared
-        self._was_staged = self._was_collected = False
         self._guard: Guard | None = None
-        self.receipts: tuple[FileReceipt, ...] = ()
-        """What was written, once :meth:`results` has returned."""
+        self._collected: RankReport | None = None
 
     @property
     def pending(self) -> bool:
         """Whether a snapshot was taken and it is still to be collected what became of it."""
-        return self._was_staged and not self._was_collected and self.failure() is None
+        was_staged = bool(self.prepared.plan.items) and not self.prepared.planned.sources
+        return was_staged and self._collected is None and self.failure() is None
+
+    @property
+    def receipts(self) -> tuple[FileReceipt, ...]:
+        """What was written, once :meth:`results` has returned."""
+        return self._collected.receipts if isinstance(self._collected, RankWritten) else ()
 
     def stage(self) -> Snapshot | Future[Snapshot]:
         """Take the snapshot, once: the ``preload_fn``. When it returns, tensors may be changed, and none is held here.
@@ -44,7 +49,6 @@ class RankSave(BackgroundSave):
             )
         else:
             snapshot = _taking.stage(self.prepared, self.engine)
-        self._was_staged = True
         self.prepared = _taking.without_sources(self.prepared)
         return snapshot
 
@@ -56,25 +60,48 @@ class RankSave(BackgroundSave):
     def write(self, snapshot: Snapshot | Future[Snapshot]) -> RankReport:
         """Write a snapshot here and now, waiting for it if need be."""
         if isinstance(snapshot, Future):
-            snapshot = snapshot.result()
+            snapshot = self._await_snapshot(snapshot)
         return _writing.write_here(snapshot, self.prepared.target, self.engine)
+
+    def _await_snapshot(self, staging: Future[Snapshot]) -> Snapshot:
+        timeout_s = self.engine.options.save_timeout_s
+        if is_done(staging, timeout_s):
+            return staging.result()
+        self.aborted = True
+        staging.add_done_callback(self._give_up)
+        raise SaveTimeoutError(
+            f"the snapshot was not taken within {timeout_s:g} s",
+            rank=self.rank,
+            phase="stage",
+            job=self.job,
+            hint="earlier saves may hold all snapshot memory, or EngineOptions.save_timeout_s is too short",
+        )
+
+    def _give_up(self, staged: Future[Snapshot]) -> None:
+        if staged.exception() is None:
+            _taking.give_up(staged.result(), self.prepared.target, self.engine)
 
     def submit(self, snapshot: Snapshot | Future[Snapshot]) -> Future[RankReport]:
         """Let writer processes write a snapshot as soon as it is taken."""
-        if isinstance(snapshot, Snapshot):
+        if isinstance(snapshot, Future):
+            return self._submit_when_staged(snapshot)
+        return self._submit(snapshot)
+
+    def _submit(self, snapshot: Snapshot) -> Future[RankReport]:
+        try:
+            if self.aborted:
+                raise SaveAbortedError("the save was aborted", phase="stage")
             return _writing.write_in_background(snapshot, self.prepared.target, self.engine)
-        return self._submit_when_staged(snapshot)
+        except BaseException:
+            _taking.give_up(snapshot, self.prepared.target, self.engine)
+            raise
 
     def _submit_when_staged(self, staging: Future[Snapshot]) -> Future[RankReport]:
         report: Future[RankReport] = Future()
 
         def go_on(staged: Future[Snapshot]) -> None:
             try:
-                snapshot = staged.result()
-                if self.aborted:
-                    _taking.give_up(snapshot, self.prepared.target, self.engine)
-                    raise SaveAbortedError("the save was aborted", phase="stage")
-                written = _writing.write_in_background(snapshot, self.prepared.target, self.engine)
+                written = self._submit(staged.result())
             except BaseException as error:  # whoever waits must hear of it
                 failure = failure_of(error, phase="stage")
                 report.set_result(RankFailed(rank=self.rank, failure=failure))
@@ -94,7 +121,5 @@ class RankSave(BackgroundSave):
         Raises:
             SaveError: The rank failed.
         """
-        report = self.await_report()
-        self._was_collected = True
-        self.receipts = report.receipts if isinstance(report, RankWritten) else ()
+        self._collected = report = self.await_report()
         return _save.write_results(self.prepared, report)

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -23,14 +23,12 @@ from torch.utils.hooks import RemovableHandle
 from nostall import _torch
 from nostall._arena import Arena, Block, Lease, address_of
 from nostall._pipeline.layout import FileNaming, Packing, lay_out
-from nostall._staging import Guard, wait_for_all
+from nostall._reports import is_done, joined, when_done
+from nostall._staging import any_under_way, wait_for_all
 from nostall._values import (
-    FileReceipt,
     ItemShape,
     Layout,
-    RankFailed,
     RankReport,
-    RankWritten,
     WriteJob,
 )
 from nostall._writer.handle import WriterProcess
@@ -62,8 +60,6 @@ class Engine:
         )
         self.placements: OrderedDict[Any, dict[str, tuple[int, int]]] = OrderedDict()
         """Where the payloads of a staged state dict ended up in its image, by structure; see ``restage``."""
-        self.guards: WeakSet[Guard] = WeakSet()
-        """Of snapshots that are, or were, taken behind the trainer's back."""
         self.faults: tuple[dict[str, Any], ...] = ()
         """Faults that every job carries; set by ``nostall.testing`` only."""
         self.cuts = Cuts()
@@ -185,9 +181,7 @@ class Engine:
     def is_writing(self) -> bool:
         """Whether a writer process has a job that it has not answered, or is going to get one."""
         with self._lock:
-            return any(not writer.idle for writer in self._writers) or any(
-                not guard.is_over for guard in self.guards
-            )
+            return any(not writer.idle for writer in self._writers) or any_under_way()
 
     def warmup(self, nbytes: int, *, timeout_s: float) -> None:
         """Start a writer process and make memory for a snapshot of ``nbytes`` bytes, so that no save has to."""
@@ -211,9 +205,7 @@ class Engine:
             writers = [writer for writer in self._writers if writer.has(job)]
         for writer in writers:
             writer.cancel(job)
-        try:
-            done.result(timeout_s)
-        except TimeoutError:
+        if not is_done(done, timeout_s):
             for writer in writers:
                 writer.kill("it did not stop when the save was aborted", kind="SaveAbortedError")
 
@@ -273,38 +265,6 @@ class Engine:
                 _torch.unpin(address_of(block))
         for writer in writers:
             writer.forget(block.id)
-
-
-def when_done(
-    parts: Sequence[Future[RankReport]], finish: Callable[[list[RankReport]], RankReport]
-) -> Future[RankReport]:
-    """What ``finish`` makes of all reports once the last one is there."""
-    whole: Future[RankReport] = Future()
-    whole.set_running_or_notify_cancel()
-    left = len(parts)
-    lock = threading.Lock()
-
-    def one_done(_: Future[RankReport]) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            if left:
-                return
-        whole.set_result(finish([part.result() for part in parts]))
-
-    for part in parts:
-        part.add_done_callback(one_done)
-    return whole
-
-
-def joined(reports: Sequence[RankReport]) -> RankReport:
-    """One report for all parts of a rank's share: the first failure, or all receipts."""
-    receipts: list[FileReceipt] = []
-    for report in reports:
-        if isinstance(report, RankFailed):
-            return report
-        receipts += report.receipts
-    return RankWritten(rank=reports[0].rank, receipts=tuple(receipts))
 
 
 _default: Engine | None = None

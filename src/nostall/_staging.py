@@ -8,11 +8,12 @@ does no harm, as the copy is of what was there.
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch
 
@@ -25,8 +26,11 @@ T = TypeVar("T")
 Marks = Mapping[torch.device, Any]
 """Per accelerator, how far its stream had been told to go when the save was asked for."""
 
-_guards: WeakSet[Guard] = WeakSet()
-"""Of all snapshots that are being taken, whatever engine they belong to; a snapshot's thread holds its guard."""
+_under_way: set[Guard] = set()
+"""Of all snapshots that are being taken, whatever engine they belong to."""
+_under_way_lock = threading.Lock()
+_AT_EXIT_TIMEOUT_S = 60.0
+"""Some hundred gigabytes are copied in this time; who then still waits for memory is not copying anything."""
 
 
 class Guard:
@@ -38,9 +42,10 @@ class Guard:
         self._copies: Copies | None = None
         self._waiting = 0
         """How many have waited, or wait."""
-        self.is_over = False
-        """Whether the snapshot is complete, or lost."""
-        _guards.add(self)
+        self.failure: str | None = None
+        """Why there is no snapshot; no exception, whose traceback would hold the tensors."""
+        with _under_way_lock:
+            _under_way.add(self)
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the tensors may be changed; at once if the snapshot has failed, which finalising reports.
@@ -50,9 +55,8 @@ class Guard:
         Raises:
             SaveTimeoutError: It is not safe yet after ``timeout`` seconds.
         """
-        with (
-            self._lock
-        ):  # before waiting: who is told that it is safe may change tensors that very moment
+        # Counted before waiting: who is told that it is safe may change tensors that very moment.
+        with self._lock:
             self._waiting += 1
         if not self._is_safe.wait(timeout):
             with self._lock:
@@ -66,7 +70,7 @@ class Guard:
         if copies is not None:
             copies.precede_what_follows()
 
-    def open(self, copies: Copies | None) -> None:
+    def open(self, copies: Copies) -> None:
         """Let whoever waits change tensors, after copies that an accelerator has yet to make."""
         self._copies = copies
         self._is_safe.set()
@@ -77,15 +81,44 @@ class Guard:
             self._copies = None
             return [] if self._waiting else changed()
 
+    def end(self, failure: str | None = None) -> None:
+        """The snapshot is complete, or lost because of ``failure``: there is nothing left to wait for."""
+        self.failure = failure
+        self._copies = None
+        self._is_safe.set()
+        with _under_way_lock:
+            _under_way.discard(self)
+
+
+def any_under_way() -> bool:
+    """Whether a snapshot of this process is being taken."""
+    with _under_way_lock:
+        return bool(_under_way)
+
 
 def wait_for_all(timeout: float | None) -> None:
     """Wait for every snapshot of this process that is being taken.
 
+    Args:
+        timeout: Seconds, for all of them together; ``None`` for as long as it takes.
+
     Raises:
         SaveTimeoutError: One of them is not done yet.
     """
-    for guard in list(_guards):
-        guard.wait(timeout)
+    with _under_way_lock:
+        guards = list(_under_way)
+    deadline_s = None if timeout is None else time.monotonic() + timeout
+    for guard in guards:
+        guard.wait(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+
+
+def _after_fork_in_child() -> None:
+    global _under_way, _under_way_lock
+    # The threads that would end them are the parent's; and another thread may have held the lock.
+    _under_way, _under_way_lock = set(), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def stage_behind(
@@ -145,11 +178,10 @@ def stage_behind(
         try:
             made = take()
         except BaseException as error:  # whoever waits must hear of it
-            guard.open(None)
-            guard.is_over = True
+            guard.end(str(error))
             done.set_exception(error)
             return
-        guard.is_over = True
+        guard.end()
         done.set_result(made)
 
     try:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from nostall._arena import Lease
-from nostall._copying import Copies
+from nostall._copying import Copies, Places
 from nostall._failures import error_of
 from nostall._pipeline.layout import waves
+from nostall._pipeline.restage import (
+    Leaf,
+    StagedStateDict,
+    find_leaves,
+    stage_state_dict,
+    structure_of,
+)
 from nostall._pipeline.snapshot import Snapshot, adopt_staged, begin_snapshot
-from nostall._runtime import Engine, joined, when_done
+from nostall._reports import CANCEL_TIMEOUT_S, joined, when_done
+from nostall._runtime import Engine
 from nostall._save import PreparedSave, SaveTarget
 from nostall._staging import Guard, Marks, stage_behind
 from nostall._values import (
@@ -22,6 +31,7 @@ from nostall._values import (
     RankFailed,
     RankReport,
 )
+from nostall._writer.faults import Faults
 from nostall._writing import write_in_background
 from nostall.errors import NostallError, SaveAbortedError, StagingError
 
@@ -57,7 +67,10 @@ def stage_in_background(
         if isinstance(source, torch.Tensor)
     ]
 
+    faults = engine.faults
+
     def begin(after: Marks) -> tuple[Snapshot, Copies]:
+        Faults(faults).at("stage")
         with prepared.target.timeline.measure("stage"):
             return _begin_snapshot(detached, engine, after=after, is_aborted=is_aborted)
 
@@ -67,8 +80,61 @@ def stage_in_background(
         begin=begin,
         discard=lambda snapshot: give_up(snapshot, prepared.target, engine),
     )
-    engine.guards.add(guard)
     return done, guard
+
+
+def stage_copy(state_dict: Mapping[str, Any], engine: Engine) -> StagedStateDict:
+    """Copy a state dict into snapshot memory, as far as is known to where the save will want it; for a stager.
+
+    Raises:
+        SaveTimeoutError: Earlier saves still hold all snapshot memory.
+        ReservationError: There is not enough host memory.
+    """
+    leaves, staged, places = _begin_copy(state_dict, engine)
+    try:
+        places.fill([leaf.tensor for leaf in leaves], threads=engine.copy_threads).wait()
+    except BaseException:
+        staged.lease.release()
+        raise
+    return staged
+
+
+def stage_copy_in_background(
+    state_dict: Mapping[str, Any], engine: Engine
+) -> tuple[Future[StagedStateDict], Guard]:
+    """As :func:`stage_copy`, behind the trainer's back. The future ends well in any case.
+
+    DCP waits for it before it talks to other ranks, so an error would leave them waiting for this one; noted in the copy,
+    it is raised by the write, where DCP shares failures.
+    """
+    leaves, staged, places = _begin_copy(state_dict, engine)
+    tensors, threads, faults = [leaf.tensor for leaf in leaves], engine.copy_threads, engine.faults
+
+    def begin(after: Marks) -> tuple[None, Copies]:
+        Faults(faults).at("stage")
+        return None, places.fill(tensors, threads=threads, after=after)
+
+    done, guard = stage_behind(
+        tensors, [leaf.fqn for leaf in leaves], begin=begin, discard=lambda _: None
+    )
+    future: Future[StagedStateDict] = Future()
+    future.set_running_or_notify_cancel()
+
+    def settle(_: Future[None]) -> None:
+        staged.failure = guard.failure
+        future.set_result(staged)
+
+    done.add_done_callback(settle)
+    return future, guard
+
+
+def _begin_copy(
+    state_dict: Mapping[str, Any], engine: Engine
+) -> tuple[list[Leaf], StagedStateDict, Places]:
+    leaves = find_leaves(state_dict)
+    placement = engine.placements.get(structure_of(leaves), {})
+    staged, places = stage_state_dict(state_dict, leaves, placement, engine.lease)
+    return leaves, staged, places
 
 
 def give_up(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> None:
@@ -80,11 +146,7 @@ def give_up(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> None:
 def _cancel(written: Sequence[Future[RankReport]], target: SaveTarget, engine: Engine) -> None:
     # Nothing of a save that is given up may be written later, when its names can be another one's.
     if written:
-        engine.cancel(target.job, when_done(written, joined), timeout_s=_CANCEL_TIMEOUT_S)
-
-
-_CANCEL_TIMEOUT_S = 5.0
-"""A writer drops a job between two chunks, so well within this; one that does not is killed."""
+        engine.cancel(target.job, when_done(written, joined), timeout_s=CANCEL_TIMEOUT_S)
 
 
 def _begin_snapshot(

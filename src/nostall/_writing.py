@@ -5,16 +5,15 @@ from __future__ import annotations
 import pickle
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 
 from nostall._failures import failure_of
 from nostall._pipeline.snapshot import Snapshot
-from nostall._runtime import Engine, joined
+from nostall._reports import CANCEL_TIMEOUT_S, await_report, joined, when_done
+from nostall._runtime import Engine
 from nostall._save import SaveTarget
 from nostall._storage.streams import StreamTarget
 from nostall._values import (
-    Failure,
     FileImage,
     RankFailed,
     RankReport,
@@ -38,9 +37,16 @@ def _write(
         report = perform(job, images, target.stream, cancelled, engine.cuts.cut)
     finally:
         snapshot.lease.release()
-    return joined(
-        [*(part.result(engine.options.save_timeout_s) for part in snapshot.earlier), report]
+    if not snapshot.earlier:
+        return report
+    earlier = when_done(snapshot.earlier, joined)
+    before = await_report(
+        earlier,
+        rank=snapshot.rank,
+        timeout_s=engine.options.save_timeout_s,
+        give_up=lambda: engine.cancel(target.job, earlier, timeout_s=CANCEL_TIMEOUT_S),
     )
+    return joined([before, report])
 
 
 def write_in_background(
@@ -53,23 +59,6 @@ def write_in_background(
     processes = min(target.options.processes, len(snapshot.layout.files))
     jobs = _jobs(snapshot, target, engine, processes=processes, stream=stream)
     return engine.submit(jobs, snapshot.lease, after=snapshot.earlier)
-
-
-def await_report(
-    future: Future[RankReport], *, rank: int, timeout_s: float, give_up: Callable[[], None]
-) -> RankReport:
-    """Wait for a rank's report; one that does not come in time is a failed one, and the write is given up."""
-    try:
-        return future.result(timeout_s)
-    except TimeoutError:
-        give_up()
-        failure = Failure(
-            kind="SaveTimeoutError",
-            message=f"the files were not written within {timeout_s:g} s",
-            phase="write",
-            hint="the storage is slower than EngineOptions.save_timeout_s allows, or it is stuck",
-        )
-        return RankFailed(rank=rank, failure=failure)
 
 
 def _pickled(stream: StreamTarget | None) -> bytes | None:

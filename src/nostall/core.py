@@ -24,6 +24,7 @@ from nostall._callers import (
 from nostall._coordination import Coordination, coordination_for
 from nostall._failures import raise_everywhere
 from nostall._lifecycle import State
+from nostall._reports import is_done
 from nostall._requests import AsyncRequest
 from nostall._runtime import default_engine
 from nostall._values import Failure
@@ -218,18 +219,17 @@ class AsyncCallsQueue:
 
     def _await(self, call: Call) -> None:
         timeout_s = default_engine().options.save_timeout_s
-        try:
-            call.outcome.result(timeout_s)
-        except TimeoutError:
-            late = Failure(
-                kind="SaveTimeoutError",
-                message=f"request {call.request.call_idx} was not done within {timeout_s:g} s",
-                phase="write",
-            )
-            # Before the abort settles it: the deadline is what the user has to hear of.
-            call.settle(late)
-            if call.native is not None:
-                call.native.abort()
+        if is_done(call.outcome, timeout_s):
+            return
+        late = Failure(
+            kind="SaveTimeoutError",
+            message=f"request {call.request.call_idx} was not done within {timeout_s:g} s",
+            phase="write",
+        )
+        # Before the abort settles it: the deadline is what the user has to hear of.
+        call.settle(late)
+        if call.native is not None:
+            call.native.abort()
 
     def _agree(self, call: Call, coordination: Coordination, *, no_dist: bool) -> tuple[bool, bool]:
         """Whether the call is unfinished anywhere, and whether it failed anywhere."""

@@ -15,7 +15,6 @@ import dataclasses
 import os
 import queue
 import uuid
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -38,11 +37,11 @@ from nostall._metadata import (
 from nostall._pipeline.collect import require_all_present
 from nostall._pipeline.commit import commit
 from nostall._pipeline.layout import FileNaming
-from nostall._pipeline.restage import StagedStateDict, find_leaves, stage_state_dict, structure_of
 from nostall._pipeline.structure import learn
 from nostall._rank_save import RankSave
+from nostall._reports import CANCEL_TIMEOUT_S, await_report
 from nostall._runtime import Claim, Engine, default_engine
-from nostall._staging import Guard, stage_behind
+from nostall._staging import Guard
 from nostall._storage.streams import StreamTarget
 from nostall._values import FileReceipt, RankWritten
 from nostall.errors import (
@@ -132,7 +131,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._claim: Claim | None = None
         self._staging = staging
         self._guard: Guard | None = None
-        self._staging_failure: StagingError | None = None
         self.timeline = Timeline()
         self._receipts: tuple[FileReceipt, ...] = ()
         self._slowest_rank: int | None = None
@@ -218,18 +216,25 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             SaveError: It could not be done; the subclass says how.
         """
-        if self._staging_failure is not None:
-            raise self._staging_failure
+        if self._guard is not None and self._guard.failure is not None:
+            raise StagingError(
+                f"the staged copy cannot be used: {self._guard.failure}",
+                rank=self.rank,
+                phase="stage",
+                path=str(self.path),
+            )
         engine = default_engine()
         prepared = self._prepare(plan, planner)
         snapshot, from_stager = _taking.adopt_or_stage(prepared, engine)
         if from_stager:
             written = _writing.write_in_background(snapshot, prepared.target, engine)
-            report = _writing.await_report(
+            report = await_report(
                 written,
                 rank=prepared.rank,
                 timeout_s=engine.options.save_timeout_s,
-                give_up=lambda: engine.cancel(prepared.target.job, written, timeout_s=5.0),
+                give_up=lambda: engine.cancel(
+                    prepared.target.job, written, timeout_s=CANCEL_TIMEOUT_S
+                ),
             )
         else:
             report = _writing.write_here(snapshot, prepared.target, engine)
@@ -314,54 +319,15 @@ class FileSystemWriterAsync(FileSystemWriter):
             SaveTimeoutError: Earlier saves still hold all snapshot memory.
             ReservationError: There is not enough host memory.
         """
-        self._staging_failure = None
-        engine = default_engine()
-        leaves = find_leaves(state_dict)
-        placement = engine.placements.get(structure_of(leaves), {})
-        staged, places = stage_state_dict(state_dict, leaves, placement, engine.lease)
-        tensors, threads = [leaf.tensor for leaf in leaves], engine.copy_threads
-        if self._staging == "overlapped":
-            if not _torch.async_save_takes_futures():
-                raise OptionError(
-                    "this torch's dcp.async_save cannot stage behind the call",
-                    hint='use staging="blocking", or the split functions',
-                )
-            done, self._guard = stage_behind(
-                tensors,
-                [leaf.fqn for leaf in leaves],
-                begin=lambda after: (None, places.fill(tensors, threads=threads, after=after)),
-                discard=lambda _: None,
+        if self._staging == "blocking":
+            return _taking.stage_copy(state_dict, default_engine())
+        if not _torch.async_save_takes_futures():
+            raise OptionError(
+                "this torch's dcp.async_save cannot stage behind the call",
+                hint='use staging="blocking", or the split functions',
             )
-            engine.guards.add(self._guard)
-            return self._noting_failure(done, staged)
-        try:
-            places.fill(tensors, threads=threads).wait()
-        except BaseException:
-            staged.lease.release()
-            raise
-        return staged
-
-    def _noting_failure(
-        self, done: Future[None], staged: StagedStateDict
-    ) -> Future[StagedStateDict]:
-        """A future of a staged copy, which ends well in any case.
-
-        DCP waits for it before it talks to other ranks, so an error would leave them waiting for this one; noted, it is
-        raised by the write, where DCP shares failures.
-        """
-        future: Future[StagedStateDict] = Future()
-        future.set_running_or_notify_cancel()
-
-        def settle(done: Future[None]) -> None:
-            error = done.exception()
-            if error is not None:
-                self._staging_failure = staged.failure = StagingError(
-                    f"the staged copy cannot be used: {error}", phase="stage"
-                )
-            future.set_result(staged)
-
-        done.add_done_callback(settle)
-        return future
+        done, self._guard = _taking.stage_copy_in_background(state_dict, default_engine())
+        return done
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process needs to write: not what belongs to this one."""

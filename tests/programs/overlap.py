@@ -52,13 +52,15 @@ def one_rank_forgets(out: Path) -> dict[str, Any]:
 def one_rank_forgets_in_dcp(out: Path) -> dict[str, Any]:
     """The second rank changes a tensor that ``dcp.async_save`` is still staging."""
     facts: dict[str, Any] = {"failed ranks": []}
-    state = {f"large {dist.get_rank()}": torch.ones(30 << 20), "small": torch.ones(3)}
+    state = {f"own {dist.get_rank()}": torch.ones(30), "small": torch.ones(3)}
     writer = FileSystemWriterAsync(out / "save", staging="overlapped")
-    response: Any = dcp.async_save(state, storage_writer=writer)
-    if dist.get_rank() == 1:
-        # Its copy takes tens of milliseconds at least, as the memory is new.
-        assert not response.staging_completion.done()
-        state["small"].add_(1)
+    with Hold("stage") as hold:
+        with inject(hold.fault):
+            response: Any = dcp.async_save(state, storage_writer=writer)
+        hold.wait_reached()
+        if dist.get_rank() == 1:
+            state["small"].add_(1)
+        hold.release()
     try:
         response.upload_completion.result(100)
     except CheckpointException as error:

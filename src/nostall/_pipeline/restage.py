@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from nostall import _torch
 from nostall._arena import Lease
 from nostall._copying import Places
+from nostall.errors import StagingError
 
 _ALIGNMENT = 64
 
@@ -33,7 +34,9 @@ Structure = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Leaf:
+class Leaf:
+    """A tensor of a state dict, and how it lies in a file."""
+
     fqn: str
     tensor: torch.Tensor
     stride: tuple[int, ...]
@@ -45,7 +48,7 @@ class StagedStateDict(dict[str, Any]):
     def __init__(self, content: Mapping[str, Any], lease: Lease, structure: Structure) -> None:
         super().__init__(content)
         self.lease = lease
-        self.failure: Exception | None = None
+        self.failure: str | None = None
         """Why it must not be used."""
         lease.label = structure
         weakref.finalize(self, lease.release).atexit = False
@@ -53,35 +56,35 @@ class StagedStateDict(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel to another process as one descriptor and the places in it, not as one file per tensor."""
         if self.failure is not None:
-            raise self.failure
+            raise StagingError(f"the staged copy cannot be used: {self.failure}", phase="stage")
         block = self.lease.block
         stream = io.BytesIO()
         _PlacePickler(stream, block.memory).dump(dict(self))
         return (_arrive, (DupFd(block.fd), block.nbytes, stream.getvalue()))
 
 
-def find_leaves(state_dict: Mapping[str, Any]) -> list[_Leaf]:
+def find_leaves(state_dict: Mapping[str, Any]) -> list[Leaf]:
     """The tensors of a state dict that one payload can hold, in a fixed order."""
-    leaves: list[_Leaf] = []
+    leaves: list[Leaf] = []
 
     def note(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
         stride = _torch.payload_stride(tensor.detach())
         if stride is not None and tensor.device.type != "meta":
-            leaves.append(_Leaf(fqn=fqn, tensor=tensor.detach(), stride=stride))
+            leaves.append(Leaf(fqn=fqn, tensor=tensor.detach(), stride=stride))
         return tensor
 
     _rebuild(state_dict, "", note, copy_others=False)
     return leaves
 
 
-def structure_of(leaves: list[_Leaf]) -> Structure:
+def structure_of(leaves: list[Leaf]) -> Structure:
     """What has to be equal for an earlier placement to fit."""
     return tuple((leaf.fqn, leaf.tensor.nbytes) for leaf in leaves)
 
 
 def stage_state_dict(
     state_dict: Mapping[str, Any],
-    leaves: list[_Leaf],
+    leaves: list[Leaf],
     placement: Mapping[str, tuple[int, int]],
     lease_of: Callable[[int], Lease],
 ) -> tuple[StagedStateDict, Places]:
@@ -120,7 +123,7 @@ def stage_state_dict(
 
 def _copied(
     state_dict: Mapping[str, Any],
-    leaves: list[_Leaf],
+    leaves: list[Leaf],
     offsets: list[int],
     lease: Lease,
 ) -> tuple[dict[str, Any], Places]:

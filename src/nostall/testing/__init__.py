@@ -26,7 +26,11 @@ __all__ = ["Fault", "Hold", "inject", "reset", "writer_pids"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that happens at a point of a write: ``start``, ``open``, ``chunk``, ``fsync`` or ``report``."""
+    """Something that happens at a point of a save.
+
+    In the trainer: ``stage``, before an overlapped snapshot is taken. Where files are written: ``start``, ``open``,
+    ``chunk``, ``fsync`` and ``report``.
+    """
 
     plain: dict[str, Any]
 
@@ -42,12 +46,12 @@ class Fault:
 
     @classmethod
     def exit(cls, point: str, code: int, *, after: int = 0) -> Fault:
-        """The writing process ends with this code."""
+        """The process that is there ends with this code."""
         return cls({"point": point, "do": "exit", "code": code, "after": after})
 
     @classmethod
     def kill(cls, point: str, signal: int, *, after: int = 0) -> Fault:
-        """The writing process gets this signal."""
+        """The process that is there gets this signal."""
         return cls({"point": point, "do": "kill", "signal": signal, "after": after})
 
     @classmethod
@@ -57,7 +61,7 @@ class Fault:
 
 
 class Hold:
-    """Stops a write at a point until :meth:`release`, without any clock; what gets there later is not stopped again."""
+    """Stops a save at a point until :meth:`release`, without any clock; what gets there later is not stopped again."""
 
     def __init__(self, point: str = "start") -> None:
         self._point = point
@@ -71,17 +75,17 @@ class Hold:
         self.fault = Fault({"point": point, "do": "hold", "reached": reached, "go": go})
 
     def wait_reached(self, timeout_s: float = 60.0) -> None:
-        """Return when a writer stands at the point.
+        """Return when a save stands at the point.
 
         Raises:
             TimeoutError: None has come there; the save may have failed before.
         """
         if not self._was_reached and not select.select([self._reached_fd], [], [], timeout_s)[0]:
-            raise TimeoutError(f"no write has come to the point {self._point!r} in {timeout_s:g} s")
+            raise TimeoutError(f"no save has come to the point {self._point!r} in {timeout_s:g} s")
         self._was_reached = True
 
     def release(self) -> None:
-        """Let the writer that stands at the point go on; waits for it to get there."""
+        """Let the save that stands at the point go on; waits for it to get there."""
         self.wait_reached()
         os.write(self._go_fd, b"1" * 4096)  # one for every passage that is to come, too
 
