@@ -57,17 +57,6 @@ def run_ranks(
     for rank in range(world_size):
         result = out / f"result-{rank}.json"
         results.append(json.loads(result.read_text()) if result.exists() else None)
-    if check and process.returncode != 0 and not _died_after_the_end(results, output):
+    if check and process.returncode != 0:
         raise RanksFailed(f"{program} ended with {process.returncode}\n{output}")
     return results
-
-
-def _died_after_the_end(results: list[Any], output: str) -> bool:
-    """Whether every rank had given its result, its last act, and one was then aborted while the interpreter was ending.
-
-    Now and then a process that had a gloo group dies so, also without nostall: some C++ thread was not joined.
-    """
-    aborted = (
-        "terminate called without an active exception" in output and "<no Python frame>" in output
-    )
-    return aborted and None not in results

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +26,7 @@ from nostall.core import AsyncCallsQueue
 from nostall.errors import OptionError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
-from nostall.state_dict_saver import CheckpointMetadataCache
+from nostall.state_dict_saver import CheckpointMetadataCache, save_state_dict_async_plan
 from nostall.testing import Hold, inject
 from ranks import run_ranks
 from states import blobs, schedule, small_state
@@ -273,3 +276,76 @@ def test_changing_tensors_at_the_very_moment_that_it_is_safe_is_safe(tmp_path: P
         loaded = {"t": torch.empty(4)}
         dcp.load(loaded, checkpoint_id=tmp_path / f"{number}", no_dist=True)
         assert torch.equal(loaded["t"], torch.full((4,), float(number)))
+
+
+ENDS_WHILE_STAGING = """
+import atexit, threading, sys
+
+def look():  # runs last of what runs at exit, as it is registered first
+    print([each.name for each in threading.enumerate() if each.name == "nostall-staging"])
+
+atexit.register(look)
+import torch
+import nostall
+from nostall.state_dict_saver import save_state_dict_async_plan
+from nostall.testing import Fault, inject
+
+writer = nostall.FileSystemWriterAsync(sys.argv[1], staging="overlapped")
+save_state_dict_async_plan({"weight": torch.ones(1 << 16)}, writer)
+_, preload, _ = writer.get_save_function_and_args()
+with inject(Fault.delay("stage", 0.5)):
+    staging = preload()
+"""
+
+
+def test_an_interpreter_that_ends_lets_a_snapshot_be_completed(tmp_path: Path) -> None:
+    """A thread that came back from torch's code later would abort the process, with a core instead of an exit code."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_WHILE_STAGING, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_snapshot(tmp_path: Path) -> None:
+    """Whose thread it does not have: a data loader that steps an optimizer of its own goes on."""
+    with AsyncCallsQueue() as queue, Hold("stage") as hold:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "save", small_state(1), staging="overlapped")
+        hold.wait_reached()
+        with pytest.raises(SaveTimeoutError, match="still being taken"):
+            nostall.wait_staged(0.0)
+        child = os.fork()
+        if child == 0:
+            try:
+                nostall.wait_staged(0.0)
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        hold.release()
+        queue.wait()
+    assert blobs(tmp_path / "save")
+
+
+def test_writing_by_hand_waits_for_a_snapshot_no_longer_than_allowed(tmp_path: Path) -> None:
+    """The error says in which phase it was; the snapshot that comes later is let go, and the next save has its memory."""
+    nostall.configure(EngineOptions(max_in_flight=1, save_timeout_s=0.2))
+    writer = FileSystemWriterAsync(tmp_path / "late", staging="overlapped")
+    save_state_dict_async_plan(small_state(1), writer)
+    save, preload, args = writer.get_save_function_and_args()
+    with Hold("stage") as hold:
+        with inject(hold.fault):
+            args[1] = preload()
+        with pytest.raises(SaveTimeoutError, match="phase=stage") as late:
+            save(*args)
+        assert late.value.rank == 0
+        hold.release()
+    nostall.wait_staged(60)
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path / "next", small_state(2))
+    assert not (tmp_path / "late" / ".metadata").exists()
+    assert blobs(tmp_path / "next")

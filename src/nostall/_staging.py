@@ -8,6 +8,8 @@ does no harm, as the copy is of what was there.
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import threading
 import time
@@ -21,6 +23,8 @@ from nostall import _torch
 from nostall._copying import Copies
 from nostall.errors import SaveTimeoutError, StagingError
 
+_log = logging.getLogger("nostall")
+
 T = TypeVar("T")
 
 Marks = Mapping[torch.device, Any]
@@ -30,7 +34,7 @@ _under_way: set[Guard] = set()
 """Of all snapshots that are being taken, whatever engine they belong to."""
 _under_way_lock = threading.Lock()
 _AT_EXIT_TIMEOUT_S = 60.0
-"""Some hundred gigabytes are copied in this time; who then still waits for memory is not copying anything."""
+"""Some hundred gigabytes are copied in this time."""
 
 
 class Guard:
@@ -44,6 +48,8 @@ class Guard:
         """How many have waited, or wait."""
         self.failure: str | None = None
         """Why there is no snapshot; no exception, whose traceback would hold the tensors."""
+        self.thread: threading.Thread | None = None
+        """Which takes the snapshot."""
         with _under_way_lock:
             _under_way.add(self)
 
@@ -121,6 +127,20 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
+def _finish_at_exit() -> None:
+    """Let snapshots be completed: a thread that comes back from torch's code to an interpreter that is gone aborts it."""
+    with _under_way_lock:
+        threads = [guard.thread for guard in _under_way if guard.thread is not None]
+    deadline_s = time.monotonic() + _AT_EXIT_TIMEOUT_S
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        _log.warning("a snapshot is still being taken %g s after the end", _AT_EXIT_TIMEOUT_S)
+
+
+atexit.register(_finish_at_exit)
+
+
 def stage_behind(
     sources: Sequence[torch.Tensor],
     names: Sequence[str],
@@ -184,9 +204,11 @@ def stage_behind(
         guard.end()
         done.set_result(made)
 
+    guard.thread = threading.Thread(target=run, name="nostall-staging", daemon=True)
     try:
-        threading.Thread(target=run, name="nostall-staging", daemon=True).start()
+        guard.thread.start()
     except RuntimeError:  # the system has no thread to give
+        guard.thread = None
         is_wanted.set()
         run()
     is_wanted.set()
