@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import io
 import weakref
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,12 +19,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
 from nostall._coordination import Coordination
 from nostall._failures import exception_for, sendable
-from nostall._metadata import Publication, local_plans_in
+from nostall._metadata import local_plans_in
 from nostall._pipeline.plan_cache import CachedPlans, matches_loaded, same_plan
 from nostall.errors import NostallError, SaveError
 
@@ -91,64 +89,6 @@ class PlanMemory:
     def reusable_metadata(self) -> Metadata | None:
         """Metadata for one more save of the same structure."""
         return None if self._metadata is None else _unsaved(self._metadata)
-
-
-class KnownResults:
-    """What the coordinator keeps of the last save, so that equal results need neither be sent nor pickled again."""
-
-    def __init__(self) -> None:
-        self._of_rank: dict[int, tuple[str, list[WriteResult]]] = {}
-        self._tokens: list[str | None] = []
-        """Of the save that is being finalised."""
-        self._published_for: list[str | None] = [None]
-        self._planned: dict[str, int] = {}
-        self._publication: Publication | None = None
-
-    def fill_in(self, outcomes: Sequence[tuple[str | None, Any]]) -> list[Any]:
-        """All ranks' results or failures, where ``None`` stands for results that are known here under the same token."""
-        self._tokens = [token for token, _ in outcomes]
-        return [
-            self._recall(rank, token) if results is None else self._keep(rank, token, results)
-            for rank, (token, results) in enumerate(outcomes)
-        ]
-
-    def publication(self, planned: Metadata) -> Publication | None:
-        """What was published last, if all ranks' results and the planned metadata are still the same."""
-        same = self._tokens == self._published_for and _attributes(planned) == self._planned
-        return self._publication if same else None
-
-    def note_published(self, planned: Metadata, publication: Publication) -> None:
-        """Keep what is being published, if all ranks' results may come again."""
-        if None not in self._tokens:
-            self._published_for, self._publication = self._tokens, publication
-            self._planned = _attributes(planned)
-
-    def _keep(self, rank: int, token: str | None, results: Any) -> Any:
-        if token is not None and isinstance(results, list):
-            self._of_rank[rank] = (token, results)
-        return results
-
-    def _recall(self, rank: int, token: str | None) -> Any:
-        known_token, results = self._of_rank.get(rank, (None, []))
-        if token == known_token:
-            return results
-        return _torch.wrap_exception(
-            SaveError(
-                "this rank refers to results of an earlier save that the coordinator does not have",
-                rank=rank,
-                phase="collect",
-                hint="use one metadata cache per sequence of saves, the same way on all ranks",
-            )
-        )
-
-
-def _attributes(metadata: Metadata) -> dict[str, int]:
-    """Which objects a planned metadata object consists of; its owner keeps them alive."""
-    return {
-        name: id(value)
-        for name, value in vars(metadata).items()
-        if name not in ("storage_data", "storage_meta", "version")
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

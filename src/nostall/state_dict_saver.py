@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import assert_never
 
 from nostall import _torch
 from nostall._coordination import Coordination, coordination_of
 from nostall._failures import exception_for, sendable
+from nostall._known_results import KnownResults, Told, tell, token_of
+from nostall._metadata_cache import CheckpointMetadataCache
 from nostall._pipeline.collect import collect
 from nostall._pipeline.plan_cache import (
-    CachedPlans,
     Changed,
     Reuse,
     Route,
@@ -32,11 +31,8 @@ from nostall._pipeline.plan_cache import (
     choose_route,
     matches_loaded,
     nobody_talks,
-    same_plan,
 )
 from nostall._planning import (
-    KnownResults,
-    PlanMemory,
     as_save_error,
     group_identity,
     is_stocks_own,
@@ -53,78 +49,17 @@ from nostall._values import Abort, Commit
 from nostall.errors import IncompleteSaveError, SaveError
 from nostall.filesystem_async import FileSystemWriterAsync
 
+__all__ = [
+    "CheckpointMetadataCache",
+    "SaveSession",
+    "get_metadata_caching_status",
+    "init_checkpoint_metadata_cache",
+    "save_state_dict_async_finalize",
+    "save_state_dict_async_plan",
+    "verify_global_md_reuse",
+]
+
 _log = logging.getLogger("nostall")
-
-
-class CheckpointMetadataCache(PlanMemory):
-    """What one sequence of saves remembers of its plans. Make one per kind of checkpoint and keep it.
-
-    The methods that frameworks call are a view of :class:`~nostall._planning.PlanMemory`; metadata handed in or out is
-    never changed.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._central: SavePlan | None = None
-        self._local: SavePlan | None = None
-        self._validated = False
-        self.known: KnownSave | None = None
-        """The structure of the last save that reused a plan, and what follows from it."""
-        self.told: str | None = None
-        """Identifies the results that the coordinator has from this rank."""
-        self.known_results = KnownResults()
-        """On the coordinator, the results that it has from all ranks."""
-
-    def set_cached_global_metadata(self, metadata: Metadata | None) -> None:
-        """Adopt the metadata of a loaded checkpoint, so that the first save after a resume need not be planned anew."""
-        self.adopt_loaded(metadata)
-
-    def set_cache_metadata(
-        self, central_plan: SavePlan, local_plan: SavePlan, global_md_verify_reuse: bool
-    ) -> None:
-        """Remember a plan; the second equal one in a row makes the cache valid on this rank."""
-        self._validated = self._central is not None and same_plan(self._central, central_plan)
-        self._central, self._local = central_plan, local_plan
-        self.verified_loaded = global_md_verify_reuse
-
-    def prepare_save_state_dict_ret(
-        self, rank: int, coordinator: int, save_state_dict_ret: tuple[Any, Any, Any]
-    ) -> tuple[Any, Any, Any]:
-        """The tuple with metadata filled in on the coordinator where planning was skipped."""
-        writer, metadata, wrapper = save_state_dict_ret
-        if rank == coordinator:
-            if metadata is None:
-                metadata = self.reusable_metadata()
-            else:
-                self._metadata = metadata
-        return writer, metadata, wrapper
-
-    def get_cache_metadata(
-        self,
-    ) -> tuple[SavePlan | None, SavePlan | None, bool, list[SavePlan] | None]:
-        """``(central_plan, local_plan, validated_cache_reuse, loaded_all_plans)``."""
-        return self._central, self._local, self._validated, self.loaded_all_plans
-
-    def get_metadata_caching_status(self) -> tuple[bool, bool]:
-        """``(validated_cache_reuse, validated_loaded_metadata_reuse)``."""
-        return self._validated, self.verified_loaded
-
-    def keep(
-        self, plans: CachedPlans, all_plans: list[SavePlan] | None, metadata: Metadata | None
-    ) -> None:
-        """Remember a plan that all ranks made together."""
-        super().keep(plans, all_plans, metadata)
-        self._central, self._local = plans.final, plans.local
-        self._validated = plans.validated  # what all ranks agreed on, not what this one sees
-        self.known = self.told = None
-        self.known_results = KnownResults()
-
-    def forget(self) -> None:
-        """Plan the next save together."""
-        super().forget()
-        self._central = self._local = self.known = self.told = None
-        self.known_results = KnownResults()
-        self._validated = False
 
 
 _default_cache = CheckpointMetadataCache()
@@ -159,10 +94,7 @@ class SaveSession(_torch.DistWrapper):
 class _Outcome:
     """What a rank tells the coordinator when it finalises."""
 
-    results: list[WriteResult] | _torch.WrappedException | None
-    """``None`` if they are those that the coordinator has got before, under the same ``token``."""
-    token: str | None
-    """Identifies results that may come again."""
+    told: Told
     changed_plan: SavePlan | None
     took_s: float
     """From the beginning of planning until the files were durable."""
@@ -208,9 +140,13 @@ def save_state_dict_async_plan(
             storage_writer,
             process_group,
             coordinator_rank,
-            planner or DefaultSavePlanner(),
-            (metadata_cache or _default_cache) if enable_cache else None,
+            DefaultSavePlanner() if planner is None else planner,
+            _chosen_cache(metadata_cache) if enable_cache else None,
         )
+
+
+def _chosen_cache(cache: CheckpointMetadataCache | None) -> CheckpointMetadataCache:
+    return _default_cache if cache is None else cache
 
 
 def _plan_save(
@@ -321,12 +257,21 @@ def _plan(
                 assert_never(route)
         writer.prepare_write_data(planner.finish_plan(final), planner)
         if cache is not None and isinstance(route, Reuse) and is_stocks_own(planner):
-            with suppress(Exception):  # what cannot be learned is planned again
-                cache.known = writer.learn(asked.state_dict, vars(planner)["state_dict"])
+            cache.known = _learn(writer, asked.state_dict, planner)
     except Exception as error:  # told to the others where they are going: to finalising
         writer.fail_later(as_save_error(error, coordination.rank))
     session.planner = without_state(planner)
     return metadata
+
+
+def _learn(
+    writer: FileSystemWriterAsync, state_dict: dict[str, Any], planner: SavePlanner
+) -> KnownSave | None:
+    try:
+        return writer.learn(state_dict, vars(planner)["state_dict"])
+    except Exception:  # the save itself is in order, and the next one is planned as this one was
+        _log.debug("the structure was not learned", exc_info=True)
+        return None
 
 
 def save_state_dict_async_finalize(
@@ -346,22 +291,24 @@ def save_state_dict_async_finalize(
     session = dist_wrapper if isinstance(dist_wrapper, SaveSession) else None
     cache = session.cache if session is not None else None
     results = storage_writer.retrieve_write_results()
-    token = storage_writer.known_results if isinstance(results, list) and cache else None
-    told_before = cache is not None and token is not None and cache.told == token
+    told = tell(
+        results,
+        token=None if cache is None else storage_writer.known_results,
+        told=None if cache is None else cache.told,
+    )
     outcome = _Outcome(
-        results=results if isinstance(results, list) else sendable(results),
-        token=token,
+        told=told,
         changed_plan=session.changed_plan if session else None,
         took_s=storage_writer.took_s,
     )
     with storage_writer.timeline.measure("commit"):
-        outcomes = coordination.gather(replace(outcome, results=None) if told_before else outcome)
-        told = None
+        outcomes = coordination.gather(outcome)
+        finished = None
         if outcomes is not None:
-            told = _finish(storage_writer, global_metadata, outcomes, session, coordination)
-        ending = coordination.broadcast(told)
+            finished = _finish(storage_writer, global_metadata, outcomes, session, coordination)
+        ending = coordination.broadcast(finished)
     if cache is not None:
-        cache.told = token
+        cache.told = token_of(told)
         if ending.changed or ending.failures:
             cache.forget()
     if ending.failures and not ending.commit_begun:
@@ -414,7 +361,8 @@ def _finish(
     changed = any(each.changed_plan is not None for each in outcomes)
     cache = session.cache if session is not None else None
     known = cache.known_results if cache is not None else KnownResults()
-    match collect(known.fill_in([(each.token, each.results) for each in outcomes])):
+    told = [each.told for each in outcomes]
+    match collect(known.fill_in(told)):
         case Abort(failures=failures):
             return _Ending(failures=failures, commit_begun=False, changed=changed)
         case Commit(results=results):
@@ -424,10 +372,10 @@ def _finish(
                 if metadata is None:
                     raise SaveError("the coordinator has no metadata to publish", phase="commit")
                 commit_begun = True
-                publication = None if changed else known.publication(metadata)
+                publication = None if changed else known.publication(told, metadata)
                 if publication is None:
                     publication = writer.publication_of(metadata, results)
-                    known.note_published(metadata, publication)
+                    known.note_published(told, metadata, publication)
                 writer.publish(publication, metadata)
             except Exception as error:  # every rank has to hear of it
                 return _Ending(
