@@ -120,7 +120,7 @@ def bench(session: nox.Session) -> None:
     """Run the benchmark against the installed package; arguments after `--` go to it."""
     install(session, "numpy")  # torch warns on import when it is missing
     drawn = any(argument.startswith("--plot") for argument in session.posargs)
-    install_package(session, extra="plot" if drawn else None)
+    install_package(session, extra="fast,plot" if drawn else "fast")
     session.run("python", "-m", "nostall", "bench", *session.posargs)
 
 

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nostall import _torch
 from nostall._arena import Arena, Block, Lease, address_of
+from nostall._checksum import use_fastest
 from nostall._pipeline.layout import FileNaming, Packing, lay_out
 from nostall._reports import is_done, joined, when_done
 from nostall._staging import any_under_way, wait_for_all
@@ -54,6 +55,7 @@ class Engine:
 
     def __init__(self, options: EngineOptions | None = None) -> None:
         self.options = options or EngineOptions()
+        use_fastest()  # for saves that are written in this process
         self.arena = Arena(
             max_blocks=self.options.max_in_flight,
             on_drop=self._forget,

@@ -13,6 +13,7 @@ import psutil
 import torch
 
 import nostall
+from nostall._checksum import use_fastest
 
 _PEERS = ("torchsnapshot", "torch_checkpointing", "nvidia-resiliency-ext", "numpy", "psutil")
 
@@ -37,6 +38,7 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "nostall": nostall.__version__,
+        "crc32": "zlib" if use_fastest() is None else "isal",
     }
     for name in _PEERS:
         try:

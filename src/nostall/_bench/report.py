@@ -46,7 +46,7 @@ def _heading(report: BenchReport) -> str:
         f"{machine['cpu']}, {machine['cpus_usable']} cores,"
         f" {format_nbytes(machine['memory_nbytes'])}, {machine['file_system']};"
         f" torch {report.versions['torch']} on {machine['torch_threads']} threads,"
-        f" nostall {report.versions['nostall']}"
+        f" nostall {report.versions['nostall']} with {report.versions['crc32']}'s CRC-32"
     )
 
 

@@ -18,10 +18,10 @@ All of them lie behind the payload, so a file can be sealed while it is written 
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 
+from nostall import _checksum
 from nostall._values import Container, Seal
 from nostall.errors import NostallError
 
@@ -111,7 +111,7 @@ def seal_patches(seal: Seal, crc32: int) -> tuple[tuple[int, bytes], ...]:
         state = combine_hash(state, after)
     digits = b"%020d" % state
     payload_crc = _CRC.pack(crc32)
-    id_crc = _CRC.pack(zlib.crc32(digits, zlib.crc32(seal.id_names)))
+    id_crc = _CRC.pack(_checksum.crc32(digits, _checksum.crc32(seal.id_names)))
     return (
         (seal.payload_crc_at[0], payload_crc),
         (seal.payload_crc_at[1], payload_crc),
@@ -150,7 +150,7 @@ class Sealer:
             at - payload_offset
             for at in (*seal.payload_crc_at, seal.id_at + _ID_DIGITS, *seal.id_crc_at)
         )
-        self._id_names_crc = zlib.crc32(seal.id_names)
+        self._id_names_crc = _checksum.crc32(seal.id_names)
         # The sums in combine_hash() are taken modulo 2**64, so all but the CRC can be added up, or shifted, beforehand.
         first = _HASH_STEP + (seal.hash_before << 6) + (seal.hash_before >> 2)
         self._steps = (first, *(_HASH_STEP + after for after in seal.crcs_after))
@@ -174,7 +174,7 @@ class Sealer:
         nbytes, id_names_crc = self.payload_nbytes, self._id_names_crc
         hash_before = self.template.hash_before
         first, *steps = self._steps
-        checksum, put_crc, put_id = zlib.crc32, _CRC.pack_into, _ID.pack_into
+        checksum, put_crc, put_id = _checksum.crc32, _CRC.pack_into, _ID.pack_into
         for slot, at in zip(slots, payloads_at, strict=True):
             crc32 = crc32_of_slot[slot] = checksum(memory[at : at + nbytes])
             state = hash_before ^ ((first + crc32) & _U64)

@@ -1,8 +1,9 @@
 """Files on a POSIX file system, written in large positional chunks, past the page cache where that is possible.
 
-A file gets all its blocks when it is made. ``O_DIRECT`` asks for page-aligned memory, offsets and lengths. Images are page-aligned; the last chunk is written with
-its padding and the file cut to length before it is synced. A file system that does not take ``O_DIRECT`` refuses the
-open or the first write with ``EINVAL``: the file then goes through the page cache, with the same result.
+A file gets all its blocks when it is made. ``O_DIRECT`` asks for page-aligned memory, offsets and lengths. Images are
+page-aligned; the last chunk is written with its padding and the file cut to length before it is synced. A file system
+that does not take ``O_DIRECT`` refuses the open or the first write with ``EINVAL``: the file then goes through the page
+cache, with the same result.
 """
 
 from __future__ import annotations

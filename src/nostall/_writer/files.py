@@ -140,7 +140,11 @@ def _write_images(
     cancelled: threading.Event,
     cutter: Cutter,
 ) -> tuple[FileReceipt, ...]:
-    tasks = [_FileTask(job, image, images[image.name], faults, cutter) for image in job.files]
+    # More threads than processors would take turns, and all of them be done late: the device waits meanwhile.
+    checksums = threading.Semaphore(len(os.sched_getaffinity(0)))
+    tasks = [
+        _FileTask(job, image, images[image.name], faults, cutter, checksums) for image in job.files
+    ]
     chunks: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
     for task in tasks:
         for number in range(task.chunk_count):
@@ -210,13 +214,20 @@ class _FileTask:
     """One file on its way to storage, shared by the threads that work on its chunks."""
 
     def __init__(
-        self, job: WriteJob, image: FileImage, memory: memoryview, faults: Faults, cutter: Cutter
+        self,
+        job: WriteJob,
+        image: FileImage,
+        memory: memoryview,
+        faults: Faults,
+        cutter: Cutter,
+        checksums: threading.Semaphore,
     ) -> None:
         self.path = os.path.join(job.directory, image.name)
         self._job = job
         self._image = image
         self._memory = memory
         self._faults = faults
+        self._checksums = checksums
         self._file: ImageFile | None = None
         self._lock = threading.Lock()
         size = max(PAGE_NBYTES, page_aligned(job.chunk_nbytes))
@@ -236,7 +247,8 @@ class _FileTask:
         begin, end = self._bounds[number], self._bounds[number + 1]
         self._open()
         started_s = time.monotonic()
-        self._payloads.sum_pieces(self._memory, number)
+        with self._checksums:
+            self._payloads.sum_pieces(self._memory, number)
         self._summed[number].set()
         for earlier in range(self._payloads.first_chunk_needed(number), number):
             self._wait(self._summed[earlier])

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
+from nostall import _checksum
 from nostall._arena import Block
 from nostall._storage.posix import remove_files
 from nostall._values import Failure, RankFailed, RankReport, SealTable, WriteJob
@@ -18,7 +19,7 @@ from nostall._writer.messages import Message, job_to_message, report_from_messag
 
 _ENTRY = (
     "import sys; sys.path.append(sys.argv[1]);"
-    " from nostall._writer.main import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    " from nostall._writer.main import main; main(int(sys.argv[3]), int(sys.argv[4]), sys.argv[2])"
 )
 
 SEALS_KEPT = 16
@@ -61,8 +62,9 @@ class WriterProcess(ChildProcess[RankReport]):
         self._mapped: set[int] = set()
         self._seals = SealsSent()
         super().__init__(
-            # -I -S: nothing of the user's environment, current directory or site-packages is executed in there.
-            ["-I", "-S", "-c", _ENTRY, root],
+            # -I -S: of the user's environment, current directory and site-packages nothing is executed in there but the
+            # package that computes checksums faster, if there is one.
+            ["-I", "-S", "-c", _ENTRY, root, _checksum.use_fastest() or ""],
             cpu_priority=cpu_priority,
             io_priority=io_priority,
         )

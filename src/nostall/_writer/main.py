@@ -19,6 +19,7 @@ import sys
 import threading
 import traceback
 
+from nostall._checksum import use_fastest_from
 from nostall._storage.streams import StreamTarget
 from nostall._values import Failure, RankFailed, RankReport, SealTable, WriteJob, page_aligned
 from nostall._writer.files import perform
@@ -34,8 +35,14 @@ from nostall._writer.parent import messages_from_parent
 from nostall._writer.seals import Cuts
 
 
-def main(socket_fd: int, parent_pid: int) -> None:
-    """Serve one trainer until it closes the socket or ends."""
+def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
+    """Serve one trainer until it closes the socket or ends.
+
+    Args:
+        socket_fd: What the trainer talks through.
+        parent_pid: The trainer.
+        checksums_from: Where ``_checksum.use_fastest_from`` finds something; ``""`` for nowhere.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sock = socket.socket(fileno=socket_fd)
@@ -45,6 +52,8 @@ def main(socket_fd: int, parent_pid: int) -> None:
         send(sock, {"type": "ready", "pid": os.getpid()})
     except OSError:  # the trainer has no use for this process any more
         os._exit(0)
+    if checksums_from:  # after the trainer was told, who does not wait for it
+        use_fastest_from(checksums_from)
     for message, descriptors in messages_from_parent(sock, parent_pid):
         writer.take(message, descriptors)
 

@@ -7,7 +7,6 @@ Which payload lies where among the chunks of an image follows from the layout al
 from __future__ import annotations
 
 import threading
-import zlib
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from nostall import _checksum
 from nostall._pipeline.container import Sealer, seal_patches
 from nostall._values import Seal, SealTable
 from nostall._writer.crc import combine
@@ -190,7 +190,7 @@ class Payloads:
         for run in self._chunks[chunk].runs:
             run.sealer.seal(memory, run.slots, run.payloads_at, self.crc32)
         for piece in self._chunks[chunk].pieces:
-            crc32 = zlib.crc32(memory[piece.begin : piece.end])
+            crc32 = _checksum.crc32(memory[piece.begin : piece.end])
             self._crc_of_piece[piece.slot, chunk] = crc32
 
     def first_chunk_needed(self, chunk: int) -> int:

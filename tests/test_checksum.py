@@ -1,0 +1,88 @@
+"""Checksums: the same sums from whatever computes them, and the fast code where there is some."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nostall
+from nostall import _checksum
+from nostall.core import AsyncCallsQueue
+from nostall.testing import writer_pids
+from states import blobs, schedule
+
+
+def loaded_code(pid: int) -> str:
+    """What a process has mapped."""
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+@given(st.binary(max_size=5000), st.integers(min_value=0, max_value=2**32 - 1))
+def test_the_fast_sum_is_the_slow_sum(content: bytes, before: int) -> None:
+    """Of anything, and going on with any earlier sum."""
+    assert _checksum.use_fastest() is not None
+    assert _checksum.crc32 is not zlib.crc32
+    assert _checksum.crc32(memoryview(content), before) == zlib.crc32(content, before)
+
+
+def test_the_writer_process_has_the_fast_code_and_nothing_else(tmp_path: Path) -> None:
+    """Of all packages that are installed here."""
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path, {"weight": torch.arange(1000.0)})
+        queue.wait()
+        (pid,) = writer_pids()
+        code = loaded_code(pid)
+    assert "isal_zlib" in code
+    packages = [line for line in code.splitlines() if "site-packages" in line]
+    assert all("/isal/" in line for line in packages), packages
+
+
+WITHOUT = """
+import sys
+sys.modules["isal"] = None
+sys.path.insert(0, sys.argv[2])
+import torch
+from nostall.core import AsyncCallsQueue
+from nostall.testing import writer_pids
+from pathlib import Path
+from states import schedule
+
+with AsyncCallsQueue() as queue:
+    schedule(queue, Path(sys.argv[1]), {"weight": torch.arange(1000.0)})
+    queue.wait()
+    print("isal" in Path(f"/proc/{writer_pids()[0]}/maps").read_text(), "isal_zlib" in sys.modules)
+"""
+
+
+def test_without_the_extra_a_checkpoint_is_the_same(tmp_path: Path) -> None:
+    """Byte for byte; the standard library's sums are as good."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, str(tmp_path / "without"), str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "False False\n"
+    state = {"weight": torch.arange(1000.0)}
+    dcp.save(state, storage_writer=nostall.FileSystemWriterAsync(tmp_path / "with"))
+    assert blobs(tmp_path / "without") == blobs(tmp_path / "with")
+
+
+def test_a_directory_that_does_not_have_it_leaves_zlibs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the environment is replaced under a running trainer."""
+    monkeypatch.setattr(_checksum, "crc32", _checksum.crc32)
+    for name in [name for name in sys.modules if name.split(".")[0] == "isal"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    before = list(sys.path)
+    _checksum.use_fastest_from("/nowhere")
+    assert _checksum.crc32 is zlib.crc32
+    assert sys.path == before
