@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,11 @@ from nostall.core import AsyncCallsQueue
 from nostall.errors import OptionError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
-from nostall.state_dict_saver import CheckpointMetadataCache, save_state_dict_async_plan
+from nostall.state_dict_saver import (
+    CheckpointMetadataCache,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
 from nostall.testing import Hold, inject
 from ranks import run_ranks
 from states import blobs, schedule, small_state
@@ -312,40 +317,78 @@ def test_an_interpreter_that_ends_lets_a_snapshot_be_completed(tmp_path: Path) -
 
 def test_a_forked_child_does_not_wait_for_its_parents_snapshot(tmp_path: Path) -> None:
     """Whose thread it does not have: a data loader that steps an optimizer of its own goes on."""
-    with AsyncCallsQueue() as queue, Hold("stage") as hold:
+    writer = FileSystemWriterAsync(tmp_path, staging="overlapped")
+    planned = save_state_dict_async_plan(small_state(1), writer)
+    save, preload, args = writer.get_save_function_and_args()
+    with Hold("stage") as hold:
         with inject(hold.fault):
-            schedule(queue, tmp_path / "save", small_state(1), staging="overlapped")
+            args[1] = preload()
         hold.wait_reached()
         with pytest.raises(SaveTimeoutError, match="still being taken"):
             nostall.wait_staged(0.0)
+        with pytest.raises(SaveTimeoutError, match="still being taken"):
+            writer.wait_staged(0.0)
         child = os.fork()
         if child == 0:
             try:
                 nostall.wait_staged(0.0)
+                writer.wait_staged(0.0)
             except BaseException:
                 os._exit(1)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         hold.release()
-        queue.wait()
-    assert blobs(tmp_path / "save")
+    save(*args)
+    save_state_dict_async_finalize(*planned)
+    assert blobs(tmp_path)
 
 
 def test_writing_by_hand_waits_for_a_snapshot_no_longer_than_allowed(tmp_path: Path) -> None:
-    """The error says in which phase it was; the snapshot that comes later is let go, and the next save has its memory."""
-    nostall.configure(EngineOptions(max_in_flight=1, save_timeout_s=0.2))
+    """The error says in which phase it was, here and to all ranks; the snapshot that comes later is let go."""
+    nostall.configure(EngineOptions(max_in_flight=1))
+    engine = default_engine()
+    patient = engine.options
     writer = FileSystemWriterAsync(tmp_path / "late", staging="overlapped")
-    save_state_dict_async_plan(small_state(1), writer)
+    planned = save_state_dict_async_plan(small_state(1), writer)
     save, preload, args = writer.get_save_function_and_args()
     with Hold("stage") as hold:
         with inject(hold.fault):
             args[1] = preload()
+        engine.options = replace(patient, save_timeout_s=0.1)
         with pytest.raises(SaveTimeoutError, match="phase=stage") as late:
             save(*args)
+        engine.options = patient
         assert late.value.rank == 0
+        with pytest.raises(CheckpointException, match="the snapshot was not taken within"):
+            save_state_dict_async_finalize(*planned)
         hold.release()
-    nostall.wait_staged(60)
-    with AsyncCallsQueue() as queue:
+    with AsyncCallsQueue() as queue:  # there is memory for one snapshot only
         schedule(queue, tmp_path / "next", small_state(2))
-    assert not (tmp_path / "late" / ".metadata").exists()
+    assert not list(tmp_path.glob("late/*"))
     assert blobs(tmp_path / "next")
+
+
+def test_a_snapshot_that_cannot_begin_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by the optimizer's next step nor by configure(), whether a device refuses or the user interrupts."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for place, failing, expected in (
+        ("nostall._torch.stream_marks", refuse, RuntimeError),
+        ("threading.Thread.start", interrupt, KeyboardInterrupt),
+    ):
+        writer = FileSystemWriterAsync(tmp_path / place, staging="overlapped")
+        save_state_dict_async_plan(small_state(1), writer)
+        _, preload, _ = writer.get_save_function_and_args()
+        with monkeypatch.context() as patched:
+            patched.setattr(place, failing)
+            with pytest.raises(expected):
+                preload()
+        nostall.wait_staged(0.0)
+        nostall.configure(EngineOptions())

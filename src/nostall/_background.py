@@ -44,7 +44,14 @@ class BackgroundSave(ABC):
     def __call__(self, _rank: int, snapshot: Any, _results: object = None) -> None:
         """Write here and now: the ``save_fn``, with the snapshot in place of argument index 1."""
         self._begin(snapshot)
-        self._settle(self.write(snapshot))
+        try:
+            report = self.write(snapshot)
+        except BaseException as error:
+            self.fail(
+                error, phase="write"
+            )  # for the other ranks, should this one go on to finalise
+            raise
+        self._settle(report)
 
     def start(self, snapshot: Any) -> Future[RankReport]:
         """Write in the background; the future always ends with a report."""

@@ -18,9 +18,11 @@ from nostall._coordination import coordination_for
 from nostall._failures import error_of, failure_of
 from nostall._lifecycle import Lifecycle, State
 from nostall._python_worker import Outcome, PythonWorker, serialize_call
+from nostall._reports import is_done
 from nostall._requests import AsyncRequest
 from nostall._runtime import default_engine
 from nostall._values import Failure, RankFailed, RankReport
+from nostall.errors import SaveTimeoutError
 
 
 class Call:
@@ -127,13 +129,21 @@ class AsyncCaller(ABC):
         Raises:
             SaveError: It is done and a callable that is not nostall's own failed here. A save of nostall's reports its
                 failure on every rank when it is finalised.
+            SaveTimeoutError: ``blocking``, and it was not done within ``EngineOptions.save_timeout_s``.
         """
         if not self._calls:
             return True
         call = self._calls[0]
         while True:
             if blocking:
-                call.outcome.result(default_engine().options.save_timeout_s)
+                timeout_s = default_engine().options.save_timeout_s
+                if not is_done(call.outcome, timeout_s):
+                    raise SaveTimeoutError(
+                        f"request {call.request.call_idx} was not done within {timeout_s:g} s",
+                        rank=coordination_for(None).rank,
+                        phase="write",
+                        hint="wait again, or give it up with close(abort=True)",
+                    )
             alive = not call.outcome.done()
             done = not alive if no_dist else self.sync_all_async_calls(alive)
             if done:

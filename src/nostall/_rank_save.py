@@ -10,7 +10,7 @@ from nostall import _save, _taking, _writing
 from nostall._background import BackgroundSave
 from nostall._failures import failure_of
 from nostall._pipeline.snapshot import Snapshot
-from nostall._reports import is_done
+from nostall._reports import CANCEL_TIMEOUT_S, is_done
 from nostall._staging import Guard
 from nostall._storage.posix import remove_files
 from nostall._values import FileReceipt, RankFailed, RankReport, RankWritten
@@ -91,17 +91,25 @@ class RankSave(BackgroundSave):
         try:
             if self.aborted:
                 raise SaveAbortedError("the save was aborted", phase="stage")
-            return _writing.write_in_background(snapshot, self.prepared.target, self.engine)
+            written = _writing.write_in_background(snapshot, self.prepared.target, self.engine)
         except BaseException:
             _taking.give_up(snapshot, self.prepared.target, self.engine)
             raise
+        if self.aborted:  # meanwhile, by somebody who found no job to cancel
+            self.engine.cancel(self.job, written, timeout_s=CANCEL_TIMEOUT_S)
+        return written
 
     def _submit_when_staged(self, staging: Future[Snapshot]) -> Future[RankReport]:
         report: Future[RankReport] = Future()
 
         def go_on(staged: Future[Snapshot]) -> None:
             try:
-                written = self._submit(staged.result())
+                try:
+                    written = self._submit(staged.result())
+                finally:
+                    # The writer's now; before the report, so that who waits for that finds nothing under way.
+                    if self._guard is not None:
+                        self._guard.leave()
             except BaseException as error:  # whoever waits must hear of it
                 failure = failure_of(error, phase="stage")
                 report.set_result(RankFailed(rank=self.rank, failure=failure))

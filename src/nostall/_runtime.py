@@ -183,7 +183,8 @@ class Engine:
     def is_writing(self) -> bool:
         """Whether a writer process has a job that it has not answered, or is going to get one."""
         with self._lock:
-            return any(not writer.idle for writer in self._writers) or any_under_way()
+            writers = list(self._writers)
+        return any_under_way() or any(not writer.idle for writer in writers)
 
     def warmup(self, nbytes: int, *, timeout_s: float) -> None:
         """Start a writer process and make memory for a snapshot of ``nbytes`` bytes, so that no save has to."""

@@ -33,12 +33,13 @@ Marks = Mapping[torch.device, Any]
 _under_way: set[Guard] = set()
 """Of all snapshots that are being taken, whatever engine they belong to."""
 _under_way_lock = threading.Lock()
-_AT_EXIT_TIMEOUT_S = 60.0
-"""Some hundred gigabytes are copied in this time."""
+_THREAD_NAME = "nostall-staging"
+_AT_EXIT_TIMEOUT_S = 20.0
+"""A hundred gigabytes and more are copied in this time; who waits for memory so long need not be waited for."""
 
 
 class Guard:
-    """What has to be waited for before tensors may change. Holds none of them."""
+    """What has to be waited for before tensors may change. Holds none of them itself."""
 
     def __init__(self) -> None:
         self._is_safe = threading.Event()
@@ -48,10 +49,6 @@ class Guard:
         """How many have waited, or wait."""
         self.failure: str | None = None
         """Why there is no snapshot; no exception, whose traceback would hold the tensors."""
-        self.thread: threading.Thread | None = None
-        """Which takes the snapshot."""
-        with _under_way_lock:
-            _under_way.add(self)
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the tensors may be changed; at once if the snapshot has failed, which finalising reports.
@@ -88,16 +85,31 @@ class Guard:
             return [] if self._waiting else changed()
 
     def end(self, failure: str | None = None) -> None:
-        """The snapshot is complete, or lost because of ``failure``: there is nothing left to wait for."""
+        """The snapshot is complete, or lost because of ``failure``: the tensors are the trainer's."""
         self.failure = failure
         self._copies = None
         self._is_safe.set()
+
+    def enter(self) -> None:
+        """From now on the snapshot is under way; see :func:`any_under_way`."""
+        with _under_way_lock:
+            _under_way.add(self)
+
+    def leave(self) -> None:
+        """What becomes of the snapshot is somebody else's business now. Idempotent."""
         with _under_way_lock:
             _under_way.discard(self)
 
+    def abandon_after_fork(self) -> None:
+        """In a forked child, which does not have the thread: there is nothing to wait for."""
+        self._lock = threading.Lock()
+        self._copies = None
+        self._is_safe = threading.Event()
+        self._is_safe.set()
+
 
 def any_under_way() -> bool:
-    """Whether a snapshot of this process is being taken."""
+    """Whether a snapshot of this process is being taken, or has yet to be handed on."""
     with _under_way_lock:
         return bool(_under_way)
 
@@ -120,17 +132,18 @@ def wait_for_all(timeout: float | None) -> None:
 
 def _after_fork_in_child() -> None:
     global _under_way, _under_way_lock
-    # The threads that would end them are the parent's; and another thread may have held the lock.
-    _under_way, _under_way_lock = set(), threading.Lock()
+    # The threads that would end them are the parent's; and another thread may have held any of the locks.
+    guards, _under_way, _under_way_lock = _under_way, set(), threading.Lock()
+    for guard in guards:
+        guard.abandon_after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _finish_at_exit() -> None:
-    """Let snapshots be completed: a thread that comes back from torch's code to an interpreter that is gone aborts it."""
-    with _under_way_lock:
-        threads = [guard.thread for guard in _under_way if guard.thread is not None]
+    """Wait for threads that copy: one that comes back from torch's code to an interpreter that is gone aborts it."""
+    threads = [thread for thread in threading.enumerate() if thread.name == _THREAD_NAME]
     deadline_s = time.monotonic() + _AT_EXIT_TIMEOUT_S
     for thread in threads:
         thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -160,10 +173,10 @@ def stage_behind(
     """
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
-    guard = Guard()
-    is_wanted = threading.Event()
     versions = [_torch.version_of(source) for source in sources]
     marks, devices = _torch.stream_marks(sources), _torch.current_devices(sources)
+    guard = Guard()
+    is_wanted = threading.Event()
 
     def changed() -> list[str]:
         return [
@@ -200,16 +213,24 @@ def stage_behind(
         except BaseException as error:  # whoever waits must hear of it
             guard.end(str(error))
             done.set_exception(error)
-            return
-        guard.end()
-        done.set_result(made)
+        else:
+            guard.end()
+            done.set_result(made)
+        finally:
+            guard.leave()
 
-    guard.thread = threading.Thread(target=run, name="nostall-staging", daemon=True)
+    guard.enter()
     try:
-        guard.thread.start()
+        threading.Thread(target=run, name=_THREAD_NAME, daemon=True).start()
     except RuntimeError:  # the system has no thread to give
-        guard.thread = None
         is_wanted.set()
         run()
-    is_wanted.set()
+    except (
+        BaseException
+    ):  # nobody gets to know of this snapshot; a thread that has begun ends by itself
+        guard.end()
+        guard.leave()
+        raise
+    finally:
+        is_wanted.set()
     return done, guard

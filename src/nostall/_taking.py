@@ -16,6 +16,7 @@ from nostall._failures import error_of
 from nostall._pipeline.layout import waves
 from nostall._pipeline.restage import (
     Leaf,
+    Spoiled,
     StagedStateDict,
     find_leaves,
     stage_state_dict,
@@ -121,7 +122,9 @@ def stage_copy_in_background(
     future.set_running_or_notify_cancel()
 
     def settle(_: Future[None]) -> None:
-        staged.failure = guard.failure
+        if guard.failure is not None:
+            staged.spoil(guard.failure)
+        guard.leave()
         future.set_result(staged)
 
     done.add_done_callback(settle)
@@ -243,6 +246,8 @@ def adopt_or_stage(prepared: PreparedSave, engine: Engine) -> tuple[Snapshot, bo
         # If the planner made new tensors of everything, the stager's lease is still out: do not wait for it.
         return stage(prepared, engine, beyond_limit=engine.arena.anything_labelled), False
     structure = lease.label
+    if isinstance(structure, Spoiled):
+        raise StagingError(structure.why, rank=prepared.rank, phase="stage")
     adopted = adopt_staged(prepared.planned, prepared.layout, lease)
     if adopted is not None:
         # From here on the memory is the write's, however long it takes and whatever becomes of the staged dict.

@@ -157,6 +157,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._save = None
         self._failure = None
         self._claim = None
+        self._guard = None
         self.timeline = Timeline()
         self._receipts = ()
         self._slowest_rank = None
@@ -216,9 +217,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             SaveError: It could not be done; the subclass says how.
         """
-        if self._guard is not None and self._guard.failure is not None:
+        guard, self._guard = self._guard, None
+        if guard is not None and guard.failure is not None:
+            # Also where a planner has made new tensors of everything, so that nothing shows where they come from.
             raise StagingError(
-                f"the staged copy cannot be used: {self._guard.failure}",
+                f"the staged copy cannot be used: {guard.failure}",
                 rank=self.rank,
                 phase="stage",
                 path=str(self.path),

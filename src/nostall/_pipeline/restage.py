@@ -42,21 +42,30 @@ class Leaf:
     stride: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spoiled:
+    """What the lease of a copy is labelled with that must not be saved."""
+
+    why: str
+
+
 class StagedStateDict(dict[str, Any]):
     """A private copy of a state dict whose tensors lie in leased memory; the lease ends with it."""
 
     def __init__(self, content: Mapping[str, Any], lease: Lease, structure: Structure) -> None:
         super().__init__(content)
         self.lease = lease
-        self.failure: str | None = None
-        """Why it must not be used."""
         lease.label = structure
         weakref.finalize(self, lease.release).atexit = False
 
+    def spoil(self, why: str) -> None:
+        """Keep everybody from using it, who finds it by its tensors, too."""
+        self.lease.label = Spoiled(why=f"the staged copy cannot be used: {why}")
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel to another process as one descriptor and the places in it, not as one file per tensor."""
-        if self.failure is not None:
-            raise StagingError(f"the staged copy cannot be used: {self.failure}", phase="stage")
+        if isinstance(self.lease.label, Spoiled):
+            raise StagingError(self.lease.label.why, phase="stage")
         block = self.lease.block
         stream = io.BytesIO()
         _PlacePickler(stream, block.memory).dump(dict(self))

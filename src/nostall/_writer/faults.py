@@ -1,6 +1,7 @@
 """Faults to order, for tests: an error, a death, a pause or a delay at a named point of a write.
 
-A fault is plain data in the job. Points are ``start``, ``open``, ``chunk``, ``fsync`` and ``report``; ``file`` limits
+A fault is plain data in the job. Points are ``start``, ``open``, ``chunk``, ``fsync`` and
+``report``, and in the trainer ``stage``; ``file`` limits
 a fault to shard files whose name contains it, ``after`` skips that many passages.
 """
 

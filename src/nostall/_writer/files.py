@@ -9,7 +9,8 @@ A file is worked through in chunks, taken in order by whichever thread is free. 
 3. writes it, once step 2 is done for all earlier chunks, as a container's end may reach over from them.
 
 A thread waits only for steps 1 and 2 of earlier chunks, which other threads have begun and which themselves wait only
-for still earlier ones: there is no cycle, and one thread alone never waits. Checksumming one chunk thus overlaps with
+for still earlier ones: there is no cycle, and one thread alone never waits. As many threads checksum at a time as there are
+processors; who does so waits for nothing, so the others' turn comes. Checksumming one chunk thus overlaps with
 writing others. The same code runs in the writer process and, for synchronous saves, in the trainer.
 """
 
