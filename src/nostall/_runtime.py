@@ -39,6 +39,8 @@ from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError
 from nostall.options import EngineOptions, require_integer
 
 _LAYOUTS_KEPT = 8
+_CONTAINERS_NBYTES = 2 << 20
+"""What surrounds the payloads, in a snapshot for which only their size is known: 1.4 KB per tensor."""
 _IO_THREADS = 12
 _IO_THREADS_PER_HOST = 32
 
@@ -190,7 +192,7 @@ class Engine:
         """Start a writer process and make memory for a snapshot of ``nbytes`` bytes, so that no save has to."""
         writer = self.writers(1)[0]
         if nbytes:
-            lease = self.lease(nbytes)
+            lease = self.lease(nbytes + _CONTAINERS_NBYTES)
             lease.block.populate()
             lease.release()
         if not writer.wait_ready(timeout_s):
