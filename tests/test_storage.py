@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import stat
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -130,6 +131,24 @@ def test_direct_io_is_used_where_it_is_taken_and_not_switched_off(
         hold.release()
     flags = next(line.split()[1] for line in fdinfo.splitlines() if line.startswith("flags:"))
     assert bool(int(flags, 8) & os.O_DIRECT) is direct
+
+
+@pytest.fixture
+def in_memory_directory() -> Iterator[Path]:
+    """A directory on tmpfs, where every Linux has one."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_checkpoint_on_tmpfs_is_the_one_on_disk(
+    way: Callable[..., None], in_memory_directory: Path, tmp_path: Path
+) -> None:
+    """Byte for byte, and once more over the first one."""
+    for seed in (1, 2):
+        way(in_memory_directory / "saved", odd_state(seed))
+        way(tmp_path / "saved", odd_state(seed))
+        assert blobs(in_memory_directory / "saved") == blobs(tmp_path / "saved")
 
 
 def _refusing_open(monkeypatch: pytest.MonkeyPatch) -> list[str]:
