@@ -363,6 +363,8 @@ def test_the_copies_copy_everything() -> None:
 
 def test_the_memory_sampler_sees_a_peak_that_is_over() -> None:
     """Memory of a child counts, and a peak between two looks is not lost."""
+    # Half a second is what is measured here, not waited for: the sampler looks every 20 ms by itself, and asking it would
+    # be a look.
     program = (
         "import time; b = bytearray(64 << 20); time.sleep(0.5); del b; print(flush=True); input()"
     )
