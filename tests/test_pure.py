@@ -65,6 +65,7 @@ from nostall._values import (
 )
 from nostall._writer.crc import combine
 from nostall._writer.handle import SEALS_KEPT, SealsSent
+from nostall._writer.images import Window
 from nostall._writer.main import _Writer
 from nostall._writer.messages import (
     MAX_MESSAGE_NBYTES,
@@ -219,11 +220,12 @@ def test_an_image_is_sealed_the_same_wherever_it_is_cut(
     bounds = [*range(0, end, size), end] if end else [0, 0]
     payloads = Payloads(cut(table, bounds))
     memory = bytearray(image)
+    window = Window(memoryview(memory), 0)
     chunks = range(len(bounds) - 1)
     for chunk in data.draw(st.permutations(chunks)):
-        payloads.sum_pieces(memoryview(memory), chunk)
+        payloads.sum_pieces(window, chunk)
     for chunk in data.draw(st.permutations(chunks)):
-        payloads.seal_ending_in(memoryview(memory), chunk)
+        payloads.seal_ending_in(window, chunk)
     assert bytes(memory) == expected
     assert list(payloads.crc32) == crcs
 

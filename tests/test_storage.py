@@ -27,6 +27,7 @@ from nostall._rank_save import RankSave
 from nostall._storage.posix import ImageFile
 from nostall._values import FileImage, RankFailed, RankReport, RankWritten, SealTable, WriteJob
 from nostall._writer.files import perform
+from nostall._writer.images import WholeImage
 from nostall.core import AsyncCallsQueue
 from nostall.errors import WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -532,7 +533,7 @@ def test_a_save_that_is_cancelled_in_mid_write_leaves_no_file(tmp_path: Path) ->
         )
         cancelled = threading.Event()
         reports: list[RankReport] = []
-        images = {name: memoryview(memory) for name in names}
+        images = {name: WholeImage(memoryview(memory)) for name in names}
         thread = threading.Thread(
             target=lambda: reports.append(perform(job, images, None, cancelled))
         )

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from nostall import _torch
+from nostall._values import TensorForm
 
 _LARGE_NBYTES = 128 << 10
 """From here on torch copies with several threads."""
@@ -27,6 +28,12 @@ _PIECE_NBYTES = 4 << 20
 _memcpy = ctypes.CDLL(None).memcpy  # not ctypes.memmove(), whose argument conversion costs more
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memcpy.restype = None
+
+_memcpy_at_once = ctypes.PyDLL(
+    None
+).memcpy  # keeps the interpreter's lock, which for a small copy is quicker
+_memcpy_at_once.argtypes = _memcpy.argtypes
+_memcpy_at_once.restype = None
 
 _on_cpu = attrgetter("is_cpu")
 
@@ -110,7 +117,7 @@ class Places:
         for position, address, nbytes in self._large:
             view, source = self._views[position], sources[position]
             if _lie_alike(view, source):
-                _require_unchanged(view, source)
+                _require_unchanged(source, view.dtype, view.shape)
                 pieces += _pieces(address, source.data_ptr(), nbytes)
             else:
                 to.append(_as_copyable(view))
@@ -136,17 +143,31 @@ def _lie_alike(view: torch.Tensor, source: torch.Tensor) -> bool:
     return (view.is_contiguous() and source.is_contiguous()) or view.stride() == source.stride()
 
 
-def _require_unchanged(view: torch.Tensor, source: torch.Tensor) -> None:
+def in_payload_order(source: torch.Tensor, form: TensorForm) -> torch.Tensor:
+    """A CPU tensor whose memory is the payload of ``source``: itself, or a copy if it lies in memory in another way.
+
+    Raises:
+        ValueError: The tensor is not any more what was planned.
+    """
+    if tuple(source.stride()) == form.stride:
+        _require_unchanged(source, form.dtype, form.size)
+        return source
+    payload = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device="cpu")
+    return payload.copy_(source.detach())
+
+
+def copy_bytes(to: int, of: int, nbytes: int) -> None:
+    """Copy memory from one address to another; other threads run meanwhile if that takes long."""
+    (_memcpy_at_once if nbytes < _LARGE_NBYTES else _memcpy)(to, of, nbytes)
+
+
+def _require_unchanged(source: torch.Tensor, dtype: torch.dtype, size: Sequence[int]) -> None:
     """Refuse to read past the end of memory that was replaced or freed since the tensor was planned."""
-    needed = source.storage_offset() * source.itemsize + view.nbytes
-    if (
-        source.dtype != view.dtype
-        or source.shape != view.shape
-        or source.untyped_storage().nbytes() < needed
-    ):
+    there = source.untyped_storage().nbytes()
+    needed = source.storage_offset() * source.itemsize + source.numel() * source.itemsize
+    if source.dtype != dtype or source.shape != torch.Size(size) or there < needed:
         raise ValueError(
-            f"a tensor of {tuple(view.shape)} {view.dtype} is now one of {tuple(source.shape)} {source.dtype} over"
-            f" {source.untyped_storage().nbytes()} bytes"
+            f"a tensor of {tuple(size)} {dtype} is now one of {tuple(source.shape)} {source.dtype} over {there} bytes"
         )
 
 

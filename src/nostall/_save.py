@@ -4,7 +4,8 @@
 
     plan -> PlannedSave -> lay_out -> Layout             prepare() here
          -> begin_snapshot -> Snapshot                   stage() in _taking
-         -> write -> RankReport                          write_here(), write_in_background() in _writing
+         -> write -> RankReport                          write_here(), write_in_background() in _writing;
+                                                         write_now() in _ring does both for synchronous saves
          -> results                                      write_results() here
 
 Facades call these functions and nothing below them. Where the writing happens is the caller's choice: in a writer

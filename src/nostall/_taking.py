@@ -168,14 +168,14 @@ def _begin_snapshot(
     lease: Lease | None = None
     try:
         for number, wave in enumerate(earlier):
-            lease = _lease(prepared, engine, most, beyond_limit=beyond_limit)
+            lease = lease_for(prepared, engine, most, beyond_limit=beyond_limit)
             snapshot, copies = _fill(prepared, wave, lease, engine, after)
             copies.wait()
             _require_going(prepared, written, is_aborted)
             snapshot = replace(snapshot, wave=number)
             written.append(write_in_background(snapshot, prepared.target, engine))
             lease = None  # the write's
-        lease = _lease(prepared, engine, most, beyond_limit=beyond_limit)
+        lease = lease_for(prepared, engine, most, beyond_limit=beyond_limit)
         snapshot, copies = _fill(prepared, last, lease, engine, after)
     except BaseException:
         if lease is not None:
@@ -198,7 +198,8 @@ def _require_going(
             raise error_of(report, job=prepared.target.job)
 
 
-def _lease(prepared: PreparedSave, engine: Engine, nbytes: int, *, beyond_limit: bool) -> Lease:
+def lease_for(prepared: PreparedSave, engine: Engine, nbytes: int, *, beyond_limit: bool) -> Lease:
+    """As :meth:`Engine.lease`, with errors that name the save."""
     try:
         return engine.lease(nbytes, beyond_limit=beyond_limit)
     except NostallError as error:
@@ -239,25 +240,29 @@ def without_sources(prepared: PreparedSave) -> PreparedSave:
     return replace(prepared, planned=replace(prepared.planned, sources=()))
 
 
-def adopt_or_stage(prepared: PreparedSave, engine: Engine) -> tuple[Snapshot, bool]:
-    """The snapshot, and whether the items came from a stager; such items are not copied if they are in place."""
+def take_over(prepared: PreparedSave, engine: Engine) -> Snapshot | None:
+    """The snapshot of items that a stager has copied, copied anew where they are not in place; ``None`` for other items.
+
+    Raises:
+        StagingError: The stager's copy cannot be used.
+        ReservationError: There is not enough host memory.
+    """
     lease = _stager_lease(prepared, engine)
     if lease is None:
-        # If the planner made new tensors of everything, the stager's lease is still out: do not wait for it.
-        return stage(prepared, engine, beyond_limit=engine.arena.anything_labelled), False
+        return None
     structure = lease.label
     if isinstance(structure, Spoiled):
         raise StagingError(structure.why, rank=prepared.rank, phase="stage")
     adopted = adopt_staged(prepared.planned, prepared.layout, lease)
     if adopted is not None:
         # From here on the memory is the write's, however long it takes and whatever becomes of the staged dict.
-        return replace(adopted, lease=engine.arena.adopt(lease)), True
+        return replace(adopted, lease=engine.arena.adopt(lease))
     try:
         snapshot = stage(prepared, engine, beyond_limit=True)
     finally:
         lease.release()
     engine.remember_placement(structure, _placement(prepared))
-    return snapshot, True
+    return snapshot
 
 
 def _stager_lease(prepared: PreparedSave, engine: Engine) -> Lease | None:

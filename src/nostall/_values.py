@@ -182,7 +182,7 @@ class WriteWork:
     """What the writer's threads did for one file, in seconds summed over them."""
 
     checksum_s: float = 0.0
-    """Checksumming and sealing, with waiting for each other."""
+    """Checksumming and sealing, with waiting for each other; where there is no snapshot, with copying."""
     write_s: float = 0.0
     fsync_s: float = 0.0
     spans: tuple[tuple[str, int, float, float], ...] = ()
@@ -248,6 +248,10 @@ class Abort:
 
 
 Verdict: TypeAlias = Commit | Abort
+
+
+NO_BLOCK = 0
+"""In place of a block's identifier: the image is made while it is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,13 +14,16 @@ from nostall._runtime import Engine
 from nostall._save import SaveTarget
 from nostall._storage.streams import StreamTarget
 from nostall._values import (
+    NO_BLOCK,
     FileImage,
+    Layout,
     RankFailed,
     RankReport,
     WriteJob,
     page_aligned,
 )
 from nostall._writer.files import perform
+from nostall._writer.images import WholeImage
 
 
 def write_here(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> RankReport:
@@ -32,7 +35,7 @@ def _write(
     snapshot: Snapshot, target: SaveTarget, engine: Engine, *, cancelled: threading.Event | None
 ) -> RankReport:
     try:
-        (job,) = _jobs(snapshot, target, engine, processes=1, stream=None)
+        (job,) = _snapshot_jobs(snapshot, target, engine)
         images = _images(job, snapshot)
         report = perform(job, images, target.stream, cancelled, engine.cuts.cut)
     finally:
@@ -57,8 +60,8 @@ def write_in_background(
     if target.stream is not None and stream is None:
         return _write_in_thread(snapshot, target, engine)
     processes = min(target.options.processes, len(snapshot.layout.files))
-    jobs = _jobs(snapshot, target, engine, processes=processes, stream=stream)
-    return engine.submit(jobs, snapshot.lease, after=snapshot.earlier)
+    parts = _snapshot_jobs(snapshot, target, engine, processes=processes, stream=stream)
+    return engine.submit(parts, snapshot.lease, after=snapshot.earlier)
 
 
 def _pickled(stream: StreamTarget | None) -> bytes | None:
@@ -88,23 +91,43 @@ def _write_in_thread(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> 
     return future
 
 
-def _jobs(
-    snapshot: Snapshot, target: SaveTarget, engine: Engine, *, processes: int, stream: bytes | None
+def jobs(
+    layout: Layout,
+    target: SaveTarget,
+    engine: Engine,
+    *,
+    rank: int,
+    wave: int = 0,
+    block: int = NO_BLOCK,
+    processes: int = 1,
+    stream: bytes | None = None,
 ) -> list[WriteJob]:
+    """What there is to do for a rank's files, in one job per process.
+
+    Args:
+        layout: The files.
+        target: Where they belong.
+        engine: Says how they are written.
+        rank: Whose files they are.
+        wave: Which part of the save they are.
+        block: Identifier of the arena block that holds their images.
+        processes: How many jobs to make, at most one per file.
+        stream: Pickle of the user's own callables.
+    """
     shares: list[list[FileImage]] = [[] for _ in range(max(1, processes))]
-    for number, file in enumerate(snapshot.layout.files):
+    for number, file in enumerate(layout.files):
         image = FileImage(
             name=file.name,
             nbytes=file.nbytes,
-            block=snapshot.lease.block.id,
+            block=block,
             block_offset=file.image_offset,
             seals=file.seals,
         )
         shares[number % len(shares)].append(image)
     return [
         WriteJob(
-            job=f"{target.job}/{snapshot.rank}/{snapshot.wave}.{number}",
-            rank=snapshot.rank,
+            job=f"{target.job}/{rank}/{wave}.{number}",
+            rank=rank,
             directory=target.directory,
             files=tuple(files),
             sync_files=target.options.sync_files,
@@ -119,9 +142,29 @@ def _jobs(
     ]
 
 
-def _images(job: WriteJob, snapshot: Snapshot) -> dict[str, memoryview]:
+def _snapshot_jobs(
+    snapshot: Snapshot,
+    target: SaveTarget,
+    engine: Engine,
+    *,
+    processes: int = 1,
+    stream: bytes | None = None,
+) -> list[WriteJob]:
+    return jobs(
+        snapshot.layout,
+        target,
+        engine,
+        rank=snapshot.rank,
+        wave=snapshot.wave,
+        block=snapshot.lease.block.id,
+        processes=processes,
+        stream=stream,
+    )
+
+
+def _images(job: WriteJob, snapshot: Snapshot) -> dict[str, WholeImage]:
     block = snapshot.lease.block
     return {
-        image.name: block.image(image.block_offset, page_aligned(image.nbytes))
+        image.name: WholeImage(block.image(image.block_offset, page_aligned(image.nbytes)))
         for image in job.files
     }

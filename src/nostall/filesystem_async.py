@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
-from nostall import _save, _taking, _torch, _writing
+from nostall import _ring, _save, _taking, _torch, _writing
 from nostall._metadata import (
     Publication,
     complete_metadata,
@@ -228,9 +228,11 @@ class FileSystemWriterAsync(FileSystemWriter):
             )
         engine = default_engine()
         prepared = self._prepare(plan, planner)
-        snapshot, from_stager = _taking.adopt_or_stage(prepared, engine)
-        if from_stager:
-            written = _writing.write_in_background(snapshot, prepared.target, engine)
+        staged = _taking.take_over(prepared, engine)
+        if staged is None:
+            report = _ring.write_now(prepared, engine)
+        else:
+            written = _writing.write_in_background(staged, prepared.target, engine)
             report = await_report(
                 written,
                 rank=prepared.rank,
@@ -239,8 +241,6 @@ class FileSystemWriterAsync(FileSystemWriter):
                     prepared.target.job, written, timeout_s=CANCEL_TIMEOUT_S
                 ),
             )
-        else:
-            report = _writing.write_here(snapshot, prepared.target, engine)
         self._receipts = report.receipts if isinstance(report, RankWritten) else ()
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(_save.write_results(prepared, report))

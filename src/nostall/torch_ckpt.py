@@ -24,6 +24,7 @@ from nostall._values import (
     page_aligned,
 )
 from nostall._writer.files import perform
+from nostall._writer.images import WholeImage
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import OptionError
 
@@ -66,7 +67,7 @@ class _FileSave(BackgroundSave):
         try:
             job = self._job(snapshot)
             image = snapshot.lease.block.image(0, page_aligned(snapshot.nbytes))
-            return self._put_in_place(perform(job, {job.files[0].name: image}))
+            return self._put_in_place(perform(job, {job.files[0].name: WholeImage(image)}))
         finally:
             snapshot.lease.release()
 

@@ -41,13 +41,14 @@ class ImageFile:
             self.close()
             raise
 
-    def write(self, image: memoryview, begin: int, end: int) -> None:
-        """Write ``image[begin:end]`` to the same place in the file.
+    def write(self, memory: memoryview, begin: int, end: int, *, origin: int = 0) -> None:
+        """Write the bytes of the file from ``begin`` to ``end``.
 
         Args:
-            image: The file's whole image, padded to whole pages.
+            memory: They are in here, page-aligned and padded to whole pages.
             begin: First byte, a multiple of the page size.
             end: One past the last byte; a multiple of the page size or the file's length.
+            origin: Which byte of the file ``memory`` begins with.
 
         Raises:
             OSError: The system refused, or took fewer bytes without saying why.
@@ -56,7 +57,8 @@ class ImageFile:
         while begin < end:
             direct = self._direct
             try:
-                written = os.pwrite(self._fd, image[begin : length if direct else end], begin)
+                piece = memory[begin - origin : (length if direct else end) - origin]
+                written = os.pwrite(self._fd, piece, begin)
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
                     raise

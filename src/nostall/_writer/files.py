@@ -1,53 +1,36 @@
-"""Seal file images and put them on storage, from a few threads.
+"""Put the files of a job on storage and report what came of it.
 
-A file is worked through in chunks, taken in order by whichever thread is free. For each chunk a thread
-
-1. computes the CRC-32 of the payloads and pieces of payloads inside it, and seals the containers whose payload lies in
-   it as a whole,
-2. seals the other containers whose payload ends in it, once the threads that hold the earlier pieces of that payload
-   have done step 1,
-3. writes it, once step 2 is done for all earlier chunks, as a container's end may reach over from them.
-
-A thread waits only for steps 1 and 2 of earlier chunks, which other threads have begun and which themselves wait only
-for still earlier ones: there is no cycle, and one thread alone never waits. As many threads checksum at a time as there are
-processors; who does so waits for nothing, so the others' turn comes. Checksumming one chunk thus overlaps with
-writing others. The same code runs in the writer process and, for synchronous saves, in the trainer.
+The same code runs in the writer process and, for synchronous saves, in the trainer.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import queue
 import threading
-import time
 import traceback
 from collections.abc import Mapping
 
-from nostall._storage.posix import ImageFile, remove_files, sync_directory
-from nostall._storage.streams import StreamTarget, write_stream
+from nostall._storage.posix import remove_files, sync_directory
+from nostall._storage.streams import StreamTarget
 from nostall._values import (
-    PAGE_NBYTES,
     Failure,
-    FileImage,
-    FileReceipt,
     RankFailed,
     RankReport,
     RankWritten,
     WriteJob,
-    WriteWork,
-    page_aligned,
 )
+from nostall._writer.chunks import write_images
 from nostall._writer.faults import Faults
-from nostall._writer.seals import Cutter, Payloads, cut
-
-_SPANS_KEPT = 2000
-"""Per file: two for each of the first 1,000 chunks. Totals count all."""
+from nostall._writer.images import Image
+from nostall._writer.position import Cancelled, Position
+from nostall._writer.seals import Cutter, cut
+from nostall._writer.streams import write_streams
 
 
 def perform(
     job: WriteJob,
-    images: Mapping[str, memoryview],
+    images: Mapping[str, Image],
     stream: StreamTarget | None = None,
     cancelled: threading.Event | None = None,
     cutter: Cutter = cut,
@@ -56,7 +39,7 @@ def perform(
 
     Args:
         job: What to write.
-        images: Per file name, the writable image, padded to whole pages.
+        images: Per file name, its bytes.
         stream: The user's own callables, if files are to be written through them.
         cancelled: Set by another thread to give the job up between two chunks.
         cutter: :func:`~nostall._writer.seals.cut`, or one that remembers.
@@ -64,16 +47,16 @@ def perform(
     Returns:
         A receipt for every file, or the first failure; in that case no file of the job is left.
     """
-    at = _Position(phase="open", path=job.directory)
+    at = Position(phase="open", path=job.directory)
     try:
         cancelled = cancelled or threading.Event()
         faults = Faults(job.faults)
         faults.at("start")
         os.makedirs(job.directory, exist_ok=True)
         if stream is None:
-            receipts = _write_images(job, images, faults, at, cancelled, cutter)
+            receipts = write_images(job, images, faults, at, cancelled, cutter)
         else:
-            receipts = _write_streams(job, images, faults, at, stream, cancelled, cutter)
+            receipts = write_streams(job, images, faults, at, stream, cancelled, cutter)
         if job.sync_files and os.path.isdir(job.directory):
             at.move("fsync", job.directory)
             sync_directory(job.directory)
@@ -88,22 +71,7 @@ def perform(
     return RankWritten(rank=job.rank, receipts=receipts)
 
 
-class Cancelled(Exception):
-    """The trainer gave the job up."""
-
-
-class _Position:
-    """Where the first failing thread was; later failures are consequences and are not recorded."""
-
-    def __init__(self, *, phase: str, path: str) -> None:
-        self.phase = phase
-        self.path = path
-
-    def move(self, phase: str, path: str) -> None:
-        self.phase, self.path = phase, path
-
-
-def _describe(error: Exception, at: _Position) -> Failure:
+def _describe(error: Exception, at: Position) -> Failure:
     code = error.errno if isinstance(error, OSError) else None
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     hint = None
@@ -128,262 +96,3 @@ def _free_space(path: str) -> str | None:
     except OSError:
         return None
     return f"{room.f_bavail * room.f_frsize} bytes and {room.f_favail} inodes are free there"
-
-
-# --- images ---------------------------------------------------------------------------------------------------------
-
-
-def _write_images(
-    job: WriteJob,
-    images: Mapping[str, memoryview],
-    faults: Faults,
-    at: _Position,
-    cancelled: threading.Event,
-    cutter: Cutter,
-) -> tuple[FileReceipt, ...]:
-    # More threads than processors would take turns, and all of them be done late: the device waits meanwhile.
-    checksums = threading.Semaphore(len(os.sched_getaffinity(0)))
-    tasks = [
-        _FileTask(job, image, images[image.name], faults, cutter, checksums) for image in job.files
-    ]
-    chunks: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
-    for task in tasks:
-        for number in range(task.chunk_count):
-            chunks.put(_Chunk(task, number))
-    failed = threading.Event()
-    first: list[Exception] = []
-    lock = threading.Lock()
-
-    def work(thread: int) -> None:
-        while not failed.is_set():
-            try:
-                chunk = chunks.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                if cancelled.is_set():
-                    raise Cancelled("the save was aborted")
-                chunk.task.do_chunk(chunk, thread)
-            except Exception as error:  # reported by the caller, once
-                with lock:
-                    if not first:
-                        first.append(error)
-                        at.move(chunk.phase, chunk.task.path)
-                failed.set()
-                for task in tasks:
-                    task.give_up()
-
-    count = min(job.io_threads, chunks.qsize())
-    threads = [
-        threading.Thread(target=work, args=(n,), name=f"nostall-io-{n}") for n in range(1, count)
-    ]
-    started = []
-    for thread in threads:
-        try:
-            thread.start()
-        except RuntimeError:  # the system has no thread to give; those there are do the work
-            break
-        started.append(thread)
-    work(0)
-    for thread in started:
-        thread.join()
-    try:
-        if first:
-            raise first[0]
-        return tuple(task.receipt() for task in tasks)
-    finally:
-        for task in tasks:
-            task.close()
-
-
-class _Chunk:
-    """One chunk of one file, and the phase that the thread working on it is in."""
-
-    __slots__ = ("number", "phase", "task")
-
-    def __init__(self, task: _FileTask, number: int) -> None:
-        self.task = task
-        self.number = number
-        self.phase = "open"
-
-
-class _GivenUp(Exception):
-    """Another thread failed; this one stops."""
-
-
-class _FileTask:
-    """One file on its way to storage, shared by the threads that work on its chunks."""
-
-    def __init__(
-        self,
-        job: WriteJob,
-        image: FileImage,
-        memory: memoryview,
-        faults: Faults,
-        cutter: Cutter,
-        checksums: threading.Semaphore,
-    ) -> None:
-        self.path = os.path.join(job.directory, image.name)
-        self._job = job
-        self._image = image
-        self._memory = memory
-        self._faults = faults
-        self._checksums = checksums
-        self._file: ImageFile | None = None
-        self._lock = threading.Lock()
-        size = max(PAGE_NBYTES, page_aligned(job.chunk_nbytes))
-        self._bounds = [*range(0, image.nbytes, size), image.nbytes] if image.nbytes else [0, 0]
-        self.chunk_count = len(self._bounds) - 1
-        self._summed = [threading.Event() for _ in range(self.chunk_count)]
-        self._sealed = [threading.Event() for _ in range(self.chunk_count)]
-        self._left = self.chunk_count
-        self._given_up = False
-        self._payloads = Payloads(cutter(image.seals, self._bounds))
-        self._started_s = 0.0
-        self._finished_s = 0.0
-        self._spans: list[tuple[str, int, float, float]] = []
-
-    def do_chunk(self, chunk: _Chunk, thread: int) -> None:
-        number = chunk.number
-        begin, end = self._bounds[number], self._bounds[number + 1]
-        self._open()
-        started_s = time.monotonic()
-        with self._checksums:
-            self._payloads.sum_pieces(self._memory, number)
-        self._summed[number].set()
-        for earlier in range(self._payloads.first_chunk_needed(number), number):
-            self._wait(self._summed[earlier])
-        self._payloads.seal_ending_in(self._memory, number)
-        if number:
-            self._wait(self._sealed[number - 1])
-        # And all before it: the end of a container may reach over several chunks.
-        self._sealed[number].set()
-        started_s = self._note("checksum", thread, started_s)
-        chunk.phase = "write"
-        self._faults.at("chunk", self.path)
-        if self._file is None:
-            raise _GivenUp
-        self._file.write(self._memory, begin, end)
-        started_s = self._note("write", thread, started_s)
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            chunk.phase = "fsync"
-            self._faults.at("fsync", self.path)
-            self._file.finish(sync=self._job.sync_files)
-            self._file.close()
-            self._finished_s = self._note("fsync", thread, started_s)
-
-    def _note(self, phase: str, thread: int, started_s: float) -> float:
-        """Record a piece of work that ends now; returns the time."""
-        now_s = time.monotonic()
-        self._spans.append((phase, thread, started_s, now_s))
-        return now_s
-
-    def give_up(self) -> None:
-        """Wake every thread that waits for a chunk of this file."""
-        self._given_up = True
-        for event in (*self._summed, *self._sealed):
-            event.set()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def receipt(self) -> FileReceipt:
-        return FileReceipt(
-            name=self._image.name,
-            nbytes=self._image.nbytes,
-            packed_crc32=self._payloads.crc32.tobytes(),
-            extents=None,
-            started_s=self._started_s,
-            finished_s=self._finished_s,
-            fsynced=self._job.sync_files,
-            work=self._work(),
-        )
-
-    def _work(self) -> WriteWork:
-        totals = {"checksum": 0.0, "write": 0.0, "fsync": 0.0}
-        for phase, _, begin_s, end_s in self._spans:
-            totals[phase] += end_s - begin_s
-        return WriteWork(
-            checksum_s=totals["checksum"],
-            write_s=totals["write"],
-            fsync_s=totals["fsync"],
-            spans=tuple(self._spans[:_SPANS_KEPT]),
-        )
-
-    def _open(self) -> None:
-        with self._lock:
-            if self._file is not None:
-                return
-            if self._given_up:
-                raise _GivenUp
-            self._started_s = time.monotonic()
-            self._faults.at("open", self.path)
-            os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            self._file = ImageFile(self.path, self._image.nbytes, direct=self._job.direct)
-
-    def _wait(self, event: threading.Event) -> None:
-        # No deadline: whoever sets the event is a thread of this process that only computes before it does, and
-        # give_up() sets all of them.
-        event.wait()
-        if self._given_up:
-            raise _GivenUp
-
-
-# --- streams --------------------------------------------------------------------------------------------------------
-
-
-def _write_streams(
-    job: WriteJob,
-    images: Mapping[str, memoryview],
-    faults: Faults,
-    at: _Position,
-    target: StreamTarget,
-    cancelled: threading.Event,
-    cutter: Cutter,
-) -> tuple[FileReceipt, ...]:
-    def go_on() -> None:
-        if cancelled.is_set():
-            raise Cancelled("the save was aborted")
-
-    receipts = []
-    for image in job.files:
-        go_on()
-        path = os.path.join(job.directory, image.name)
-        at.move("write", path)
-        faults.at("open", path)
-        memory = images[image.name]
-        payloads = Payloads(cutter(image.seals, [0, image.nbytes]))
-        payloads.sum_pieces(memory, 0)
-        payloads.seal_ending_in(memory, 0)
-        started_s = time.monotonic()
-        starts = image.seals.blob_offsets
-        blobs = [
-            (start, stop - start)
-            for start, stop in zip(starts, (*starts[1:], image.nbytes), strict=True)
-        ]
-        extents = write_stream(
-            target,
-            path,
-            memory,
-            blobs,
-            chunk_nbytes=job.chunk_nbytes,
-            sync=job.sync_files,
-            before_each=go_on,
-        )
-        receipts.append(
-            FileReceipt(
-                name=image.name,
-                nbytes=sum(length for _, length in extents),
-                packed_crc32=payloads.crc32.tobytes(),
-                extents=extents if target.transforms else None,
-                started_s=started_s,
-                finished_s=time.monotonic(),
-                fsynced=job.sync_files,
-                work=WriteWork(write_s=time.monotonic() - started_s),
-            )
-        )
-    return tuple(receipts)

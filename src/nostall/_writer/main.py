@@ -23,6 +23,7 @@ from nostall._checksum import use_fastest_from
 from nostall._storage.streams import StreamTarget
 from nostall._values import Failure, RankFailed, RankReport, SealTable, WriteJob, page_aligned
 from nostall._writer.files import perform
+from nostall._writer.images import WholeImage
 from nostall._writer.messages import (
     Message,
     UnknownSealsError,
@@ -155,11 +156,13 @@ class _Writer:
         except OSError:
             os._exit(0)
 
-    def _images(self, job: WriteJob) -> dict[str, memoryview]:
+    def _images(self, job: WriteJob) -> dict[str, WholeImage]:
         return {
-            image.name: memoryview(self._blocks[image.block])[
-                image.block_offset : image.block_offset + page_aligned(image.nbytes)
-            ]
+            image.name: WholeImage(
+                memoryview(self._blocks[image.block])[
+                    image.block_offset : image.block_offset + page_aligned(image.nbytes)
+                ]
+            )
             for image in job.files
         }
 

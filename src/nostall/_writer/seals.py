@@ -18,6 +18,7 @@ from nostall import _checksum
 from nostall._pipeline.container import Sealer, seal_patches
 from nostall._values import Seal, SealTable
 from nostall._writer.crc import combine
+from nostall._writer.images import Window
 
 _CUTS_KEPT = 16
 """Images, not jobs: with more files than that, every job cuts anew, which costs a fraction of the sealing."""
@@ -185,19 +186,21 @@ class Payloads:
         self.crc32 = array("I", bytes(4 * cut.slot_count))
         """One per slot; 0 for a slot that is not sealed."""
 
-    def sum_pieces(self, memory: memoryview, chunk: int) -> None:
+    def sum_pieces(self, window: Window, chunk: int) -> None:
         """Checksum what lies of payloads in a chunk; where that is a whole one, seal its container."""
+        memory, origin = window.memory, window.origin
         for run in self._chunks[chunk].runs:
-            run.sealer.seal(memory, run.slots, run.payloads_at, self.crc32)
+            places = [at - origin for at in run.payloads_at] if origin else run.payloads_at
+            run.sealer.seal(memory, run.slots, places, self.crc32)
         for piece in self._chunks[chunk].pieces:
-            crc32 = _checksum.crc32(memory[piece.begin : piece.end])
+            crc32 = _checksum.crc32(memory[piece.begin - origin : piece.end - origin])
             self._crc_of_piece[piece.slot, chunk] = crc32
 
     def first_chunk_needed(self, chunk: int) -> int:
         """The first chunk that has to be summed before the containers ending in ``chunk`` can be sealed."""
         return min((spread.first_chunk for spread in self._chunks[chunk].ending), default=chunk)
 
-    def seal_ending_in(self, memory: memoryview, chunk: int) -> None:
+    def seal_ending_in(self, window: Window, chunk: int) -> None:
         """Seal the containers whose payload lies in several chunks and ends in this one."""
         for spread in self._chunks[chunk].ending:
             crc32 = self._crc_of_piece[spread.slot, spread.first_chunk]
@@ -205,5 +208,5 @@ class Payloads:
                 crc32 = combine(crc32, self._crc_of_piece[spread.slot, later], nbytes)
             self.crc32[spread.slot] = crc32
             for at, patch in seal_patches(spread.seal, crc32):
-                begin = spread.blob + at
-                memory[begin : begin + len(patch)] = patch
+                begin = spread.blob + at - window.origin
+                window.memory[begin : begin + len(patch)] = patch

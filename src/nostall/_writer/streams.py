@@ -1,0 +1,75 @@
+"""Seal file images and hand them to the user's own streams, one file after the other."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+
+from nostall._storage.streams import StreamTarget, write_stream
+from nostall._values import FileReceipt, WriteJob, WriteWork
+from nostall._writer.faults import Faults
+from nostall._writer.images import Image
+from nostall._writer.position import Cancelled, Position
+from nostall._writer.seals import Cutter, Payloads
+
+
+def write_streams(
+    job: WriteJob,
+    images: Mapping[str, Image],
+    faults: Faults,
+    at: Position,
+    target: StreamTarget,
+    cancelled: threading.Event,
+    cutter: Cutter,
+) -> tuple[FileReceipt, ...]:
+    """Write all files of a job from front to back; an image has to be in memory as a whole.
+
+    Raises:
+        Cancelled: The job was given up.
+        Exception: What the user's callables raise.
+    """
+
+    def go_on() -> None:
+        if cancelled.is_set():
+            raise Cancelled("the save was aborted")
+
+    receipts = []
+    for image in job.files:
+        go_on()
+        path = os.path.join(job.directory, image.name)
+        at.move("write", path)
+        faults.at("open", path)
+        window = images[image.name].window(0, image.nbytes, thread=0)
+        payloads = Payloads(cutter(image.seals, [0, image.nbytes]))
+        payloads.sum_pieces(window, 0)
+        payloads.seal_ending_in(window, 0)
+        started_s = time.monotonic()
+        starts = image.seals.blob_offsets
+        blobs = [
+            (start, stop - start)
+            for start, stop in zip(starts, (*starts[1:], image.nbytes), strict=True)
+        ]
+        extents = write_stream(
+            target,
+            path,
+            window.memory,
+            blobs,
+            chunk_nbytes=job.chunk_nbytes,
+            sync=job.sync_files,
+            before_each=go_on,
+        )
+        receipts.append(
+            FileReceipt(
+                name=image.name,
+                nbytes=sum(length for _, length in extents),
+                packed_crc32=payloads.crc32.tobytes(),
+                extents=extents if target.transforms else None,
+                started_s=started_s,
+                finished_s=time.monotonic(),
+                fsynced=job.sync_files,
+                work=WriteWork(write_s=time.monotonic() - started_s),
+            )
+        )
+    return tuple(receipts)
