@@ -135,6 +135,9 @@ class OwnSyncSave(OwnAsyncSave):
     name = "nostall dcp.save"
     description = "dcp.save with FileSystemWriterAsync; blocks until durable"
 
+    def open(self, setting: Setting) -> None:
+        self._no_dist = not setting.ranks.distributed
+
     def save(self, state: State, path: Path) -> Pending:
         dcp.save(state, storage_writer=FileSystemWriterAsync(path), no_dist=self._no_dist)
         return Durable()

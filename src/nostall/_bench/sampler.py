@@ -56,17 +56,26 @@ def pss_nbytes(pid: int) -> int:
     return nbytes
 
 
+def total_nbytes(pids: list[int]) -> int:
+    """Memory of several processes, at one moment as it were.
+
+    Reading takes milliseconds per GiB, in which a process may map what another one has, and so take over half of its
+    share. They are read in one order and then in the opposite one: the means of both readings belong together.
+    """
+    return sum(pss_nbytes(pid) for pid in (*pids, *reversed(pids))) // 2
+
+
 def main(root: int, interval_s: float, excluded: set[int]) -> None:
     """Sample until standard input ends."""
     peak = 0
     while True:
-        now = sum(pss_nbytes(pid) for pid in tree(root, excluded))
+        now = total_nbytes(tree(root, excluded))
         peak = max(peak, now)
         ready, _, _ = select.select([sys.stdin], [], [], interval_s)
         if ready:
             if not sys.stdin.readline():
                 return
-            now = sum(pss_nbytes(pid) for pid in tree(root, excluded))
+            now = total_nbytes(tree(root, excluded))
             print(now, max(peak, now), flush=True)
             peak = 0
 
