@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -63,6 +64,7 @@ from nostall._values import (
     SealTable,
     WriteJob,
 )
+from nostall._writer import seals
 from nostall._writer.crc import combine
 from nostall._writer.handle import SEALS_KEPT, SealsSent
 from nostall._writer.images import Window
@@ -165,8 +167,8 @@ def sealed(image: bytes, blob: int, form: Form) -> tuple[int, bytes]:
     begin = blob + form.offset
     crc32 = zlib.crc32(image[begin : begin + form.nbytes])
     content = bytearray(image)
-    for at, patch in seal_patches(form.seal, crc32):
-        content[blob + at : blob + at + len(patch)] = patch
+    for at, field in seal_patches(form.seal, crc32):
+        content[blob + at : blob + at + len(field)] = field
     return crc32, bytes(content)
 
 
@@ -218,7 +220,8 @@ def test_an_image_is_sealed_the_same_wherever_it_is_cut(
     )
     size = data.draw(st.integers(1, 200))
     bounds = [*range(0, end, size), end] if end else [0, 0]
-    payloads = Payloads(cut(table, bounds))
+    with patch.object(seals, "_WORTH_JOINING_NBYTES", data.draw(st.integers(1, 90))):
+        payloads = Payloads(cut(table, bounds))
     memory = bytearray(image)
     window = Window(memoryview(memory), 0)
     chunks = range(len(bounds) - 1)
@@ -228,6 +231,9 @@ def test_an_image_is_sealed_the_same_wherever_it_is_cut(
         payloads.seal_ending_in(window, chunk)
     assert bytes(memory) == expected
     assert list(payloads.crc32) == crcs
+    for chunk in data.draw(st.permutations(chunks)):
+        payloads.sum_chunk(window, chunk)
+    assert payloads.crc32_of_file == zlib.crc32(expected)
 
 
 def test_a_cut_is_remembered_for_its_table_and_its_bounds() -> None:
@@ -628,6 +634,7 @@ RECEIPTS = st.builds(
     name=TEXT,
     nbytes=NUMBERS,
     packed_crc32=st.lists(CRCS, max_size=4).map(lambda crcs: array("I", crcs).tobytes()),
+    crc32_of_file=st.none() | CRCS,
     extents=st.none() | st.lists(st.tuples(NUMBERS, NUMBERS), max_size=4).map(tuple),
     started_s=st.floats(allow_nan=False),
     finished_s=st.floats(allow_nan=False),
@@ -808,6 +815,7 @@ def example_messages() -> list[dict[str, Any]]:
         name="f",
         nbytes=1,
         packed_crc32=bytes(4),
+        crc32_of_file=7,
         extents=((0, 1),),
         started_s=0.0,
         finished_s=1.0,

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from nostall.core import AsyncCallsQueue as AsyncCallsQueue
     from nostall.core import AsyncRequest as AsyncRequest
     from nostall.core import abort_all as abort_all
+    from nostall.core import drain_on_sigterm as drain_on_sigterm
     from nostall.filesystem_async import FileSystemWriterAsync as FileSystemWriterAsync
+    from nostall.integrity import is_complete as is_complete
+    from nostall.integrity import latest_complete as latest_complete
+    from nostall.integrity import verify as verify
     from nostall.options import EngineOptions as EngineOptions
     from nostall.state_dict_saver import (
         save_state_dict_async_finalize as save_state_dict_async_finalize,
@@ -37,8 +41,12 @@ _HOME = {
     "TorchAsyncCheckpoint": "torch_ckpt",
     "abort_all": "core",
     "configure": "_runtime",
+    "drain_on_sigterm": "core",
+    "is_complete": "integrity",
+    "latest_complete": "integrity",
     "save_state_dict_async_finalize": "state_dict_saver",
     "save_state_dict_async_plan": "state_dict_saver",
+    "verify": "integrity",
     "wait_staged": "_runtime",
     "wait_staged_before_step": "_runtime",
     "warmup": "_runtime",
@@ -48,6 +56,7 @@ _MODULES = (
     "core",
     "errors",
     "filesystem_async",
+    "integrity",
     "options",
     "state_dict_saver",
     "stats",

@@ -12,6 +12,7 @@ the same object therefore also stands in the planner data under :data:`_PLANS_KE
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import pickle
 from collections.abc import Mapping
@@ -91,7 +92,9 @@ def load_metadata(content: bytes, *, path: str) -> Metadata:
         UntrustedMetadataError: It holds something that DCP metadata does not consist of, or is no pickle of metadata.
     """
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+        metadata = _MetadataUnpickler(
+            io.BytesIO(content)
+        ).load()  # which reads no further than the pickle
     except UntrustedMetadataError as error:
         error.path = path
         raise
@@ -128,6 +131,8 @@ class Publication:
 
 _PROTOCOL = 3
 _PROTO_NBYTES = 2
+_MOST_NBYTES = 1 << 62
+"""What no file system can hold; a sum of two is still a file offset."""
 
 
 def publication_of(finished: Metadata) -> Publication:
@@ -171,6 +176,59 @@ def planned_indices(metadata: Metadata) -> list[MetadataIndex]:
         elif isinstance(entry, BytesStorageMetadata):
             indices.append(MetadataIndex(fqn))
     return indices
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Extent:
+    """Where one item of a checkpoint is."""
+
+    file: str
+    offset: int
+    length: int
+    item: str
+    is_transformed: bool
+    """Whether a stream transform has compressed or otherwise changed it."""
+
+    @property
+    def end(self) -> int:
+        """One past its last byte."""
+        return self.offset + self.length
+
+
+def extents_of(metadata: Metadata, *, path: str) -> list[Extent]:
+    """Where the items of a checkpoint are, in the order of files and of offsets in them.
+
+    Raises:
+        UntrustedMetadataError: Somewhere outside the checkpoint directory, nowhere, or two of them in one place.
+    """
+    storage_data = metadata.storage_data
+    if not isinstance(storage_data, Mapping):
+        raise _refused("it does not say where its items are", path)
+    extents = sorted(_extent(index, info, path) for index, info in storage_data.items())
+    for one, other in itertools.pairwise(extents):
+        if one.file == other.file and one.end > other.offset:
+            raise _refused(f"items {one.item!r} and {other.item!r} overlap in {one.file}", path)
+    return extents
+
+
+def _extent(index: Any, info: Any, path: str) -> Extent:
+    item = getattr(index, "fqn", None)
+    name, offset, length = (
+        getattr(info, attribute, None) for attribute in ("relative_path", "offset", "length")
+    )
+    if not isinstance(item, str) or not isinstance(name, str) or not _can_be_a_shard_file(name):
+        raise _refused(f"item {item!r} is said to be in {name!r}", path)
+    for value in (offset, length):
+        if not isinstance(value, int) or not 0 <= value <= _MOST_NBYTES:
+            raise _refused(f"item {item!r} is said to be at {offset!r} with {length!r} bytes", path)
+    assert isinstance(offset, int)
+    assert isinstance(length, int)
+    transforms = getattr(info, "transform_descriptors", None)
+    return Extent(os.path.normpath(name), offset, length, item, bool(transforms))
+
+
+def _refused(why: str, path: str) -> UntrustedMetadataError:
+    return UntrustedMetadataError(f"the metadata cannot be true: {why}", phase="read", path=path)
 
 
 def referenced_files(path: str) -> set[str]:

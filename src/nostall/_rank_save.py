@@ -13,7 +13,7 @@ from nostall._pipeline.snapshot import Snapshot
 from nostall._reports import CANCEL_TIMEOUT_S, is_done
 from nostall._staging import Guard
 from nostall._storage.posix import remove_files
-from nostall._values import FileReceipt, RankFailed, RankReport, RankWritten
+from nostall._values import FileReceipt, RankFailed, RankReport, RankWritten, WrittenFile
 from nostall.errors import SaveAbortedError, SaveTimeoutError
 
 
@@ -36,6 +36,13 @@ class RankSave(BackgroundSave):
     def receipts(self) -> tuple[FileReceipt, ...]:
         """What was written, once :meth:`results` has returned."""
         return self._collected.receipts if isinstance(self._collected, RankWritten) else ()
+
+    @property
+    def written_files(self) -> tuple[WrittenFile, ...] | None:
+        """What is in them, once :meth:`results` has returned; ``None`` if a user's stream had the last word on that."""
+        return (
+            () if self._collected is None else _save.written_files(self.prepared, self._collected)
+        )
 
     def stage(self) -> Snapshot | Future[Snapshot]:
         """Take the snapshot, once: the ``preload_fn``. When it returns, tensors may be changed, and none is held here.

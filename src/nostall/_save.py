@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
@@ -42,6 +42,7 @@ from nostall._values import (
     RankReport,
     RankWritten,
     Share,
+    WrittenFile,
 )
 from nostall.errors import IncompleteSaveError
 from nostall.options import WriterOptions
@@ -199,6 +200,27 @@ def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResul
         rank=report.rank,
     )
     return results
+
+
+class WrittenItems(list[WriteResult]):
+    """DCP's results of one rank and the files that they are in; they travel to the coordinator together."""
+
+    def __init__(
+        self, results: Iterable[WriteResult] = (), files: tuple[WrittenFile, ...] | None = None
+    ) -> None:
+        super().__init__(results)
+        self.files = files
+        """``None`` if a user's stream had the last word on what is in them."""
+
+
+def written_files(prepared: PreparedSave, report: RankReport) -> tuple[WrittenFile, ...] | None:
+    """What a rank has written; ``None`` if a user's stream had the last word on what is in the files."""
+    if prepared.target.stream is not None or isinstance(report, RankFailed):
+        return None
+    return tuple(
+        WrittenFile(name=each.name, nbytes=each.nbytes, crc32=each.crc32_of_file)
+        for each in report.receipts
+    )
 
 
 _Extents = tuple[tuple[int, int], ...] | None

@@ -198,6 +198,8 @@ class FileReceipt:
     nbytes: int
     packed_crc32: bytes
     """Four bytes per slot, see :attr:`crc32`: tens of thousands of numbers that are seldom asked for."""
+    crc32_of_file: int | None
+    """That of all bytes; ``None`` if checksums are off or a user's stream has the last word on what is in the file."""
     extents: tuple[tuple[int, int], ...] | None
     """Offset and length per slot where a user's stream decided them; ``None`` if they are the layout's."""
     started_s: float
@@ -229,6 +231,17 @@ class RankFailed:
 
 
 RankReport: TypeAlias = RankWritten | RankFailed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFile:
+    """What a manifest says of one shard file."""
+
+    name: str
+    """Path below the checkpoint directory."""
+    nbytes: int
+    crc32: int | None
+    """``None`` if it was not computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +291,8 @@ class WriteJob:
     io_threads: int
     chunk_nbytes: int
     direct: bool
+    checksum_files: bool = True
+    """Whether to checksum files as a whole, beside the payloads that are sealed."""
     stream: bytes | None = None
     """Pickle of the user's own ``open_file`` and stream extensions, if files are to be written through them."""
     sys_path: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ import sys
 import threading
 from concurrent.futures import Future
 
+from nostall import _torch
 from nostall._failures import failure_of
 from nostall._pipeline.snapshot import Snapshot
 from nostall._reports import CANCEL_TIMEOUT_S, await_report, joined, when_done
@@ -134,6 +135,7 @@ def jobs(
             io_threads=engine.io_threads,
             chunk_nbytes=engine.options.chunk_nbytes,
             direct=engine.options.direct_io,
+            checksum_files=_torch.container_settings()[0],
             stream=stream,
             sys_path=tuple(sys.path) if stream is not None else (),
             faults=engine.faults,

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from nostall import _torch
-from nostall._metadata import load_metadata
+from nostall._metadata import extents_of, load_metadata
 
 _Stamp = tuple[int, int, int]
 
@@ -38,7 +38,8 @@ class CachedMetadataFileSystemReader(FileSystemReader):
 
         Raises:
             FileNotFoundError: There is no committed checkpoint.
-            UntrustedMetadataError: The file names something that DCP metadata does not consist of.
+            UntrustedMetadataError: The file names something that DCP metadata does not consist of, or places outside the
+                checkpoint directory.
         """
         rank = kwargs.get("rank")
         name = _torch.METADATA_NAME if rank is None else f"__{rank}{_torch.METADATA_NAME}"
@@ -49,7 +50,9 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             with self._lock:
                 known = self._cache.get(path)
             if not self._cache_metadata or known is None or known[0] != stamp:
-                known = (stamp, load_metadata(stream.read(), path=path))
+                metadata = load_metadata(stream.read(), path=path)
+                extents_of(metadata, path=path)  # refuses what would make a reader look elsewhere
+                known = (stamp, metadata)
         if self._cache_metadata:
             with self._lock:
                 self._cache[path] = known

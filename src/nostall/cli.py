@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser, bench_parser = _parsers()
     parsed = parser.parse_args(given)
+    if parsed.command == "verify":
+        return _verify(parsed)
     try:
         return _bench(parsed, given)
     except ValueError as error:
@@ -28,16 +32,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """The parser, and that of the subcommand whose options can exclude each other."""
     parser = argparse.ArgumentParser(prog="python -m nostall", description="nostall's tools.")
     parser.add_argument("--version", action="version", version=f"nostall {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     bench = commands.add_parser(
         "bench",
         help="measure nostall, its peers and the machine's limits side by side",
         description="Measure nostall, its peers and the machine's limits on the same state dict, in turns.",
     )
     _add_bench_arguments(bench)
+    verify = commands.add_parser(
+        "verify",
+        help="read a checkpoint from end to end and say what is wrong with it",
+        description="Read a checkpoint from end to end and compare it with its checksums. Exit status: 0 if it is as it"
+        " was written, 1 if it is damaged, not complete or not there, 2 for wrong arguments.",
+    )
+    verify.add_argument("path", type=Path, metavar="PATH", help="checkpoint directory")
+    verify.add_argument("--json", action="store_true", help="print what was found as JSON")
+    verify.add_argument(
+        *("--threads",),
+        type=_checked(_positive),
+        default=8,
+        help="files to read at a time (default: %(default)s)",
+    )
     return parser, bench
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    from nostall.integrity import verify
+
+    progress = _show_progress if sys.stderr.isatty() else None
+    found = verify(parsed.path, threads=parsed.threads, progress=progress)
+    if progress is not None:
+        print(end="\r\033[K", file=sys.stderr)
+    if parsed.json:
+        print(json.dumps({"ok": found.ok, **asdict(found)}, indent=2))
+        return 0 if found.ok else 1
+    for damage in found.damages:
+        print(f"damaged: {damage}")
+    if found.unchecked:
+        print(f"no checksum: {len(found.unchecked)} items, {found.unchecked[0]} for one")
+    how = "manifest" if found.has_manifest else "checksums of its records"
+    print(
+        f"{found.path}: {'as it was written' if found.ok else 'DAMAGED'}"
+        f" ({found.items} items, {found.files} files, {found.nbytes} bytes, by its {how})"
+    )
+    return 0 if found.ok else 1
+
+
+def _show_progress(done: int, total: int) -> None:
+    print(end=f"\r{done / max(1, total):4.0%}", file=sys.stderr, flush=True)
 
 
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:

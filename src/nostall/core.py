@@ -6,6 +6,7 @@ nostall's own save functions go to the torch-free writer process; any other call
 
 from __future__ import annotations
 
+import atexit
 import os
 import weakref
 from collections import deque
@@ -22,8 +23,10 @@ from nostall._callers import (
     asked_priority,
 )
 from nostall._coordination import Coordination, coordination_for
+from nostall._ending import finish, finish_at_exit
 from nostall._failures import raise_everywhere
 from nostall._lifecycle import State
+from nostall._preemption import Preemption
 from nostall._reports import is_done
 from nostall._requests import AsyncRequest
 from nostall._runtime import default_engine
@@ -39,9 +42,13 @@ __all__ = [
     "TemporalAsyncCaller",
     "abort_all",
     "abort_nvrx_checkpoint",
+    "drain_on_sigterm",
 ]
 
 _live_queues: weakref.WeakSet[AsyncCallsQueue] = weakref.WeakSet()
+_unfinished: set[AsyncCallsQueue] = set()
+"""Queues with requests that are not finalised: kept, so that letting go of one does not lose its saves."""
+preemption = Preemption()
 
 
 class AsyncCallsQueue:
@@ -101,11 +108,13 @@ class AsyncCallsQueue:
         Raises:
             StagingError: A callable that is not nostall's own cannot be sent to another process.
         """
-        index = self._next_index
-        call = self._caller.begin(request.freeze()._replace(call_idx=index))
-        self._next_index += 1
-        self._calls.append(call)
-        return index
+        with preemption.deferred():
+            index = self._next_index
+            call = self._caller.begin(request.freeze()._replace(call_idx=index))
+            self._next_index += 1
+            self._calls.append(call)
+            _unfinished.add(self)
+            return index
 
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
@@ -123,16 +132,23 @@ class AsyncCallsQueue:
                 and later requests stay scheduled.
             RuntimeError: Ranks have scheduled different numbers of requests.
         """
+        with preemption.deferred():
+            return self._finalize(blocking=blocking, no_dist=no_dist)
+
+    def _finalize(self, *, blocking: bool, no_dist: bool) -> list[int]:
         finalized = []
         coordination = coordination_for(self._process_group)
         while self._calls:
             call = self._calls[0]
             if blocking:
                 self._await(call)
-            alive, failed = self._agree(call, coordination, no_dist=no_dist)
+            alive, failed, hurry = self._agree(call, coordination, no_dist=no_dist)
+            if hurry and not blocking:
+                blocking = True
+                continue
             if alive:
                 break
-            self._calls.popleft()
+            self._next()
             self._caller.take_over(call)
             if failed:
                 self._raise_failure(call, coordination, no_dist=no_dist)
@@ -145,6 +161,13 @@ class AsyncCallsQueue:
             call.life.to(State.FINALIZED)
             finalized.append(call.request.call_idx)
         return finalized
+
+    def _next(self) -> Call:
+        """Take the first request from the queue."""
+        call = self._calls.popleft()
+        if not self._calls:
+            _unfinished.discard(self)
+        return call
 
     def poll(self) -> list[int]:
         """Finalise what is done on all ranks, without waiting. Collective."""
@@ -177,6 +200,11 @@ class AsyncCallsQueue:
         """Number of requests that are scheduled and not finalised."""
         return len(self._calls)
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether other ranks take part in finalising."""
+        return coordination_for(self._process_group).world_size > 1
+
     def get_num_unfinalized_calls(self) -> int:
         """Number of requests that are scheduled and not finalised."""
         return self.pending
@@ -192,6 +220,7 @@ class AsyncCallsQueue:
                 self.maybe_finalize_async_calls(blocking=True)
         finally:
             calls, self._calls = self._calls, deque()
+            _unfinished.discard(self)
             if abort or calls:
                 self._first_index = self._next_index
             self._caller.close(abort=abort or bool(calls))
@@ -202,6 +231,7 @@ class AsyncCallsQueue:
     def abandon_after_fork(self) -> None:
         """In a forked child: forget what is scheduled; it is the parent's to finalise or to abort."""
         self._calls.clear()
+        _unfinished.discard(self)
         self._caller.abandon_after_fork()
 
     def __enter__(self) -> Self:
@@ -231,16 +261,19 @@ class AsyncCallsQueue:
         if call.native is not None:
             call.native.abort()
 
-    def _agree(self, call: Call, coordination: Coordination, *, no_dist: bool) -> tuple[bool, bool]:
-        """Whether the call is unfinished anywhere, and whether it failed anywhere."""
+    def _agree(
+        self, call: Call, coordination: Coordination, *, no_dist: bool
+    ) -> tuple[bool, bool, bool]:
+        """Whether the call is unfinished anywhere, whether it failed anywhere, and whether any rank was asked to end."""
         alive = not call.outcome.done()
         failed = not alive and call.failure() is not None
+        hurry = preemption.asked
         if no_dist:
-            return alive, failed
+            return alive, failed, hurry
         index = call.request.call_idx - self._first_index
         last = self._next_index - self._first_index - 1
-        any_alive, any_failed, *highest = coordination.maximum(
-            [int(alive), int(failed), index, last, -index, -last]
+        any_alive, any_failed, any_hurry, *highest = coordination.maximum(
+            [int(alive), int(failed), int(hurry), index, last, -index, -last]
         )
         if highest != [index, last, -index, -last]:
             raise RuntimeError(
@@ -249,7 +282,7 @@ class AsyncCallsQueue:
                 f" {highest[1]}, counted from when the queue was made or aborted; every rank has to schedule and poll"
                 " the same number of times"
             )
-        return bool(any_alive), bool(any_failed)
+        return bool(any_alive), bool(any_failed), bool(any_hurry)
 
     def _raise_failure(self, call: Call, coordination: Coordination, *, no_dist: bool) -> None:
         if not call.life.over:
@@ -271,6 +304,32 @@ def _require_possible(cpu_priority: int, io_priority: int | None, sigterm_timeou
         )
 
 
+def drain_on_sigterm(grace_s: float = 30.0) -> None:
+    """Let SIGTERM, with which schedulers announce pre-emption, finish the saves that are scheduled, and then end the process.
+
+    In a process of its own that happens at once. Where several ranks save together it happens at the next poll of any of
+    them, in which all finish what is scheduled; ranks that got no signal go on then. Afterwards the handler that was there
+    before is called or, if there was none, ``SystemExit(143)`` raised. Call it once, in the main thread.
+
+    Args:
+        grace_s: Seconds after which the process ends in any case, with status 143, and unfinished saves are lost.
+
+    Raises:
+        OptionError: This is not the main thread; or ``grace_s`` is no number of seconds.
+    """
+    preemption.install(
+        grace_s,
+        drain=_drain_here,
+        abandon=lambda: default_engine().abort("the grace period after SIGTERM is over"),
+    )
+
+
+def _drain_here(timeout_s: float) -> bool:
+    """Finish what takes no other ranks; whether nothing is left."""
+    finish([queue for queue in _unfinished if not queue.is_distributed], timeout_s=timeout_s)
+    return not _unfinished
+
+
 def abort_all() -> None:
     """Abort every live queue: what is scheduled is given up and never finalised; each queue can be used again."""
     for live in list(_live_queues):
@@ -282,9 +341,16 @@ def abort_nvrx_checkpoint() -> None:
     abort_all()
 
 
+def _at_exit() -> None:
+    if _unfinished:
+        timeout_s = default_engine().options.exit_timeout_s
+        finish_at_exit(list(_unfinished), timeout_s=timeout_s)
+
+
 def _after_fork_in_child() -> None:
     for live in list(_live_queues):
         live.abandon_after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+atexit.register(_at_exit)

@@ -14,6 +14,7 @@
     │   └── CheckpointExistsError                    a committed checkpoint is there and overwrite=False
     ├── ReservationError         (also MemoryError)  host memory for the snapshot is not to be had
     ├── ProtocolError                                trainer and writer process disagree about a message
+    ├── DamagedCheckpointError                       a checkpoint on storage is not what was committed
     ├── IllegalTransitionError                       a request was moved to a state it cannot reach
     └── UntrustedMetadataError                       ``.metadata`` asks for something DCP never needs
 
@@ -148,6 +149,10 @@ class ReservationError(NostallError, MemoryError):
 
 class ProtocolError(NostallError):
     """A message between trainer and writer process is not what the other side sends."""
+
+
+class DamagedCheckpointError(NostallError):
+    """A committed checkpoint is not what was written: bytes have changed, or files are missing."""
 
 
 class IllegalTransitionError(NostallError):

@@ -14,7 +14,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import queue
+import time
 import uuid
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from nostall import _ring, _save, _taking, _torch, _writing
+from nostall._manifest import with_manifest
 from nostall._metadata import (
     Publication,
     complete_metadata,
@@ -43,7 +47,7 @@ from nostall._reports import CANCEL_TIMEOUT_S, await_report
 from nostall._runtime import Claim, Engine, default_engine
 from nostall._staging import Guard
 from nostall._storage.streams import StreamTarget
-from nostall._values import FileReceipt, RankWritten
+from nostall._values import FileReceipt, RankWritten, WrittenFile
 from nostall.errors import (
     CheckpointExistsError,
     NostallError,
@@ -243,7 +247,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             )
         self._receipts = report.receipts if isinstance(report, RankWritten) else ()
         future: TorchFuture[list[WriteResult]] = TorchFuture()
-        future.set_result(_save.write_results(prepared, report))
+        results = _save.write_results(prepared, report)
+        future.set_result(_save.WrittenItems(results, _save.written_files(prepared, report)))
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -256,7 +261,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             IncompleteSaveError: An item of the metadata was written by no rank; nothing is published.
             WriteError: The metadata could not be published.
         """
-        self.publish(self.publication_of(metadata, results), metadata)
+        files = [getattr(of_rank, "files", None) for of_rank in results]
+        self.publish(self.publication_of(metadata, results), metadata, files)
 
     def publication_of(self, metadata: Metadata, results: list[list[WriteResult]]) -> Publication:
         """What there is to publish once all ranks have written.
@@ -268,8 +274,18 @@ class FileSystemWriterAsync(FileSystemWriter):
         require_all_present(planned_indices(finished), finished.storage_data)
         return publication_of(finished)
 
-    def publish(self, publication: Publication, metadata: Metadata) -> None:
+    def publish(
+        self,
+        publication: Publication,
+        metadata: Metadata,
+        files: Sequence[tuple[WrittenFile, ...] | None],
+    ) -> None:
         """Publish finished metadata. Coordinator only.
+
+        Args:
+            publication: What there is to publish.
+            metadata: The object that it was made from.
+            files: What each rank has written, as far as that is known, for the manifest.
 
         Raises:
             WriteError: The metadata could not be published.
@@ -277,17 +293,29 @@ class FileSystemWriterAsync(FileSystemWriter):
         fresh = metadata.storage_data is None
         storage_meta = self.storage_meta()
         with self.timeline.measure("publish"):
-            self._commit(publication, storage_meta)
+            self._commit(publication, storage_meta, files)
         if fresh:
             metadata.version = _torch.DCP_VERSION
             metadata.storage_data = publication.storage_data
             metadata.storage_meta = storage_meta
 
-    def _commit(self, publication: Publication, storage_meta: StorageMeta | None) -> None:
+    def _commit(
+        self,
+        publication: Publication,
+        storage_meta: StorageMeta | None,
+        files: Sequence[tuple[WrittenFile, ...] | None],
+    ) -> None:
         path = self._metadata_path()
+        content = publication.content(storage_meta)
+        known = [each for each in files if each is not None]
+        if len(known) == len(
+            files
+        ):  # a manifest of some of the files would make others look like strangers
+            every = tuple(chain.from_iterable(known))
+            content = with_manifest(content, every, committed_at_s=time.time())
         commit(
             str(self.path),
-            publication.content(storage_meta),
+            content,
             metadata_name=os.path.basename(path),
             replaced_files=referenced_files(path) - publication.files,
             sync=self.sync_files,
@@ -409,6 +437,11 @@ class FileSystemWriterAsync(FileSystemWriter):
             return _torch.wrap_exception(error)
         self._receipts = self._save.receipts
         return results
+
+    @property
+    def written_files(self) -> tuple[WrittenFile, ...] | None:
+        """What this rank has written, once its results are retrieved; ``None`` if it is not known what is in the files."""
+        return () if self._save is None else self._save.written_files
 
     @property
     def known_results(self) -> str | None:

@@ -35,6 +35,8 @@ class EngineOptions:
     """I/O scheduling class of writer processes (Linux ``ionice``): 1 real time, 2 best effort, 3 idle."""
     save_timeout_s: float = 1800.0
     """Longest wait for a snapshot buffer, or for a rank's files once somebody asks for them."""
+    exit_timeout_s: float = 300.0
+    """Longest time for which an interpreter that ends completes what is scheduled."""
 
     def __post_init__(self) -> None:
         if self.copy_threads is not None:
@@ -61,11 +63,13 @@ class EngineOptions:
             f"io_priority={self.io_priority}",
             "None or an ionice class: 0, 1, 2 or 3",
         )
-        _require(
-            _is_number(self.save_timeout_s) and 0 < self.save_timeout_s <= threading.TIMEOUT_MAX,
-            f"save_timeout_s={self.save_timeout_s!r}",
-            "a positive number of seconds that the system can wait for; 1e9 is as good as none",
-        )
+        for name in ("save_timeout_s", "exit_timeout_s"):
+            seconds = getattr(self, name)
+            _require(
+                _is_number(seconds) and 0 < seconds <= threading.TIMEOUT_MAX,
+                f"{name}={seconds!r}",
+                "a positive number of seconds that the system can wait for; 1e9 is as good as none",
+            )
 
     @property
     def max_wave_nbytes(self) -> int | None:

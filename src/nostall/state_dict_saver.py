@@ -45,7 +45,7 @@ from nostall._planning import (
     without_state,
 )
 from nostall._save import KnownSave
-from nostall._values import Abort, Commit
+from nostall._values import Abort, Commit, WrittenFile
 from nostall.errors import IncompleteSaveError, SaveError
 from nostall.filesystem_async import FileSystemWriterAsync
 
@@ -95,6 +95,8 @@ class _Outcome:
     """What a rank tells the coordinator when it finalises."""
 
     told: Told
+    files: tuple[WrittenFile, ...] | None
+    """What it has written; ``None`` if it is not known what is in the files."""
     changed_plan: SavePlan | None
     took_s: float
     """From the beginning of planning until the files were durable."""
@@ -298,6 +300,7 @@ def save_state_dict_async_finalize(
     )
     outcome = _Outcome(
         told=told,
+        files=storage_writer.written_files,
         changed_plan=session.changed_plan if session else None,
         took_s=storage_writer.took_s,
     )
@@ -376,7 +379,7 @@ def _finish(
                 if publication is None:
                     publication = writer.publication_of(metadata, results)
                     known.note_published(told, metadata, publication)
-                writer.publish(publication, metadata)
+                writer.publish(publication, metadata, [each.files for each in outcomes])
             except Exception as error:  # every rank has to hear of it
                 return _Ending(
                     failures={coordination.rank: sendable(_torch.wrap_exception(error))},

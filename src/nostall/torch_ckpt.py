@@ -108,6 +108,7 @@ class _FileSave(BackgroundSave):
             io_threads=self.engine.io_threads,
             chunk_nbytes=options.chunk_nbytes,
             direct=options.direct_io,
+            checksum_files=False,
             faults=self.engine.faults,
         )
 

@@ -27,7 +27,7 @@ def commit(
 
     Args:
         directory: The checkpoint directory; every file that ``metadata`` names is complete in it.
-        metadata: The pickled metadata.
+        metadata: The metadata as it is to stand in its file.
         metadata_name: ``.metadata``, or a rank's own name for saves without coordination.
         replaced_files: Names below ``directory`` that only the checkpoint being replaced refers to.
         sync: Whether to wait until the device has it.

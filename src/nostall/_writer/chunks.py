@@ -184,6 +184,9 @@ class _FileTask:
         # And all before it: the end of a container may reach over several chunks.
         self._content.hand_over(window, end)
         self._sealed[number].set()
+        if self._job.checksum_files:
+            with self._checksums:
+                self._payloads.sum_chunk(window, number)
         started_s = self._note("checksum", thread, started_s)
         chunk.phase = "write"
         self._faults.at("chunk", self.path)
@@ -222,6 +225,7 @@ class _FileTask:
             name=self._image.name,
             nbytes=self._image.nbytes,
             packed_crc32=self._payloads.crc32.tobytes(),
+            crc32_of_file=self._payloads.crc32_of_file if self._job.checksum_files else None,
             extents=None,
             started_s=self._started_s,
             finished_s=self._finished_s,

@@ -1,0 +1,113 @@
+"""What becomes of saves that are not finalised when the interpreter ends.
+
+They are completed, with the other ranks if there are any, for a limited time. If one is lost all the same, the process says
+which and ends with exit status 1: a job scheduler must not take a run for a success whose last checkpoint is not there.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing.util
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+_log = logging.getLogger("nostall")
+
+FAILURE_STATUS = 1
+
+
+class Unfinished(Protocol):
+    """A queue with requests that are not finalised."""
+
+    @property
+    def pending(self) -> int:
+        """How many."""
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether finalising them takes other ranks, too."""
+
+    def wait(self, timeout: float | None = None) -> object:
+        """Finalise all of them, or raise."""
+
+    def close(self, *, abort: bool) -> None:
+        """Give them up, with ``abort``."""
+
+
+def finish_at_exit(queues: Iterable[Unfinished], *, timeout_s: float) -> None:
+    """Finalise what is pending; does not return, but ends the process, if something is lost."""
+    unfinished = [queue for queue in queues if queue.pending]
+    if not unfinished:
+        return
+    _log.warning(
+        "the interpreter ends with %d requests that are not finalised; completing them within %g s;"
+        " close() the queue to do so before",
+        sum(queue.pending for queue in unfinished),
+        timeout_s,
+    )
+    if not finish(unfinished, timeout_s=timeout_s):
+        _end_process(FAILURE_STATUS)
+
+
+def finish(queues: Iterable[Unfinished], *, timeout_s: float) -> bool:
+    """Finalise what is pending, or give it up; whether all of it was committed."""
+    deadline = time.monotonic() + timeout_s
+    done = [_finish(queue, deadline) for queue in queues]
+    return all(done)
+
+
+def _finish(queue: Unfinished, deadline: float) -> bool:
+    """Whether all that was pending is committed; what is not is given up."""
+    why = ""
+    if not queue.is_distributed:
+        why = _wait(queue, deadline)
+    elif getattr(sys, "last_value", None) is not None:
+        why = "this rank ends with an exception, so others do not take part"
+    else:
+        # Others may have ended already, and a collective cannot be interrupted.
+        said: list[str] = []
+        thread = threading.Thread(
+            target=lambda: said.append(_wait(queue, deadline)), name="nostall-exit", daemon=True
+        )
+        thread.start()
+        thread.join(max(0.0, deadline - time.monotonic()))
+        why = said[0] if said else "other ranks did not take part in time"
+    if not why:
+        return True
+    _log.error("%d requests are lost at exit: %s", queue.pending or 1, why)
+    try:
+        queue.close(abort=True)
+    except Exception:
+        _log.exception("giving them up failed, too")
+    return False
+
+
+def _wait(queue: Unfinished, deadline: float) -> str:
+    """Why not everything was finalised; empty if it was."""
+    why = ""
+    while queue.pending:
+        try:
+            queue.wait(max(0.0, deadline - time.monotonic()))
+        except TimeoutError as error:
+            return str(error)
+        except (
+            BaseException
+        ) as error:  # of one request, and DCP's is no Exception; those after it may be in order
+            why = why or f"{type(error).__name__}: {error}"
+    return why
+
+
+def _end_process(status: int) -> None:
+    """End with this exit status, which a handler that runs at exit has no other way to set."""
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # what Python would run next
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):
+            continue  # closed, or not there
+    os._exit(status)

@@ -1,0 +1,135 @@
+r"""The manifest of a checkpoint: what its files have to be, as JSON behind the pickle in ``.metadata``.
+
+A pickle ends with its STOP instruction, and readers look no further. What follows is one line of JSON and a last line that
+says how long that is and what its checksum is, so that both are found from the end of the file::
+
+    <pickle>\n
+    {"files": [{"crc32": "89abcdef", "name": "__0_0.distcp", "nbytes": 1073741824}], "metadata": {...}, ...}\n
+    #nostall-manifest 000000000187 01234567\n
+
+Being part of the metadata it is committed with it, by the same rename, and needs no fsync of its own. Nothing here imports
+torch, or trusts what it reads.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nostall import _checksum
+from nostall._values import WrittenFile
+from nostall._version import __version__
+from nostall.errors import DamagedCheckpointError
+
+_FORMAT = 1
+_FOOTER = re.compile(rb"#nostall-manifest (\d{12}) ([0-9a-f]{8})\n\Z")
+_FOOTER_NBYTES = len(b"#nostall-manifest 000000000000 00000000\n")
+_MARKS = (b'\n{"committed_at":', b"\n#nostall-manifest ")
+"""One of them is left if the end of a file is cut off or damaged in one place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint consists of."""
+
+    files: tuple[WrittenFile, ...]
+    """All shard files of all ranks."""
+    metadata_nbytes: int
+    """Length of the pickle."""
+    metadata_crc32: int
+    """That of the pickle."""
+    committed_at_s: float
+    """Seconds since the epoch, by the coordinator's clock, just before it was published."""
+    version: str
+    """That of the nostall that wrote it."""
+
+
+def with_manifest(metadata: bytes, files: Sequence[WrittenFile], *, committed_at_s: float) -> bytes:
+    """The content of a ``.metadata`` file: pickled metadata and the manifest of its checkpoint."""
+    plain = {
+        "format": _FORMAT,
+        "nostall": __version__,
+        "committed_at": committed_at_s,
+        "metadata": {"nbytes": len(metadata), "crc32": _hex(_checksum.crc32(metadata))},
+        "files": [
+            {
+                "name": file.name,
+                "nbytes": file.nbytes,
+                "crc32": None if file.crc32 is None else _hex(file.crc32),
+            }
+            for file in files
+        ],
+    }
+    line = json.dumps(plain, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+    footer = f"#nostall-manifest {len(line):012d} {_hex(_checksum.crc32(line))}\n".encode()
+    return b"".join((metadata, b"\n", line, footer))
+
+
+def split(content: bytes, *, path: str) -> tuple[bytes, Manifest | None]:
+    """The pickle in a ``.metadata`` file, and the manifest behind it; ``None`` if there is none.
+
+    Args:
+        content: The file's content.
+        path: For errors.
+
+    Raises:
+        DamagedCheckpointError: There is a manifest, but it or the pickle is not what was written.
+    """
+    footer = _FOOTER.match(content[-_FOOTER_NBYTES:])
+    if footer is None:
+        if any(mark in content for mark in _MARKS):
+            raise _damaged("the end of its manifest is damaged", path)
+        return content, None
+    begin = len(content) - _FOOTER_NBYTES - int(footer[1])
+    line = content[begin : len(content) - _FOOTER_NBYTES]
+    if begin < 1 or _hex(_checksum.crc32(line)) != footer[2].decode():
+        raise _damaged("its manifest does not have the checksum that it should have", path)
+    manifest = _parsed(line, path)
+    pickled, between = content[: begin - 1], content[begin - 1 : begin]
+    if (len(pickled), _checksum.crc32(pickled), between) != (
+        manifest.metadata_nbytes,
+        manifest.metadata_crc32,
+        b"\n",
+    ):
+        raise _damaged("the metadata does not have the checksum that its manifest says", path)
+    return pickled, manifest
+
+
+def _parsed(line: bytes, path: str) -> Manifest:
+    try:
+        plain: Any = json.loads(line)
+        if plain["format"] != _FORMAT:
+            raise ValueError(f"format {plain['format']!r} is not known")
+        return Manifest(
+            files=tuple(
+                WrittenFile(
+                    name=_checked(file["name"], str),
+                    nbytes=_checked(file["nbytes"], int),
+                    crc32=None if file["crc32"] is None else int(file["crc32"], 16),
+                )
+                for file in plain["files"]
+            ),
+            metadata_nbytes=_checked(plain["metadata"]["nbytes"], int),
+            metadata_crc32=int(plain["metadata"]["crc32"], 16),
+            committed_at_s=float(plain["committed_at"]),
+            version=_checked(plain["nostall"], str),
+        )
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise _damaged(f"its manifest cannot be read: {error!r}", path) from error
+
+
+def _checked(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is no {kind.__name__}")
+    return value
+
+
+def _damaged(why: str, path: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(why, phase="verify", path=path)
+
+
+def _hex(crc32: int) -> str:
+    return f"{crc32:08x}"

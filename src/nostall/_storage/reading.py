@@ -1,0 +1,87 @@
+"""Read shard files back to see whether they are what was written."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Callable
+from typing import IO
+
+from nostall import _checksum
+
+_PIECE_NBYTES = 8 << 20
+
+
+class ChecksumMissing(Exception):  # an answer, not an error
+    """A container was written without checksums, or is of a form that has none."""
+
+
+def crc32_of_file(path: str, progress: Callable[[int], object]) -> int:
+    """The CRC-32 of a file; ``progress`` is called with the length of every piece read.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    crc32 = 0
+    with open(path, "rb", buffering=0) as stream:
+        piece = bytearray(_PIECE_NBYTES)
+        while nbytes := stream.readinto(piece):
+            crc32 = _checksum.crc32(memoryview(piece)[:nbytes], crc32)
+            progress(nbytes)
+    return crc32
+
+
+def damage_of_container(stream: IO[bytes], offset: int, nbytes: int) -> str | None:
+    """What is wrong with a ``torch.save`` archive inside a file, or ``None``.
+
+    Raises:
+        ChecksumMissing: There is nothing to compare it with.
+        OSError: It cannot be read.
+    """
+    part = _Part(stream, offset, nbytes)
+    try:
+        with zipfile.ZipFile(part) as archive:
+            without = [entry for entry in archive.infolist() if entry.file_size and not entry.CRC]
+            if without:
+                raise ChecksumMissing
+            damaged = archive.testzip()
+    except ChecksumMissing:
+        raise
+    except OSError:
+        raise
+    except Exception as error:  # a damaged archive can raise anything
+        return f"an archive in it cannot be read: {type(error).__name__}: {error}"
+    if damaged is not None:
+        return f"record {damaged} of an archive in it does not have its CRC-32"
+    return None
+
+
+class _Part(io.RawIOBase):
+    """Part of a file, as a file."""
+
+    def __init__(self, stream: IO[bytes], offset: int, nbytes: int) -> None:
+        self._stream, self._offset, self._nbytes = stream, offset, nbytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        if base + offset < 0:
+            raise ValueError(f"there is nothing at {base + offset}")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, nbytes: int = -1) -> bytes:
+        left = max(0, self._nbytes - self._at)
+        self._stream.seek(self._offset + self._at)
+        piece = self._stream.read(left if nbytes < 0 else min(nbytes, left))
+        self._at += len(piece)
+        return piece

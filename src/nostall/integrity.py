@@ -1,0 +1,290 @@
+"""Is this checkpoint whole? By its manifest where it has one, else by the checksums that ``torch.save`` puts into its files.
+
+Reading is all that happens here: nothing is changed, and nothing that is read is executed (metadata goes through the
+allow-list of :mod:`nostall._metadata`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from nostall import _torch
+from nostall._checksum import use_fastest
+from nostall._manifest import Manifest, split
+from nostall._metadata import Extent, extents_of, load_metadata
+from nostall._storage.reading import ChecksumMissing, crc32_of_file, damage_of_container
+from nostall.errors import DamagedCheckpointError, UntrustedMetadataError
+
+__all__ = ["Damage", "Verification", "is_complete", "latest_complete", "verify"]
+
+_log = logging.getLogger("nostall")
+_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """Something that is not as it was written."""
+
+    file: str
+    """Path below the checkpoint directory."""
+    what: str
+    items: tuple[str, ...] = ()
+    """Names of the items concerned, as far as they can be told."""
+
+    def __str__(self) -> str:
+        items = f" (items {', '.join(self.items)})" if self.items else ""
+        return f"{self.file}: {self.what}{items}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What :func:`verify` has found."""
+
+    path: str
+    damages: tuple[Damage, ...]
+    files: int = 0
+    """Shard files that were looked at."""
+    nbytes: int = 0
+    """Their bytes, as far as they are there."""
+    items: int = 0
+    unchecked: tuple[str, ...] = ()
+    """Names of items for which there is no checksum anywhere."""
+    has_manifest: bool = False
+    """Whether files were compared with a manifest, or items with the checksums inside them."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong, as far as there are checksums."""
+        return not self.damages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Checkpoint:
+    """What a checkpoint says of itself."""
+
+    path: str
+    manifest: Manifest | None
+    extents: Mapping[str, list[Extent]]
+    """Per file, in file order."""
+
+
+def is_complete(path: str | os.PathLike[str], deep: bool = False) -> bool:
+    """Whether there is a committed checkpoint, all of it.
+
+    Args:
+        path: Checkpoint directory.
+        deep: Read every byte and compare it with its checksum, see :func:`verify`; else look at the metadata and at the sizes
+            of the files only, which takes milliseconds.
+    """
+    if deep:
+        return verify(path).ok
+    try:
+        checkpoint = _read(os.fspath(path))
+    except (OSError, DamagedCheckpointError, UntrustedMetadataError):
+        return False
+    return not any(_sizes(checkpoint))
+
+
+def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | None:
+    """The complete checkpoint that was committed last among the directories in ``root``; ``None`` if there is none.
+
+    Directories that hold something else, or a checkpoint that is not complete, are passed over; those that are newer than
+    the one returned are named in a warning.
+
+    Args:
+        root: Directory of checkpoint directories.
+        deep: As for :func:`is_complete`.
+
+    Raises:
+        OSError: ``root`` cannot be read.
+    """
+    candidates = []
+    with os.scandir(root) as entries:
+        for entry in entries:
+            metadata = os.path.join(entry.path, _torch.METADATA_NAME)
+            if os.path.isfile(metadata):
+                candidates.append((_committed_at_s(metadata), entry.path))
+    for _, path in sorted(candidates, reverse=True):
+        if is_complete(path, deep):
+            return path
+        _log.warning("passed over path=%s: the checkpoint is not complete", path)
+    return None
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    threads: int = _THREADS,
+    progress: Callable[[int, int], object] | None = None,
+) -> Verification:
+    """Read a checkpoint from end to end and say what is wrong with it.
+
+    With a manifest, which every checkpoint of nostall's has unless a user's stream wrote it, every bit of shard files and
+    metadata counts. Without, as with stock DCP's checkpoints, files and the records inside them are checked against sizes and
+    CRC-32 sums that ``torch.save`` has stored; two files of the same layout that were exchanged are not found then.
+
+    Args:
+        path: Checkpoint directory.
+        threads: How many files to read at a time.
+        progress: Called with bytes read and bytes to read, from any thread.
+
+    Returns:
+        What was found; it never raises because of what it reads.
+    """
+    directory = os.fspath(path)
+    try:
+        checkpoint = _read(directory)
+    except FileNotFoundError:
+        return _not_readable(directory, "there is none: no checkpoint was committed here")
+    except OSError as error:
+        return _not_readable(directory, f"it cannot be read: {error.strerror}")
+    except (DamagedCheckpointError, UntrustedMetadataError) as error:
+        return _not_readable(directory, error.message)
+    damages = {damage.file: damage for damage in _sizes(checkpoint)}
+    whole = [name for name in _names(checkpoint) if name not in damages]
+    use_fastest()
+    reading = _Progress(sum(_nbytes(directory, name) for name in whole), progress)
+    with ThreadPoolExecutor(max(1, threads), "nostall-verify") as pool:
+        looked_at = list(pool.map(lambda name: _look_at(checkpoint, name, reading), whole))
+    found = [damage for damage, _ in looked_at if damage is not None]
+    unchecked = [item for _, items in looked_at for item in items]
+    return Verification(
+        path=directory,
+        damages=(*damages.values(), *found),
+        files=len(whole) + len(damages),
+        nbytes=sum(_nbytes(directory, name) for name in _names(checkpoint)),
+        items=sum(map(len, checkpoint.extents.values())),
+        unchecked=tuple(unchecked),
+        has_manifest=checkpoint.manifest is not None,
+    )
+
+
+def _read(directory: str) -> _Checkpoint:
+    path = os.path.join(directory, _torch.METADATA_NAME)
+    with open(path, "rb") as stream:
+        content = stream.read()
+    pickled, manifest = split(content, path=path)
+    metadata: Metadata = load_metadata(pickled, path=path)
+    by_file: dict[str, list[Extent]] = defaultdict(list)
+    for extent in extents_of(metadata, path=path):
+        by_file[extent.file].append(extent)
+    return _Checkpoint(path=directory, manifest=manifest, extents=by_file)
+
+
+def _not_readable(directory: str, what: str) -> Verification:
+    return Verification(path=directory, damages=(Damage(file=_torch.METADATA_NAME, what=what),))
+
+
+def _names(checkpoint: _Checkpoint) -> list[str]:
+    files = checkpoint.manifest.files if checkpoint.manifest is not None else ()
+    return sorted({*checkpoint.extents, *(file.name for file in files)})
+
+
+def _nbytes(directory: str, name: str) -> int:
+    try:
+        return os.stat(os.path.join(directory, name)).st_size
+    except OSError:
+        return 0
+
+
+def _sizes(checkpoint: _Checkpoint) -> Iterator[Damage]:
+    """Files that are missing, or too short or too long to be what was written."""
+    wanted = {name: (extents[-1].end, False) for name, extents in checkpoint.extents.items()}
+    if checkpoint.manifest is not None:
+        wanted |= {file.name: (file.nbytes, True) for file in checkpoint.manifest.files}
+    for name, (nbytes, exactly) in sorted(wanted.items()):
+        items = tuple(extent.item for extent in checkpoint.extents.get(name, ()))
+        try:
+            there = os.stat(os.path.join(checkpoint.path, name)).st_size
+        except FileNotFoundError:
+            yield Damage(file=name, what="it is missing", items=items)
+            continue
+        except OSError as error:
+            yield Damage(file=name, what=f"it cannot be read: {error.strerror}", items=items)
+            continue
+        if there < nbytes or (exactly and there != nbytes):
+            beyond = (each.item for each in checkpoint.extents.get(name, ()) if each.end > there)
+            what = f"it has {there} bytes instead of {nbytes}"
+            yield Damage(file=name, what=what, items=tuple(beyond))
+
+
+def _look_at(
+    checkpoint: _Checkpoint, name: str, reading: _Progress
+) -> tuple[Damage | None, tuple[str, ...]]:
+    """What is wrong with a file of the right size, and which of its items have no checksum."""
+    path = os.path.join(checkpoint.path, name)
+    extents = checkpoint.extents.get(name, [])
+    files = checkpoint.manifest.files if checkpoint.manifest is not None else ()
+    expected = next((file.crc32 for file in files if file.name == name), None)
+    try:
+        if expected is None:
+            return _look_into(path, name, extents, reading)
+        found = crc32_of_file(path, reading.add)
+        if found == expected:
+            return None, ()
+        inside, _ = _look_into(path, name, extents, _Progress(0, None))
+    except OSError as error:
+        return Damage(file=name, what=f"it cannot be read: {error.strerror}"), ()
+    what = f"its CRC-32 is {found:08x} instead of {expected:08x}"
+    return Damage(file=name, what=what, items=inside.items if inside is not None else ()), ()
+
+
+def _look_into(
+    path: str, name: str, extents: Iterable[Extent], reading: _Progress
+) -> tuple[Damage | None, tuple[str, ...]]:
+    """What is wrong with the containers in a file, and which items have no checksum."""
+    wrong: list[tuple[str, str]] = []
+    unchecked: list[str] = []
+    with open(path, "rb") as stream:
+        for extent in extents:
+            if extent.is_transformed:
+                unchecked.append(extent.item)
+                continue
+            try:
+                why = damage_of_container(stream, extent.offset, extent.length)
+            except ChecksumMissing:
+                unchecked.append(extent.item)
+                continue
+            finally:
+                reading.add(extent.length)
+            if why is not None:
+                wrong.append((extent.item, why))
+    if not wrong:
+        return None, tuple(unchecked)
+    names = tuple(item for item, _ in wrong)
+    return Damage(file=name, what=wrong[0][1], items=names), tuple(unchecked)
+
+
+def _committed_at_s(metadata_path: str) -> float:
+    try:
+        with open(metadata_path, "rb") as stream:
+            _, manifest = split(stream.read(), path=metadata_path)
+        if manifest is not None:
+            return manifest.committed_at_s
+        return os.stat(metadata_path).st_mtime
+    except (OSError, DamagedCheckpointError):
+        return 0.0
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Counts what several threads have read."""
+
+    total: int
+    tell: Callable[[int, int], object] | None
+    done: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, nbytes: int) -> None:
+        with self.lock:
+            self.done += nbytes
+            if self.tell is not None:
+                self.tell(self.done, self.total)
