@@ -46,6 +46,7 @@ from nostall._rank_save import RankSave
 from nostall._reports import CANCEL_TIMEOUT_S, await_report
 from nostall._runtime import Claim, Engine, default_engine
 from nostall._staging import Guard
+from nostall._storage.posix import make_directory
 from nostall._storage.streams import StreamTarget
 from nostall._values import FileReceipt, RankWritten, WrittenFile
 from nostall.errors import (
@@ -182,7 +183,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         if self._is_coordinator:
             try:
-                os.makedirs(self.path, exist_ok=True)
+                make_directory(str(self.path))
             except OSError as error:
                 raise WriteError(
                     f"the checkpoint directory cannot be made: {error.strerror}",

@@ -1,6 +1,6 @@
 """Commit: publish the metadata of a save whose files are all durable. The last thing that happens to a save.
 
-Order: temporary metadata, fsync, ``os.replace``, fsync of the directory. A crash before the replacement leaves what
+Order: temporary metadata, fsync (of the name of a new directory, too), ``os.replace``, fsync of the directory. A crash before the replacement leaves what
 was there, a crash after it leaves the new checkpoint. Files of the checkpoint that was replaced are removed only when
 the replacement is durable.
 """
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
-from nostall._storage.posix import remove_files, sync_directory
+from nostall._storage.posix import remove_files, replace_file, sync_directory, write_file
 from nostall._values import CommittedCheckpoint
 from nostall.errors import WriteError
 
@@ -39,12 +41,11 @@ def commit(
     temporary = f"{final}.tmp"
     published = False
     try:
-        with open(temporary, "wb") as stream:
-            stream.write(metadata)
-            stream.flush()
-            if sync:
-                os.fsync(stream.fileno())
-        os.replace(temporary, final)
+        if sync:
+            _write_durably(directory, temporary, metadata)
+        else:
+            write_file(temporary, metadata, sync=False)
+        replace_file(final, by=temporary)
         published = True
         if sync:
             sync_directory(directory)
@@ -64,3 +65,13 @@ def commit(
     removed = tuple(replaced_files)
     remove_files(os.path.join(directory, name) for name in removed)
     return CommittedCheckpoint(path=directory, metadata_nbytes=len(metadata), removed=removed)
+
+
+def _write_durably(directory: str, path: str, content: bytes) -> None:
+    """Write a file, and see to it that the directory's own name is durable; both wait for the same device."""
+    with ThreadPoolExecutor(1, "nostall-commit") as other:
+        parent = os.path.dirname(os.path.realpath(directory))
+        synced = other.submit(sync_directory, parent)
+        write_file(path, content, sync=True)
+        with suppress(PermissionError):  # who may not read it has not made the directory either
+            synced.result()

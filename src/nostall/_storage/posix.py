@@ -1,5 +1,8 @@
 """Files on a POSIX file system, written in large positional chunks, past the page cache where that is possible.
 
+Whatever a save changes on storage it changes through this module, and this module through ``os``: tests that record the
+operations of a save, or lose them as a crash would, put something else in place of that.
+
 A file gets all its blocks when it is made. ``O_DIRECT`` asks for page-aligned memory, offsets and lengths. Images are
 page-aligned; the last chunk is written with its padding and the file cut to length before it is synced. A file system
 that does not take ``O_DIRECT`` refuses the open or the first write with ``EINVAL``: the file then goes through the page
@@ -111,6 +114,41 @@ def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     return libc
+
+
+def make_directory(path: str) -> None:
+    """Make a directory if it is not there.
+
+    The levels above it that have to be made, too, are made durable here; its own name is by whoever commits into it.
+    """
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
+    except FileNotFoundError:
+        parent = os.path.dirname(os.path.abspath(path))
+        make_directory(parent)
+        sync_directory(os.path.dirname(parent))
+        make_directory(path)
+
+
+def write_file(path: str, content: bytes, *, sync: bool) -> None:
+    """Make a file, or replace its content, in one go; the device has it on return if asked."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        at = 0
+        while at < len(content):
+            at += os.pwrite(fd, memoryview(content)[at:], at)
+        if sync:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def replace_file(path: str, by: str) -> None:
+    """Give a file another's name; at every moment there is one of that name."""
+    os.replace(by, path)
 
 
 def sync_directory(path: str) -> None:

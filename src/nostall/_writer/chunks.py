@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Mapping
 
-from nostall._storage.posix import ImageFile
+from nostall._storage.posix import ImageFile, make_directory
 from nostall._values import (
     PAGE_NBYTES,
     FileImage,
@@ -252,7 +252,7 @@ class _FileTask:
                 raise _GivenUp
             self._started_s = time.monotonic()
             self._faults.at("open", self.path)
-            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            make_directory(os.path.dirname(self.path))
             self._file = ImageFile(self.path, self._image.nbytes, direct=self._job.direct)
 
     def _wait(self, event: threading.Event) -> None:

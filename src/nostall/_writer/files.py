@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Mapping
 
-from nostall._storage.posix import remove_files, sync_directory
+from nostall._storage.posix import make_directory, remove_files, sync_directory
 from nostall._storage.streams import StreamTarget
 from nostall._values import (
     Failure,
@@ -52,7 +52,7 @@ def perform(
         cancelled = cancelled or threading.Event()
         faults = Faults(job.faults)
         faults.at("start")
-        os.makedirs(job.directory, exist_ok=True)
+        make_directory(job.directory)
         if stream is None:
             receipts = write_images(job, images, faults, at, cancelled, cutter)
         else:
