@@ -12,7 +12,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from queue import SimpleQueue
 from typing import Protocol
 
 _log = logging.getLogger("nostall")
@@ -36,6 +39,45 @@ class Unfinished(Protocol):
 
     def close(self, *, abort: bool) -> None:
         """Give them up, with ``abort``."""
+
+
+class _Standby:
+    """A thread that is there before it is needed: an interpreter that is ending starts none (from Python 3.12 on)."""
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[tuple[Callable[[], str], Future[str]]] = SimpleQueue()
+        self._pid = 0
+
+    def prepare(self) -> None:
+        """Start it, if that was not done in this process."""
+        if self._pid != os.getpid():
+            self._work = SimpleQueue()
+            threading.Thread(target=self._serve, name="nostall-exit", daemon=True).start()
+            self._pid = os.getpid()
+
+    def run(self, work: Callable[[], str], deadline: float) -> str:
+        """What ``work`` returns, or why that is not known."""
+        if self._pid != os.getpid():
+            return "there is no thread to wait for other ranks with"
+        said: Future[str] = Future()
+        self._work.put((work, said))
+        try:
+            return said.result(max(0.0, deadline - time.monotonic()))
+        except (TimeoutError, FutureTimeoutError):
+            return "other ranks did not take part in time"
+
+    def _serve(self) -> None:
+        while True:
+            work, said = self._work.get()
+            said.set_result(work())
+
+
+_standby = _Standby()
+
+
+def prepare_for_exit() -> None:
+    """Make ready for finalising with other ranks at exit; to be called when something is scheduled that will need it."""
+    _standby.prepare()
 
 
 def finish_at_exit(queues: Iterable[Unfinished], *, timeout_s: float) -> None:
@@ -69,13 +111,7 @@ def _finish(queue: Unfinished, deadline: float) -> bool:
         why = "this rank ends with an exception, so others do not take part"
     else:
         # Others may have ended already, and a collective cannot be interrupted.
-        said: list[str] = []
-        thread = threading.Thread(
-            target=lambda: said.append(_wait(queue, deadline)), name="nostall-exit", daemon=True
-        )
-        thread.start()
-        thread.join(max(0.0, deadline - time.monotonic()))
-        why = said[0] if said else "other ranks did not take part in time"
+        why = _standby.run(lambda: _wait(queue, deadline), deadline)
     if not why:
         return True
     _log.error("%d requests are lost at exit: %s", queue.pending or 1, why)

@@ -23,7 +23,7 @@ from nostall._callers import (
     asked_priority,
 )
 from nostall._coordination import Coordination, coordination_for
-from nostall._ending import finish, finish_at_exit
+from nostall._ending import finish, finish_at_exit, prepare_for_exit
 from nostall._failures import raise_everywhere
 from nostall._lifecycle import State
 from nostall._preemption import Preemption
@@ -114,6 +114,8 @@ class AsyncCallsQueue:
             self._next_index += 1
             self._calls.append(call)
             _unfinished.add(self)
+            if self.is_distributed:
+                prepare_for_exit()
             return index
 
     def maybe_finalize_async_calls(

@@ -8,9 +8,8 @@ the replacement is durable.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 from nostall._storage.posix import remove_files, replace_file, sync_directory, write_file
 from nostall._values import CommittedCheckpoint
@@ -69,9 +68,27 @@ def commit(
 
 def _write_durably(directory: str, path: str, content: bytes) -> None:
     """Write a file, and see to it that the directory's own name is durable; both wait for the same device."""
-    with ThreadPoolExecutor(1, "nostall-commit") as other:
-        parent = os.path.dirname(os.path.realpath(directory))
-        synced = other.submit(sync_directory, parent)
+    parent = os.path.dirname(os.path.realpath(directory))
+    failures: list[OSError] = []
+
+    def sync_name() -> None:
+        try:
+            sync_directory(parent)
+        except PermissionError:
+            return  # who may not read it has not made the directory either
+        except OSError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=sync_name, name="nostall-commit")
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is ending, or the system has no thread to give
+        sync_name()
         write_file(path, content, sync=True)
-        with suppress(PermissionError):  # who may not read it has not made the directory either
-            synced.result()
+    else:
+        try:
+            write_file(path, content, sync=True)
+        finally:
+            thread.join()
+    if failures:
+        raise failures[0]
