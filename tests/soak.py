@@ -94,7 +94,9 @@ def train(rank: int, root: Path, store: Path, first: int, tell: int) -> None:
         else:
             say(committed=save, rank=rank)
         if rank == 0 and save % 2 == 0:
-            shutil.rmtree(root / f"save-{save - 2 * KEPT}", ignore_errors=True)
+            old = root / f"save-{save - 2 * KEPT}"
+            (old / ".metadata").unlink(missing_ok=True)  # first, or half of a checkpoint may stay
+            shutil.rmtree(old, ignore_errors=True)
         save += 1
 
 

@@ -258,10 +258,11 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_everything_is_durable_before_what_refers_to_it(tmp_path: Path, synced: list[str]) -> None:
-    """Shard files, then their directory, then the metadata under its temporary name, then the directory again."""
+    """Shard files, then their directory, then its name and the metadata under a temporary one, then the directory again."""
     save(tmp_path / "saved", odd_state(), thread_count=2)
     assert sorted(synced[:2]) == ["__0_0.distcp", "__0_1.distcp"]
-    assert synced[2:] == ["saved", ".metadata.tmp", "saved"]
+    assert synced[2] == synced[-1] == "saved"
+    assert sorted(synced[3:-1]) == [".metadata.tmp", tmp_path.name]
 
 
 def test_nothing_is_synced_if_told_so(tmp_path: Path, synced: list[str]) -> None:

@@ -150,6 +150,8 @@ class _LiveImage:
 
     def hand_over(self, window: Window, end: int) -> None:
         """Let what was sealed before the chunk take its place there, and keep what reaches over from it."""
+        if not window.origin:
+            self._reaching_over = b""  # of an attempt that has failed
         nbytes = end - window.origin
         inherited, rest = self._reaching_over[:nbytes], self._reaching_over[nbytes:]
         window.memory[: len(inherited)] = inherited

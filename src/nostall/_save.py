@@ -14,6 +14,7 @@ process, or here and now; the code that writes is the same.
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from collections.abc import Iterable, Sequence
@@ -47,6 +48,8 @@ from nostall._values import (
 from nostall.errors import IncompleteSaveError
 from nostall.options import WriterOptions
 from nostall.stats import Timeline
+
+_log = logging.getLogger("nostall")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +192,17 @@ def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResul
     """
     if isinstance(report, RankFailed):
         raise error_of(report, job=prepared.target.job)
-    extents = [receipt.extents for receipt in _in_layout_order(prepared, report)]
+    receipts = _in_layout_order(prepared, report)
+    for receipt in receipts:
+        if receipt.failed_attempts:
+            _log.warning(
+                "written at last path=%s rank=%d retries=%d last_failure=%r",
+                os.path.join(prepared.target.directory, receipt.name),
+                report.rank,
+                len(receipt.failed_attempts),
+                receipt.failed_attempts[-1],
+            )
+    extents = [receipt.extents for receipt in receipts]
     if prepared.known is not None:
         return list(prepared.known.results)
     descriptors = prepared.target.transform_descriptors

@@ -207,6 +207,8 @@ class FileReceipt:
     finished_s: float
     fsynced: bool
     work: WriteWork = WriteWork()  # frozen
+    failed_attempts: tuple[str, ...] = ()
+    """Why it had to be written anew, once per attempt."""
 
     @property
     def crc32(self) -> tuple[int, ...]:
@@ -293,6 +295,8 @@ class WriteJob:
     direct: bool
     checksum_files: bool = True
     """Whether to checksum files as a whole, beside the payloads that are sealed."""
+    retries: int = 0
+    """How often to write a file anew that the storage fails for a reason that may pass."""
     stream: bytes | None = None
     """Pickle of the user's own ``open_file`` and stream extensions, if files are to be written through them."""
     sys_path: tuple[str, ...] = ()

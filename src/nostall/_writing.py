@@ -135,6 +135,7 @@ def jobs(
             io_threads=engine.io_threads,
             chunk_nbytes=engine.options.chunk_nbytes,
             direct=engine.options.direct_io,
+            retries=engine.options.write_retries,
             checksum_files=_torch.container_settings()[0],
             stream=stream,
             sys_path=tuple(sys.path) if stream is not None else (),

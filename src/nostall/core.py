@@ -7,12 +7,14 @@ nostall's own save functions go to the torch-free writer process; any other call
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import weakref
 from collections import deque
 from concurrent.futures import wait
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import Self
 
 from nostall._callers import (
@@ -45,6 +47,8 @@ __all__ = [
     "drain_on_sigterm",
 ]
 
+_log = logging.getLogger("nostall")
+
 _live_queues: weakref.WeakSet[AsyncCallsQueue] = weakref.WeakSet()
 _unfinished: set[AsyncCallsQueue] = set()
 """Queues with requests that are not finalised: kept, so that letting go of one does not lose its saves."""
@@ -62,6 +66,8 @@ class AsyncCallsQueue:
         sigterm_timeout: Seconds between SIGTERM and SIGKILL when a process is ended.
         cpu_shm_mode: Accepted for compatibility; snapshots are always in shared host memory.
         process_group: The ranks that schedule together; the default group if ``None``.
+        on_error: ``"raise"``, or ``"warn"`` to log a request that has failed on some rank, count it in :attr:`failures`, and
+            go on with the next one: for jobs that would rather miss a checkpoint than end.
     """
 
     def __init__(
@@ -74,11 +80,19 @@ class AsyncCallsQueue:
         cpu_shm_mode: bool = False,
         *,
         process_group: dist.ProcessGroup | None = None,
+        on_error: str = "raise",
     ) -> None:
+        if on_error not in ("raise", "warn"):
+            raise OptionError(
+                f"on_error={on_error!r} is not possible", hint='use "raise" or "warn"'
+            )
         _require_possible(cpu_priority, io_priority, sigterm_timeout)
         kind = PersistentAsyncCaller if persistent else TemporalAsyncCaller
         self._caller = kind(is_daemon, cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode)
         self._process_group = process_group
+        self._on_error = on_error
+        self.failures = 0
+        """How many requests have failed with ``on_error="warn"``."""
         self._calls: deque[Call] = deque()
         self._next_index = 0
         self._first_index = 0
@@ -152,17 +166,27 @@ class AsyncCallsQueue:
                 break
             self._next()
             self._caller.take_over(call)
-            if failed:
-                self._raise_failure(call, coordination, no_dist=no_dist)
-            call.life.to(State.WRITTEN)
             try:
-                call.request.execute_finalize_fns(validate_matching_call_idx=False)
-            except BaseException:
-                call.life.to(State.FAILED)
-                raise
-            call.life.to(State.FINALIZED)
+                if failed:
+                    self._raise_failure(call, coordination, no_dist=no_dist)
+                self._run_finalize_fns(call)
+            except CheckpointException as error:  # on every rank
+                if self._on_error == "raise":
+                    raise
+                self.failures += 1
+                _log.warning("request %d has failed: %s", call.request.call_idx, error)
+                continue
             finalized.append(call.request.call_idx)
         return finalized
+
+    def _run_finalize_fns(self, call: Call) -> None:
+        call.life.to(State.WRITTEN)
+        try:
+            call.request.execute_finalize_fns(validate_matching_call_idx=False)
+        except BaseException:
+            call.life.to(State.FAILED)
+            raise
+        call.life.to(State.FINALIZED)
 
     def _next(self) -> Call:
         """Take the first request from the queue."""

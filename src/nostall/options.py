@@ -25,6 +25,8 @@ class EngineOptions:
     """Bytes per write; a multiple of 4096."""
     direct_io: bool = True
     """Write past the page cache where the file system supports it."""
+    write_retries: int = 3
+    """How often a file is written anew when storage fails it for a reason that may pass, after 0.1, 0.4, 1.6, ... seconds."""
     max_in_flight: int = 2
     """Saves whose snapshot may exist at the same time; the next one waits for the oldest."""
     max_staging_bytes: int | None = None
@@ -50,6 +52,7 @@ class EngineOptions:
             f"chunk_nbytes={self.chunk_nbytes}",
             "a positive multiple of 4096",
         )
+        require_integer("write_retries", self.write_retries, at_least=0)
         require_integer("max_in_flight", self.max_in_flight, at_least=1)
         if self.max_staging_bytes is not None:
             require_integer("max_staging_bytes", self.max_staging_bytes, at_least=1)

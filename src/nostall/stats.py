@@ -54,6 +54,8 @@ class SaveStats:
     """From the first file's opening until the last one was durable."""
     commit_s: float
     """Collecting results and publishing the metadata, on all ranks as they wait for it."""
+    retries: int
+    """How often a file had to be written anew."""
     slowest_rank: int | None
     """Whose files were durable last, counted from the beginning of its planning; ``None`` before the save is finalised."""
     spans: tuple[Span, ...]
@@ -140,6 +142,7 @@ class Timeline:
             fsync_s=sum(receipt.work.fsync_s for receipt in receipts),
             written_s=finished_s - started_s,
             commit_s=total("commit") or total("publish"),
+            retries=sum(len(receipt.failed_attempts) for receipt in receipts),
             slowest_rank=slowest_rank,
             spans=(*spans, *(span for receipt in receipts for span in _spans_of(receipt))),
         )

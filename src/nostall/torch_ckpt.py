@@ -109,6 +109,7 @@ class _FileSave(BackgroundSave):
             chunk_nbytes=options.chunk_nbytes,
             direct=options.direct_io,
             checksum_files=False,
+            retries=options.write_retries,
             faults=self.engine.faults,
         )
 

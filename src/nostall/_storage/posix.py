@@ -116,6 +116,21 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
+_PASSING = {
+    getattr(errno, name)
+    for name in (
+        *("EIO", "EREMOTEIO", "EAGAIN", "EBUSY", "ENOLINK", "ESTALE", "ETIMEDOUT", "ECONNABORTED"),
+        *("ECONNRESET", "ENETDOWN", "ENETUNREACH", "EHOSTDOWN", "EHOSTUNREACH"),
+    )
+}
+"""What network file systems answer while a server is away. A full disk or a wrong owner is not among them."""
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether the same operation may succeed in a moment."""
+    return isinstance(error, OSError) and error.errno in _PASSING
+
+
 def make_directory(path: str) -> None:
     """Make a directory if it is not there.
 

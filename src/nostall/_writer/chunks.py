@@ -16,13 +16,14 @@ writing others.
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from nostall._storage.posix import ImageFile, make_directory
+from nostall._storage.posix import ImageFile, make_directory, may_pass, remove_files
 from nostall._values import (
     PAGE_NBYTES,
     FileImage,
@@ -36,6 +37,8 @@ from nostall._writer.images import Image
 from nostall._writer.position import Cancelled, Position
 from nostall._writer.seals import Cutter, Payloads
 
+_BACKOFF_S = 0.1
+_BACKOFF_FACTOR = 4
 _SPANS_KEPT = 2000
 """Per file: two for each of the first 1,000 chunks. Totals count all."""
 
@@ -48,13 +51,13 @@ def write_images(
     cancelled: threading.Event,
     cutter: Cutter,
 ) -> tuple[FileReceipt, ...]:
-    """Write all files of a job.
+    """Write all files of a job; one that the storage fails for a reason that may pass is written anew, a few times.
 
     Args:
         job: What to write.
         images: Per file name, its bytes.
         faults: Those to inject.
-        at: Told where the first failing thread was.
+        at: Told which file has failed, and in which phase.
         cancelled: Set by another thread to give the job up between two chunks.
         cutter: Says which payload lies where among the chunks.
 
@@ -67,19 +70,51 @@ def write_images(
     """
     # More threads than processors would take turns, and all of them be done late: the device waits meanwhile.
     checksums = threading.Semaphore(len(os.sched_getaffinity(0)))
-    tasks = [
-        _FileTask(job, image, images[image.name], faults, cutter, checksums) for image in job.files
-    ]
+    done: dict[str, FileReceipt] = {}
+    failed_attempts: dict[str, list[str]] = {image.name: [] for image in job.files}
+    for attempt in itertools.count():
+        tasks = [
+            _FileTask(job, image, images[image.name], faults, cutter, checksums)
+            for image in job.files
+            if image.name not in done
+        ]
+        try:
+            _work_through(tasks, job.io_threads, cancelled)
+        finally:
+            for task in tasks:
+                task.close()
+        done |= {
+            task.name: task.receipt(failed_attempts[task.name]) for task in tasks if task.is_done
+        }
+        failures = {task: task.failure for task in tasks if task.failure is not None}
+        if not failures:
+            return tuple(done[image.name] for image in job.files)
+        for task, failure in failures.items():
+            if attempt == job.retries or not may_pass(failure):
+                at.move(task.failed_in, task.path)
+                raise failure
+        for task, failure in failures.items():
+            failed_attempts[task.name].append(f"{type(failure).__name__}: {failure}")
+        # An fsync that failed has dropped what was not written; only a new file is sure to have everything.
+        remove_files(task.path for task in failures)
+        if cancelled.wait(_BACKOFF_S * _BACKOFF_FACTOR**attempt):
+            raise Cancelled("the save was aborted")
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _work_through(
+    tasks: Sequence[_FileTask], thread_count: int, cancelled: threading.Event
+) -> None:
+    """Write files with a few threads until each is done or has a failure; one that cannot pass fails all of them."""
     chunks: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
     for task in tasks:
         for number in range(task.chunk_count):
             chunks.put(_Chunk(task, number))
-    failed = threading.Event()
-    first: list[Exception] = []
+    hopeless = threading.Event()
     lock = threading.Lock()
 
     def work(thread: int) -> None:
-        while not failed.is_set():
+        while not hopeless.is_set():
             try:
                 chunk = chunks.get_nowait()
             except queue.Empty:
@@ -88,16 +123,19 @@ def write_images(
                 if cancelled.is_set():
                     raise Cancelled("the save was aborted")
                 chunk.task.do_chunk(chunk, thread)
+            except _GivenUp:
+                continue
             except Exception as error:  # reported by the caller, once
                 with lock:
-                    if not first:
-                        first.append(error)
-                        at.move(chunk.phase, chunk.task.path)
-                failed.set()
-                for task in tasks:
+                    if hopeless.is_set() or chunk.task.failure is not None:
+                        continue
+                    chunk.task.failure, chunk.task.failed_in = error, chunk.phase
+                    if not may_pass(error):
+                        hopeless.set()
+                for task in tasks if hopeless.is_set() else [chunk.task]:
                     task.give_up()
 
-    count = min(job.io_threads, chunks.qsize())
+    count = min(thread_count, chunks.qsize())
     threads = [
         threading.Thread(target=work, args=(n,), name=f"nostall-io-{n}") for n in range(1, count)
     ]
@@ -111,13 +149,6 @@ def write_images(
     work(0)
     for thread in started:
         thread.join()
-    try:
-        if first:
-            raise first[0]
-        return tuple(task.receipt() for task in tasks)
-    finally:
-        for task in tasks:
-            task.close()
 
 
 class _Chunk:
@@ -147,6 +178,7 @@ class _FileTask:
         cutter: Cutter,
         checksums: threading.Semaphore,
     ) -> None:
+        self.name = image.name
         self.path = os.path.join(job.directory, image.name)
         self._job = job
         self._image = image
@@ -162,6 +194,11 @@ class _FileTask:
         self._sealed = [threading.Event() for _ in range(self.chunk_count)]
         self._left = self.chunk_count
         self._given_up = False
+        self.is_done = False
+        """Whether the file is complete and, if asked for, durable."""
+        self.failure: Exception | None = None
+        self.failed_in = ""
+        """The phase that it failed in."""
         self._payloads = Payloads(cutter(image.seals, self._bounds))
         self._started_s = 0.0
         self._finished_s = 0.0
@@ -203,6 +240,7 @@ class _FileTask:
             self._file.finish(sync=self._job.sync_files)
             self._file.close()
             self._finished_s = self._note("fsync", thread, started_s)
+            self.is_done = True
 
     def _note(self, phase: str, thread: int, started_s: float) -> float:
         """Record a piece of work that ends now; returns the time."""
@@ -220,7 +258,7 @@ class _FileTask:
         if self._file is not None:
             self._file.close()
 
-    def receipt(self) -> FileReceipt:
+    def receipt(self, failed_attempts: Sequence[str]) -> FileReceipt:
         return FileReceipt(
             name=self._image.name,
             nbytes=self._image.nbytes,
@@ -231,6 +269,7 @@ class _FileTask:
             finished_s=self._finished_s,
             fsynced=self._job.sync_files,
             work=self._work(),
+            failed_attempts=tuple(failed_attempts),
         )
 
     def _work(self) -> WriteWork:

@@ -2,7 +2,7 @@
 
 A fault is plain data in the job. Points are ``start``, ``open``, ``chunk``, ``fsync`` and
 ``report``, and in the trainer ``stage``; ``file`` limits
-a fault to shard files whose name contains it, ``after`` skips that many passages.
+a fault to shard files whose name contains it, ``after`` skips that many passages, ``times`` ends it after so many.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Faults:
                 continue
             with self._lock:
                 self._passages[position] += 1
-                due = self._passages[position] > fault.get("after", 0)
+                number = self._passages[position] - fault.get("after", 0)
+                due = 0 < number <= fault.get("times", number)
             if due:
                 _happen(fault, file)
 

@@ -175,6 +175,7 @@ def job_to_message(job: WriteJob, seals: int) -> Message:
         "chunk_nbytes": job.chunk_nbytes,
         "direct": job.direct,
         "checksum_files": job.checksum_files,
+        "retries": job.retries,
         "stream": None if job.stream is None else b64encode(job.stream).decode(),
         "sys_path": job.sys_path,
         "faults": job.faults,
@@ -214,6 +215,7 @@ def job_from_message(message: Message, known: Mapping[int, Sequence[SealTable]])
             chunk_nbytes=message["chunk_nbytes"],
             direct=message["direct"],
             checksum_files=message["checksum_files"],
+            retries=message["retries"],
             stream=None if message["stream"] is None else b64decode(message["stream"]),
             sys_path=tuple(message["sys_path"]),
             faults=tuple(message["faults"]),
@@ -256,11 +258,13 @@ def _receipt_to_plain(receipt: FileReceipt) -> Message:
 
 def _receipt_from_plain(plain: Message) -> FileReceipt:
     extents, work = plain.pop("extents"), plain.pop("work")
+    failed_attempts = tuple(map(str, plain.pop("failed_attempts")))
     packed = b64decode(plain["packed_crc32"], validate=True)
     if len(packed) % 4:
         raise ValueError(f"{len(packed)} bytes of checksums")
     return FileReceipt(
         **{**plain, "packed_crc32": packed},
+        failed_attempts=failed_attempts,
         work=WriteWork(**{**work, "spans": tuple(map(_span_from_plain, work["spans"]))}),
         extents=None if extents is None else tuple((offset, length) for offset, length in extents),
     )

@@ -35,9 +35,20 @@ class Fault:
     plain: dict[str, Any]
 
     @classmethod
-    def errno(cls, point: str, code: int, *, file: str = "", after: int = 0) -> Fault:
-        """The system refuses with this errno, for files whose name contains ``file``, after ``after`` passages."""
-        return cls({"point": point, "do": "errno", "errno": code, "file": file, "after": after})
+    def errno(
+        cls, point: str, code: int, *, file: str = "", after: int = 0, times: int | None = None
+    ) -> Fault:
+        """The system refuses with this errno, for files whose name contains ``file``.
+
+        Args:
+            point: Where.
+            code: The errno.
+            file: A part of the path.
+            after: Passages of the point that succeed before.
+            times: Passages that fail; ``None`` for all that follow.
+        """
+        plain = {"point": point, "do": "errno", "errno": code, "file": file, "after": after}
+        return cls(plain if times is None else {**plain, "times": times})
 
     @classmethod
     def raising(cls, point: str, message: str) -> Fault:
