@@ -6,7 +6,9 @@ All of it happens on the caller's thread, on a group that the caller named. ``ma
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -15,6 +17,10 @@ import torch.distributed as dist
 from nostall import _torch
 
 T = TypeVar("T")
+
+_KEY = "nostall/scheduled/"
+_LONGEST_S = 1e9
+"""What a timedelta takes; as good as for ever."""
 
 
 class Coordination(Protocol):
@@ -29,8 +35,18 @@ class Coordination(Protocol):
     def is_coordinator(self) -> bool:
         """Whether this rank publishes the metadata."""
 
-    def maximum(self, values: Sequence[int]) -> list[int]:
-        """Element-wise maximum over all ranks. Collective: call on every rank."""
+    def maximum(self, values: Sequence[int], *, timeout_s: float | None = None) -> list[int]:
+        """Element-wise maximum over all ranks. Collective: call on every rank.
+
+        Raises:
+            TimeoutError: Not all ranks have called it within ``timeout_s`` seconds; the group cannot be used any more.
+        """
+
+    def announce(self, number: int) -> None:
+        """Let other ranks look up how far this one is, should they wait for it in vain."""
+
+    def announced(self) -> dict[int, int]:
+        """What every rank of the group has announced; 0 for one that has not."""
 
     def gather(self, value: T) -> list[T] | None:
         """Every rank's value, in rank order, on the coordinator; ``None`` elsewhere. Collective."""
@@ -53,9 +69,17 @@ class SingleProcess:
     coordinator = 0
     is_coordinator = True
 
-    def maximum(self, values: Sequence[int]) -> list[int]:
+    def maximum(self, values: Sequence[int], *, timeout_s: float | None = None) -> list[int]:
         """The values themselves."""
+        del timeout_s
         return list(values)
+
+    def announce(self, number: int) -> None:
+        """There is nobody to tell."""
+
+    def announced(self) -> dict[int, int]:
+        """There is nobody to wait for."""
+        return {}
 
     def gather(self, value: T) -> list[T] | None:
         """The value, in a list."""
@@ -92,12 +116,40 @@ class TorchGroup:
         """Whether this rank publishes the metadata."""
         return self.rank == self.coordinator
 
-    def maximum(self, values: Sequence[int]) -> list[int]:
+    def maximum(self, values: Sequence[int], *, timeout_s: float | None = None) -> list[int]:
         """One all_reduce of a few 64-bit integers."""
         device = _torch.device_for_collectives(self._group)
         tensor = torch.tensor(list(values), dtype=torch.int64, device=device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        if timeout_s is None:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+            return [int(value) for value in tensor.tolist()]
+        began_s = time.monotonic()
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        try:
+            work.wait(timedelta(seconds=min(timeout_s, _LONGEST_S)))
+        except RuntimeError as error:
+            if time.monotonic() - began_s < timeout_s:
+                raise  # not the clock: a rank has died
+            raise TimeoutError(str(error)) from error
         return [int(value) for value in tensor.tolist()]
+
+    def announce(self, number: int) -> None:
+        """One entry in the store that the process group was made with."""
+        store = _torch.default_store()
+        if store is not None:
+            store.set(f"{_KEY}{dist.get_rank()}", str(number))
+
+    def announced(self) -> dict[int, int]:
+        """What is in that store."""
+        store = _torch.default_store()
+        if store is None:
+            return {}
+        found = {}
+        for rank in range(self.world_size):
+            everywhere = rank if self._group is None else dist.get_global_rank(self._group, rank)
+            key = f"{_KEY}{everywhere}"
+            found[rank] = int(store.get(key)) if store.check([key]) else 0
+        return found
 
     def gather(self, value: T) -> list[T] | None:
         """One gather_object."""

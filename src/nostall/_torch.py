@@ -109,6 +109,16 @@ def container_skeleton(
     )
 
 
+def default_store() -> dist.Store | None:
+    """The store through which the ranks of this job found each other; ``None`` where it cannot be had."""
+    try:
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return _get_default_store()
+    except (ImportError, RuntimeError, ValueError):
+        return None
+
+
 def container_settings() -> tuple[bool, int]:
     """The process-wide settings of torch that change a container: checksums, payload alignment."""
     return bool(torch.serialization.get_crc32_options()), _storage_alignment()

@@ -130,6 +130,7 @@ class AsyncCallsQueue:
             _unfinished.add(self)
             if self.is_distributed:
                 prepare_for_exit()
+                _count_scheduled(self._process_group)
             return index
 
     def maybe_finalize_async_calls(
@@ -210,7 +211,10 @@ class AsyncCallsQueue:
         if timeout is not None and self._calls:
             coordination = coordination_for(self._process_group)
             unfinished = len(wait([call.outcome for call in self._calls], timeout).not_done)
-            (most,) = coordination.maximum([unfinished])
+            try:
+                (most,) = coordination.maximum([unfinished], timeout_s=timeout + _PATIENCE_S)
+            except TimeoutError as error:
+                raise _others_missing(coordination, timeout + _PATIENCE_S) from error
             if most:
                 raise SaveTimeoutError(
                     f"{unfinished} of {len(self._calls)} requests are not done on this rank after {timeout:g} s,"
@@ -298,9 +302,14 @@ class AsyncCallsQueue:
             return alive, failed, hurry
         index = call.request.call_idx - self._first_index
         last = self._next_index - self._first_index - 1
-        any_alive, any_failed, any_hurry, *highest = coordination.maximum(
-            [int(alive), int(failed), int(hurry), index, last, -index, -last]
-        )
+        mine = [int(alive), int(failed), int(hurry), index, last, -index, -last]
+        timeout_s = default_engine().options.save_timeout_s
+        try:
+            any_alive, any_failed, any_hurry, *highest = coordination.maximum(
+                mine, timeout_s=timeout_s
+            )
+        except TimeoutError as error:
+            raise _others_missing(coordination, timeout_s) from error
         if highest != [index, last, -index, -last]:
             raise RuntimeError(
                 f"ranks have scheduled different requests: rank {coordination.rank} looks at number {index} and has"
@@ -319,6 +328,35 @@ class AsyncCallsQueue:
         if call.native is not None:
             call.native.discard()
         raise_everywhere(call.failure(), coordination, only_here=no_dist)
+
+
+_PATIENCE_S = 60.0
+"""How much later than this one another rank may begin to wait."""
+_scheduled = 0
+"""How many requests this process has scheduled with others, over all of its queues."""
+
+
+def _count_scheduled(group: dist.ProcessGroup | None) -> None:
+    global _scheduled
+    _scheduled += 1
+    coordination_for(group).announce(_scheduled)
+
+
+def _others_missing(coordination: Coordination, timeout_s: float) -> SaveTimeoutError:
+    """Say which ranks have not come to a poll, as far as that can be told."""
+    announced = coordination.announced()
+    behind = {rank: count for rank, count in announced.items() if count < _scheduled}
+    who = (
+        f"ranks {sorted(behind)} have scheduled fewer requests ({behind})"
+        if behind
+        else "all ranks have scheduled as many requests, so some of them do not poll, or have ended"
+    )
+    return SaveTimeoutError(
+        f"other ranks did not poll within {timeout_s:g} s; this one has scheduled {_scheduled} requests; {who}",
+        rank=coordination.rank,
+        phase="write",
+        hint="every rank has to schedule and poll the same number of times; the process group cannot be used any more",
+    )
 
 
 def _require_possible(cpu_priority: int, io_priority: int | None, sigterm_timeout: float) -> None:

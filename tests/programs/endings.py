@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 import nostall
-from nostall.core import AsyncCallsQueue
+from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.errors import SaveTimeoutError
 from nostall.options import EngineOptions
 from nostall.testing import Fault, Hold, inject
 from states import schedule, small_state
@@ -102,6 +103,27 @@ def gets_sigterm_on_ranks(out: Path) -> dict[str, Any]:
         except SystemExit as error:
             ended = error.code
     return {"ended": ended, "polls": polls, "pending": queue.pending}
+
+
+def does_not_poll(out: Path, scheduled: str) -> str | None:
+    """Rank 1 does not take part in a poll, having scheduled a request, or none."""
+    nostall.configure(EngineOptions(save_timeout_s=2.0))
+    store = dist.distributed_c10d._get_default_store()
+    queue = AsyncCallsQueue()
+    said = None
+    if dist.get_rank() == 0 or scheduled == "1":
+        queue.schedule_async_request(AsyncRequest(None, (), []))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        try:
+            queue.wait()
+        except SaveTimeoutError as error:
+            said = str(error)
+        store.set("rank 0 is done", "")
+    else:
+        store.wait(["rank 0 is done"])
+    queue.close(abort=True)
+    return said
 
 
 def main() -> None:
