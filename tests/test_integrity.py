@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -293,3 +294,139 @@ def test_progress_reaches_the_end(tmp_path: Path) -> None:
     nbytes = sum(file.stat().st_size for file in tmp_path.glob("*.distcp"))
     assert told[-1] == (nbytes, nbytes)
     assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+# --- what nobody has written by accident --------------------------------------------------------------------------------
+
+
+def with_manifest_of(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Give a checkpoint a manifest that is valid but for what ``change`` does to it."""
+    content = (path / ".metadata").read_bytes()
+    pickled, _ = split(content, path="")
+    plain = json.loads(content[len(pickled) + 1 :].split(b"\n")[0])
+    change(plain)
+    line = json.dumps(plain).encode() + b"\n"
+    footer = f"#nostall-manifest {len(line):012d} {zlib.crc32(line):08x}\n".encode()
+    (path / ".metadata").write_bytes(pickled + b"\n" + line + footer)
+
+
+def another_file(name: str, nbytes: int = 0) -> Callable[[dict[str, Any]], object]:
+    return lambda plain: plain["files"].append({"name": name, "nbytes": nbytes, "crc32": "0" * 8})
+
+
+HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "outside": another_file("../../../../../../../../etc/hostname"),
+    "endless": another_file("/dev/zero"),
+    "zero byte": another_file("a\0b"),
+    "no character": another_file("a\ud800b"),
+    "pipe": another_file("pipe"),
+    "metadata": another_file(".metadata"),
+    "negative": another_file("there is no such file", -1),
+    "huge time": lambda plain: plain.update(committed_at=10**400),
+    "no time": lambda plain: plain.update(committed_at=float("nan")),
+    "no list": lambda plain: plain.update(files=7),
+    "other format": lambda plain: plain.update(format=2),
+    "no number": lambda plain: plain["metadata"].update(nbytes="many"),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_manifest_is_damage_and_nothing_else(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    """No file outside is opened, none that has no end is read, no pipe waited for, and nothing raised."""
+    by_queue(tmp_path / "save", small_state())
+    os.mkfifo(tmp_path / "save" / "pipe")
+    with_manifest_of(tmp_path / "save", change)
+    assert len(nostall.verify(tmp_path / "save").damages) == 1
+    assert not nostall.is_complete(tmp_path / "save")
+    assert nostall.latest_complete(tmp_path) is None
+
+
+def test_metadata_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """It is no checkpoint."""
+    (tmp_path / "save").mkdir()
+    os.mkfifo(tmp_path / "save" / ".metadata")
+    (damage,) = nostall.verify(tmp_path / "save").damages
+    assert damage.file == ".metadata"
+    assert nostall.latest_complete(tmp_path) is None
+
+
+@pytest.mark.parametrize("way", [by_queue, by_stock])
+def test_an_item_without_a_place_is_damage(tmp_path: Path, way: Way) -> None:
+    """Loading would ask for it."""
+    way(tmp_path, small_state())
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    (index,) = [index for index in metadata.storage_data if index.fqn == "weight"]
+    del metadata.storage_data[index]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    (damage,) = nostall.verify(tmp_path).damages
+    assert "'weight'" in damage.what
+
+
+def poisoned(metadata: bytes, target: type, name: str) -> bytes:
+    """The same pickle, which sets an attribute of a class before."""
+    build = (
+        pickle.GLOBAL
+        + f"{target.__module__}\n{target.__qualname__}\n".encode()
+        + pickle.NONE
+        + pickle.dumps({name: 7}, protocol=3)[2:-1]
+        + pickle.TUPLE2
+        + pickle.BUILD
+        + pickle.POP
+    )
+    return metadata[:2] + build + metadata[2:]
+
+
+@pytest.mark.parametrize("name", ["is_dir", "a_new_one"])
+def test_a_pickle_cannot_change_classes_for_the_whole_process(tmp_path: Path, name: str) -> None:
+    """What it has set is undone, and it is refused."""
+    by_stock(tmp_path, small_state())
+    metadata = tmp_path / ".metadata"
+    before = dict(vars(type(metadata)))
+    metadata.write_bytes(poisoned(metadata.read_bytes(), type(metadata), name))
+    (damage,) = nostall.verify(tmp_path).damages
+    assert "which is no part of it" in damage.what
+    assert dict(vars(type(metadata))) == before
+
+
+def test_what_is_no_archive_has_no_checksum(tmp_path: Path) -> None:
+    """Another serialisation format is not damage; an archive that was overwritten is."""
+    by_stock(tmp_path / "other", {"a": torch.ones(50), "b": torch.ones(60)})
+    by_stock(tmp_path / "zeros", {"a": torch.ones(50), "b": torch.ones(60)})
+    for path, names in ((tmp_path / "other", "ab"), (tmp_path / "zeros", "b")):
+        storage = dcp.FileSystemReader(path).read_metadata().storage_data
+        for index, info in storage.items():
+            if index.fqn in names:
+                with open(path / info.relative_path, "r+b") as stream:
+                    stream.seek(info.offset)
+                    stream.write(bytes(info.length))
+    other = nostall.verify(tmp_path / "other")
+    assert (other.damages, sorted(other.unchecked)) == ((), ["a", "b"])
+    (damage,) = nostall.verify(tmp_path / "zeros").damages
+    assert damage.items == ("b",)
+
+
+def test_newer_checkpoints_that_are_passed_over_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if it is their metadata that is damaged."""
+    for name in ("1", "2", "3"):
+        by_queue(tmp_path / name, small_state())
+    metadata_cut_off(tmp_path / "3")
+    removed_file = tmp_path / "2" / "__0_0.distcp"
+    removed_file.unlink()
+    with caplog.at_level("WARNING", "nostall"):
+        assert nostall.latest_complete(tmp_path) == str(tmp_path / "1")
+    assert [str(tmp_path / "3") in caplog.text, str(tmp_path / "2") in caplog.text] == [True, True]
+
+
+def test_metadata_that_ends_within_the_manifest_is_damaged(tmp_path: Path) -> None:
+    """Wherever; but exactly behind the pickle it is a checkpoint without one."""
+    by_queue(tmp_path, {"a": torch.ones(3)})
+    content = (tmp_path / ".metadata").read_bytes()
+    pickled, _ = split(content, path="")
+    for end in range(len(pickled) + 1, len(content)):
+        with pytest.raises(DamagedCheckpointError):
+            split(content[:end], path="")
+    assert split(pickled, path="") == (pickled, None)

@@ -37,6 +37,9 @@ class Unfinished(Protocol):
     def wait(self, timeout: float | None = None) -> object:
         """Finalise all of them, or raise."""
 
+    def maybe_finalize_async_calls(self, *, blocking: bool) -> object:
+        """Finalise those that all ranks are done with."""
+
     def close(self, *, abort: bool) -> None:
         """Give them up, with ``abort``."""
 
@@ -91,49 +94,48 @@ def finish_at_exit(queues: Iterable[Unfinished], *, timeout_s: float) -> None:
         sum(queue.pending for queue in unfinished),
         timeout_s,
     )
-    if not finish(unfinished, timeout_s=timeout_s):
+    deadline = time.monotonic() + timeout_s
+    done = [_finish(each, deadline) for each in unfinished]
+    if not all(done):
         _end_process(FAILURE_STATUS)
 
 
-def finish(queues: Iterable[Unfinished], *, timeout_s: float) -> bool:
-    """Finalise what is pending, or give it up; whether all of it was committed."""
-    deadline = time.monotonic() + timeout_s
-    done = [_finish(queue, deadline) for queue in queues]
-    return all(done)
-
-
-def _finish(queue: Unfinished, deadline: float) -> bool:
+def _finish(unfinished: Unfinished, deadline: float) -> bool:
     """Whether all that was pending is committed; what is not is given up."""
+    before = unfinished.pending
     why = ""
-    if not queue.is_distributed:
-        why = _wait(queue, deadline)
+    if not unfinished.is_distributed:
+        why = _wait(unfinished, deadline)
     elif getattr(sys, "last_value", None) is not None:
         why = "this rank ends with an exception, so others do not take part"
     else:
         # Others may have ended already, and a collective cannot be interrupted.
-        why = _standby.run(lambda: _wait(queue, deadline), deadline)
+        why = _standby.run(lambda: _wait(unfinished, deadline), deadline)
     if not why:
         return True
-    _log.error("%d requests are lost at exit: %s", queue.pending or 1, why)
+    _log.error("of %d requests that were pending at exit some are lost: %s", before, why)
     try:
-        queue.close(abort=True)
+        unfinished.close(abort=True)
     except Exception:
         _log.exception("giving them up failed, too")
     return False
 
 
-def _wait(queue: Unfinished, deadline: float) -> str:
+def _wait(unfinished: Unfinished, deadline: float) -> str:
     """Why not everything was finalised; empty if it was."""
     why = ""
-    while queue.pending:
+    while before := unfinished.pending:
         try:
-            queue.wait(max(0.0, deadline - time.monotonic()))
-        except TimeoutError as error:
-            return str(error)
-        except (
-            BaseException
-        ) as error:  # of one request, and DCP's is no Exception; those after it may be in order
+            if unfinished.is_distributed:  # what others do that poll
+                unfinished.maybe_finalize_async_calls(blocking=True)
+            else:
+                unfinished.wait(max(0.0, deadline - time.monotonic()))
+        except KeyboardInterrupt:
+            return why or "waiting for it was interrupted"
+        except BaseException as error:  # DCP's is no Exception
             why = why or f"{type(error).__name__}: {error}"
+            if unfinished.pending == before:
+                return why  # it was not about one request, after which others may be in order
     return why
 
 

@@ -14,12 +14,16 @@ torch, or trusts what it reads.
 from __future__ import annotations
 
 import json
+import math
+import os
+import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nostall import _checksum
+from nostall._names import is_shard_name
 from nostall._values import WrittenFile
 from nostall._version import __version__
 from nostall.errors import DamagedCheckpointError
@@ -80,8 +84,8 @@ def split(content: bytes, *, path: str) -> tuple[bytes, Manifest | None]:
     """
     footer = _FOOTER.match(content[-_FOOTER_NBYTES:])
     if footer is None:
-        if any(mark in content for mark in _MARKS):
-            raise _damaged("the end of its manifest is damaged", path)
+        if not content.endswith(pickle.STOP) or any(mark in content for mark in _MARKS):
+            raise _damaged("its end is damaged, or a part of its manifest is missing", path)
         return content, None
     begin = len(content) - _FOOTER_NBYTES - int(footer[1])
     line = content[begin : len(content) - _FOOTER_NBYTES]
@@ -106,7 +110,7 @@ def _parsed(line: bytes, path: str) -> Manifest:
         return Manifest(
             files=tuple(
                 WrittenFile(
-                    name=_checked(file["name"], str),
+                    name=_shard_name(file["name"]),
                     nbytes=_checked(file["nbytes"], int),
                     crc32=None if file["crc32"] is None else int(file["crc32"], 16),
                 )
@@ -114,10 +118,10 @@ def _parsed(line: bytes, path: str) -> Manifest:
             ),
             metadata_nbytes=_checked(plain["metadata"]["nbytes"], int),
             metadata_crc32=int(plain["metadata"]["crc32"], 16),
-            committed_at_s=float(plain["committed_at"]),
+            committed_at_s=_finite(plain["committed_at"]),
             version=_checked(plain["nostall"], str),
         )
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (ArithmeticError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise _damaged(f"its manifest cannot be read: {error!r}", path) from error
 
 
@@ -125,6 +129,20 @@ def _checked(value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
         raise TypeError(f"{value!r} is no {kind.__name__}")
     return value
+
+
+def _shard_name(value: Any) -> str:
+    name: str = os.path.normpath(_checked(value, str))
+    if not is_shard_name(name):
+        raise ValueError(f"{value!r} is no shard file of a checkpoint")
+    return name
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{value!r} is no time")
+    return number
 
 
 def _damaged(why: str, path: str) -> DamagedCheckpointError:

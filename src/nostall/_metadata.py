@@ -15,9 +15,14 @@ import io
 import itertools
 import os
 import pickle
-from collections.abc import Mapping
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import (
@@ -31,6 +36,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
+from nostall._names import is_shard_name
 from nostall.errors import UntrustedMetadataError
 
 _PLANS_KEY = "nostall.all_local_plans"
@@ -85,6 +91,67 @@ def _dtype_names() -> frozenset[str]:
 _DTYPE_NAMES = _dtype_names()
 
 
+_shared_lock = threading.Lock()
+
+
+@contextmanager
+def _nothing_shared_changes() -> Iterator[None]:
+    """Undo what a pickle has done to the classes, enum members and functions that it may name, and refuse it.
+
+    It can set attributes of whatever it has on its stack, and a class is the same object for the whole process.
+
+    Raises:
+        UntrustedMetadataError: It has done so.
+    """
+    with _shared_lock:
+        before = [(each, dict(vars(each))) for each in _shared_objects()]
+        try:
+            yield
+        finally:
+            changed = [each for each, attributes in before if _restore(each, attributes)]
+            if changed:
+                raise UntrustedMetadataError(
+                    f"the metadata changes {changed[0]!r}, which is no part of it", phase="read"
+                )
+
+
+def _restore(shared: Any, attributes: Mapping[str, Any]) -> bool:
+    """Give an object its attributes back; whether it did not have them."""
+    now = dict(vars(shared))
+    if now.keys() == attributes.keys() and all(now[name] is attributes[name] for name in now):
+        return False
+    if not isinstance(shared, type):
+        vars(shared).clear()
+        vars(shared).update(attributes)
+        return True
+    for name in now.keys() - attributes.keys():
+        type.__delattr__(shared, name)
+    for name, value in attributes.items():
+        if now.get(name, _MISSING) is not value:
+            type.__setattr__(shared, name, value)
+    return True
+
+
+_MISSING = object()
+
+
+@lru_cache(maxsize=1)
+def _shared_objects() -> tuple[Any, ...]:
+    """What the allow-list names, as far as it can be changed."""
+    found: list[Any] = []
+    for module, names in _ALLOWED.items():
+        if module == "builtins" or module not in sys.modules:
+            continue  # Python's own types cannot be changed
+        for name in sorted(names):
+            named = getattr(sys.modules[module], name, None)
+            if named is None or not hasattr(named, "__dict__"):
+                continue
+            found.append(named)
+            if isinstance(named, type) and issubclass(named, Enum):
+                found += list(named)
+    return tuple(found)
+
+
 def load_metadata(content: bytes, *, path: str) -> Metadata:
     """The metadata in a ``.metadata`` file.
 
@@ -92,9 +159,9 @@ def load_metadata(content: bytes, *, path: str) -> Metadata:
         UntrustedMetadataError: It holds something that DCP metadata does not consist of, or is no pickle of metadata.
     """
     try:
-        metadata = _MetadataUnpickler(
-            io.BytesIO(content)
-        ).load()  # which reads no further than the pickle
+        with _nothing_shared_changes():
+            # Which reads no further than the pickle.
+            metadata = _MetadataUnpickler(io.BytesIO(content)).load()
     except UntrustedMetadataError as error:
         error.path = path
         raise
@@ -216,7 +283,7 @@ def _extent(index: Any, info: Any, path: str) -> Extent:
     name, offset, length = (
         getattr(info, attribute, None) for attribute in ("relative_path", "offset", "length")
     )
-    if not isinstance(item, str) or not isinstance(name, str) or not _can_be_a_shard_file(name):
+    if not isinstance(item, str) or not isinstance(name, str) or not is_shard_name(name):
         raise _refused(f"item {item!r} is said to be in {name!r}", path)
     for value in (offset, length):
         if not isinstance(value, int) or not 0 <= value <= _MOST_NBYTES:
@@ -242,21 +309,8 @@ def referenced_files(path: str) -> set[str]:
     infos = storage_data.values() if isinstance(storage_data, Mapping) else ()
     names = [getattr(info, "relative_path", None) for info in infos]
     return {
-        os.path.normpath(name)
-        for name in names
-        if isinstance(name, str) and _can_be_a_shard_file(name)
+        os.path.normpath(name) for name in names if isinstance(name, str) and is_shard_name(name)
     }
-
-
-def _can_be_a_shard_file(name: str) -> bool:
-    """Whether a name is one below the checkpoint directory, and not that of the metadata itself."""
-    normal = os.path.normpath(name)
-    return (
-        "\0" not in name
-        and not os.path.isabs(normal)
-        and normal.split(os.sep)[0] not in (os.curdir, os.pardir)
-        and not normal.endswith(_torch.METADATA_NAME)
-    )
 
 
 def _with_plans_restored(metadata: Metadata) -> Metadata:

@@ -1,9 +1,14 @@
 """SIGTERM: finish what is scheduled, then end.
 
-A signal arrives anywhere, also between two lines of this library, and on each rank somewhere else. It is therefore only noted
-when it arrives. What it asks for is done where it can be: at once if nothing is pending; at the end of the call if one of a
-queue's methods is running; and, where other ranks have to take part, when they next poll together, in whose reduction every
-rank tells whether it was asked.
+A signal arrives anywhere, also between two lines of this library while it holds a lock, and on each rank somewhere else. So the
+handler waits for nothing and takes no lock. It notes the signal, and ends the process by an exception in the main thread if
+no save is pending or being worked on. Otherwise
+
+* the next poll finishes what is pending: all ranks tell in its reduction whether they were asked, so they do it together;
+* the signal is looked at again every second, for what ended without a poll (a synchronous save);
+* half of the grace period later the main thread gets the exception in any case, and what is pending is finished when the
+  interpreter ends;
+* at the end of the grace period the process ends.
 """
 
 from __future__ import annotations
@@ -24,31 +29,47 @@ _log = logging.getLogger("nostall")
 
 STATUS = 128 + signal.SIGTERM
 """What shells report for a process that SIGTERM has ended."""
+_LOOK_AGAIN_S = 1.0
+_SETTLED_S = 2.0
+"""How long nothing of ours must have run on behalf of a synchronous save: it consists of several calls."""
+_ABANDON_S = 1.0
 
 
 class Preemption:
     """Whether this process was asked to end, and by when."""
 
     def __init__(self) -> None:
-        self._depth = 0
-        self._deadline: float | None = None
-        self._timer: threading.Timer | None = None
+        self._forget()
         self._previous: Any = signal.SIG_DFL
-        self._drain: Callable[[float], bool] = lambda _timeout_s: True
+        self._is_installed = False
+        self._is_anything_pending: Callable[[], bool] = lambda: False
+
+    def _forget(self) -> None:
+        self._sections = 0
+        self._lock = threading.Lock()  # never taken by the handler
+        self._last_section_s = 0.0
+        self._asked_at_s: float | None = None
+        self._is_overdue = False
+        self.is_ending = False
+        """Whether the process ends because of the signal."""
 
     @property
     def asked(self) -> bool:
-        """Whether SIGTERM has arrived and what it asks for is not done."""
-        return self._deadline is not None
+        """Whether SIGTERM has arrived."""
+        return self._asked_at_s is not None
 
     def install(
-        self, grace_s: float, *, drain: Callable[[float], bool], abandon: Callable[[], object]
+        self,
+        grace_s: float,
+        *,
+        is_anything_pending: Callable[[], bool],
+        abandon: Callable[[], object],
     ) -> None:
         """Handle SIGTERM from now on.
 
         Args:
             grace_s: Seconds between the signal and the end of the process, come what may.
-            drain: Finishes what can be finished without other ranks within so many seconds; whether that was everything.
+            is_anything_pending: Whether there are requests to finalise; called by the handler, so it must not wait.
             abandon: Ends what would outlive this process when it ends with something unfinished.
         """
         if threading.current_thread() is not threading.main_thread():
@@ -58,55 +79,83 @@ class Preemption:
             )
         if not 0 < grace_s <= threading.TIMEOUT_MAX:
             raise OptionError(f"grace_s={grace_s!r} is not possible", hint="use seconds > 0")
-        self._drain = drain
+        self._is_anything_pending = is_anything_pending
 
         def handle(_number: int, frame: FrameType | None) -> None:
-            if self._deadline is not None:
-                return  # it is known
-            _log.warning("SIGTERM: finishing what is scheduled within %g s", grace_s)
-            self._deadline = time.monotonic() + grace_s
-            self._timer = threading.Timer(grace_s, _give_up, [abandon])
-            self._timer.daemon = True
-            self._timer.start()
-            if not self._depth:
-                self._go_on(frame)
+            if self._asked_at_s is None:
+                self._asked_at_s = time.monotonic()
+                clock = threading.Thread(
+                    target=self._watch, args=(grace_s, abandon), name="nostall-sigterm", daemon=True
+                )
+                clock.start()
+            if not self._sections and not self.is_ending and (self._is_overdue or self._is_idle()):
+                self._end(frame)
 
         previous = signal.signal(signal.SIGTERM, handle)
-        if getattr(previous, "__qualname__", "") != handle.__qualname__:
-            self._previous = previous
+        if not self._is_installed:
+            self._previous, self._is_installed = previous, True
 
     @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """While inside, a signal is only noted; afterwards it is acted upon, if that can be done without other ranks."""
-        self._depth += 1
+    def deferred(self, *, then_end: bool = True) -> Iterator[None]:
+        """While inside, the process is not ended. Afterwards it is if it was asked and nothing is pending.
+
+        Args:
+            then_end: False for a part of a save that others call, and go on with afterwards.
+        """
+        with self._lock:
+            self._sections += 1
         try:
             yield
         finally:
-            self._depth -= 1
-        if not self._depth and self._deadline is not None:
-            self._go_on(None)
+            with self._lock:
+                self._sections -= 1
+            if not then_end:
+                self._last_section_s = time.monotonic()
+        in_main = threading.current_thread() is threading.main_thread()
+        if then_end and self.asked and in_main and not self._sections and self._is_idle():
+            self._end(None)
 
-    def _go_on(self, frame: FrameType | None) -> None:
-        assert self._deadline is not None
-        self._depth += 1  # what drains is a queue's method, too
-        try:
-            everything = self._drain(self._deadline - time.monotonic())
-        finally:
-            self._depth -= 1
-        if not everything:
-            return  # other ranks have to take part
-        if self._timer is not None:
-            self._timer.cancel()
-        self._deadline = None
+    def forget_after_fork(self) -> None:
+        """In a forked child: its parent was asked, not this one; and it ends as it would without us."""
+        if not self._is_installed:
+            return
+        self._forget()
+        self._is_installed = False
+        signal.signal(signal.SIGTERM, self._previous)
+
+    def _is_idle(self) -> bool:
+        settled = time.monotonic() - self._last_section_s >= _SETTLED_S
+        return settled and not self._is_anything_pending()
+
+    def _end(self, frame: FrameType | None) -> None:
+        """Do what would have been done without us."""
+        if self.is_ending:
+            return
+        self.is_ending = True
         if callable(self._previous):
             self._previous(signal.SIGTERM, frame)
         elif self._previous is not signal.SIG_IGN:
             raise SystemExit(STATUS)
 
-
-def _give_up(abandon: Callable[[], object]) -> None:
-    _log.error("SIGTERM: what is scheduled could not be finished in time; it is lost")
-    try:
-        abandon()
-    finally:
+    def _watch(self, grace_s: float, abandon: Callable[[], object]) -> None:
+        """Let the handler look again from time to time, and end the process when there is no time left."""
+        _log.warning("SIGTERM: finishing what is scheduled within %g s", grace_s)
+        asked_at_s = time.monotonic()
+        while (passed_s := time.monotonic() - asked_at_s) < grace_s:
+            time.sleep(min(_LOOK_AGAIN_S, grace_s / 4, grace_s - passed_s))
+            if self.is_ending and not self._is_anything_pending():
+                if callable(self._previous) or self._previous is signal.SIG_IGN:
+                    return  # which may well decide to go on
+                continue
+            self._is_overdue = time.monotonic() - asked_at_s > grace_s / 2
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self._is_anything_pending():
+            _log.error("SIGTERM: what is scheduled could not be finished in time; it is lost")
+        # In a thread of its own, as it may wait for a lock that the main thread holds.
+        helper = threading.Thread(target=abandon, daemon=True)
+        helper.start()
+        helper.join(_ABANDON_S)
         os._exit(STATUS)
+
+
+preemption = Preemption()

@@ -25,10 +25,10 @@ from nostall._callers import (
     asked_priority,
 )
 from nostall._coordination import Coordination, coordination_for
-from nostall._ending import finish, finish_at_exit, prepare_for_exit
+from nostall._ending import finish_at_exit, prepare_for_exit
 from nostall._failures import raise_everywhere
 from nostall._lifecycle import State
-from nostall._preemption import Preemption
+from nostall._preemption import preemption
 from nostall._reports import is_done
 from nostall._requests import AsyncRequest
 from nostall._runtime import default_engine
@@ -50,9 +50,9 @@ __all__ = [
 _log = logging.getLogger("nostall")
 
 _live_queues: weakref.WeakSet[AsyncCallsQueue] = weakref.WeakSet()
-_unfinished: set[AsyncCallsQueue] = set()
-"""Queues with requests that are not finalised: kept, so that letting go of one does not lose its saves."""
-preemption = Preemption()
+_unfinished: dict[AsyncCallsQueue, None] = {}
+"""Queues with requests that are not finalised: kept, so that letting go of one does not lose its saves. In the order in which
+they got their first one, which is the same on all ranks, as finalising them has to be."""
 
 
 class AsyncCallsQueue:
@@ -127,7 +127,7 @@ class AsyncCallsQueue:
             call = self._caller.begin(request.freeze()._replace(call_idx=index))
             self._next_index += 1
             self._calls.append(call)
-            _unfinished.add(self)
+            _unfinished[self] = None
             if self.is_distributed:
                 prepare_for_exit()
                 _count_scheduled(self._process_group)
@@ -193,7 +193,7 @@ class AsyncCallsQueue:
         """Take the first request from the queue."""
         call = self._calls.popleft()
         if not self._calls:
-            _unfinished.discard(self)
+            _unfinished.pop(self, None)
         return call
 
     def poll(self) -> list[int]:
@@ -250,7 +250,7 @@ class AsyncCallsQueue:
                 self.maybe_finalize_async_calls(blocking=True)
         finally:
             calls, self._calls = self._calls, deque()
-            _unfinished.discard(self)
+            _unfinished.pop(self, None)
             if abort or calls:
                 self._first_index = self._next_index
             self._caller.close(abort=abort or bool(calls))
@@ -261,14 +261,14 @@ class AsyncCallsQueue:
     def abandon_after_fork(self) -> None:
         """In a forked child: forget what is scheduled; it is the parent's to finalise or to abort."""
         self._calls.clear()
-        _unfinished.discard(self)
+        _unfinished.pop(self, None)
         self._caller.abandon_after_fork()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
+        if error is None or (isinstance(error, SystemExit) and preemption.is_ending):
             self.close()
             return
         try:
@@ -371,9 +371,10 @@ def _require_possible(cpu_priority: int, io_priority: int | None, sigterm_timeou
 def drain_on_sigterm(grace_s: float = 30.0) -> None:
     """Let SIGTERM, with which schedulers announce pre-emption, finish the saves that are scheduled, and then end the process.
 
-    In a process of its own that happens at once. Where several ranks save together it happens at the next poll of any of
-    them, in which all finish what is scheduled; ranks that got no signal go on then. Afterwards the handler that was there
-    before is called or, if there was none, ``SystemExit(143)`` raised. Call it once, in the main thread.
+    What is pending is finished at the next poll, by all ranks together, whichever of them got the signal; ranks that got none
+    go on then. Without a poll it is finished when the interpreter ends, which begins after half of the grace period. The process ends by
+    the handler that was there before or, if there was none, by ``SystemExit(143)`` in the main thread. Call it once, in the
+    main thread.
 
     Args:
         grace_s: Seconds after which the process ends in any case, with status 143, and unfinished saves are lost.
@@ -383,15 +384,9 @@ def drain_on_sigterm(grace_s: float = 30.0) -> None:
     """
     preemption.install(
         grace_s,
-        drain=_drain_here,
+        is_anything_pending=lambda: bool(_unfinished),
         abandon=lambda: default_engine().abort("the grace period after SIGTERM is over"),
     )
-
-
-def _drain_here(timeout_s: float) -> bool:
-    """Finish what takes no other ranks; whether nothing is left."""
-    finish([queue for queue in _unfinished if not queue.is_distributed], timeout_s=timeout_s)
-    return not _unfinished
 
 
 def abort_all() -> None:
@@ -412,6 +407,7 @@ def _at_exit() -> None:
 
 
 def _after_fork_in_child() -> None:
+    preemption.forget_after_fork()
     for live in list(_live_queues):
         live.abandon_after_fork()
 

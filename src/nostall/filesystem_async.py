@@ -42,6 +42,7 @@ from nostall._pipeline.collect import require_all_present
 from nostall._pipeline.commit import commit
 from nostall._pipeline.layout import FileNaming
 from nostall._pipeline.structure import learn
+from nostall._preemption import preemption
 from nostall._rank_save import RankSave
 from nostall._reports import CANCEL_TIMEOUT_S, await_report
 from nostall._runtime import Claim, Engine, default_engine
@@ -222,6 +223,10 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             SaveError: It could not be done; the subclass says how.
         """
+        with preemption.deferred(then_end=False):
+            return self._write_share(plan, planner)
+
+    def _write_share(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         guard, self._guard = self._guard, None
         if guard is not None and guard.failure is not None:
             # Also where a planner has made new tensors of everything, so that nothing shows where they come from.
@@ -263,7 +268,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             WriteError: The metadata could not be published.
         """
         files = [getattr(of_rank, "files", None) for of_rank in results]
-        self.publish(self.publication_of(metadata, results), metadata, files)
+        with preemption.deferred(then_end=False):
+            self.publish(self.publication_of(metadata, results), metadata, files)
 
     def publication_of(self, metadata: Metadata, results: list[list[WriteResult]]) -> Publication:
         """What there is to publish once all ranks have written.
@@ -437,7 +443,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         except Exception as error:  # reported to all ranks by whoever finalises
             return _torch.wrap_exception(error)
         self._receipts = self._save.receipts
-        return results
+        return _save.WrittenItems(results, self.written_files)
 
     @property
     def written_files(self) -> tuple[WrittenFile, ...] | None:

@@ -6,8 +6,10 @@ allow-list of :mod:`nostall._metadata`).
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import stat
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,8 +21,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from nostall import _torch
 from nostall._checksum import use_fastest
 from nostall._manifest import Manifest, split
-from nostall._metadata import Extent, extents_of, load_metadata
-from nostall._storage.reading import ChecksumMissing, crc32_of_file, damage_of_container
+from nostall._metadata import Extent, extents_of, load_metadata, planned_indices
+from nostall._storage.reading import (
+    ChecksumMissing,
+    NoArchive,
+    crc32_of_file,
+    damage_of_container,
+)
 from nostall.errors import DamagedCheckpointError, UntrustedMetadataError
 
 __all__ = ["Damage", "Verification", "is_complete", "latest_complete", "verify"]
@@ -154,8 +161,17 @@ def verify(
     reading = _Progress(sum(_nbytes(directory, name) for name in whole), progress)
     with ThreadPoolExecutor(max(1, threads), "nostall-verify") as pool:
         looked_at = list(pool.map(lambda name: _look_at(checkpoint, name, reading), whole))
-    found = [damage for damage, _ in looked_at if damage is not None]
-    unchecked = [item for _, items in looked_at for item in items]
+    found = [each.damage for each in looked_at if each.damage is not None]
+    unchecked = [item for each in looked_at for item in each.unchecked]
+    for each in looked_at:
+        if not each.strangers:
+            continue
+        if any(other.archives for other in looked_at):
+            # Written as archives, then; these were overwritten from end to end.
+            what = "an archive in it is not one any more"
+            found.append(Damage(file=each.file, what=what, items=each.strangers))
+        else:
+            unchecked += each.strangers
     return Verification(
         path=directory,
         damages=(*damages.values(), *found),
@@ -169,10 +185,14 @@ def verify(
 
 def _read(directory: str) -> _Checkpoint:
     path = os.path.join(directory, _torch.METADATA_NAME)
-    with open(path, "rb") as stream:
-        content = stream.read()
-    pickled, manifest = split(content, path=path)
+    pickled, manifest = split(_content(path), path=path)
     metadata: Metadata = load_metadata(pickled, path=path)
+    missing = set(planned_indices(metadata)).difference(metadata.storage_data or ())
+    if missing:
+        named = sorted({index.fqn for index in missing})[:3]
+        raise DamagedCheckpointError(
+            f"it does not say where {len(missing)} of its items are, {named} among them", path=path
+        )
     by_file: dict[str, list[Extent]] = defaultdict(list)
     for extent in extents_of(metadata, path=path):
         by_file[extent.file].append(extent)
@@ -203,23 +223,38 @@ def _sizes(checkpoint: _Checkpoint) -> Iterator[Damage]:
     for name, (nbytes, exactly) in sorted(wanted.items()):
         items = tuple(extent.item for extent in checkpoint.extents.get(name, ()))
         try:
-            there = os.stat(os.path.join(checkpoint.path, name)).st_size
+            status = os.stat(os.path.join(checkpoint.path, name))
         except FileNotFoundError:
             yield Damage(file=name, what="it is missing", items=items)
             continue
         except OSError as error:
             yield Damage(file=name, what=f"it cannot be read: {error.strerror}", items=items)
             continue
+        if not stat.S_ISREG(status.st_mode):
+            yield Damage(file=name, what="it is no file", items=items)
+            continue
+        there = status.st_size
         if there < nbytes or (exactly and there != nbytes):
             beyond = (each.item for each in checkpoint.extents.get(name, ()) if each.end > there)
             what = f"it has {there} bytes instead of {nbytes}"
             yield Damage(file=name, what=what, items=tuple(beyond))
 
 
-def _look_at(
-    checkpoint: _Checkpoint, name: str, reading: _Progress
-) -> tuple[Damage | None, tuple[str, ...]]:
-    """What is wrong with a file of the right size, and which of its items have no checksum."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Looked:
+    """What was seen in one file of the right size."""
+
+    file: str
+    damage: Damage | None = None
+    unchecked: tuple[str, ...] = ()
+    """Items that were stored without checksums."""
+    strangers: tuple[str, ...] = ()
+    """Items that are no archives."""
+    archives: int = 0
+    """How many items are."""
+
+
+def _look_at(checkpoint: _Checkpoint, name: str, reading: _Progress) -> _Looked:
     path = os.path.join(checkpoint.path, name)
     extents = checkpoint.extents.get(name, [])
     files = checkpoint.manifest.files if checkpoint.manifest is not None else ()
@@ -229,20 +264,22 @@ def _look_at(
             return _look_into(path, name, extents, reading)
         found = crc32_of_file(path, reading.add)
         if found == expected:
-            return None, ()
-        inside, _ = _look_into(path, name, extents, _Progress(0, None))
+            return _Looked(file=name)
+        inside = _look_into(path, name, extents, _Progress(0, None))
     except OSError as error:
-        return Damage(file=name, what=f"it cannot be read: {error.strerror}"), ()
+        what = f"it cannot be read: {error.strerror}"
+        return _Looked(file=name, damage=Damage(file=name, what=what))
+    items = (*(inside.damage.items if inside.damage is not None else ()), *inside.strangers)
     what = f"its CRC-32 is {found:08x} instead of {expected:08x}"
-    return Damage(file=name, what=what, items=inside.items if inside is not None else ()), ()
+    return _Looked(file=name, damage=Damage(file=name, what=what, items=items))
 
 
-def _look_into(
-    path: str, name: str, extents: Iterable[Extent], reading: _Progress
-) -> tuple[Damage | None, tuple[str, ...]]:
-    """What is wrong with the containers in a file, and which items have no checksum."""
+def _look_into(path: str, name: str, extents: Iterable[Extent], reading: _Progress) -> _Looked:
+    """As :func:`_look_at`, by the checksums of the archives in the file."""
     wrong: list[tuple[str, str]] = []
     unchecked: list[str] = []
+    strangers: list[str] = []
+    archives = 0
     with open(path, "rb") as stream:
         for extent in extents:
             if extent.is_transformed:
@@ -250,28 +287,49 @@ def _look_into(
                 continue
             try:
                 why = damage_of_container(stream, extent.offset, extent.length)
+                archives += 1
             except ChecksumMissing:
                 unchecked.append(extent.item)
+                archives += 1
+                continue
+            except NoArchive:
+                strangers.append(extent.item)
                 continue
             finally:
                 reading.add(extent.length)
             if why is not None:
                 wrong.append((extent.item, why))
-    if not wrong:
-        return None, tuple(unchecked)
-    names = tuple(item for item, _ in wrong)
-    return Damage(file=name, what=wrong[0][1], items=names), tuple(unchecked)
+    items = tuple(item for item, _ in wrong)
+    return _Looked(
+        file=name,
+        damage=Damage(file=name, what=wrong[0][1], items=items) if wrong else None,
+        unchecked=tuple(unchecked),
+        strangers=tuple(strangers),
+        archives=archives,
+    )
 
 
 def _committed_at_s(metadata_path: str) -> float:
     try:
-        with open(metadata_path, "rb") as stream:
-            _, manifest = split(stream.read(), path=metadata_path)
+        _, manifest = split(_content(metadata_path), path=metadata_path)
         if manifest is not None:
             return manifest.committed_at_s
-        return os.stat(metadata_path).st_mtime
     except (OSError, DamagedCheckpointError):
+        pass  # it will be passed over, and named if it is newer than what is taken
+    try:
+        return os.stat(metadata_path).st_mtime
+    except OSError:
         return 0.0
+
+
+def _content(path: str) -> bytes:
+    """What is in a file, if it is one; a pipe of that name would be waited for."""
+    with open(
+        path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+    ) as stream:
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no file", path)
+        return stream.read()
 
 
 @dataclass(slots=True)

@@ -44,6 +44,7 @@ from nostall._planning import (
     set_up_writer,
     without_state,
 )
+from nostall._preemption import preemption
 from nostall._save import KnownSave
 from nostall._values import Abort, Commit, WrittenFile
 from nostall.errors import IncompleteSaveError, SaveError
@@ -136,7 +137,7 @@ def save_state_dict_async_plan(
         OptionError: The writer has a save that is not finalised yet.
     """
     storage_writer.require_free()
-    with storage_writer.timeline.measure("plan"):
+    with preemption.deferred(then_end=False), storage_writer.timeline.measure("plan"):
         return _plan_save(
             state_dict,
             storage_writer,
@@ -289,6 +290,15 @@ def save_state_dict_async_finalize(
         CheckpointException: A rank could not write, or the metadata could not be published; raised on every rank, with
             rank, file and cause. Nothing is published then.
     """
+    with preemption.deferred(then_end=False):
+        _finalize(storage_writer, global_metadata, dist_wrapper)
+
+
+def _finalize(
+    storage_writer: FileSystemWriterAsync,
+    global_metadata: Metadata | None,
+    dist_wrapper: _torch.DistWrapper,
+) -> None:
     coordination = coordination_of(dist_wrapper)
     session = dist_wrapper if isinstance(dist_wrapper, SaveSession) else None
     cache = session.cache if session is not None else None

@@ -10,10 +10,18 @@ from typing import IO
 from nostall import _checksum
 
 _PIECE_NBYTES = 8 << 20
+_BEGIN = b"PK\x03\x04"
+_END = b"PK\x05\x06"
+_END_NBYTES = 22
+"""Of the last record of an archive without a comment."""
 
 
 class ChecksumMissing(Exception):  # an answer, not an error
-    """A container was written without checksums, or is of a form that has none."""
+    """An archive was written without checksums."""
+
+
+class NoArchive(Exception):
+    """Neither the first nor the last bytes are those of an archive: another format, or nothing that is left of one."""
 
 
 def crc32_of_file(path: str, progress: Callable[[int], object]) -> int:
@@ -36,9 +44,15 @@ def damage_of_container(stream: IO[bytes], offset: int, nbytes: int) -> str | No
 
     Raises:
         ChecksumMissing: There is nothing to compare it with.
+        NoArchive: It does not look like one.
         OSError: It cannot be read.
     """
     part = _Part(stream, offset, nbytes)
+    begin = part.read(len(_BEGIN))
+    part.seek(max(0, nbytes - _END_NBYTES))
+    if begin != _BEGIN and _END not in part.read():
+        raise NoArchive
+    part.seek(0)
     try:
         with zipfile.ZipFile(part) as archive:
             without = [entry for entry in archive.infolist() if entry.file_size and not entry.CRC]

@@ -21,7 +21,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from nostall._storage.posix import ImageFile, make_directory, may_pass, remove_files
 from nostall._values import (
@@ -139,16 +139,35 @@ def _work_through(
     threads = [
         threading.Thread(target=work, args=(n,), name=f"nostall-io-{n}") for n in range(1, count)
     ]
-    started = []
+    started: list[threading.Thread] = []
+    try:
+        for thread in threads:
+            try:
+                thread.start()
+            except RuntimeError:  # the system has no thread to give; those there are do the work
+                break
+            started.append(thread)
+        work(0)
+    except BaseException:  # a signal to this thread, which in a synchronous save is the trainer's
+        hopeless.set()
+        for task in tasks:
+            task.give_up()
+        raise
+    finally:
+        _join(started)
+
+
+def _join(threads: Iterable[threading.Thread]) -> None:
+    """Return when none of them runs any more, whatever arrives meanwhile: they use memory that is about to be given back."""
+    interrupt: BaseException | None = None
     for thread in threads:
-        try:
-            thread.start()
-        except RuntimeError:  # the system has no thread to give; those there are do the work
-            break
-        started.append(thread)
-    work(0)
-    for thread in started:
-        thread.join()
+        while thread.is_alive():
+            try:
+                thread.join()
+            except BaseException as error:
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 class _Chunk:

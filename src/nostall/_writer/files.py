@@ -68,6 +68,9 @@ def perform(
     except Exception as error:  # whatever it is, the trainer has to hear of it
         remove_files(os.path.join(job.directory, image.name) for image in job.files)
         return RankFailed(rank=job.rank, failure=_describe(error, at))
+    except BaseException:  # an interrupt, which is not a failure of the save's and goes on
+        remove_files(os.path.join(job.directory, image.name) for image in job.files)
+        raise
     return RankWritten(rank=job.rank, receipts=receipts)
 
 

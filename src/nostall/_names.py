@@ -1,0 +1,22 @@
+"""Which names of files a checkpoint may refer to."""
+
+from __future__ import annotations
+
+import os
+
+METADATA_SUFFIX = ".metadata"
+
+
+def is_shard_name(name: str) -> bool:
+    """Whether a name is one below the checkpoint directory, and not that of the metadata itself."""
+    normal = os.path.normpath(name)
+    try:
+        encoded = os.fsencode(normal)
+    except UnicodeEncodeError:
+        return False
+    return (
+        b"\0" not in encoded
+        and not os.path.isabs(normal)
+        and normal.split(os.sep)[0] not in (os.curdir, os.pardir)
+        and not normal.endswith(METADATA_SUFFIX)
+    )
