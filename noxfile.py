@@ -116,6 +116,14 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
+def soak(session: nox.Session) -> None:
+    """Kill trainers and writers at random moments, 1,000 times unless arguments after `--` say otherwise."""
+    install_group(session, "test")
+    install_package(session)
+    session.run("python", "-W", "ignore", "tests/soak.py", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Run the benchmark against the installed package; arguments after `--` go to it."""
     install(session, "numpy")  # torch warns on import when it is missing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import nostall
+from nostall import _ending
 from ranks import TESTS, run_ranks
 from states import blobs, schedule, small_state
 
@@ -64,7 +67,7 @@ def test_a_save_that_is_lost_at_exit_is_told_by_the_exit_status(tmp_path: Path) 
     """And by a message; the one behind it is completed all the same, and what was printed is not lost."""
     done = run("ends", tmp_path, "returns", "fails")
     assert done.returncode == 1
-    assert "lost at exit" in done.stderr
+    assert "pending at exit some are lost" in done.stderr
     assert "No space left" in done.stderr
     assert "the last line" in done.stdout
     assert not nostall.is_complete(tmp_path / "first")
@@ -106,24 +109,51 @@ def test_a_rank_that_cannot_complete_its_save_at_exit_ends_with_an_error(
         check=False,
     )
     assert out.returncode != 0
-    assert "lost at exit" in out.stderr
+    assert "pending at exit some are lost" in out.stderr
     assert not nostall.is_complete(tmp_path / "first")
 
 
-@pytest.mark.parametrize("how", ["in time", "with a handler"])
-def test_sigterm_finishes_what_is_scheduled(tmp_path: Path, how: str) -> None:
-    """And then ends the process, or calls the handler that was there before."""
+def test_queues_are_finished_in_the_same_order_on_all_ranks(tmp_path: Path) -> None:
+    """That of their first requests: each checkpoint is that of its own queue."""
+    run_ranks(2, "endings:two_queues_end", tmp_path)
+    for number in range(6):
+        assert nostall.verify(tmp_path / f"{number}").damages == ()
+        loaded = {"rank0": torch.zeros(9), "rank1": torch.zeros(9)}
+        dcp.load(loaded, checkpoint_id=tmp_path / f"{number}", no_dist=True)
+        assert all(bool((each == number).all()) for each in loaded.values())
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "printed"),
+    [
+        ("at a poll", 143, ["training goes on"]),
+        ("with a handler", 0, ["training goes on", "handled [15]"]),
+        ("without a poll", 143, ["training goes on"]),
+        ("from another thread", 143, ["training goes on", "finished 0"]),
+        ("in a synchronous save", 143, ["it is committed"]),
+    ],
+)
+def test_sigterm_finishes_what_is_scheduled(
+    tmp_path: Path, how: str, status: int, printed: list[str]
+) -> None:
+    """And then ends the process, or calls the handler that was there before; whatever the process does meanwhile."""
     done = run("gets_sigterm", tmp_path, how)
+    assert (done.returncode, done.stdout.splitlines()) == (status, printed)
     assert saved(tmp_path / "save", 0)
-    if how == "with a handler":
-        assert (done.returncode, done.stdout) == (0, "training goes on [15] 0\n")
-    else:
-        assert (done.returncode, done.stdout) == (143, "")
+
+
+def test_a_failure_among_what_sigterm_finishes_does_not_lose_the_others(tmp_path: Path) -> None:
+    """Nor keep the process from ending."""
+    done = run("gets_sigterm", tmp_path, "after a failure")
+    assert done.returncode in (1, 143)
+    assert saved(tmp_path / "save", 0)
+    assert not nostall.is_complete(tmp_path / "lost")
 
 
 def test_sigterm_ends_a_process_with_nothing_to_do_at_once(tmp_path: Path) -> None:
     """With the status that SIGTERM gives."""
-    assert run("gets_sigterm", tmp_path, "with nothing to do").returncode == 143
+    done = run("gets_sigterm", tmp_path, "with nothing to do")
+    assert (done.returncode, done.stdout) == (143, "")
 
 
 def test_sigterm_ends_a_process_whose_save_does_not_end(tmp_path: Path) -> None:
@@ -133,11 +163,77 @@ def test_sigterm_ends_a_process_whose_save_does_not_end(tmp_path: Path) -> None:
     assert not nostall.is_complete(tmp_path / "save")
 
 
+def test_a_forked_child_was_not_asked_to_end(tmp_path: Path) -> None:
+    """It can be ended by SIGTERM as any process."""
+    done = run("forks_when_asked", tmp_path)
+    assert (done.returncode, done.stdout) == (143, "-15\n")
+    assert saved(tmp_path / "save", 0)
+
+
+def test_an_interrupted_synchronous_save_leaves_no_thread_and_no_file(tmp_path: Path) -> None:
+    """Its threads use memory that is given back, and names that the next save uses."""
+    done = run("is_interrupted", tmp_path)
+    assert (done.returncode, done.stdout) == (0, "interrupted 20\n"), done.stderr
+    assert nostall.verify(tmp_path / "save").ok
+    loaded = {"t": torch.zeros(4 << 20, dtype=torch.int64)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "save", no_dist=True)
+    assert torch.equal(loaded["t"], torch.arange(4 << 20) + 20)
+
+
+class _Refusing:
+    """A queue whose finalising fails at once, whatever is tried."""
+
+    pending = 2
+    is_distributed = False
+    tried = 0
+
+    def wait(self, timeout: float | None = None) -> object:
+        del timeout
+        self.tried += 1
+        raise RuntimeError("Connection closed by peer")
+
+    def maybe_finalize_async_calls(self, *, blocking: bool) -> object:
+        del blocking
+        raise AssertionError
+
+    def close(self, *, abort: bool) -> None:
+        assert abort
+
+
+def test_what_fails_at_once_is_not_tried_for_minutes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And its cause is told."""
+    ended: list[int] = []
+    monkeypatch.setattr(_ending, "_end_process", ended.append)
+    queue = _Refusing()
+    _ending.finish_at_exit([queue], timeout_s=60)
+    assert (queue.tried, ended) == (1, [1])
+    assert "Connection closed by peer" in caplog.text
+
+
 def test_sigterm_on_one_rank_lets_all_finish_at_the_next_poll(tmp_path: Path) -> None:
     """Without any other communication; the rank that was asked ends, the other goes on."""
     first, second = run_ranks(2, "endings:gets_sigterm_on_ranks", tmp_path)
     assert first == {"ended": None, "polls": 1, "pending": 0}
     assert second == {"ended": 143, "polls": 1, "pending": 0}
     loaded = {"rank0": torch.zeros(1000), "rank1": torch.zeros(1000)}
-    torch.distributed.checkpoint.load(loaded, checkpoint_id=tmp_path / "save", no_dist=True)
+    dcp.load(loaded, checkpoint_id=tmp_path / "save", no_dist=True)
     assert all(bool((each == 1).all()) for each in loaded.values())
+
+
+def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
+    """Some kills of trainers and writers at random moments; ``nox -s soak`` makes a thousand."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(TESTS / "soak.py"), "--kills", "12"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    counted = json.loads(done.stdout)
+    assert counted["kills"] == 12
+    assert counted["commits"] > 12
+    assert counted["checkpoints checked"] > 12

@@ -88,7 +88,7 @@ class Preemption:
                     target=self._watch, args=(grace_s, abandon), name="nostall-sigterm", daemon=True
                 )
                 clock.start()
-            if not self._sections and not self.is_ending and (self._is_overdue or self._is_idle()):
+            if not self._sections and (self._is_overdue or self._is_idle()):
                 self._end(frame)
 
         previous = signal.signal(signal.SIGTERM, handle)
@@ -111,9 +111,10 @@ class Preemption:
                 self._sections -= 1
             if not then_end:
                 self._last_section_s = time.monotonic()
-        in_main = threading.current_thread() is threading.main_thread()
-        if then_end and self.asked and in_main and not self._sections and self._is_idle():
-            self._end(None)
+        if not then_end or not self.asked or self._sections or self._is_anything_pending():
+            return
+        if threading.current_thread() is threading.main_thread():
+            self._end(None)  # else the handler will, when it looks again
 
     def forget_after_fork(self) -> None:
         """In a forked child: its parent was asked, not this one; and it ends as it would without us."""

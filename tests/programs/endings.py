@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import SaveTimeoutError
+from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.testing import Fault, Hold, inject
 from states import schedule, small_state
@@ -56,28 +62,102 @@ def ends_on_ranks(out: Path, how: str) -> None:
 
 
 def gets_sigterm(out: Path, how: str) -> None:
-    """Be asked to end while a save is held up, which goes on when the handler waits for it."""
+    """Be asked to end, at some moment, with something to do or not."""
     handled: list[int] = []
     if how == "with a handler":
         signal.signal(signal.SIGTERM, lambda number, _: handled.append(int(number)))
-    nostall.drain_on_sigterm(grace_s=2.0 if how == "too late" else 60.0)
-    hold = Hold("chunk")
+    nostall.drain_on_sigterm(
+        grace_s={"too late": 2.0, "without a poll": 6.0, "after a failure": 6.0}.get(how, 60.0)
+    )
+    if how == "in a synchronous save":
+        writer = FileSystemWriterAsync(out / "save")
+        with inject(Fault.kill("chunk", signal.SIGTERM)):  # which is this process
+            dcp.save(small_state(), storage_writer=writer, no_dist=True)
+        print("it is committed", flush=True)
+        _train_for_ever()
     with AsyncCallsQueue() as queue:
         if how != "with nothing to do":
-            with inject(Fault.kill("chunk", signal.SIGSTOP) if how == "too late" else hold.fault):
+            stuck = [Fault.kill("chunk", signal.SIGSTOP)] if how == "too late" else []
+            with inject(*stuck):
                 schedule(queue, out / "save", small_state())
-        if how not in ("with nothing to do", "too late"):
-            hold.wait_reached()
-            _release_from_another_process(hold)
         os.kill(os.getpid(), signal.SIGTERM)
-        print("training goes on", handled, queue.pending)
+        print("training goes on", flush=True)
+        if how in ("without a poll", "too late"):
+            _train_for_ever()
+        if how == "from another thread":
+            thread = threading.Thread(target=queue.wait)
+            thread.start()
+            thread.join()
+            print("finished", queue.pending, flush=True)
+            _train_for_ever()
+        if how == "after a failure":
+            with inject(Fault.errno("open", errno.ENOSPC)):
+                schedule(queue, out / "lost", small_state())
+            _train_for_ever()
+    print("handled", handled, flush=True)
 
 
-def _release_from_another_process(hold: Hold) -> None:
-    if os.fork() == 0:
-        time.sleep(0.3)  # the signal may come before or after: either is right
+def _train_for_ever() -> None:
+    while True:
+        time.sleep(0.01)  # a step
+
+
+def is_interrupted(out: Path) -> None:
+    """Ctrl-C in the middle of a synchronous save, as often as it takes to hit its threads at work, then a save."""
+    nostall.configure(EngineOptions(chunk_nbytes=64 << 10, io_threads=4))
+    state = {"t": torch.arange(4 << 20)}
+    interrupted = 0
+    for number in range(20):
+        writer = FileSystemWriterAsync(out / "save")
+        with inject(
+            Fault({"point": "chunk", "do": "kill", "signal": signal.SIGINT, "after": number})
+        ):
+            try:
+                dcp.save(state, storage_writer=writer, no_dist=True)
+            except (CheckpointException, KeyboardInterrupt):
+                interrupted += 1
+        left = [each.name for each in threading.enumerate() if each.name.startswith("nostall-io")]
+        files = sorted(path.name for path in (out / "save").glob("*"))
+        assert not left, left
+        assert not files or (out / "save" / ".metadata").exists(), files
+        state["t"] += 1
+    dcp.save(state, storage_writer=FileSystemWriterAsync(out / "save"), no_dist=True)
+    print("interrupted" if interrupted else "never interrupted", int(state["t"][0]))
+
+
+def forks_when_asked(out: Path) -> None:
+    """A child that is forked between the signal and the next poll is a process like any other."""
+    nostall.drain_on_sigterm(grace_s=60.0)
+    with Hold("chunk") as hold:
+        queue = AsyncCallsQueue()
+        with inject(hold.fault):
+            schedule(queue, out / "save", small_state())
+        hold.wait_reached()
+        os.kill(os.getpid(), signal.SIGTERM)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writing, b"here")
+            signal.pause()
+            os._exit(0)
+        os.read(reading, 4)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
         hold.release()
-        os._exit(0)
+        queue.close()
+
+
+def two_queues_end(out: Path) -> None:
+    """Two queues with a save each, made at different addresses on each rank, are left to the interpreter's end."""
+    kept = [bytes(random.randrange(1, 5000)) for _ in range(random.randrange(200))]
+    queues = [AsyncCallsQueue() for _ in range(6)]
+    for number, queue in enumerate(queues):
+        schedule(
+            queue, out / f"{number}", {f"rank{dist.get_rank()}": torch.full((9,), float(number))}
+        )
+    del queues, kept
+    dist.destroy_process_group = lambda *_: None  # as in a script that forgets it
 
 
 def gets_sigterm_on_ranks(out: Path) -> dict[str, Any]:
