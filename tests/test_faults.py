@@ -21,11 +21,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import nostall
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import EngineOptions
 from nostall.testing import Hold, inject, writer_pids
 from programs.faults import (
     ALL_FAULTS,
+    AT_ONCE,
     DEATHS,
     ERRNO_FAULTS,
     Attempt,
@@ -217,6 +220,14 @@ def test_stock_entry_points_raise_on_every_rank_too(
         assert reports[title]["previous loads"] is True
 
 
+@pytest.fixture
+def at_once() -> Iterator[None]:
+    """No fault of these passes, so nobody waits for that."""
+    nostall.configure(AT_ONCE)
+    yield
+    nostall.configure(EngineOptions())
+
+
 # --- one process --------------------------------------------------------------------------------------------------------
 
 
@@ -248,6 +259,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("thread_count", [1, 4])
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize(
     ("way", "fault"), CASES, ids=[f"{way.__name__}, {fault}" for way, fault in CASES]
 )

@@ -6,6 +6,7 @@ All of it happens on the caller's thread, on a group that the caller named. ``ma
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,6 +20,7 @@ from nostall import _torch
 T = TypeVar("T")
 
 _KEY = "nostall/scheduled/"
+_TIMED_OUT = re.compile(r"time(d )?-?out", re.IGNORECASE)
 _LONGEST_S = 1e9
 """What a timedelta takes; as good as for ever."""
 
@@ -128,8 +130,8 @@ class TorchGroup:
         try:
             work.wait(timedelta(seconds=min(timeout_s, _LONGEST_S)))
         except RuntimeError as error:
-            if time.monotonic() - began_s < timeout_s:
-                raise  # not the clock: a rank has died
+            if time.monotonic() - began_s < timeout_s and not _TIMED_OUT.search(str(error)):
+                raise  # neither our clock nor the group's own: a rank has died
             raise TimeoutError(str(error)) from error
         return [int(value) for value in tensor.tolist()]
 

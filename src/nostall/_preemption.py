@@ -50,6 +50,8 @@ class Preemption:
         self._last_section_s = 0.0
         self._asked_at_s: float | None = None
         self._is_overdue = False
+        self._is_reminder = False
+        """Whether the next signal comes from ourselves."""
         self.is_ending = False
         """Whether the process ends because of the signal."""
 
@@ -81,13 +83,19 @@ class Preemption:
             raise OptionError(f"grace_s={grace_s!r} is not possible", hint="use seconds > 0")
         self._is_anything_pending = is_anything_pending
 
+        # A handler must neither start a thread nor set an event: the main thread may hold the locks of either.
+        asked, wake = os.pipe()
+        threading.Thread(
+            target=self._watch, args=(asked, grace_s, abandon), name="nostall-sigterm", daemon=True
+        ).start()
+
         def handle(_number: int, frame: FrameType | None) -> None:
+            is_reminder, self._is_reminder = self._is_reminder, False
             if self._asked_at_s is None:
+                if is_reminder:
+                    return  # of a signal that was dealt with meanwhile
                 self._asked_at_s = time.monotonic()
-                clock = threading.Thread(
-                    target=self._watch, args=(grace_s, abandon), name="nostall-sigterm", daemon=True
-                )
-                clock.start()
+                os.write(wake, b"1")
             if not self._sections and (self._is_overdue or self._is_idle()):
                 self._end(frame)
 
@@ -137,18 +145,25 @@ class Preemption:
             self._previous(signal.SIGTERM, frame)
         elif self._previous is not signal.SIG_IGN:
             raise SystemExit(STATUS)
+        # It goes on, and the next signal is a new one.
+        self._is_overdue = self.is_ending = False
+        self._asked_at_s = None
 
-    def _watch(self, grace_s: float, abandon: Callable[[], object]) -> None:
+    def _watch(self, asked: int, grace_s: float, abandon: Callable[[], object]) -> None:
+        """Wait until this process is asked to end, and again if it goes on then."""
+        while os.read(asked, 1):
+            _log.warning("SIGTERM: finishing what is scheduled within %g s", grace_s)
+            self._see_to_the_end(grace_s, abandon)
+
+    def _see_to_the_end(self, grace_s: float, abandon: Callable[[], object]) -> None:
         """Let the handler look again from time to time, and end the process when there is no time left."""
-        _log.warning("SIGTERM: finishing what is scheduled within %g s", grace_s)
         asked_at_s = time.monotonic()
         while (passed_s := time.monotonic() - asked_at_s) < grace_s:
             time.sleep(min(_LOOK_AGAIN_S, grace_s / 4, grace_s - passed_s))
-            if self.is_ending and not self._is_anything_pending():
-                if callable(self._previous) or self._previous is signal.SIG_IGN:
-                    return  # which may well decide to go on
-                continue
+            if not self.asked:
+                return
             self._is_overdue = time.monotonic() - asked_at_s > grace_s / 2
+            self._is_reminder = True
             os.kill(os.getpid(), signal.SIGTERM)
         if self._is_anything_pending():
             _log.error("SIGTERM: what is scheduled could not be finished in time; it is lost")

@@ -303,7 +303,8 @@ class AsyncCallsQueue:
         index = call.request.call_idx - self._first_index
         last = self._next_index - self._first_index - 1
         mine = [int(alive), int(failed), int(hurry), index, last, -index, -last]
-        timeout_s = default_engine().options.save_timeout_s
+        # Another rank may first wait as long as that for its own files, and then give them up.
+        timeout_s = default_engine().options.save_timeout_s + _PATIENCE_S
         try:
             any_alive, any_failed, any_hurry, *highest = coordination.maximum(
                 mine, timeout_s=timeout_s

@@ -39,6 +39,8 @@ from states import blobs, schedule, small_state
 
 State = dict[str, Any]
 
+AT_ONCE = EngineOptions(write_retries=0)
+"""No fault of these passes, so nobody waits for that."""
 ERRNO_FAULTS = {
     f"{errno.errorcode[code]} at {point}": (Fault.errno(point, code), code)
     for code in (errno.ENOSPC, errno.EIO)
@@ -311,6 +313,7 @@ def stopped_scene(out: Path, name: str) -> dict[str, Any]:
         return failing_scene(out, name, fault, victim=1, overwritten=False, polling=False)
     finally:
         reset()
+        nostall.configure(AT_ONCE)
 
 
 def dcp_scenes(out: Path) -> dict[str, Any]:
@@ -358,6 +361,7 @@ def other_faults(out: Path) -> dict[str, Any]:
 
 def everything(out: Path) -> dict[str, Any]:
     """All of it in one start of the ranks. Collective."""
+    nostall.configure(AT_ONCE)
     return {"writer": writer_faults(out / "writer"), "other": other_faults(out / "other")}
 
 
