@@ -12,6 +12,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -52,15 +55,51 @@ def main() -> int:
     sessions = expand(parser.parse_args(ours).sessions)
     refuse_unusable_python()
     python = environment_python()
-    command = [python, "-m", "nox", "--noxfile", ROOT / "noxfile.py", "--sessions", *sessions]
-    if posargs:
-        command += ["--", *posargs]
     sys.stdout.flush()
     sys.stderr.flush()
+    nox = [str(python), "-m", "nox", "--noxfile", str(ROOT / "noxfile.py"), "--sessions"]
+    beside = [] if posargs or "tests" not in sessions else [s for s in sessions if s != "tests"]
+    after = ["--", *posargs] if posargs else []
     try:
-        return subprocess.run(command, cwd=ROOT, check=False).returncode
+        with run_beside(nox, beside) as other:
+            status = run_nox([*nox, *(["tests"] if beside else sessions), *after])
     except KeyboardInterrupt:
         return 130
+    return status or other.status
+
+
+class Beside:
+    """How the sessions ended that ran beside the tests."""
+
+    status = 0
+
+
+@contextmanager
+def run_beside(nox: list[str], sessions: list[str]) -> Iterator[Beside]:
+    """Run sessions while the block does something else; what they say is shown when both are done."""
+    ending = Beside()
+    if not sessions:
+        yield ending
+        return
+    with tempfile.TemporaryFile("w+") as said:
+        other = subprocess.Popen(
+            [*nox, *sessions], cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            yield ending
+        except BaseException:
+            other.terminate()
+            raise
+        finally:
+            ending.status = other.wait()
+            said.seek(0)
+            shutil.copyfileobj(said, sys.stdout)
+            sys.stdout.flush()
+
+
+def run_nox(command: list[str]) -> int:
+    """Run nox and return its exit code."""
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
 def split_at_double_dash(arguments: list[str]) -> tuple[list[str], list[str]]:

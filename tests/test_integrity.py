@@ -120,7 +120,7 @@ def test_a_flipped_bit_is_found_and_its_item_named(tmp_path: Path, way: Way) -> 
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(where=st.floats(0, 1, exclude_max=True))
 def test_no_bit_of_a_checkpoint_with_a_manifest_can_flip_unseen(
