@@ -29,9 +29,8 @@ _memcpy = ctypes.CDLL(None).memcpy  # not ctypes.memmove(), whose argument conve
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memcpy.restype = None
 
-_memcpy_at_once = ctypes.PyDLL(
-    None
-).memcpy  # keeps the interpreter's lock, which for a small copy is quicker
+# It keeps the interpreter's lock: to give that up and get it back costs more than a small copy does.
+_memcpy_at_once = ctypes.PyDLL(None).memcpy
 _memcpy_at_once.argtypes = _memcpy.argtypes
 _memcpy_at_once.restype = None
 

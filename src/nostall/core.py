@@ -12,6 +12,7 @@ import os
 import weakref
 from collections import deque
 from concurrent.futures import wait
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -53,6 +54,18 @@ _live_queues: weakref.WeakSet[AsyncCallsQueue] = weakref.WeakSet()
 _unfinished: dict[AsyncCallsQueue, None] = {}
 """Queues with requests that are not finalised: kept, so that letting go of one does not lose its saves. In the order in which
 they got their first one, which is the same on all ranks, as finalising them has to be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Agreed:
+    """What all ranks know of a request after a poll."""
+
+    alive: bool
+    """It is unfinished on some rank."""
+    failed: bool
+    """It failed on some rank."""
+    hurry: bool
+    """Some rank was asked to end."""
 
 
 class AsyncCallsQueue:
@@ -159,16 +172,16 @@ class AsyncCallsQueue:
             call = self._calls[0]
             if blocking:
                 self._await(call)
-            alive, failed, hurry = self._agree(call, coordination, no_dist=no_dist)
-            if hurry and not blocking:
+            agreed = self._agree(call, coordination, no_dist=no_dist)
+            if agreed.hurry and not blocking:
                 blocking = True
                 continue
-            if alive:
+            if agreed.alive:
                 break
             self._next()
             self._caller.take_over(call)
             try:
-                if failed:
+                if agreed.failed:
                     self._raise_failure(call, coordination, no_dist=no_dist)
                 self._run_finalize_fns(call)
             except CheckpointException as error:  # on every rank
@@ -291,15 +304,13 @@ class AsyncCallsQueue:
         if call.native is not None:
             call.native.abort()
 
-    def _agree(
-        self, call: Call, coordination: Coordination, *, no_dist: bool
-    ) -> tuple[bool, bool, bool]:
+    def _agree(self, call: Call, coordination: Coordination, *, no_dist: bool) -> _Agreed:
         """Whether the call is unfinished anywhere, whether it failed anywhere, and whether any rank was asked to end."""
         alive = not call.outcome.done()
         failed = not alive and call.failure() is not None
         hurry = preemption.asked
         if no_dist:
-            return alive, failed, hurry
+            return _Agreed(alive=alive, failed=failed, hurry=hurry)
         index = call.request.call_idx - self._first_index
         last = self._next_index - self._first_index - 1
         mine = [int(alive), int(failed), int(hurry), index, last, -index, -last]
@@ -318,7 +329,7 @@ class AsyncCallsQueue:
                 f" {highest[1]}, counted from when the queue was made or aborted; every rank has to schedule and poll"
                 " the same number of times"
             )
-        return bool(any_alive), bool(any_failed), bool(any_hurry)
+        return _Agreed(alive=bool(any_alive), failed=bool(any_failed), hurry=bool(any_hurry))
 
     def _raise_failure(self, call: Call, coordination: Coordination, *, no_dist: bool) -> None:
         if not call.life.over:
@@ -408,6 +419,8 @@ def _at_exit() -> None:
 
 
 def _after_fork_in_child() -> None:
+    global _scheduled
+    _scheduled = 0
     preemption.forget_after_fork()
     for live in list(_live_queues):
         live.abandon_after_fork()

@@ -315,9 +315,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         path = self._metadata_path()
         content = publication.content(storage_meta)
         known = [each for each in files if each is not None]
-        if len(known) == len(
-            files
-        ):  # a manifest of some of the files would make others look like strangers
+        # A manifest of some of the files would make the others look like strangers.
+        if len(known) == len(files):
             every = tuple(chain.from_iterable(known))
             content = with_manifest(content, every, committed_at_s=time.time())
         commit(

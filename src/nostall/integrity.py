@@ -81,6 +81,8 @@ class _Checkpoint:
     manifest: Manifest | None
     extents: Mapping[str, list[Extent]]
     """Per file, in file order."""
+    crc32: Mapping[str, int | None]
+    """Per file, by the manifest."""
 
 
 def is_complete(path: str | os.PathLike[str], deep: bool = False) -> bool:
@@ -163,10 +165,11 @@ def verify(
         looked_at = list(pool.map(lambda name: _look_at(checkpoint, name, reading), whole))
     found = [each.damage for each in looked_at if each.damage is not None]
     unchecked = [item for each in looked_at for item in each.unchecked]
+    written_as_archives = any(each.archives for each in looked_at)
     for each in looked_at:
         if not each.strangers:
             continue
-        if any(other.archives for other in looked_at):
+        if written_as_archives:
             # Written as archives, then; these were overwritten from end to end.
             what = "an archive in it is not one any more"
             found.append(Damage(file=each.file, what=what, items=each.strangers))
@@ -196,7 +199,13 @@ def _read(directory: str) -> _Checkpoint:
     by_file: dict[str, list[Extent]] = defaultdict(list)
     for extent in extents_of(metadata, path=path):
         by_file[extent.file].append(extent)
-    return _Checkpoint(path=directory, manifest=manifest, extents=by_file)
+    files = manifest.files if manifest is not None else ()
+    return _Checkpoint(
+        path=directory,
+        manifest=manifest,
+        extents=by_file,
+        crc32={file.name: file.crc32 for file in files},
+    )
 
 
 def _not_readable(directory: str, what: str) -> Verification:
@@ -204,8 +213,7 @@ def _not_readable(directory: str, what: str) -> Verification:
 
 
 def _names(checkpoint: _Checkpoint) -> list[str]:
-    files = checkpoint.manifest.files if checkpoint.manifest is not None else ()
-    return sorted({*checkpoint.extents, *(file.name for file in files)})
+    return sorted({*checkpoint.extents, *checkpoint.crc32})
 
 
 def _nbytes(directory: str, name: str) -> int:
@@ -257,8 +265,7 @@ class _Looked:
 def _look_at(checkpoint: _Checkpoint, name: str, reading: _Progress) -> _Looked:
     path = os.path.join(checkpoint.path, name)
     extents = checkpoint.extents.get(name, [])
-    files = checkpoint.manifest.files if checkpoint.manifest is not None else ()
-    expected = next((file.crc32 for file in files if file.name == name), None)
+    expected = checkpoint.crc32.get(name)
     try:
         if expected is None:
             return _look_into(path, name, extents, reading)

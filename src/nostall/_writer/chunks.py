@@ -139,14 +139,12 @@ def _work_through(
     threads = [
         threading.Thread(target=work, args=(n,), name=f"nostall-io-{n}") for n in range(1, count)
     ]
-    started: list[threading.Thread] = []
     try:
         for thread in threads:
             try:
                 thread.start()
             except RuntimeError:  # the system has no thread to give; those there are do the work
                 break
-            started.append(thread)
         work(0)
     except BaseException:  # a signal to this thread, which in a synchronous save is the trainer's
         hopeless.set()
@@ -154,7 +152,7 @@ def _work_through(
             task.give_up()
         raise
     finally:
-        _join(started)
+        _join(threads)  # one that was never started is not alive
 
 
 def _join(threads: Iterable[threading.Thread]) -> None:
