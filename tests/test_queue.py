@@ -116,10 +116,12 @@ def test_a_snapshot_that_fails_on_one_rank_fails_the_save_on_every_rank(
 def test_a_finalize_function_that_raises_stops_those_after_it_and_no_later_request(
     found: list[Found],
 ) -> None:
-    """The user's own exception comes through on the rank that raised it; the other rank has finalised."""
+    """The user's own exception comes through on the rank that raised it; the other rank, which has finalised, is told."""
     here, there = (facts["failures"]["finalizer of rank 1"] for facts in reversed(found))
     assert (here["text"], here["finalized"], here["after"]) == ("no luck", [], [2])
-    assert (there["text"], there["finalized"]) == ("it did not fail", ["failed"])
+    assert there["ranks"] == [1]
+    assert "ValueError: no luck [rank=1 phase=finalize]" in there["text"]
+    assert (there["finalized"], there["after"]) == (["failed"], [2])
     assert here["wrong"] + there["wrong"] == []
 
 

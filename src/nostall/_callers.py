@@ -7,6 +7,7 @@ process: a lasting one (:class:`PersistentAsyncCaller`) or one per call (:class:
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from concurrent.futures import Future, InvalidStateError
@@ -31,6 +32,7 @@ class Call:
     def __init__(self, request: AsyncRequest) -> None:
         self.request = request
         self.life = Lifecycle()
+        self.begun_s = time.monotonic()
         self.outcome: Future[Outcome] = Future()
         self.process: PythonWorker | None = None
         """What runs a callable that is not nostall's own."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nostall import _torch
+from nostall.errors import RankLostError
 
 T = TypeVar("T")
 
@@ -26,7 +28,11 @@ _LONGEST_S = 1e9
 
 
 class Coordination(Protocol):
-    """How the ranks of one save reach each other."""
+    """How the ranks of one save reach each other.
+
+    Raises:
+        RankLostError: By whatever is collective: another rank has ended, or the group cannot be used any more.
+    """
 
     rank: int
     world_size: int
@@ -118,22 +124,35 @@ class TorchGroup:
         """Whether this rank publishes the metadata."""
         return self.rank == self.coordinator
 
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Say in our words that ranks cannot talk any more; the backend's own have no type."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankLostError(
+                f"ranks cannot talk to each other any more: {error}",
+                rank=self.rank,
+                hint="another rank has ended or does not take part; its own log says why",
+            ) from error
+
     def maximum(self, values: Sequence[int], *, timeout_s: float | None = None) -> list[int]:
         """One all_reduce of a few 64-bit integers."""
         device = _torch.device_for_collectives(self._group)
         tensor = torch.tensor(list(values), dtype=torch.int64, device=device)
-        if timeout_s is None:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        with self._together():
+            if timeout_s is None:
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+                return [int(value) for value in tensor.tolist()]
+            began_s = time.monotonic()
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            try:
+                work.wait(timedelta(seconds=min(timeout_s, _LONGEST_S)))
+            except RuntimeError as error:
+                if time.monotonic() - began_s < timeout_s and not _TIMED_OUT.search(str(error)):
+                    raise  # neither our clock nor the group's own: a rank has died
+                raise TimeoutError(str(error)) from error
             return [int(value) for value in tensor.tolist()]
-        began_s = time.monotonic()
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        try:
-            work.wait(timedelta(seconds=min(timeout_s, _LONGEST_S)))
-        except RuntimeError as error:
-            if time.monotonic() - began_s < timeout_s and not _TIMED_OUT.search(str(error)):
-                raise  # neither our clock nor the group's own: a rank has died
-            raise TimeoutError(str(error)) from error
-        return [int(value) for value in tensor.tolist()]
 
     def announce(self, number: int) -> None:
         """One entry in the store that the process group was made with."""
@@ -156,25 +175,31 @@ class TorchGroup:
     def gather(self, value: T) -> list[T] | None:
         """One gather_object."""
         collected: list[Any] | None = [None] * self.world_size if self.is_coordinator else None
-        dist.gather_object(value, collected, dst=self._coordinator_global, group=self._group)
+        with self._together():
+            dist.gather_object(value, collected, dst=self._coordinator_global, group=self._group)
         return collected
 
     def broadcast(self, value: T | None) -> T:
         """One broadcast_object_list."""
         holder: list[Any] = [value]
-        dist.broadcast_object_list(holder, src=self._coordinator_global, group=self._group)
+        with self._together():
+            dist.broadcast_object_list(holder, src=self._coordinator_global, group=self._group)
         return holder[0]  # type: ignore[no-any-return]  # torch fills the list in place
 
     def scatter(self, values: list[T] | None) -> T:
         """One scatter_object_list."""
         holder: list[Any] = [None]
-        dist.scatter_object_list(holder, values, src=self._coordinator_global, group=self._group)
+        with self._together():
+            dist.scatter_object_list(
+                holder, values, src=self._coordinator_global, group=self._group
+            )
         return holder[0]  # type: ignore[no-any-return]  # torch fills the list in place
 
     def all_gather(self, value: T) -> list[T]:
         """One all_gather_object."""
         collected: list[Any] = [None] * self.world_size
-        dist.all_gather_object(collected, value, group=self._group)
+        with self._together():
+            dist.all_gather_object(collected, value, group=self._group)
         return collected
 
 

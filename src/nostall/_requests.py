@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from nostall._background import BackgroundSave
 from nostall._coordination import coordination_for
 from nostall._failures import failure_of, raise_everywhere
-from nostall.errors import OptionError
+from nostall.errors import OptionError, RankMismatchError
 
 
 class AsyncRequest(NamedTuple):
@@ -91,13 +91,15 @@ class AsyncRequest(NamedTuple):
         With ``validate_matching_call_idx`` this is collective: ranks first compare their indices.
 
         Raises:
-            RuntimeError: Ranks are about to finalise different requests.
+            RankMismatchError: Ranks are about to finalise different requests.
         """
         if validate_matching_call_idx:
             highest, lowest = coordination_for(None).maximum([self.call_idx, -self.call_idx])
             if highest != -lowest:
-                raise RuntimeError(
-                    f"ranks finalise different requests: this one {self.call_idx}, others {-lowest} to {highest}"
+                raise RankMismatchError(
+                    f"ranks finalise different requests: this one {self.call_idx}, others {-lowest} to {highest}",
+                    phase="commit",
+                    hint="every rank has to schedule and finalise the same requests in the same order",
                 )
         for finalize in self.finalize_fns:
             finalize()

@@ -33,6 +33,7 @@ from nostall._pipeline.layout import FileNaming, Packing, renamed
 from nostall._pipeline.plan import Resolver, plan_rank
 from nostall._pipeline.structure import KnownStructure
 from nostall._runtime import Claim, Engine
+from nostall._storage.posix import require_file
 from nostall._storage.streams import StreamTarget
 from nostall._values import (
     FileReceipt,
@@ -45,7 +46,7 @@ from nostall._values import (
     Share,
     WrittenFile,
 )
-from nostall.errors import IncompleteSaveError
+from nostall.errors import IncompleteSaveError, WriteError
 from nostall.options import WriterOptions
 from nostall.stats import Timeline
 
@@ -189,10 +190,13 @@ def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResul
     Raises:
         SaveError: The report says that the rank failed; the subclass says how.
         IncompleteSaveError: Items and results do not match.
+        WriteError: A file is not there any more.
     """
     if isinstance(report, RankFailed):
         raise error_of(report, job=prepared.target.job)
     receipts = _in_layout_order(prepared, report)
+    if prepared.target.stream is None:
+        _require_files(prepared.target, receipts)
     for receipt in receipts:
         if receipt.failed_attempts:
             _log.warning(
@@ -213,6 +217,23 @@ def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResul
         rank=report.rank,
     )
     return results
+
+
+def _require_files(target: SaveTarget, receipts: Iterable[FileReceipt]) -> None:
+    """Look for the files once more before anybody is told of them: a directory may be removed while it is written to."""
+    for receipt in receipts:
+        path = os.path.join(target.directory, receipt.name)
+        try:
+            require_file(path, receipt.nbytes)
+        except OSError as error:
+            raise WriteError(
+                f"the file was written and is not there now: {error.strerror}",
+                errno=error.errno,
+                phase="collect",
+                path=path,
+                job=target.job,
+                hint="something else removes or changes files in the checkpoint directory",
+            ) from error
 
 
 class WrittenItems(list[WriteResult]):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 import weakref
 from collections import deque
 from concurrent.futures import wait
@@ -25,16 +26,16 @@ from nostall._callers import (
     TemporalAsyncCaller,
     asked_priority,
 )
-from nostall._coordination import Coordination, coordination_for
+from nostall._coordination import Coordination, SingleProcess, coordination_for
 from nostall._ending import finish_at_exit, prepare_for_exit
-from nostall._failures import raise_everywhere
+from nostall._failures import failure_of, raise_everywhere
 from nostall._lifecycle import State
 from nostall._preemption import preemption
 from nostall._reports import is_done
 from nostall._requests import AsyncRequest
 from nostall._runtime import default_engine
 from nostall._values import Failure
-from nostall.errors import OptionError, SaveTimeoutError
+from nostall.errors import OptionError, RankLostError, RankMismatchError, SaveTimeoutError
 from nostall.options import EngineOptions
 
 __all__ = [
@@ -107,6 +108,8 @@ class AsyncCallsQueue:
         self.failures = 0
         """How many requests have failed with ``on_error="warn"``."""
         self._calls: deque[Call] = deque()
+        self._moved_s = 0.0
+        """When the queue's first request last became another one."""
         self._next_index = 0
         self._first_index = 0
         """That of the first request since the queue was made or aborted; ranks may be aborted at different requests."""
@@ -160,7 +163,9 @@ class AsyncCallsQueue:
         Raises:
             CheckpointException: A request failed on some rank; raised on every rank. Its finalize functions are not run,
                 and later requests stay scheduled.
-            RuntimeError: Ranks have scheduled different numbers of requests.
+            RankMismatchError: Ranks have scheduled different numbers of requests.
+            RankLostError: Another rank has ended.
+            SaveTimeoutError: Other ranks have not polled for a minute longer than a save may take.
         """
         with preemption.deferred():
             return self._finalize(blocking=blocking, no_dist=no_dist)
@@ -170,8 +175,10 @@ class AsyncCallsQueue:
         coordination = coordination_for(self._process_group)
         while self._calls:
             call = self._calls[0]
-            if blocking:
-                self._await(call)
+            if blocking or self._is_overdue():
+                self._await(
+                    call, longest_s=default_engine().options.save_timeout_s if blocking else 0.0
+                )
             agreed = self._agree(call, coordination, no_dist=no_dist)
             if agreed.hurry and not blocking:
                 blocking = True
@@ -183,7 +190,7 @@ class AsyncCallsQueue:
             try:
                 if agreed.failed:
                     self._raise_failure(call, coordination, no_dist=no_dist)
-                self._run_finalize_fns(call)
+                self._run_finalize_fns(call, coordination, no_dist=no_dist)
             except CheckpointException as error:  # on every rank
                 if self._on_error == "raise":
                     raise
@@ -193,10 +200,18 @@ class AsyncCallsQueue:
             finalized.append(call.request.call_idx)
         return finalized
 
-    def _run_finalize_fns(self, call: Call) -> None:
+    def _run_finalize_fns(self, call: Call, coordination: Coordination, *, no_dist: bool) -> None:
         call.life.to(State.WRITTEN)
+        error: Exception | CheckpointException | None = None
         try:
             call.request.execute_finalize_fns(validate_matching_call_idx=False)
+        except (Exception, CheckpointException) as raised:  # DCP's is no Exception
+            error = raised
+        except BaseException:  # an interrupt, after which this rank talks to nobody
+            call.life.to(State.FAILED)
+            raise
+        try:
+            _share(error, SingleProcess() if no_dist else coordination)
         except BaseException:
             call.life.to(State.FAILED)
             raise
@@ -204,6 +219,7 @@ class AsyncCallsQueue:
 
     def _next(self) -> Call:
         """Take the first request from the queue."""
+        self._moved_s = time.monotonic()
         call = self._calls.popleft()
         if not self._calls:
             _unfinished.pop(self, None)
@@ -252,15 +268,24 @@ class AsyncCallsQueue:
         """Number of requests that are scheduled and not finalised."""
         return self.pending
 
-    def close(self, abort: bool = False) -> None:
+    def close(self, abort: bool = False, *, timeout: float | None = None) -> None:
         """Finalise everything that is scheduled, or give it up with ``abort``; then end worker processes. Idempotent.
 
         Without ``abort`` this is collective while requests are pending. An aborted request is never finalised. The queue
         can be used again.
+
+        Args:
+            abort: Wait for nothing.
+            timeout: Seconds to wait at most, after which everything is given up; ``None`` for ``save_timeout_s`` for each
+                request.
+
+        Raises:
+            SaveTimeoutError: Some rank's part was not done within ``timeout`` seconds.
+            CheckpointException: A request has failed on some rank; what was scheduled after it is given up.
         """
         try:
             if not abort:
-                self.maybe_finalize_async_calls(blocking=True)
+                self.wait(timeout)
         finally:
             calls, self._calls = self._calls, deque()
             _unfinished.pop(self, None)
@@ -290,10 +315,15 @@ class AsyncCallsQueue:
             if hasattr(error, "add_note"):
                 error.add_note(f"closing the queue failed, too: {second}")
 
-    def _await(self, call: Call) -> None:
-        timeout_s = default_engine().options.save_timeout_s
-        if is_done(call.outcome, timeout_s):
+    def _is_overdue(self) -> bool:
+        """Whether the first request has been the first for longer than a save may take; nobody may ever wait for it."""
+        since_s = max(self._calls[0].begun_s, self._moved_s)
+        return time.monotonic() - since_s > default_engine().options.save_timeout_s
+
+    def _await(self, call: Call, *, longest_s: float) -> None:
+        if is_done(call.outcome, longest_s):
             return
+        timeout_s = default_engine().options.save_timeout_s
         late = Failure(
             kind="SaveTimeoutError",
             message=f"request {call.request.call_idx} was not done within {timeout_s:g} s",
@@ -323,11 +353,13 @@ class AsyncCallsQueue:
         except TimeoutError as error:
             raise _others_missing(coordination, timeout_s) from error
         if highest != [index, last, -index, -last]:
-            raise RuntimeError(
+            raise RankMismatchError(
                 f"ranks have scheduled different requests: rank {coordination.rank} looks at number {index} and has"
                 f" scheduled up to {last}; over all ranks these are {-highest[2]} to {highest[0]} and {-highest[3]} to"
-                f" {highest[1]}, counted from when the queue was made or aborted; every rank has to schedule and poll"
-                " the same number of times"
+                f" {highest[1]}, counted from when the queue was made or aborted",
+                rank=coordination.rank,
+                phase="write",
+                hint="every rank has to schedule and poll the same number of times",
             )
         return _Agreed(alive=bool(any_alive), failed=bool(any_failed), hurry=bool(any_hurry))
 
@@ -340,6 +372,28 @@ class AsyncCallsQueue:
         if call.native is not None:
             call.native.discard()
         raise_everywhere(call.failure(), coordination, only_here=no_dist)
+
+
+def _share(error: Exception | CheckpointException | None, coordination: Coordination) -> None:
+    """Raise what the finalize functions of one rank have raised on all ranks: there as it is, elsewhere as DCP does.
+
+    Collective, but for a rank that has lost the others.
+    """
+    if isinstance(error, RankLostError):
+        raise error
+    told_everywhere = isinstance(error, CheckpointException)
+    some_failed, some_untold = coordination.maximum([error is not None, not told_everywhere])
+    if error is not None and not (some_untold and coordination.world_size > 1):
+        raise error
+    if not some_failed:
+        return
+    failure = None if error is None else failure_of(error, phase="finalize")
+    try:
+        raise_everywhere(failure, coordination)
+    except CheckpointException:
+        if error is None:
+            raise
+    raise error
 
 
 _PATIENCE_S = 60.0

@@ -10,6 +10,8 @@
     │   ├── WriterDiedError                          the writer process ended before it answered
     │   ├── SaveTimeoutError     (also TimeoutError) a deadline passed
     │   ├── SaveAbortedError                         the save was abandoned on request
+    │   ├── RankLostError        (also RuntimeError) another rank has ended, or cannot be reached
+    │   ├── RankMismatchError    (also RuntimeError) ranks have scheduled, or finalise, different requests
     │   ├── IncompleteSaveError                      a planned item has no result
     │   └── CheckpointExistsError                    a committed checkpoint is there and overwrite=False
     ├── ReservationError         (also MemoryError)  host memory for the snapshot is not to be had
@@ -127,6 +129,14 @@ class SaveTimeoutError(SaveError, TimeoutError):
 
 class SaveAbortedError(SaveError):
     """The save was abandoned on request before it was committed."""
+
+
+class RankLostError(SaveError, RuntimeError):
+    """Ranks could not talk to each other: one of them has ended, or the process group cannot be used any more."""
+
+
+class RankMismatchError(SaveError, RuntimeError):
+    """Ranks have scheduled different numbers of requests, or are about to finalise different ones."""
 
 
 class IncompleteSaveError(SaveError):

@@ -21,6 +21,8 @@ from functools import lru_cache
 
 from nostall._values import page_aligned
 
+_NOTHING_WRITTEN = "the system wrote nothing and gave no reason"
+
 
 class ImageFile:
     """One file under construction; chunks may be written from several threads at once."""
@@ -68,7 +70,7 @@ class ImageFile:
                 self._go_through_page_cache()
                 continue
             if written == 0:
-                raise OSError(errno.EIO, "the system wrote nothing and gave no reason", self.path)
+                raise OSError(errno.EIO, _NOTHING_WRITTEN, self.path)
             begin += written
 
     def finish(self, *, sync: bool) -> None:
@@ -148,13 +150,27 @@ def make_directory(path: str) -> None:
         make_directory(path)
 
 
+def require_file(path: str, nbytes: int) -> None:
+    """Make sure that a file is where it was written.
+
+    Raises:
+        OSError: It is not there, or has another size.
+    """
+    found = os.stat(path).st_size
+    if found != nbytes:
+        raise OSError(errno.EIO, f"the file has {found} bytes instead of {nbytes}", path)
+
+
 def write_file(path: str, content: bytes, *, sync: bool) -> None:
     """Make a file, or replace its content, in one go; the device has it on return if asked."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         at = 0
         while at < len(content):
-            at += os.pwrite(fd, memoryview(content)[at:], at)
+            written = os.pwrite(fd, memoryview(content)[at:], at)
+            if written == 0:
+                raise OSError(errno.EIO, _NOTHING_WRITTEN, path)
+            at += written
         if sync:
             os.fsync(fd)
     finally:

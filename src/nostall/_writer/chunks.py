@@ -156,7 +156,10 @@ def _work_through(
 
 
 def _join(threads: Iterable[threading.Thread]) -> None:
-    """Return when none of them runs any more, whatever arrives meanwhile: they use memory that is about to be given back."""
+    """Return when none of them works any more, whatever arrives meanwhile: they use memory that is about to be given back.
+
+    One whose start was interrupted may not be alive yet, but then it has not begun, and will find nothing to do.
+    """
     interrupt: BaseException | None = None
     for thread in threads:
         while thread.is_alive():
