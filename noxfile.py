@@ -124,6 +124,14 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def matrix(session: nox.Session) -> None:
+    """Run every cell of the fault matrix, or what arguments after `--` say."""
+    install_group(session, "test")
+    install_package(session)
+    session.run("python", "-W", "ignore", "tests/matrix.py", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Run the benchmark against the installed package; arguments after `--` go to it."""
     install(session, "numpy")  # torch warns on import when it is missing

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,12 +20,15 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
+from crashes import RecordingOs
 from nostall._metadata import complete_metadata, load_metadata, publication_of, referenced_files
 from nostall._pipeline.commit import commit
+from nostall._storage import posix
 from nostall.core import AsyncCallsQueue
 from nostall.errors import (
     CheckpointExistsError,
     IncompleteSaveError,
+    NotDurableError,
     UntrustedMetadataError,
     WriteError,
 )
@@ -73,6 +77,43 @@ def test_a_commit_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert caught.value.errno in {errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST}
     assert caught.value.path == str(blocked)
     assert names_in(tmp_path) == {".metadata", "old.distcp"}
+
+
+class RefusingOs(RecordingOs):
+    """A system that refuses to make the names in one directory durable, and writes nothing if told so."""
+
+    def __init__(self, directory: Path, *, writes: bool = True) -> None:
+        super().__init__()
+        self._directory = directory
+        self._writes = writes
+
+    def fsync(self, fd: int) -> None:
+        if self._writes and os.path.samefile(f"/proc/self/fd/{fd}", self._directory):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().fsync(fd)
+
+    def pwrite(self, fd: int, content: Any, offset: int) -> int:
+        return super().pwrite(fd, content, offset) if self._writes else 0
+
+
+def test_a_commit_that_may_not_last_says_so_by_its_type(tmp_path: Path) -> None:
+    """Where the device refuses to make the new name durable, the checkpoint is there, and nothing of the old one goes."""
+    (tmp_path / "old.distcp").write_bytes(b"shard")
+    with patch.object(posix, "os", RefusingOs(tmp_path)), pytest.raises(NotDurableError) as caught:
+        publish(tmp_path, replaced_files=["old.distcp"])
+    assert caught.value.errno == errno.EIO
+    assert names_in(tmp_path) == {".metadata", "old.distcp"}
+
+
+def test_a_system_that_writes_nothing_is_not_asked_for_ever(tmp_path: Path) -> None:
+    """A write of no bytes without a reason is an error, and nothing is published."""
+    with (
+        patch.object(posix, "os", RefusingOs(tmp_path, writes=False)),
+        pytest.raises(WriteError, match="wrote nothing") as caught,
+    ):
+        publish(tmp_path)
+    assert caught.value.errno == errno.EIO
+    assert names_in(tmp_path) == set()
 
 
 def names_in(directory: Path) -> set[str]:

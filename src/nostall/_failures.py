@@ -91,8 +91,8 @@ def error_of(report: RankFailed, *, job: str | None = None) -> NostallError:
         "hint": failure.hint,
     }
     error: NostallError
-    if kind is WriteError:
-        error = WriteError(failure.message, errno=failure.errno, **place)
+    if issubclass(kind, WriteError):
+        error = kind(failure.message, errno=failure.errno, **place)
     elif kind is WriterDiedError:
         error = WriterDiedError(failure.message, exit_code=failure.exit_code, **place)
     else:

@@ -127,8 +127,10 @@ class RankSave(BackgroundSave):
         return report
 
     def discard(self) -> None:
-        """Remove this rank's files of a save that will not be committed."""
+        """Remove this rank's files of a save that will not be committed, and let the next one have their names."""
         remove_files(_save.partial_files(self.prepared))
+        if self.prepared.target.claim is not None:
+            self.prepared.target.claim.release()
 
     def results(self) -> list[WriteResult]:
         """DCP's write results, waiting for the report if need be.

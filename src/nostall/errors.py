@@ -7,6 +7,7 @@
     ├── SaveError                                    a save went wrong; nothing was committed
     │   ├── StagingError                             the snapshot could not be taken
     │   ├── WriteError           (also OSError)      storage refused a shard file or the metadata
+    │   │   └── NotDurableError                      the checkpoint is there, but perhaps not after a power failure
     │   ├── WriterDiedError                          the writer process ended before it answered
     │   ├── SaveTimeoutError     (also TimeoutError) a deadline passed
     │   ├── SaveAbortedError                         the save was abandoned on request
@@ -111,6 +112,10 @@ class WriteError(SaveError, OSError):
     def __reduce__(self) -> tuple[Any, ...]:
         # OSError keeps the code outside of __dict__.
         return (_rebuild, (type(self), self.message, {**self.__dict__, "errno": self.errno}))
+
+
+class NotDurableError(WriteError):
+    """The metadata is published, and storage refused to make that durable: the checkpoint is there as long as power is."""
 
 
 class WriterDiedError(SaveError):

@@ -50,6 +50,7 @@ from nostall._staging import Guard
 from nostall._storage.posix import make_directory
 from nostall._storage.streams import StreamTarget
 from nostall._values import FileReceipt, RankWritten, WrittenFile
+from nostall._writer.faults import Faults
 from nostall.errors import (
     CheckpointExistsError,
     NostallError,
@@ -224,7 +225,11 @@ class FileSystemWriterAsync(FileSystemWriter):
             SaveError: It could not be done; the subclass says how.
         """
         with preemption.deferred(then_end=False):
-            return self._write_share(plan, planner)
+            try:
+                return self._write_share(plan, planner)
+            except BaseException:
+                self.release_names()
+                raise
 
     def _write_share(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         guard, self._guard = self._guard, None
@@ -269,7 +274,10 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         files = [getattr(of_rank, "files", None) for of_rank in results]
         with preemption.deferred(then_end=False):
-            self.publish(self.publication_of(metadata, results), metadata, files)
+            try:
+                self.publish(self.publication_of(metadata, results), metadata, files)
+            finally:
+                self.release_names()
 
     def publication_of(self, metadata: Metadata, results: list[list[WriteResult]]) -> Publication:
         """What there is to publish once all ranks have written.
@@ -325,6 +333,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             metadata_name=os.path.basename(path),
             replaced_files=referenced_files(path) - publication.files,
             sync=self.sync_files,
+            at=Faults(default_engine().faults).at,
         )
 
     @staticmethod

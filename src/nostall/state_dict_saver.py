@@ -47,7 +47,7 @@ from nostall._planning import (
 from nostall._preemption import preemption
 from nostall._save import KnownSave
 from nostall._values import Abort, Commit, WrittenFile
-from nostall.errors import IncompleteSaveError, SaveError
+from nostall.errors import NotDurableError, SaveError
 from nostall.filesystem_async import FileSystemWriterAsync
 
 __all__ = [
@@ -324,8 +324,8 @@ def _finalize(
         cache.told = token_of(told)
         if ending.changed or ending.failures:
             cache.forget()
-    if ending.failures and not ending.commit_begun:
-        storage_writer.discard()  # once it has begun, the metadata may be there all the same
+    if ending.failures and not ending.published:
+        storage_writer.discard()
     storage_writer.release_names()
     storage_writer.note_slowest(ending.slowest_rank)
     if ending.failures:
@@ -357,7 +357,8 @@ class _Ending:
     """How a save ended; what the coordinator tells every rank."""
 
     failures: dict[int, _torch.WrappedException]
-    commit_begun: bool
+    published: bool
+    """Whether the metadata is there; after a failure, too, if it could not be made durable."""
     changed: bool
     """Whether some rank's structure has changed, so that the next save is planned together."""
     slowest_rank: int | None = None
@@ -377,14 +378,12 @@ def _finish(
     told = [each.told for each in outcomes]
     match collect(known.fill_in(told)):
         case Abort(failures=failures):
-            return _Ending(failures=failures, commit_begun=False, changed=changed)
+            return _Ending(failures=failures, published=False, changed=changed)
         case Commit(results=results):
-            commit_begun = False
             try:
                 metadata = _metadata_to_publish(planned, outcomes, session)
                 if metadata is None:
                     raise SaveError("the coordinator has no metadata to publish", phase="commit")
-                commit_begun = True
                 publication = None if changed else known.publication(told, metadata)
                 if publication is None:
                     publication = writer.publication_of(metadata, results)
@@ -393,11 +392,11 @@ def _finish(
             except Exception as error:  # every rank has to hear of it
                 return _Ending(
                     failures={coordination.rank: sendable(_torch.wrap_exception(error))},
-                    commit_begun=commit_begun and not isinstance(error, IncompleteSaveError),
+                    published=isinstance(error, NotDurableError),
                     changed=changed,
                 )
     slowest = max(range(len(outcomes)), key=lambda rank: outcomes[rank].took_s)
-    return _Ending(failures={}, commit_begun=True, changed=changed, slowest_rank=slowest)
+    return _Ending(failures={}, published=True, changed=changed, slowest_rank=slowest)
 
 
 def verify_global_md_reuse(

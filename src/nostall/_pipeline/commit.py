@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from nostall._storage.posix import remove_files, replace_file, sync_directory, write_file
 from nostall._values import CommittedCheckpoint
-from nostall.errors import WriteError
+from nostall.errors import NotDurableError, WriteError
 
 
 def commit(
@@ -23,6 +23,7 @@ def commit(
     metadata_name: str,
     replaced_files: Iterable[str],
     sync: bool,
+    at: Callable[[str], None] = lambda _: None,
 ) -> CommittedCheckpoint:
     """Make a checkpoint exist.
 
@@ -32,38 +33,52 @@ def commit(
         metadata_name: ``.metadata``, or a rank's own name for saves without coordination.
         replaced_files: Names below ``directory`` that only the checkpoint being replaced refers to.
         sync: Whether to wait until the device has it.
+        at: Told before the metadata is written (``"commit"``) and before it is published (``"publish"``); may raise what
+            storage could.
 
     Raises:
-        WriteError: Storage refused; what was committed before still is.
+        NotDurableError: The checkpoint is there, but may not survive a power failure.
+        WriteError: Anything else went wrong; what was committed before still is.
     """
     final = os.path.join(directory, metadata_name)
     temporary = f"{final}.tmp"
-    published = False
     try:
+        at("commit")
         if sync:
             _write_durably(directory, temporary, metadata)
         else:
             write_file(temporary, metadata, sync=False)
+        at("publish")
         replace_file(final, by=temporary)
-        published = True
+    except BaseException as error:
+        remove_files([temporary])
+        if not isinstance(error, Exception):
+            raise
+        raise WriteError(
+            f"the metadata could not be published: {_reason(error)}",
+            errno=error.errno if isinstance(error, OSError) else None,
+            phase="commit",
+            path=final,
+            hint="the previous checkpoint, if there was one, is untouched",
+        ) from error
+    try:
         if sync:
             sync_directory(directory)
     except OSError as error:
-        if not published:
-            remove_files([temporary])
-        raise WriteError(
-            f"the metadata could not be {'made durable' if published else 'published'}:"
-            f" {error.strerror or error}",
+        raise NotDurableError(
+            f"the metadata could not be made durable: {_reason(error)}",
             errno=error.errno,
             phase="commit",
             path=final,
-            hint="the new checkpoint is there, but may not survive a power failure"
-            if published
-            else "the previous checkpoint, if there was one, is untouched",
+            hint="the new checkpoint is there, but may not survive a power failure",
         ) from error
     removed = tuple(replaced_files)
     remove_files(os.path.join(directory, name) for name in removed)
     return CommittedCheckpoint(path=directory, metadata_nbytes=len(metadata), removed=removed)
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
 
 
 def _write_durably(directory: str, path: str, content: bytes) -> None:

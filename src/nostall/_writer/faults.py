@@ -1,7 +1,7 @@
 """Faults to order, for tests: an error, a death, a pause or a delay at a named point of a write.
 
 A fault is plain data in the job. Points are ``start``, ``open``, ``chunk``, ``fsync`` and
-``report``, and in the trainer ``stage``; ``file`` limits
+``report``, in the trainer ``stage``, and in the coordinator ``commit`` and ``publish``; ``file`` limits
 a fault to shard files whose name contains it, ``after`` skips that many passages, ``times`` ends it after so many.
 """
 

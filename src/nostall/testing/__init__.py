@@ -29,7 +29,8 @@ class Fault:
     """Something that happens at a point of a save.
 
     In the trainer: ``stage``, before an overlapped snapshot is taken. Where files are written: ``start``, ``open``,
-    ``chunk``, ``fsync`` and ``report``.
+    ``chunk``, ``fsync`` and ``report``. In the coordinator, for what is committed while the fault is injected: ``commit``,
+    before the metadata is written, and ``publish``, before it gets its name.
     """
 
     plain: dict[str, Any]
