@@ -12,9 +12,11 @@ from nostall._version import __version__
 
 if TYPE_CHECKING:
     from nostall._runtime import configure as configure
+    from nostall._runtime import status as status
     from nostall._runtime import wait_staged as wait_staged
     from nostall._runtime import wait_staged_before_step as wait_staged_before_step
     from nostall._runtime import warmup as warmup
+    from nostall._status import SaveStatus as SaveStatus
     from nostall.core import AsyncCallsQueue as AsyncCallsQueue
     from nostall.core import AsyncRequest as AsyncRequest
     from nostall.core import abort_all as abort_all
@@ -38,6 +40,7 @@ _HOME = {
     "EngineOptions": "options",
     "FileSystemWriterAsync": "filesystem_async",
     "SaveStats": "stats",
+    "SaveStatus": "_status",
     "TorchAsyncCheckpoint": "torch_ckpt",
     "abort_all": "core",
     "configure": "_runtime",
@@ -46,6 +49,7 @@ _HOME = {
     "latest_complete": "integrity",
     "save_state_dict_async_finalize": "state_dict_saver",
     "save_state_dict_async_plan": "state_dict_saver",
+    "status": "_runtime",
     "verify": "integrity",
     "wait_staged": "_runtime",
     "wait_staged_before_step": "_runtime",

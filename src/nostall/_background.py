@@ -10,6 +10,7 @@ from typing import Any
 from nostall._failures import failure_of
 from nostall._reports import CANCEL_TIMEOUT_S, await_report
 from nostall._runtime import Engine, default_engine
+from nostall._status import Progress
 from nostall._values import Failure, RankFailed, RankReport
 from nostall.errors import OptionError, StagingError
 
@@ -17,9 +18,10 @@ from nostall.errors import OptionError, StagingError
 class BackgroundSave(ABC):
     """One rank's share of one save and, once there is one, its report."""
 
-    def __init__(self, *, rank: int, job: str) -> None:
+    def __init__(self, *, rank: int, job: str, progress: Progress) -> None:
         self.rank = rank
         self.job = job
+        self.progress = progress
         self.engine: Engine = default_engine()
         self._report: Future[RankReport] = Future()
         self._was_started = False
@@ -69,6 +71,7 @@ class BackgroundSave(ABC):
         self.engine.cancel(self.job, self._report, timeout_s=CANCEL_TIMEOUT_S)
         failure = Failure(kind="SaveAbortedError", message="the save was aborted", phase="write")
         self._settle(RankFailed(rank=self.rank, failure=failure))
+        self.progress.end()
 
     def await_report(self) -> RankReport:
         """What came of it, waiting if need be; a report that does not come in time is a failed one."""

@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from nostall import _save, _taking, _writing
 from nostall._background import BackgroundSave
 from nostall._failures import failure_of
+from nostall._lifecycle import State
 from nostall._pipeline.snapshot import Snapshot
 from nostall._reports import CANCEL_TIMEOUT_S, is_done
 from nostall._staging import Guard
@@ -21,7 +22,8 @@ class RankSave(BackgroundSave):
     """One rank's share of one split save: what ``AsyncCallsQueue`` schedules, or a framework calls by hand."""
 
     def __init__(self, prepared: _save.PreparedSave) -> None:
-        super().__init__(rank=prepared.rank, job=prepared.target.job)
+        target = prepared.target
+        super().__init__(rank=prepared.rank, job=target.job, progress=target.progress)
         self.prepared = prepared
         self._guard: Guard | None = None
         self._collected: RankReport | None = None
@@ -126,8 +128,14 @@ class RankSave(BackgroundSave):
         staging.add_done_callback(go_on)
         return report
 
+    def _settle(self, report: RankReport) -> None:
+        if isinstance(report, RankWritten):
+            self.progress.to(State.WRITTEN)
+        super()._settle(report)
+
     def discard(self) -> None:
         """Remove this rank's files of a save that will not be committed, and let the next one have their names."""
+        self.progress.end()
         remove_files(_save.partial_files(self.prepared))
         if self.prepared.target.claim is not None:
             self.prepared.target.claim.release()

@@ -87,7 +87,12 @@ def _write(
         for file in prepared.layout.files
     }
     (job,) = _writing.jobs(prepared.layout, prepared.target, engine, rank=prepared.rank)
-    return perform(replace(job, io_threads=threads), images, cutter=engine.cuts.cut)
+    return perform(
+        replace(job, io_threads=threads),
+        images,
+        cutter=engine.cuts.cut,
+        on_progress=_writing.follow(prepared.target, job),
+    )
 
 
 def _payloads(prepared: PreparedSave) -> list[torch.Tensor | bytes]:

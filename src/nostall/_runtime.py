@@ -26,6 +26,7 @@ from nostall._checksum import use_fastest
 from nostall._pipeline.layout import FileNaming, Packing, lay_out
 from nostall._reports import is_done, joined, when_done
 from nostall._staging import any_under_way, wait_for_all
+from nostall._status import SaveStatus, UnderWay
 from nostall._values import (
     ItemShape,
     Layout,
@@ -68,6 +69,8 @@ class Engine:
         """Faults that every job carries; set by ``nostall.testing`` only."""
         self.cuts = Cuts()
         """For saves that are written in this process."""
+        self.under_way = UnderWay()
+        """How far the saves are that use this engine."""
         self._claims: WeakValueDictionary[tuple[str, str], Claim] = WeakValueDictionary()
         self._cancellable: dict[str, list[threading.Event]] = {}
         self._is_closed = False
@@ -177,6 +180,7 @@ class Engine:
                     WriterProcess(
                         cpu_priority=self.options.cpu_priority,
                         io_priority=self.options.io_priority,
+                        on_progress=self.under_way.wrote,
                     )
                 )
             return self._writers[:count]
@@ -322,6 +326,13 @@ def warmup(nbytes: int = 0, *, timeout: float = 30.0) -> None:
     """
     require_integer("nbytes", nbytes, at_least=0)
     default_engine().warmup(nbytes, timeout_s=timeout)
+
+
+def status() -> tuple[SaveStatus, ...]:
+    """How far the saves of this process are that are under way, the oldest first; from any thread, without waiting."""
+    with _default_lock:
+        engine = _default
+    return () if engine is None else engine.under_way.statuses()
 
 
 def wait_staged(timeout: float | None = None) -> None:

@@ -33,6 +33,7 @@ from nostall._pipeline.layout import FileNaming, Packing, renamed
 from nostall._pipeline.plan import Resolver, plan_rank
 from nostall._pipeline.structure import KnownStructure
 from nostall._runtime import Claim, Engine
+from nostall._status import Progress
 from nostall._storage.posix import require_file
 from nostall._storage.streams import StreamTarget
 from nostall._values import (
@@ -68,6 +69,8 @@ class SaveTarget:
     """What DCP's reader needs to undo stream transforms; ``None`` without any."""
     timeline: Timeline
     """Where the composer notes how long the stages take."""
+    progress: Progress
+    """Where everybody notes how far the save is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +106,7 @@ def prepare(
     with target.timeline.measure("layout"):
         packing = _packing(target.options, engine)
         layout = engine.lay_out(planned.share.shapes, target.naming, packing)
+    target.progress.expect(layout.nbytes)
     return PreparedSave(planned=planned, layout=layout, target=target)
 
 
@@ -155,6 +159,7 @@ def prepare_known(
     elif target.naming != known.naming:
         layout = renamed(layout, target.naming)
     planned = PlannedSave(share=share, sources=sources)
+    target.progress.expect(layout.nbytes)
     as_known = layout is known.layout and target.transform_descriptors is None
     return PreparedSave(
         planned=planned, layout=layout, target=target, known=known if as_known else None

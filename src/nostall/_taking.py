@@ -13,6 +13,7 @@ import torch
 from nostall._arena import Lease
 from nostall._copying import Copies, Places
 from nostall._failures import error_of
+from nostall._lifecycle import State
 from nostall._pipeline.layout import waves
 from nostall._pipeline.restage import (
     Leaf,
@@ -45,6 +46,7 @@ def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False)
         ReservationError: There is not enough host memory.
         StagingError: A copy failed.
     """
+    prepared.target.progress.to(State.STAGING)
     with prepared.target.timeline.measure("stage"):
         snapshot, copies = _begin_snapshot(prepared, engine, beyond_limit=beyond_limit)
         copies.wait()
@@ -69,6 +71,7 @@ def stage_in_background(
     ]
 
     faults = engine.faults
+    prepared.target.progress.to(State.STAGING)
 
     def begin(after: Marks) -> tuple[Snapshot, Copies]:
         Faults(faults).at("stage")

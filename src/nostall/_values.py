@@ -145,6 +145,11 @@ class Layout:
     files: tuple[FileLayout, ...]
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all files together."""
+        return sum(file.nbytes for file in self.files)
+
+    @property
     def image_nbytes(self) -> int:
         """Memory that all file images together need."""
         if not self.files:

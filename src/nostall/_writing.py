@@ -5,10 +5,12 @@ from __future__ import annotations
 import pickle
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from nostall import _torch
 from nostall._failures import failure_of
+from nostall._lifecycle import State
 from nostall._pipeline.snapshot import Snapshot
 from nostall._reports import CANCEL_TIMEOUT_S, await_report, joined, when_done
 from nostall._runtime import Engine
@@ -38,7 +40,9 @@ def _write(
     try:
         (job,) = _snapshot_jobs(snapshot, target, engine)
         images = _images(job, snapshot)
-        report = perform(job, images, target.stream, cancelled, engine.cuts.cut)
+        report = perform(
+            job, images, target.stream, cancelled, engine.cuts.cut, follow(target, job)
+        )
     finally:
         snapshot.lease.release()
     if not snapshot.earlier:
@@ -53,10 +57,16 @@ def _write(
     return joined([before, report])
 
 
+def follow(target: SaveTarget, job: WriteJob) -> Callable[[int], None]:
+    """What notes how much of a job that is done in this process is written."""
+    return lambda nbytes: target.progress.wrote(job.job, nbytes)
+
+
 def write_in_background(
     snapshot: Snapshot, target: SaveTarget, engine: Engine
 ) -> Future[RankReport]:
     """Write in writer processes, or in a thread if the user's callables cannot travel; releases the snapshot."""
+    target.progress.to(State.STAGED)
     stream = _pickled(target.stream)
     if target.stream is not None and stream is None:
         return _write_in_thread(snapshot, target, engine)

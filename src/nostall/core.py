@@ -12,6 +12,7 @@ import os
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import wait
 from dataclasses import dataclass
 
@@ -247,7 +248,7 @@ class AsyncCallsQueue:
             if most:
                 raise SaveTimeoutError(
                     f"{unfinished} of {len(self._calls)} requests are not done on this rank after {timeout:g} s,"
-                    f" and up to {most} on others",
+                    f" and up to {most} on others{_how_far(self._calls)}",
                     rank=coordination.rank,
                     phase="write",
                     hint="wait again, or close(abort=True)",
@@ -326,7 +327,7 @@ class AsyncCallsQueue:
         timeout_s = default_engine().options.save_timeout_s
         late = Failure(
             kind="SaveTimeoutError",
-            message=f"request {call.request.call_idx} was not done within {timeout_s:g} s",
+            message=f"request {call.request.call_idx} was not done within {timeout_s:g} s{_how_far([call])}",
             phase="write",
         )
         # Before the abort settles it: the deadline is what the user has to hear of.
@@ -372,6 +373,12 @@ class AsyncCallsQueue:
         if call.native is not None:
             call.native.discard()
         raise_everywhere(call.failure(), coordination, only_here=no_dist)
+
+
+def _how_far(calls: Iterable[Call]) -> str:
+    """What is known of the saves of these requests, for a message."""
+    found = [call.native.progress.status() for call in calls if call.native is not None]
+    return "".join(f"; {status}" for status in found if status is not None)
 
 
 def _share(error: Exception | CheckpointException | None, coordination: Coordination) -> None:

@@ -49,7 +49,7 @@ from nostall._runtime import Claim, Engine, default_engine
 from nostall._staging import Guard
 from nostall._storage.posix import make_directory
 from nostall._storage.streams import StreamTarget
-from nostall._values import FileReceipt, RankWritten, WrittenFile
+from nostall._values import FileReceipt, RankReport, RankWritten, WrittenFile
 from nostall._writer.faults import Faults
 from nostall.errors import (
     CheckpointExistsError,
@@ -228,7 +228,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             try:
                 return self._write_share(plan, planner)
             except BaseException:
-                self.release_names()
+                self.end_save()
                 raise
 
     def _write_share(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
@@ -243,24 +243,29 @@ class FileSystemWriterAsync(FileSystemWriter):
             )
         engine = default_engine()
         prepared = self._prepare(plan, planner)
-        staged = _taking.take_over(prepared, engine)
-        if staged is None:
-            report = _ring.write_now(prepared, engine)
-        else:
-            written = _writing.write_in_background(staged, prepared.target, engine)
-            report = await_report(
-                written,
-                rank=prepared.rank,
-                timeout_s=engine.options.save_timeout_s,
-                give_up=lambda: engine.cancel(
-                    prepared.target.job, written, timeout_s=CANCEL_TIMEOUT_S
-                ),
-            )
+        try:
+            report = self._write(prepared, engine)
+            results = _save.write_results(prepared, report)
+        finally:
+            prepared.target.progress.end()
         self._receipts = report.receipts if isinstance(report, RankWritten) else ()
         future: TorchFuture[list[WriteResult]] = TorchFuture()
-        results = _save.write_results(prepared, report)
         future.set_result(_save.WrittenItems(results, _save.written_files(prepared, report)))
         return future
+
+    @staticmethod
+    def _write(prepared: _save.PreparedSave, engine: Engine) -> RankReport:
+        """Write what a stager has copied in the background, anything else from where it is."""
+        staged = _taking.take_over(prepared, engine)
+        if staged is None:
+            return _ring.write_now(prepared, engine)
+        written = _writing.write_in_background(staged, prepared.target, engine)
+        return await_report(
+            written,
+            rank=prepared.rank,
+            timeout_s=engine.options.save_timeout_s,
+            give_up=lambda: engine.cancel(prepared.target.job, written, timeout_s=CANCEL_TIMEOUT_S),
+        )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit: publish the metadata of a checkpoint whose files are all complete. Coordinator only.
@@ -277,7 +282,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             try:
                 self.publish(self.publication_of(metadata, results), metadata, files)
             finally:
-                self.release_names()
+                self.end_save()
 
     def publication_of(self, metadata: Metadata, results: list[list[WriteResult]]) -> Publication:
         """What there is to publish once all ranks have written.
@@ -507,10 +512,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Learn which rank's files were durable last."""
         self._slowest_rank = rank
 
-    def release_names(self) -> None:
+    def end_save(self) -> None:
         """Let the next save in this directory have the plain file names, unless this one was committed."""
         if self._claim is not None:
             self._claim.release()
+        if self._save is not None:
+            self._save.prepared.target.progress.end()
 
     def fail_later(self, error: NostallError) -> None:
         """Record that this rank has nothing to write because planning failed; reported when the save is finalised."""
@@ -543,6 +550,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             claim=self._claim,
             transform_descriptors=self._transform_descriptors(),
             timeline=self.timeline,
+            progress=engine.under_way.begin(job, path=directory, rank=self.rank or 0),
         )
 
     def _options(self) -> WriterOptions:

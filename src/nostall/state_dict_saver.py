@@ -326,7 +326,7 @@ def _finalize(
             cache.forget()
     if ending.failures and not ending.published:
         storage_writer.discard()
-    storage_writer.release_names()
+    storage_writer.end_save()
     storage_writer.note_slowest(ending.slowest_rank)
     if ending.failures:
         raise exception_for(

@@ -13,6 +13,8 @@ import torch
 
 from nostall._arena import Lease
 from nostall._background import BackgroundSave
+from nostall._lifecycle import State
+from nostall._runtime import default_engine
 from nostall._storage.posix import remove_files, sync_directory
 from nostall._values import (
     Failure,
@@ -43,14 +45,17 @@ class _FileSave(BackgroundSave):
     def __init__(
         self, state_dict: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        super().__init__(rank=0, job=uuid.uuid4().hex)
+        job, self._path = uuid.uuid4().hex, os.path.abspath(path)
+        progress = default_engine().under_way.begin(job, path=self._path, rank=0)
+        super().__init__(rank=0, job=job, progress=progress)
         self._state_dict = state_dict
-        self._path = os.path.abspath(path)
         self._args = args
         self._kwargs = kwargs
 
     def stage(self) -> _Archive:
+        self.progress.to(State.STAGING)
         nbytes = self._archive_nbytes()
+        self.progress.expect(nbytes)
         lease = self.engine.lease(nbytes)
         # The archive goes over the containers of whatever layout was in there.
         lease.block.primed = None
@@ -72,6 +77,7 @@ class _FileSave(BackgroundSave):
             snapshot.lease.release()
 
     def submit(self, snapshot: _Archive) -> Future[RankReport]:
+        self.progress.to(State.STAGED)
         placed: Future[RankReport] = Future()
         written = self.engine.submit([self._job(snapshot)], snapshot.lease)
         written.add_done_callback(lambda done: placed.set_result(self._put_in_place(done.result())))
@@ -112,6 +118,10 @@ class _FileSave(BackgroundSave):
             retries=options.write_retries,
             faults=self.engine.faults,
         )
+
+    def _settle(self, report: RankReport) -> None:
+        self.progress.end()  # there are no other ranks, and no metadata
+        super()._settle(report)
 
     def _put_in_place(self, report: RankReport) -> RankReport:
         if isinstance(report, RankFailed):

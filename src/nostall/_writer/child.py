@@ -140,6 +140,11 @@ class ChildProcess(ABC, Generic[T]):
         if fd >= 0:
             os.close(fd)
 
+    def _hear(
+        self, message: Message
+    ) -> None:  # a hook; not every kind of process says how far it is
+        """Take note of what a process says that answers nothing."""
+
     @abstractmethod
     def _answer(self, message: Message) -> T:
         """What a message with an answer says."""
@@ -217,6 +222,9 @@ class ChildProcess(ABC, Generic[T]):
     def _take(self, message: Message) -> None:
         if message["type"] == "ready":
             self._ready.set()
+            return
+        if message["type"] == "progress":
+            self._hear(message)
             return
         # Before the waiter is taken out: if this raises, it is failed with the rest.
         answer = self._answer(message)

@@ -74,7 +74,7 @@ def write_images(
     failed_attempts: dict[str, list[str]] = {image.name: [] for image in job.files}
     for attempt in itertools.count():
         tasks = [
-            _FileTask(job, image, images[image.name], faults, cutter, checksums)
+            _FileTask(job, image, images[image.name], faults, at, cutter, checksums)
             for image in job.files
             if image.name not in done
         ]
@@ -95,6 +95,7 @@ def write_images(
                 raise failure
         for task, failure in failures.items():
             failed_attempts[task.name].append(f"{type(failure).__name__}: {failure}")
+            task.forget_progress()
         # An fsync that failed has dropped what was not written; only a new file is sure to have everything.
         remove_files(task.path for task in failures)
         if cancelled.wait(_BACKOFF_S * _BACKOFF_FACTOR**attempt):
@@ -195,6 +196,7 @@ class _FileTask:
         image: FileImage,
         content: Image,
         faults: Faults,
+        at: Position,
         cutter: Cutter,
         checksums: threading.Semaphore,
     ) -> None:
@@ -204,6 +206,7 @@ class _FileTask:
         self._image = image
         self._content = content
         self._faults = faults
+        self._at = at
         self._checksums = checksums
         self._file: ImageFile | None = None
         self._lock = threading.Lock()
@@ -213,6 +216,7 @@ class _FileTask:
         self._summed = [threading.Event() for _ in range(self.chunk_count)]
         self._sealed = [threading.Event() for _ in range(self.chunk_count)]
         self._left = self.chunk_count
+        self._written_nbytes = 0
         self._given_up = False
         self.is_done = False
         """Whether the file is complete and, if asked for, durable."""
@@ -251,7 +255,9 @@ class _FileTask:
             raise _GivenUp
         self._file.write(window.memory, begin, end, origin=window.origin)
         started_s = self._note("write", thread, started_s)
+        self._at.wrote(end - begin)
         with self._lock:
+            self._written_nbytes += end - begin
             self._left -= 1
             last = self._left == 0
         if last:
@@ -273,6 +279,10 @@ class _FileTask:
         self._given_up = True
         for event in (*self._summed, *self._sealed):
             event.set()
+
+    def forget_progress(self) -> None:
+        """What was written is going to be written again."""
+        self._at.wrote(-self._written_nbytes)
 
     def close(self) -> None:
         if self._file is not None:

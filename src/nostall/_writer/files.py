@@ -9,7 +9,7 @@ import errno
 import os
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from nostall._storage.posix import make_directory, remove_files, sync_directory
 from nostall._storage.streams import StreamTarget
@@ -34,6 +34,7 @@ def perform(
     stream: StreamTarget | None = None,
     cancelled: threading.Event | None = None,
     cutter: Cutter = cut,
+    on_progress: Callable[[int], None] = lambda _: None,
 ) -> RankReport:
     """Write all files of a job; never raises an ordinary exception.
 
@@ -43,12 +44,14 @@ def perform(
         stream: The user's own callables, if files are to be written through them.
         cancelled: Set by another thread to give the job up between two chunks.
         cutter: :func:`~nostall._writer.seals.cut`, or one that remembers.
+        on_progress: Told how many bytes storage has taken, in any thread, now and then.
 
     Returns:
         A receipt for every file, or the first failure; in that case no file of the job is left.
     """
-    at = Position(phase="open", path=job.directory)
+    at = Position(phase="open", path=job.directory, on_progress=on_progress)
     try:
+        at.wrote(0)
         cancelled = cancelled or threading.Event()
         faults = Faults(job.faults)
         faults.at("start")

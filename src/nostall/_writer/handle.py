@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,13 @@ from nostall._arena import Block
 from nostall._storage.posix import remove_files
 from nostall._values import Failure, RankFailed, RankReport, SealTable, WriteJob
 from nostall._writer.child import Addressed, ChildProcess
-from nostall._writer.messages import Message, job_to_message, report_from_message, seals_to_message
+from nostall._writer.messages import (
+    Message,
+    job_to_message,
+    progress_from_message,
+    report_from_message,
+    seals_to_message,
+)
 
 _ENTRY = (
     "import sys; sys.path.append(sys.argv[1]);"
@@ -57,7 +63,14 @@ class WriterProcess(ChildProcess[RankReport]):
 
     kind = "writer process"
 
-    def __init__(self, *, cpu_priority: int | None = None, io_priority: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        cpu_priority: int | None = None,
+        io_priority: int | None = None,
+        on_progress: Callable[[str, int], None] = lambda _job, _nbytes: None,
+    ) -> None:
+        self._on_progress = on_progress
         root = str(Path(__file__).resolve().parents[2])
         self._mapped: set[int] = set()
         self._seals = SealsSent()
@@ -116,6 +129,9 @@ class WriterProcess(ChildProcess[RankReport]):
         if block_id in self._mapped and self.alive:
             self._mapped.discard(block_id)
             self._tell_later({"type": "unmap", "block": block_id})
+
+    def _hear(self, message: Message) -> None:
+        self._on_progress(*progress_from_message(message))
 
     def _answer(self, message: Message) -> RankReport:
         return report_from_message(message)

@@ -17,7 +17,9 @@ import site
 import socket
 import sys
 import threading
+import time
 import traceback
+from collections.abc import Callable
 
 from nostall._checksum import use_fastest_from
 from nostall._storage.streams import StreamTarget
@@ -28,12 +30,16 @@ from nostall._writer.messages import (
     Message,
     UnknownSealsError,
     job_from_message,
+    progress_to_message,
     report_to_message,
     seals_from_message,
     send,
 )
 from nostall._writer.parent import messages_from_parent
 from nostall._writer.seals import Cuts
+
+_TELL_EVERY_S = 0.25
+"""How often a trainer hears how far a job is; its thread that listens takes turns with training."""
 
 
 def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
@@ -117,7 +123,12 @@ class _Writer:
                 continue  # cancelled before it began, and answered
             try:
                 report = perform(
-                    job, self._images(job), _stream_target(job), cancelled, self._cuts.cut
+                    job,
+                    self._images(job),
+                    _stream_target(job),
+                    cancelled,
+                    self._cuts.cut,
+                    self._teller(job.job),
                 )
             except BaseException as error:  # an answer goes out whatever happens
                 report = RankFailed(
@@ -131,6 +142,19 @@ class _Writer:
                     ),
                 )
             self._answer(job.job, report)
+
+    def _teller(self, name: str) -> Callable[[int], None]:
+        """What tells the trainer how much of a job is written: now and then, as nothing depends on it."""
+        next_s = 0.0
+
+        def tell(nbytes: int) -> None:
+            nonlocal next_s
+            now_s = time.monotonic()
+            if now_s >= next_s:
+                next_s = now_s + _TELL_EVERY_S
+                self._send(progress_to_message(name, nbytes))
+
+        return tell
 
     def _cancel(self, name: str) -> None:
         """Give a job up: at once if it has not begun, whatever the job before it does; else between two chunks."""
@@ -150,10 +174,13 @@ class _Writer:
 
     def _answer(self, name: str, report: RankReport) -> None:
         self._cancelled.pop(name, None)
+        self._send(report_to_message(name, report))
+
+    def _send(self, message: Message) -> None:
         try:
             with self._send_lock:
-                send(self._sock, report_to_message(name, report))
-        except OSError:
+                send(self._sock, message)
+        except OSError:  # the trainer is gone
             os._exit(0)
 
     def _images(self, job: WriteJob) -> dict[str, WholeImage]:

@@ -250,6 +250,23 @@ def report_from_message(message: Message) -> RankReport:
         raise ProtocolError(f"a report is malformed: {error!r}") from error
 
 
+def progress_to_message(job: str, nbytes: int) -> Message:
+    """How much of a job storage has taken, as a message."""
+    return {"type": "progress", "job": job, "nbytes": nbytes}
+
+
+def progress_from_message(message: Message) -> tuple[str, int]:
+    """The job and how many of its bytes storage has taken.
+
+    Raises:
+        ProtocolError: A field is missing or of another kind.
+    """
+    job, nbytes = message.get("job"), message.get("nbytes")
+    if not isinstance(job, str) or not isinstance(nbytes, int):
+        raise ProtocolError("a message about a job's progress is malformed")
+    return job, nbytes
+
+
 def _receipt_to_plain(receipt: FileReceipt) -> Message:
     plain = {field.name: getattr(receipt, field.name) for field in fields(receipt)}
     packed = b64encode(receipt.packed_crc32).decode()

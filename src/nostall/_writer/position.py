@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 
 class Cancelled(Exception):
     """The trainer gave the job up."""
 
 
 class Position:
-    """Where the first failing thread was; later failures are consequences and are not recorded."""
+    """Where the first failing thread was, as later failures are consequences; and how much is written."""
 
-    def __init__(self, *, phase: str, path: str) -> None:
+    def __init__(self, *, phase: str, path: str, on_progress: Callable[[int], None]) -> None:
         self.phase = phase
         self.path = path
+        self._on_progress = on_progress
+        self._written_nbytes = 0
+        self._lock = threading.Lock()
 
     def move(self, phase: str, path: str) -> None:
         self.phase, self.path = phase, path
+
+    def wrote(self, nbytes: int) -> None:
+        """Count bytes that storage has taken; fewer than none, if a file has to be written anew."""
+        with self._lock:
+            self._written_nbytes += nbytes
+            written_nbytes = self._written_nbytes
+        self._on_progress(written_nbytes)

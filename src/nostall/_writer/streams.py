@@ -60,6 +60,7 @@ def write_streams(
             sync=job.sync_files,
             before_each=go_on,
         )
+        at.wrote(image.nbytes)
         receipts.append(
             FileReceipt(
                 name=image.name,
