@@ -14,12 +14,12 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import wait
-from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import Self
 
+from nostall._agreement import Scheduled, View, agree, most_unfinished, share_failure
 from nostall._callers import (
     AsyncCaller,
     Call,
@@ -29,14 +29,14 @@ from nostall._callers import (
 )
 from nostall._coordination import Coordination, SingleProcess, coordination_for
 from nostall._ending import finish_at_exit, prepare_for_exit
-from nostall._failures import failure_of, raise_everywhere
+from nostall._failures import raise_everywhere
 from nostall._lifecycle import State
 from nostall._preemption import preemption
 from nostall._reports import is_done
 from nostall._requests import AsyncRequest
 from nostall._runtime import default_engine
 from nostall._values import Failure
-from nostall.errors import OptionError, RankLostError, RankMismatchError, SaveTimeoutError
+from nostall.errors import OptionError, SaveTimeoutError
 from nostall.options import EngineOptions
 
 __all__ = [
@@ -58,16 +58,7 @@ _unfinished: dict[AsyncCallsQueue, None] = {}
 they got their first one, which is the same on all ranks, as finalising them has to be."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Agreed:
-    """What all ranks know of a request after a poll."""
-
-    alive: bool
-    """It is unfinished on some rank."""
-    failed: bool
-    """It failed on some rank."""
-    hurry: bool
-    """Some rank was asked to end."""
+_scheduled = Scheduled()
 
 
 class AsyncCallsQueue:
@@ -147,7 +138,7 @@ class AsyncCallsQueue:
             _unfinished[self] = None
             if self.is_distributed:
                 prepare_for_exit()
-                _count_scheduled(self._process_group)
+                _scheduled.one_more(coordination_for(self._process_group))
             return index
 
     def maybe_finalize_async_calls(
@@ -180,7 +171,7 @@ class AsyncCallsQueue:
                 self._await(
                     call, longest_s=default_engine().options.save_timeout_s if blocking else 0.0
                 )
-            agreed = self._agree(call, coordination, no_dist=no_dist)
+            agreed = self._look_at(call, coordination, no_dist=no_dist)
             if agreed.hurry and not blocking:
                 blocking = True
                 continue
@@ -212,7 +203,7 @@ class AsyncCallsQueue:
             call.life.to(State.FAILED)
             raise
         try:
-            _share(error, SingleProcess() if no_dist else coordination)
+            share_failure(error, SingleProcess() if no_dist else coordination)
         except BaseException:
             call.life.to(State.FAILED)
             raise
@@ -241,10 +232,7 @@ class AsyncCallsQueue:
         if timeout is not None and self._calls:
             coordination = coordination_for(self._process_group)
             unfinished = len(wait([call.outcome for call in self._calls], timeout).not_done)
-            try:
-                (most,) = coordination.maximum([unfinished], timeout_s=timeout + _PATIENCE_S)
-            except TimeoutError as error:
-                raise _others_missing(coordination, timeout + _PATIENCE_S) from error
+            most = most_unfinished(unfinished, coordination, _scheduled, timeout_s=timeout)
             if most:
                 raise SaveTimeoutError(
                     f"{unfinished} of {len(self._calls)} requests are not done on this rank after {timeout:g} s,"
@@ -335,34 +323,20 @@ class AsyncCallsQueue:
         if call.native is not None:
             call.native.abort()
 
-    def _agree(self, call: Call, coordination: Coordination, *, no_dist: bool) -> _Agreed:
-        """Whether the call is unfinished anywhere, whether it failed anywhere, and whether any rank was asked to end."""
+    def _look_at(self, call: Call, coordination: Coordination, *, no_dist: bool) -> View:
+        """What holds of a request on any rank, or with ``no_dist`` on this one."""
         alive = not call.outcome.done()
-        failed = not alive and call.failure() is not None
-        hurry = preemption.asked
+        mine = View(
+            alive=alive,
+            failed=not alive and call.failure() is not None,
+            hurry=preemption.asked,
+            index=call.request.call_idx - self._first_index,
+            last=self._next_index - self._first_index - 1,
+        )
         if no_dist:
-            return _Agreed(alive=alive, failed=failed, hurry=hurry)
-        index = call.request.call_idx - self._first_index
-        last = self._next_index - self._first_index - 1
-        mine = [int(alive), int(failed), int(hurry), index, last, -index, -last]
-        # Another rank may first wait as long as that for its own files, and then give them up.
-        timeout_s = default_engine().options.save_timeout_s + _PATIENCE_S
-        try:
-            any_alive, any_failed, any_hurry, *highest = coordination.maximum(
-                mine, timeout_s=timeout_s
-            )
-        except TimeoutError as error:
-            raise _others_missing(coordination, timeout_s) from error
-        if highest != [index, last, -index, -last]:
-            raise RankMismatchError(
-                f"ranks have scheduled different requests: rank {coordination.rank} looks at number {index} and has"
-                f" scheduled up to {last}; over all ranks these are {-highest[2]} to {highest[0]} and {-highest[3]} to"
-                f" {highest[1]}, counted from when the queue was made or aborted",
-                rank=coordination.rank,
-                phase="write",
-                hint="every rank has to schedule and poll the same number of times",
-            )
-        return _Agreed(alive=bool(any_alive), failed=bool(any_failed), hurry=bool(any_hurry))
+            return mine
+        timeout_s = default_engine().options.save_timeout_s
+        return agree(mine, coordination, _scheduled, timeout_s=timeout_s)
 
     def _raise_failure(self, call: Call, coordination: Coordination, *, no_dist: bool) -> None:
         if not call.life.over:
@@ -379,57 +353,6 @@ def _how_far(calls: Iterable[Call]) -> str:
     """What is known of the saves of these requests, for a message."""
     found = [call.native.progress.status() for call in calls if call.native is not None]
     return "".join(f"; {status}" for status in found if status is not None)
-
-
-def _share(error: Exception | CheckpointException | None, coordination: Coordination) -> None:
-    """Raise what the finalize functions of one rank have raised on all ranks: there as it is, elsewhere as DCP does.
-
-    Collective, but for a rank that has lost the others.
-    """
-    if isinstance(error, RankLostError):
-        raise error
-    told_everywhere = isinstance(error, CheckpointException)
-    some_failed, some_untold = coordination.maximum([error is not None, not told_everywhere])
-    if error is not None and not (some_untold and coordination.world_size > 1):
-        raise error
-    if not some_failed:
-        return
-    failure = None if error is None else failure_of(error, phase="finalize")
-    try:
-        raise_everywhere(failure, coordination)
-    except CheckpointException:
-        if error is None:
-            raise
-    raise error
-
-
-_PATIENCE_S = 60.0
-"""How much later than this one another rank may begin to wait."""
-_scheduled = 0
-"""How many requests this process has scheduled with others, over all of its queues."""
-
-
-def _count_scheduled(group: dist.ProcessGroup | None) -> None:
-    global _scheduled
-    _scheduled += 1
-    coordination_for(group).announce(_scheduled)
-
-
-def _others_missing(coordination: Coordination, timeout_s: float) -> SaveTimeoutError:
-    """Say which ranks have not come to a poll, as far as that can be told."""
-    announced = coordination.announced()
-    behind = {rank: count for rank, count in announced.items() if count < _scheduled}
-    who = (
-        f"ranks {sorted(behind)} have scheduled fewer requests ({behind})"
-        if behind
-        else "all ranks have scheduled as many requests, so some of them do not poll, or have ended"
-    )
-    return SaveTimeoutError(
-        f"other ranks did not poll within {timeout_s:g} s; this one has scheduled {_scheduled} requests; {who}",
-        rank=coordination.rank,
-        phase="write",
-        hint="every rank has to schedule and poll the same number of times; the process group cannot be used any more",
-    )
 
 
 def _require_possible(cpu_priority: int, io_priority: int | None, sigterm_timeout: float) -> None:
@@ -480,8 +403,7 @@ def _at_exit() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _scheduled
-    _scheduled = 0
+    _scheduled.forget_after_fork()
     preemption.forget_after_fork()
     for live in list(_live_queues):
         live.abandon_after_fork()

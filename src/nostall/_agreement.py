@@ -1,0 +1,144 @@
+"""What ranks have to agree on before they finalise a request, and what they tell each other when they cannot.
+
+A rank that talks when another one does not would wait for it; so every wait here has a deadline, and who is missing is
+looked up where every rank has left word of how many requests it has scheduled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from nostall._coordination import Coordination
+from nostall._failures import failure_of, raise_everywhere
+from nostall.errors import RankLostError, RankMismatchError, SaveTimeoutError
+
+PATIENCE_S = 60.0
+"""How much later than this one another rank may begin to wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What one rank, or all of them together, see of the request that is to be finalised next."""
+
+    alive: bool
+    """It is unfinished."""
+    failed: bool
+    """It has failed."""
+    hurry: bool
+    """The process was asked to end."""
+    index: int
+    """Which request it is, counted from when the queue was made or aborted."""
+    last: int
+    """The last one that is scheduled."""
+
+
+class Scheduled:
+    """How many requests this process has scheduled with others, over all of its queues."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def one_more(self, coordination: Coordination) -> None:
+        """Count one, and leave word of it."""
+        self._count += 1
+        coordination.announce(self._count)
+
+    def forget_after_fork(self) -> None:
+        """In a forked child, which has scheduled nothing."""
+        self._count = 0
+
+    def others_missing(self, coordination: Coordination, timeout_s: float) -> SaveTimeoutError:
+        """Say which ranks have not come to a poll, as far as that can be told."""
+        announced = coordination.announced()
+        behind = {rank: count for rank, count in announced.items() if count < self._count}
+        who = (
+            f"ranks {sorted(behind)} have scheduled fewer requests ({behind})"
+            if behind
+            else "all ranks have scheduled as many requests, so some of them do not poll, or have ended"
+        )
+        return SaveTimeoutError(
+            f"other ranks did not poll within {timeout_s:g} s; this one has scheduled {self._count} requests; {who}",
+            rank=coordination.rank,
+            phase="write",
+            hint="every rank has to schedule and poll the same number of times; the process group cannot be used any more",
+        )
+
+
+def agree(
+    mine: View, coordination: Coordination, scheduled: Scheduled, *, timeout_s: float
+) -> View:
+    """What holds on any rank. Collective.
+
+    Args:
+        mine: What this rank sees.
+        coordination: The ranks.
+        scheduled: Says who is missing.
+        timeout_s: How long another rank may wait for its own files before it comes here.
+
+    Raises:
+        SaveTimeoutError: Other ranks do not come.
+        RankMismatchError: They look at another request, or have scheduled another number of them.
+    """
+    index, last = mine.index, mine.last
+    numbers = [mine.alive, mine.failed, mine.hurry, index, last, -index, -last]
+    timeout_s += PATIENCE_S
+    try:
+        alive, failed, hurry, *highest = coordination.maximum(numbers, timeout_s=timeout_s)
+    except TimeoutError as error:
+        raise scheduled.others_missing(coordination, timeout_s) from error
+    if highest != [index, last, -index, -last]:
+        raise RankMismatchError(
+            f"ranks have scheduled different requests: rank {coordination.rank} looks at number {index} and has"
+            f" scheduled up to {last}; over all ranks these are {-highest[2]} to {highest[0]} and {-highest[3]} to"
+            f" {highest[1]}, counted from when the queue was made or aborted",
+            rank=coordination.rank,
+            phase="write",
+            hint="every rank has to schedule and poll the same number of times",
+        )
+    return replace(mine, alive=bool(alive), failed=bool(failed), hurry=bool(hurry))
+
+
+def most_unfinished(
+    unfinished: int, coordination: Coordination, scheduled: Scheduled, *, timeout_s: float
+) -> int:
+    """The largest number of unfinished requests on any rank, all of which have waited for ``timeout_s``. Collective.
+
+    Raises:
+        SaveTimeoutError: Other ranks do not come.
+    """
+    timeout_s += PATIENCE_S
+    try:
+        (most,) = coordination.maximum([unfinished], timeout_s=timeout_s)
+    except TimeoutError as error:
+        raise scheduled.others_missing(coordination, timeout_s) from error
+    return most
+
+
+def share_failure(
+    error: Exception | CheckpointException | None, coordination: Coordination
+) -> None:
+    """Raise what the finalize functions of one rank have raised on all ranks: there as it is, elsewhere as DCP does.
+
+    Collective, but for a rank that has lost the others.
+
+    Raises:
+        CheckpointException: They have failed on another rank.
+        Exception: What they have raised on this one.
+    """
+    if isinstance(error, RankLostError):
+        raise error
+    told_everywhere = isinstance(error, CheckpointException)
+    some_failed, some_untold = coordination.maximum([error is not None, not told_everywhere])
+    if error is not None and not (some_untold and coordination.world_size > 1):
+        raise error
+    if not some_failed:
+        return
+    failure = None if error is None else failure_of(error, phase="finalize")
+    try:
+        raise_everywhere(failure, coordination)
+    except CheckpointException:
+        if error is None:
+            raise
+    raise error
