@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import nostall
 from nostall._runtime import default_engine
-from nostall.core import AsyncCallsQueue
+from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import OptionError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
@@ -121,6 +121,62 @@ def test_an_optimizer_step_waits_by_itself(tmp_path: Path) -> None:
         hold.release()
         with pytest.raises(CheckpointException, match="changed while the snapshot was taken"):
             queue.close()
+
+
+def test_a_change_that_is_counted_late_is_noticed(tmp_path: Path) -> None:
+    """torch counts an operation when it is over, which may be after the copy that it has spoiled: so nobody who has not
+    waited may have changed anything when the save is finalised."""
+    state = {"weight": torch.zeros(1 << 16)}
+    with AsyncCallsQueue() as queue, Hold("chunk") as hold:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "saved", state, staging="overlapped")
+        hold.wait_reached()  # the snapshot is complete, and the trainer does not know
+        state["weight"].fill_(1)
+        hold.release()
+        with pytest.raises(CheckpointException, match="or without waiting for it"):
+            queue.wait()
+    assert not list((tmp_path / "saved").iterdir())
+
+
+@pytest.mark.parametrize("wait", ["of the save", "of all"])
+def test_waiting_counts_also_when_there_was_nothing_to_wait_for_any_more(
+    tmp_path: Path, wait: str
+) -> None:
+    """A snapshot that is complete when somebody comes to wait is as safe as one that was waited for."""
+    state = {"weight": torch.zeros(1 << 16)}
+    writer = FileSystemWriterAsync(tmp_path / "saved", staging="overlapped")
+    planned = save_state_dict_async_plan(state, writer)
+    save_fn, preload_fn, args = writer.get_save_function_and_args()
+    finalize = [lambda: save_state_dict_async_finalize(*planned)]
+    with AsyncCallsQueue() as queue, Hold("chunk") as hold:
+        with inject(hold.fault):
+            queue.schedule_async_request(AsyncRequest(save_fn, args, finalize, {}, preload_fn))
+        hold.wait_reached()
+        {"of the save": writer.wait_staged, "of all": nostall.wait_staged}[wait]()
+        state["weight"].fill_(1)
+        hold.release()
+    assert torch.equal(loaded(tmp_path / "saved", "weight", 1 << 16), torch.zeros(1 << 16))
+
+
+def loaded(path: Path, name: str, length: int) -> torch.Tensor:
+    state = {name: torch.full((length,), -1.0)}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    return state[name]
+
+
+def test_a_watched_snapshot_holds_no_memory(tmp_path: Path) -> None:
+    """What is kept until the save is finalised counts changes, and keeps no tensor alive."""
+    tensor = torch.zeros(1 << 16)
+    gone = weakref.ref(tensor.untyped_storage())
+    with AsyncCallsQueue() as queue, Hold("chunk") as hold:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "saved", {"weight": tensor}, staging="overlapped")
+        hold.wait_reached()
+        nostall.wait_staged()
+        del tensor
+        gc.collect()
+        assert gone() is None
+        hold.release()
 
 
 def test_dcp_async_save_hands_out_a_staging_completion(tmp_path: Path) -> None:

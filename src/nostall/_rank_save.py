@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -12,7 +13,7 @@ from nostall._failures import failure_of
 from nostall._lifecycle import State
 from nostall._pipeline.snapshot import Snapshot
 from nostall._reports import CANCEL_TIMEOUT_S, is_done
-from nostall._staging import Guard
+from nostall._staging import Guard, changed_too_early
 from nostall._storage.posix import remove_files
 from nostall._values import FileReceipt, RankFailed, RankReport, RankWritten, WrittenFile
 from nostall.errors import SaveAbortedError, SaveTimeoutError
@@ -52,6 +53,9 @@ class RankSave(BackgroundSave):
         With overlapped staging it returns at once, and tensors may be changed when :meth:`wait_staged` has returned.
         """
         snapshot: Snapshot | Future[Snapshot]
+        # Faults are for saves that are scheduled now, whenever their snapshot is taken.
+        target = replace(self.prepared.target, faults=self.engine.faults)
+        self.prepared = replace(self.prepared, target=target)
         if self.prepared.target.options.staging == "overlapped":
             snapshot, self._guard = _taking.stage_in_background(
                 self.prepared, self.engine, is_aborted=lambda: self.aborted
@@ -145,6 +149,11 @@ class RankSave(BackgroundSave):
 
         Raises:
             SaveError: The rank failed.
+            StagingError: Tensors were changed without waiting for the snapshot.
         """
+        if self._guard is not None and self._collected is None:
+            changed = self._guard.changed_unseen()
+            if changed:
+                raise changed_too_early(changed)
         self._collected = report = self.await_report()
         return _save.write_results(self.prepared, report)

@@ -66,7 +66,7 @@ class Engine:
         self.placements: OrderedDict[Any, dict[str, tuple[int, int]]] = OrderedDict()
         """Where the payloads of a staged state dict ended up in its image, by structure; see ``restage``."""
         self.faults: tuple[dict[str, Any], ...] = ()
-        """Faults that every job carries; set by ``nostall.testing`` only."""
+        """Faults for every save that starts now; set by ``nostall.testing`` only."""
         self.cuts = Cuts()
         """For saves that are written in this process."""
         self.under_way = UnderWay()

@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
@@ -71,6 +71,8 @@ class SaveTarget:
     """Where the composer notes how long the stages take."""
     progress: Progress
     """Where everybody notes how far the save is."""
+    faults: tuple[dict[str, Any], ...]
+    """What ``nostall.testing`` lets happen to this save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

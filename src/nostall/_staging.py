@@ -2,8 +2,13 @@
 
 The trainer may compute with its tensors but must not change them until :meth:`Guard.wait` has returned. Where it changes
 one all the same, the tensor's version counter tells, and the save fails instead of committing a torn snapshot. Changes
-that go past the version counter (through NumPy, or code outside of torch) cannot be seen; replacing a parameter's ``data``
-does no harm, as the copy is of what was there.
+that go past the version counter (through NumPy, ``Tensor.apply_``, or code outside of torch) cannot be seen; replacing a
+parameter's ``data`` does no harm, as the copy is of what was there.
+
+torch counts an operation when it is over, so one that was at work during the copy may not be counted when the copy ends. The
+counters are therefore kept, without the memory, until the trainer itself comes to finalise: by then it has finished what it
+had begun. Where it does not come (``dcp.async_save`` finalises on a thread of its own), the snapshot is looked at a second
+time after as long as copying has taken, and only then is it safe to change tensors.
 """
 
 from __future__ import annotations
@@ -33,6 +38,15 @@ Marks = Mapping[torch.device, Any]
 _under_way: set[Guard] = set()
 """Of all snapshots that are being taken, whatever engine they belong to."""
 _under_way_lock = threading.Lock()
+
+
+class _Waits:
+    """When :func:`wait_for_all` was last called that has returned."""
+
+    last_s = 0.0
+
+
+_waits = _Waits()
 _THREAD_NAME = "nostall-staging"
 _AT_EXIT_TIMEOUT_S = 20.0
 """A hundred gigabytes and more are copied in this time; who waits for memory so long need not be waited for."""
@@ -47,6 +61,9 @@ class Guard:
         self._copies: Copies | None = None
         self._waiting = 0
         """How many have waited, or wait."""
+        self._entered_s = 0.0
+        self._changed: Callable[[], list[str]] | None = None
+        """What was changed since the snapshot was asked for; refers to counters, not to tensors."""
         self.failure: str | None = None
         """Why there is no snapshot; no exception, whose traceback would hold the tensors."""
 
@@ -84,6 +101,19 @@ class Guard:
             self._copies = None
             return [] if self._waiting else changed()
 
+    def keep_watch(self, changed: Callable[[], list[str]]) -> None:
+        """Let :meth:`changed_unseen` look again later."""
+        self._changed = changed
+
+    def changed_unseen(self) -> list[str]:
+        """What was changed although nobody ever waited; for the thread that changes tensors, when it comes to finalise.
+
+        Also what was changed when the snapshot was complete: nobody can tell, who does not wait.
+        """
+        if self._changed is None or self._waiting or _waits.last_s >= self._entered_s:
+            return []
+        return self._changed()
+
     def end(self, failure: str | None = None) -> None:
         """The snapshot is complete, or lost because of ``failure``: the tensors are the trainer's."""
         self.failure = failure
@@ -92,6 +122,7 @@ class Guard:
 
     def enter(self) -> None:
         """From now on the snapshot is under way; see :func:`any_under_way`."""
+        self._entered_s = time.monotonic()
         with _under_way_lock:
             _under_way.add(self)
 
@@ -123,11 +154,13 @@ def wait_for_all(timeout: float | None) -> None:
     Raises:
         SaveTimeoutError: One of them is not done yet.
     """
+    called_s = time.monotonic()
     with _under_way_lock:
         guards = list(_under_way)
-    deadline_s = None if timeout is None else time.monotonic() + timeout
+    deadline_s = None if timeout is None else called_s + timeout
     for guard in guards:
         guard.wait(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+    _waits.last_s = called_s
 
 
 def _after_fork_in_child() -> None:
@@ -154,11 +187,22 @@ def _finish_at_exit() -> None:
 atexit.register(_finish_at_exit)
 
 
+def changed_too_early(names: Sequence[str]) -> StagingError:
+    """What a save fails with whose tensors were changed before anybody had waited for its snapshot."""
+    return StagingError(
+        f"{len(names)} tensors were changed while the snapshot was taken, or without waiting for it: {names[:3]}",
+        phase="stage",
+        hint="call wait_staged() before changing tensors, for example as a hook of the optimizer",
+    )
+
+
 def stage_behind(
     sources: Sequence[torch.Tensor],
     names: Sequence[str],
     begin: Callable[[Marks], tuple[T, Copies]],
     discard: Callable[[T], None],
+    *,
+    is_watched: bool,
 ) -> tuple[Future[T], Guard]:
     """Take a snapshot on a thread of its own.
 
@@ -167,6 +211,8 @@ def stage_behind(
         names: What they are called, for messages.
         begin: Makes the copies, ordered after the marks it is given, and what they are copies for.
         discard: Gives up what ``begin`` has made, if it cannot be used.
+        is_watched: Whether the trainer is going to ask for :meth:`Guard.changed_unseen`. Sources are emptied then: they have
+            to be nobody else's.
 
     Returns:
         What the snapshot is, once it is complete; and what to wait for before changing tensors.
@@ -187,22 +233,24 @@ def stage_behind(
 
     def take() -> T:
         with _torch.on_devices(devices):
+            began_s = time.monotonic()
             made, copies = begin(marks)
             try:
+                if not is_watched:
+                    time.sleep(time.monotonic() - began_s)
                 spoiled = changed()  # before anybody may change them
                 guard.open(copies)
                 copies.wait()
                 spoiled = spoiled or guard.close(changed)
+                if is_watched:
+                    _torch.empty_all(sources)
+                    guard.keep_watch(changed)
             except BaseException:
                 discard(made)
                 raise
         if spoiled:
             discard(made)
-            raise StagingError(
-                f"{len(spoiled)} tensors were changed while the snapshot was taken: {spoiled[:3]}",
-                phase="stage",
-                hint="call wait_staged() before changing tensors, for example as a hook of the optimizer",
-            )
+            raise changed_too_early(spoiled)
         return made
 
     def run() -> None:

@@ -70,11 +70,10 @@ def stage_in_background(
         if isinstance(source, torch.Tensor)
     ]
 
-    faults = engine.faults
     prepared.target.progress.to(State.STAGING)
 
     def begin(after: Marks) -> tuple[Snapshot, Copies]:
-        Faults(faults).at("stage")
+        Faults(prepared.target.faults).at("stage")
         with prepared.target.timeline.measure("stage"):
             return _begin_snapshot(detached, engine, after=after, is_aborted=is_aborted)
 
@@ -83,6 +82,7 @@ def stage_in_background(
         [name for name, _ in named],
         begin=begin,
         discard=lambda snapshot: give_up(snapshot, prepared.target, engine),
+        is_watched=True,
     )
     return done, guard
 
@@ -119,7 +119,11 @@ def stage_copy_in_background(
         return None, places.fill(tensors, threads=threads, after=after)
 
     done, guard = stage_behind(
-        tensors, [leaf.fqn for leaf in leaves], begin=begin, discard=lambda _: None
+        tensors,
+        [leaf.fqn for leaf in leaves],
+        begin=begin,
+        discard=lambda _: None,
+        is_watched=False,
     )
     future: Future[StagedStateDict] = Future()
     future.set_running_or_notify_cancel()

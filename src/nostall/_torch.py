@@ -245,6 +245,14 @@ def version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def empty_all(tensors: Sequence[torch.Tensor]) -> None:
+    """Let tensors go of their memory; those that are detached from others go on counting what is done to them."""
+    nothing = torch.empty(0)
+    with torch.inference_mode(mode=False), torch.no_grad():
+        for tensor in tensors:
+            tensor.data = nothing
+
+
 def stream_marks(tensors: Sequence[torch.Tensor]) -> dict[torch.device, Any]:
     """For each accelerator that tensors are on, an event: how far its current stream has been told to go."""
     marks = {}

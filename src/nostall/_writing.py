@@ -149,7 +149,7 @@ def jobs(
             checksum_files=_torch.container_settings()[0],
             stream=stream,
             sys_path=tuple(sys.path) if stream is not None else (),
-            faults=engine.faults,
+            faults=target.faults,
         )
         for number, files in enumerate(shares)
     ]

@@ -551,6 +551,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             transform_descriptors=self._transform_descriptors(),
             timeline=self.timeline,
             progress=engine.under_way.begin(job, path=directory, rank=self.rank or 0),
+            faults=engine.faults,
         )
 
     def _options(self) -> WriterOptions:
