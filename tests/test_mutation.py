@@ -32,9 +32,10 @@ from states import read_metadata, schedule
 
 State = dict[str, Any]
 Leaves = dict[str, Any]
-SAVES = 20
-HELD = 4
-"""In every so manyth save the writer stands still while everything is changed."""
+SAVES = 12
+HELD = 3
+"""In every third save the writer stands still while everything is changed."""
+OPTIONS: dict[str, Any] = {"thread_count": 2, "sync_files": False}
 DEADLINE_S = 60.0
 
 
@@ -219,7 +220,7 @@ class Split:
         self._cache = CheckpointMetadataCache()
 
     def start(self, path: Path, state: State) -> None:
-        options: dict[str, Any] = {"thread_count": 2, "staging": self._staging}
+        options: dict[str, Any] = {**OPTIONS, "staging": self._staging}
         schedule(self._queue, path, state, cache=self._cache, **options)
         nostall.wait_staged(DEADLINE_S)
 
@@ -238,7 +239,7 @@ class InDcp:
         self._uploads: list[Any] = []
 
     def start(self, path: Path, state: State) -> None:
-        writer = FileSystemWriterAsync(path, thread_count=2, staging=self._staging)
+        writer = FileSystemWriterAsync(path, **OPTIONS, staging=self._staging)
         response: Any = dcp.async_save(state, storage_writer=writer, no_dist=True)
         if self._staging == "overlapped":
             response.staging_completion.result(DEADLINE_S)
