@@ -87,6 +87,11 @@ class RecordingOs:
             os.unlink(path)
             self._note("unlink", path)
 
+    def rmdir(self, path: str) -> None:
+        with self._lock:
+            os.rmdir(path)
+            self._note("rmdir", path)
+
     def mkdir(self, path: str) -> None:
         with self._lock:
             os.mkdir(path)
@@ -158,7 +163,7 @@ class Disk:
                     self.undurable = [each for each in self.undurable if each[0] != path]
             case "rename":
                 self._change(directory, {operation.other: file, path: _GONE})
-            case "unlink":
+            case "unlink" | "rmdir":
                 self._change(directory, {path: _GONE})
             case "mkdir":
                 self._change(directory, {path: None})
