@@ -87,12 +87,13 @@ def outcomes(
 
     ``then`` is what has to remove all that is left of the checkpoint.
     """
-    disk, found = before, []
+    disk, found, states = before, [], 0
     for number in range(len(operations) + 1):
         if number:
             disk.apply(operations[number - 1])
         here: set[int | None] = set()
         for left in disk.after_crash():
+            states += 1
             place = out / "left"
             rebuild(left, root, place)
             whole = nostall.is_complete(place / "checkpoint", deep=True)
@@ -105,6 +106,7 @@ def outcomes(
                 assert not (place / "checkpoint").exists()
             shutil.rmtree(place)
         found.append(here)
+    print(f"{states} states")
     return found
 
 
