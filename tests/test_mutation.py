@@ -39,6 +39,15 @@ OPTIONS: dict[str, Any] = {"thread_count": 2, "sync_files": False}
 DEADLINE_S = 60.0
 
 
+@pytest.fixture(autouse=True)
+def one_thread_computes() -> Iterator[None]:
+    """Else those of the thread that changes and of the one that saves spin for each other's processors."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 # --- everything that a state may hold, and what may be done to it -----------------------------------------------------
 
 
