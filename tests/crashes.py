@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ class Operation:
     other: str = ""
     offset: int = 0
     content: bytes = b""
+    at_ns: int = field(default=0, compare=False)
+    """When it had succeeded, by the clock that all processes of a machine share."""
 
 
 class RecordingOs:
@@ -45,8 +48,11 @@ class RecordingOs:
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
-    def _note(self, *arguments: Any) -> None:
-        self.operations.append(Operation(*arguments))
+    def _note(
+        self, name: str, path: str, other: str = "", offset: int = 0, content: bytes = b""
+    ) -> None:
+        at_ns = time.monotonic_ns()
+        self.operations.append(Operation(name, path, other, offset, content, at_ns))
 
     def open(self, path: str, flags: int, mode: int = 0o777) -> int:
         with self._lock:
@@ -86,6 +92,11 @@ class RecordingOs:
         with self._lock:
             os.unlink(path)
             self._note("unlink", path)
+
+    def rmdir(self, path: str) -> None:
+        with self._lock:
+            os.rmdir(path)
+            self._note("rmdir", path)
 
     def mkdir(self, path: str) -> None:
         with self._lock:
@@ -158,7 +169,7 @@ class Disk:
                     self.undurable = [each for each in self.undurable if each[0] != path]
             case "rename":
                 self._change(directory, {operation.other: file, path: _GONE})
-            case "unlink":
+            case "unlink" | "rmdir":
                 self._change(directory, {path: _GONE})
             case "mkdir":
                 self._change(directory, {path: None})

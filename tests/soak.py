@@ -21,7 +21,6 @@ import json
 import os
 import random
 import select
-import shutil
 import signal
 import sys
 import tempfile
@@ -94,9 +93,7 @@ def train(rank: int, root: Path, store: Path, first: int, tell: int) -> None:
         else:
             say(committed=save, rank=rank)
         if rank == 0 and save % 2 == 0:
-            old = root / f"save-{save - 2 * KEPT}"
-            (old / ".metadata").unlink(missing_ok=True)  # first, or half of a checkpoint may stay
-            shutil.rmtree(old, ignore_errors=True)
+            nostall.remove_checkpoint(root / f"save-{save - 2 * KEPT}")
         save += 1
 
 

@@ -77,15 +77,23 @@ def loaded_from(path: Path) -> int:
 
 
 def outcomes(
-    before: Disk, root: Path, operations: list[Operation], out: Path
+    before: Disk,
+    root: Path,
+    operations: list[Operation],
+    out: Path,
+    then: Callable[[Path], None] | None = None,
 ) -> list[set[int | None]]:
-    """For every number of operations after which there is a crash, the saves that may be found; ``None`` for none."""
-    disk, found = before, []
+    """For every number of operations after which there is a crash, the saves that may be found; ``None`` for none.
+
+    ``then`` is what has to remove all that is left of the checkpoint.
+    """
+    disk, found, states = before, [], 0
     for number in range(len(operations) + 1):
         if number:
             disk.apply(operations[number - 1])
         here: set[int | None] = set()
         for left in disk.after_crash():
+            states += 1
             place = out / "left"
             rebuild(left, root, place)
             whole = nostall.is_complete(place / "checkpoint", deep=True)
@@ -93,8 +101,12 @@ def outcomes(
             if not whole:
                 # Not even stock, which checks nothing, may take it for a checkpoint.
                 assert not (place / "checkpoint" / ".metadata").exists()
+            if then is not None:
+                then(place / "checkpoint")
+                assert not (place / "checkpoint").exists()
             shutil.rmtree(place)
         found.append(here)
+    print(f"{states} states")
     return found
 
 
@@ -130,6 +142,41 @@ def test_a_checkpoint_that_is_replaced_is_there_until_the_new_one_is(
     assert {1, 2} in found
     assert found[-1] == {2}
     assert set().union(*found) == {1, 2}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_that_is_removed_is_there_as_a_whole_or_not_at_all(
+    tmp_path: Path, way: Way
+) -> None:
+    """Whatever a crash leaves is the checkpoint, or nothing that looks like one; and removing it again removes the rest."""
+    root = tmp_path / "root"
+    root.mkdir()
+    way(root / "checkpoint", 1)
+    before = Disk.holding(root)
+    with recorded() as operations:
+        nostall.remove_checkpoint(root / "checkpoint")
+    found = outcomes(before, root, operations, tmp_path, then=nostall.remove_checkpoint)
+    assert found[0] == {1}
+    assert {1, None} in found
+    assert found[-1] == {None}
+    assert set().union(*found) == {1, None}
+
+
+def test_the_model_finds_files_that_are_removed_before_the_metadata(tmp_path: Path) -> None:
+    """As ``shutil.rmtree`` would, in the order that the file system gives."""
+    root = tmp_path / "root"
+    root.mkdir()
+    by_save(root / "checkpoint", 1)
+    before = Disk.holding(root)
+    with recorded() as operations:
+        nostall.remove_checkpoint(root / "checkpoint")
+    metadata, *rest = operations
+    assert metadata.path.endswith(".metadata")
+    for order in ([*rest, metadata], [metadata, *(each for each in rest if each.name != "fsync")]):
+        disk = Disk(dict(before.names), dict(before.now), [])
+        with pytest.raises(AssertionError):
+            outcomes(disk, root, order, tmp_path)
+        shutil.rmtree(tmp_path / "left")
 
 
 def test_the_levels_above_a_new_checkpoint_are_durable_too(tmp_path: Path) -> None:

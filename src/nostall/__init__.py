@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from nostall.integrity import latest_complete as latest_complete
     from nostall.integrity import verify as verify
     from nostall.options import EngineOptions as EngineOptions
+    from nostall.removal import remove_checkpoint as remove_checkpoint
     from nostall.state_dict_saver import (
         save_state_dict_async_finalize as save_state_dict_async_finalize,
     )
@@ -47,6 +48,7 @@ _HOME = {
     "drain_on_sigterm": "core",
     "is_complete": "integrity",
     "latest_complete": "integrity",
+    "remove_checkpoint": "removal",
     "save_state_dict_async_finalize": "state_dict_saver",
     "save_state_dict_async_plan": "state_dict_saver",
     "status": "_runtime",
@@ -62,6 +64,7 @@ _MODULES = (
     "filesystem_async",
     "integrity",
     "options",
+    "removal",
     "state_dict_saver",
     "stats",
     "torch_ckpt",

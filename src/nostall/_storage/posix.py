@@ -17,6 +17,7 @@ import fcntl
 import os
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import lru_cache
 
 from nostall._values import page_aligned
@@ -189,6 +190,18 @@ def sync_directory(path: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def remove_file(path: str) -> None:
+    """Remove a file; one that is not there is no error."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def remove_directory(path: str) -> None:
+    """Remove an empty directory; one that is not there is no error."""
+    with suppress(FileNotFoundError):
+        os.rmdir(path)
 
 
 def remove_files(paths: Iterable[str]) -> None:

@@ -1,0 +1,251 @@
+"""The same faults for nostall's writer and for stock's, and what is left of the checkpoint after each of them.
+
+No function of either is replaced: files meet a size limit, a rank runs out of descriptors, processes are killed with SIGKILL at
+events of the interpreter's audit log. What was committed before is full of ones, what is saved then of twos.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+
+from nostall.filesystem_async import FileSystemWriterAsync
+from states import read_metadata
+
+State = dict[str, Any]
+Aftermath = dict[str, Any]
+"""``ended``: how the save did, ``found``: what is in the directory, ``dead``: files that no metadata refers to."""
+
+WRITERS: dict[str, type[FileSystemWriter]] = {
+    "nostall": FileSystemWriterAsync,
+    "stock": FileSystemWriter,
+}
+OLD, NEW = 1, 2
+LIMIT_NBYTES = 1 << 20
+ATTEMPTS = 2
+"""Which of stock's threads gets the file that fails is up to the scheduler."""
+
+
+def state_of(seed: int) -> State:
+    """One file of it is larger than the limit, if there are several."""
+    tensors = {"large": 3 * LIMIT_NBYTES // 4, "middle": 30_000, "small": 5_000, "tiny": 7}
+    return {
+        **{name: torch.full((length,), float(seed)) for name, length in tensors.items()},
+        "epoch": seed,
+    }
+
+
+def two_tensors(seed: int) -> State:
+    """Two files, if each tensor has one of its own."""
+    return {name: torch.full((100,), float(seed)) for name in ("one", "other")}
+
+
+def found_in(path: Path, template: State) -> str:
+    """What a job that resumes with stock's ``dcp.load`` gets: one of the saves, a mixture, an error, or nothing to load."""
+    if not (path / ".metadata").exists():
+        return "none"
+    try:
+        dcp.load(template, checkpoint_id=path, no_dist=True)
+    except CheckpointException:
+        return "unreadable"
+    values: set[int] = set()
+    for value in template.values():
+        values.update(map(int, torch.as_tensor(value).unique()))
+    if len(values) > 1:
+        return "mixture"
+    return {OLD: "old", NEW: "new"}[values.pop()]
+
+
+def aftermath(path: Path, ended: str, template: State) -> Aftermath:
+    """What is left after a save."""
+    dead: list[str] = []
+    found = found_in(path, template)
+    if found != "none":
+        metadata = read_metadata(path)
+        known = {".metadata", *(info.relative_path for info in metadata.storage_data.values())}
+        dead = sorted({entry.name for entry in path.iterdir()} - known)
+    return {"ended": ended, "found": found, "dead": dead}
+
+
+# --- one process, forked for every save -------------------------------------------------------------------------------
+
+
+def ended(run: Callable[[], None]) -> str:
+    """How that ends in a process of its own: it has returned, raised, or was killed."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            run()
+            code = 0
+        except CheckpointException:
+            code = 2
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return {0: "returned", 2: "raised", -signal.SIGKILL: "killed"}[code]
+
+
+def save(kind: str, path: Path, state: State, **options: Any) -> None:
+    """One synchronous save of one process."""
+    dcp.save(state, storage_writer=WRITERS[kind](path, **options), no_dist=True)
+
+
+def file_size_limit(kind: str, path: Path, *, overwritten: bool, thread_count: int) -> Aftermath:
+    """No file may be larger than a limit, which one of the new ones would have to be."""
+
+    def run() -> None:
+        if overwritten:
+            save(kind, path, state_of(OLD), thread_count=thread_count)
+        limits = (LIMIT_NBYTES, resource.RLIM_INFINITY)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        save(kind, path, state_of(NEW), thread_count=thread_count)
+
+    return aftermath(path, ended(run), state_of(0))
+
+
+def killed_before(path: Path, number: int) -> None:
+    """From now on this process is killed just before it changes what is in a directory for the n-th time."""
+    left = number
+    writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        if event not in ("open", "os.rename", "os.remove", "os.mkdir"):
+            return
+        if not str(arguments[0]).startswith(str(path)):
+            return
+        if event == "open" and not arguments[2] & writing:
+            return
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+
+    sys.addaudithook(hook)
+
+
+def killed_at_every_step(kind: str, out: Path) -> list[Aftermath]:
+    """SIGKILL before the first change that an overwriting save makes, before the second, and so on; the last one is done."""
+    found: list[Aftermath] = []
+    while not found or found[-1]["ended"] == "killed":
+        path = out / f"{len(found)}"
+
+        def run(path: Path = path, number: int = len(found)) -> None:
+            save(kind, path, two_tensors(OLD), single_file_per_rank=False)
+            killed_before(path, number)
+            save(kind, path, two_tensors(NEW), single_file_per_rank=False)
+
+        found.append(aftermath(path, ended(run), two_tensors(0)))
+    return found
+
+
+def fewer_threads(kind: str, path: Path) -> Aftermath:
+    """A checkpoint of four files is replaced by one of a single file."""
+
+    def run() -> None:
+        save(kind, path, state_of(OLD), thread_count=4)
+        save(kind, path, state_of(NEW), thread_count=1)
+
+    return aftermath(path, ended(run), state_of(0))
+
+
+def changed_after_async_save(kind: str, path: Path) -> Aftermath:
+    """All tensors and objects are changed as soon as ``dcp.async_save`` has returned."""
+
+    def run() -> None:
+        state = state_of(NEW)
+        future: Any = dcp.async_save(state, storage_writer=WRITERS[kind](path), no_dist=True)
+        for name in state.keys() - {"epoch"}:
+            state[name].fill_(3)
+        state["epoch"] = 3
+        future.result(60)
+
+    return aftermath(path, ended(run), state_of(0))
+
+
+def single_process(kind: str, out: Path) -> dict[str, list[Aftermath]]:
+    """Every fault that needs no second rank."""
+    out.mkdir(parents=True)
+
+    def limited(name: str, *, overwritten: bool, thread_count: int) -> list[Aftermath]:
+        return [
+            file_size_limit(
+                kind, out / f"{name} {n}", overwritten=overwritten, thread_count=thread_count
+            )
+            for n in range(ATTEMPTS)
+        ]
+
+    return {
+        "one file of four fails": limited("fresh", overwritten=False, thread_count=4),
+        "one file of four fails while overwriting": limited(
+            "overwritten", overwritten=True, thread_count=4
+        ),
+        "the only file fails while overwriting": limited("one", overwritten=True, thread_count=1),
+        "killed at every step of overwriting": killed_at_every_step(kind, out / "killed"),
+        "overwritten with fewer threads": [fewer_threads(kind, out / "fewer")],
+        "changed after async_save": [changed_after_async_save(kind, out / "changed")],
+    }
+
+
+def main(out: Path) -> None:
+    """Print what came of every fault, by writer."""
+    torch.set_num_threads(1)  # children are forked from this process, which must not have threads
+    save("stock", out / "imports", two_tensors(0))  # lets torch import here, and not in every child
+    print(json.dumps({kind: single_process(kind, out / kind) for kind in WRITERS}))
+
+
+# --- two ranks --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Nothing can be opened in this process."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def save_of_ranks(kind: str, path: Path, seed: int) -> str:
+    """One save of two ranks; how it ended on this one."""
+    state = {f"of rank {dist.get_rank()}": torch.full((1000,), float(seed))}
+    try:
+        dcp.save(state, storage_writer=WRITERS[kind](path))
+    except CheckpointException:
+        return "raised"
+    return "returned"
+
+
+def second_rank_cannot_open(out: Path) -> dict[str, Aftermath]:
+    """The second rank runs out of descriptors while a checkpoint is replaced. Collective."""
+    found = {}
+    for kind in WRITERS:
+        path = out / kind
+        save_of_ranks(kind, path, OLD)
+        if dist.get_rank() == 1:
+            with no_descriptor_left():
+                how = save_of_ranks(kind, path, NEW)
+        else:
+            how = save_of_ranks(kind, path, NEW)
+        dist.barrier()
+        template = {f"of rank {rank}": torch.zeros(1000) for rank in range(2)}
+        found[kind] = aftermath(path, how, template)
+        dist.barrier()
+    return found
