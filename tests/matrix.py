@@ -339,9 +339,9 @@ def main() -> None:
     asked = parser.parse_args()
     numbers = {cell: number for number, cell in enumerate(all_cells())}
     cells = [cell for cell in numbers if asked.only in (None, numbers[cell])]
-    random.Random(asked.seed).shuffle(cells)
     if asked.covering:
         cells = covering(cells, asked.seed)
+    random.Random(asked.seed).shuffle(cells)
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become ours
     torch.set_num_threads(1)
     began_s = time.monotonic()
