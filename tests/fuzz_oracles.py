@@ -28,7 +28,15 @@ GROWTH_PER_BYTE = 1000
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _EFFECTS = (
-    *("os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.startfile"),
+    *(
+        "os.system",
+        "os.exec",
+        "os.fork",
+        "os.forkpty",
+        "os.posix_spawn",
+        "os.spawn",
+        "os.startfile",
+    ),
     *("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate"),
     *("os.chmod", "os.chown", "os.kill", "os.killpg", "os.putenv", "os.unsetenv", "os.utime"),
     *("os.setxattr", "os.removexattr", "os.chdir", "pty.spawn", "shutil", "subprocess.Popen"),
@@ -79,7 +87,7 @@ class Effects:
                 self.seen.append(f"opens {path!r:.200}")
         elif event == "import":
             name = str(arguments[0])
-            if name.split(".")[0] not in _HARMLESS_IMPORTS and name not in sys.modules:
+            if name.partition(".")[0] not in _HARMLESS_IMPORTS and name not in sys.modules:
                 self.seen.append(f"imports {name}")
         elif event.startswith(_EFFECTS):
             self.seen.append(f"does {event}{arguments!r:.200}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import encodings.cp437  # what zipfile reads old names with
+import codecs
 import io
 import json
 import mmap
 import os
 import pickle
+import re
 import socket
 import struct
 import tempfile
@@ -16,6 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -85,6 +87,7 @@ class Corpus:
 def corpus() -> Corpus:
     """Made once, by the process that starts the others, which have no reason to import anything then."""
     use_fastest()
+    codecs.lookup("cp437")  # what zipfile reads old names with
     state: dict[str, Any] = {
         "weight": torch.arange(12.0).reshape(3, 4),
         "nested": {"half": torch.ones(5, dtype=torch.bfloat16), "epoch": 7},
@@ -123,7 +126,9 @@ class _OnDisk:
         assert complete or not found.ok, "verify() found nothing, is_complete() did"
         if found.ok:
             return "verify: whole"
-        (kind, *_) = sorted({"metadata" if d.file == ".metadata" else "shard" for d in found.damages})
+        (kind, *_) = sorted(
+            {"metadata" if d.file == ".metadata" else "shard" for d in found.damages}
+        )
         memory = next((d.what for d in found.damages if "MemoryError" in d.what), "")
         return f"verify: damage of {kind}{memory}"
 
@@ -171,8 +176,10 @@ def changed_metadata(chance: Random) -> Metadata:
     """Metadata with parts of other kinds, in other places, of other sizes, or twice."""
     changed: Metadata = pickle.loads(corpus().pickles[3])
     infos = list(changed.storage_data.items())
+    tensor: Any = changed.state_dict_metadata["weight"]
+    chunk = tensor.chunks[0]
     for _ in range(chance.choice((1, 1, 2, 3))):
-        (index, info), (other, elsewhere) = chance.choice(infos), chance.choice(infos)
+        (index, info), (_, elsewhere) = chance.choice(infos), chance.choice(infos)
         match chance.randrange(9):
             case 0:
                 info.relative_path = chance.choice((*TEXTS, elsewhere.relative_path))
@@ -180,28 +187,30 @@ def changed_metadata(chance: Random) -> Metadata:
                 name = chance.choice(("offset", "length", "relative_path", "transform_descriptors"))
                 setattr(info, name, chance.choice((*VALUES, elsewhere.offset, elsewhere.length)))
             case 2:
-                changed.storage_data[index] = elsewhere
+                with suppress(TypeError):  # an index that cannot be a key any more
+                    changed.storage_data[index] = elsewhere
             case 3:
-                changed.storage_data.pop(index, None)
+                with suppress(TypeError):
+                    changed.storage_data.pop(index, None)
             case 4:
                 object.__setattr__(index, chance.choice(("fqn", "offset")), chance.choice(VALUES))
             case 5:
-                changed.state_dict_metadata[chance.choice((*TEXTS, other.fqn))] = chance.choice(
-                    (*VALUES[:10], *changed.state_dict_metadata.values())
-                )
+                name = chance.choice((*TEXTS, "weight"))
+                entries: dict[str, Any] = changed.state_dict_metadata
+                entries[name] = chance.choice((*VALUES[:10], *entries.values()))
             case 6:
-                tensor = changed.state_dict_metadata["weight"]
-                place = chance.choice((tensor, tensor.chunks[0]))  # type: ignore[union-attr]  # it is a tensor's
+                place = chance.choice((tensor, chunk))
                 name = chance.choice(("size", "chunks", "offsets", "sizes", "properties"))
                 size = [min(chance.choice(NUMBERS), 2**63 - 1) for _ in range(chance.randrange(70))]
                 setattr(place, name, chance.choice((torch.Size(size), *VALUES)))
             case 7:
-                name = chance.choice(("planner_data", "storage_data", "storage_meta", "version", "x"))
+                name = chance.choice(
+                    ("planner_data", "storage_data", "storage_meta", "version", "x")
+                )
                 setattr(changed, name, chance.choice(VALUES))
             case _:
-                tensor = changed.state_dict_metadata["weight"]
-                tensor.chunks *= 2  # type: ignore[union-attr]  # it is a tensor's
-        if not isinstance(changed.storage_data, dict) or not infos:
+                tensor.chunks = [chunk, chunk]
+        if not isinstance(changed.storage_data, dict):
             break
     return changed
 
@@ -272,7 +281,7 @@ def _archive(chance: Random) -> bytes:
 def _in_directory(content: bytes, chance: Random) -> bytes:
     """With other numbers in a record of the archive's directory."""
     changed = bytearray(content)
-    places = [at for mark in (b"PK\1\2", b"PK\3\4", b"PK\5\6", b"PK\6\6") for at in _all(content, mark)]
+    places = _records(content)
     for _ in range(chance.choice((1, 2, 4))):
         kind = chance.choice(("<B", "<H", "<I", "<Q"))
         at = chance.choice(places) + chance.randrange(4, 46)
@@ -281,8 +290,10 @@ def _in_directory(content: bytes, chance: Random) -> bytes:
     return bytes(changed)
 
 
-def _all(content: bytes, mark: bytes) -> list[int]:
-    return [at for at in range(len(content)) if content.startswith(mark, at)]
+@lru_cache(maxsize=1)
+def _records(content: bytes) -> list[int]:
+    """Where records of archives begin."""
+    return [found.start() for found in re.finditer(b"PK(?:\1\2|\3\4|\5\6|\6\6)", content)]
 
 
 class ManifestTarget:

@@ -21,7 +21,6 @@ from types import NoneType
 from typing import Any
 
 import torch
-
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -60,7 +59,7 @@ def load_metadata(content: bytes, *, path: str) -> Metadata:
         ) from error
     except Exception as error:  # a broken pickle can raise anything
         raise UntrustedMetadataError(
-            f"the metadata cannot be read: {type(error).__name__}: {str(error):.200}",
+            f"the metadata cannot be read: {type(error).__name__}: {error!s:.200}",
             phase="read",
             path=path,
         ) from error

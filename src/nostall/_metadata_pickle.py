@@ -173,8 +173,15 @@ def _is_simple(value: Any) -> bool:
     return type(value) is int or (type(value) is str and len(value) <= _MOST_PATH_NCHARS)
 
 
+def _ordered() -> OrderedDict[Any, Any]:
+    return OrderedDict()
+
+
 def _path(*parts: Any) -> pathlib.PurePath:
-    if sum(len(part) if type(part) is str else _MOST_PATH_NCHARS for part in parts) > _MOST_PATH_NCHARS:
+    if (
+        sum(len(part) if type(part) is str else _MOST_PATH_NCHARS for part in parts)
+        > _MOST_PATH_NCHARS
+    ):
         _refuse("a path of more than any path has")
     return pathlib.Path(*parts)
 
@@ -194,10 +201,15 @@ def _known() -> dict[tuple[str, str], Any]:
         known[kind.__module__, kind.__name__] = _typed_stand_in(kind, types)
     properties = metadata.TensorProperties
     known[properties.__module__, properties.__name__] = _properties_stand_in(properties)
-    for function in (metadata._MEM_FORMAT_ENCODING, planner.WriteItemType, _get_layout, torch.device):
+    for function in (
+        metadata._MEM_FORMAT_ENCODING,
+        planner.WriteItemType,
+        _get_layout,
+        torch.device,
+    ):
         known[function.__module__, function.__name__] = _of_simple(function)
     known["torch", "Size"] = _size
-    known["collections", "OrderedDict"] = lambda: OrderedDict()
+    known["collections", "OrderedDict"] = _ordered
     for module in ("pathlib", "pathlib._local"):
         for name in ("Path", "PosixPath", "PurePath", "PurePosixPath"):
             known[module, name] = _path

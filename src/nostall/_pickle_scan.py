@@ -91,8 +91,8 @@ def _follow(content: bytes) -> tuple[int, list[int]]:
             pop()
             if stack[-1] is not _INSTANCE:
                 raise ScanError("it changes what is no instance, which is no part of it")
-        elif op == _LONG_BINPUT or op == _BINPUT:
-            width = 4 if op == _LONG_BINPUT else 1
+        elif op in _PUTS:
+            width = _PUTS[op]
             index = int.from_bytes(content[at : at + width], "little")
             if index > len(memo):
                 raise ScanError(f"it puts {index} into its memo, of which {len(memo)} is next")
@@ -100,7 +100,7 @@ def _follow(content: bytes) -> tuple[int, list[int]]:
             at += width
         elif op == _MARK:
             marks.append(len(stack))
-        elif op == _SETITEMS or op == _APPENDS:
+        elif op in _TO_MARK:
             del stack[marks.pop() :]
         elif op in sized:
             nbytes = int.from_bytes(content[at : at + sized[op]], "little")
@@ -139,16 +139,14 @@ _TOO_MANY_PARTS = "a tuple in it has more parts than any of DCP's"
 _MEMOIZE: Final = pickle.MEMOIZE[0]
 _BINGET: Final = pickle.BINGET[0]
 _LONG_BINGET: Final = pickle.LONG_BINGET[0]
-_BINPUT: Final = pickle.BINPUT[0]
-_LONG_BINPUT: Final = pickle.LONG_BINPUT[0]
+_PUTS: Final = {pickle.BINPUT[0]: 1, pickle.LONG_BINPUT[0]: 4}
 _MARK: Final = pickle.MARK[0]
 _TUPLE: Final = pickle.TUPLE[0]
 _TUPLE1: Final = pickle.TUPLE1[0]
 _NEWOBJ: Final = pickle.NEWOBJ[0]
 _BUILD: Final = pickle.BUILD[0]
 _SETITEM: Final = pickle.SETITEM[0]
-_SETITEMS: Final = pickle.SETITEMS[0]
-_APPENDS: Final = pickle.APPENDS[0]
+_TO_MARK: Final = {pickle.SETITEMS[0], pickle.APPENDS[0]}
 _GLOBAL: Final = pickle.GLOBAL[0]
 _FRAME: Final = pickle.FRAME[0]
 _STOP: Final = pickle.STOP[0]
@@ -182,8 +180,5 @@ _SIZED: Final = {
 }
 """What pushes a text, bytes or a number, and the length of the length of its argument."""
 _TUPLES: Final = {pickle.TUPLE2[0]: 2, pickle.TUPLE3[0]: 3, pickle.TUPLE[0]: 0}
-_TAKING: Final = {
-    op[0]
-    for op in (pickle.REDUCE, pickle.APPEND, pickle.STACK_GLOBAL)
-}
+_TAKING: Final = {op[0] for op in (pickle.REDUCE, pickle.APPEND, pickle.STACK_GLOBAL)}
 """What takes one value from the stack and leaves another in place of the next one."""
