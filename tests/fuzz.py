@@ -37,8 +37,6 @@ from fuzz_oracles import Finding, Judge
 BATCH = 10_000
 DEADLINE_S = 10.0
 """For one input, by the clock, on a machine that has other things to do; the slowest one is reported."""
-MOST_FINDINGS = 20
-"""Of one target; what finds more is broken, and every one costs a child."""
 _SLOT_NBYTES = 8
 
 Targets = Mapping[str, fuzz_targets.Target]
@@ -123,6 +121,8 @@ class Driver:
 
     findings: Path
     deadline_s: float = DEADLINE_S
+    most_findings: int = 20
+    """Of one target; what has more is broken, and every one costs a child."""
     makers: Mapping[str, Callable[[str], fuzz_targets.Target]] = field(
         default_factory=lambda: fuzz_targets.MAKERS
     )
@@ -131,7 +131,7 @@ class Driver:
         """Feed a target."""
         fuzz_targets.corpus()  # by this process, so that it is the same for all children
         tally, begin, started_s = Tally(), 0, time.monotonic()
-        while begin < inputs and len(tally.findings) < MOST_FINDINGS:
+        while begin < inputs and len(tally.findings) < self.most_findings:
             batch = Batch(name=name, seed=seed, begin=begin, end=min(inputs, begin + BATCH))
             begin = self._feed(batch, tally)
         tally.inputs, tally.seconds = begin, time.monotonic() - started_s
