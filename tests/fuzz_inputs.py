@@ -91,15 +91,15 @@ NAMES = [
 
 def _billion_laughs(chance: Chance) -> bytes:
     """A tuple of tuples that share their parts, as a key."""
-    make = chance.choice((pickle.TUPLE2, pickle.TUPLE3))
-    levels = b"".join(
-        struct.pack("<cI", pickle.LONG_BINGET, level) * (2 if make == pickle.TUPLE2 else 3)
-        + make
-        + struct.pack("<cI", pickle.LONG_BINPUT, level + 1)
-        for level in range(chance.choice((3, 20, 40, 100)))
+    make, count = chance.choice(((pickle.TUPLE2, 2), (pickle.TUPLE3, 3)))
+    depth = chance.choice((3, 20, 40, 100))
+    get, put = (
+        [struct.pack("<cI", op, level) for level in range(depth + 1)]
+        for op in (pickle.LONG_BINGET, pickle.LONG_BINPUT)
     )
-    start = pickle.NONE + struct.pack("<cI", pickle.LONG_BINPUT, 0)
-    return pickle.EMPTY_DICT + start + levels + pickle.NONE + pickle.SETITEM
+    levels = b"".join(get[level] * count + make + put[level + 1] for level in range(depth))
+    as_key = pickle.EMPTY_DICT + get[depth] + pickle.NONE + pickle.SETITEM
+    return pickle.NONE + put[0] + levels + as_key
 
 
 def _deep(chance: Chance) -> bytes:

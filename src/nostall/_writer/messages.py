@@ -380,7 +380,7 @@ def _tables_of(number: int, known: Mapping[int, Sequence[SealTable]]) -> Sequenc
 
 
 def _table_from_plain(plain: Message) -> SealTable:
-    table = SealTable(
+    return SealTable(
         templates=tuple(
             (_count(offset), _count(nbytes), None if seal is None else _seal_from_plain(seal))
             for offset, nbytes, seal in plain["templates"]
@@ -388,11 +388,6 @@ def _table_from_plain(plain: Message) -> SealTable:
         blob_offsets=_unpacked("Q", plain["blob_offsets"]),
         template_of_slot=_unpacked("I", plain["template_of_slot"]),
     )
-    if len(table.blob_offsets) != len(table.template_of_slot):
-        raise ValueError("slots and their offsets are not of one number")
-    if max(table.template_of_slot, default=-1) >= len(table.templates):
-        raise ValueError("a slot is of a template that is not there")
-    return table
 
 
 def _image_from_plain(plain: Message, seals: SealTable) -> FileImage:
