@@ -17,7 +17,6 @@ import os
 import random
 import resource
 import select
-import shutil
 import signal
 import sys
 import tempfile
@@ -71,11 +70,10 @@ class Batch:
 
 
 def _serve(
-    make: Callable[[str], fuzz_targets.Target], batch: Batch, at: mmap.mmap, tell: int
+    make: Callable[[str], fuzz_targets.Target], batch: Batch, root: str, at: mmap.mmap, tell: int
 ) -> NoReturn:
     """Run a batch up to its first finding; tell what came of it and end, whatever is left undone."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    root = tempfile.mkdtemp(dir=_memory_directory())
     try:
         target = make(root)
         judge = Judge(root)
@@ -99,7 +97,6 @@ def _serve(
     except BaseException:  # the fuzzer's own; seen as a child that died
         traceback.print_exc()
     finally:
-        shutil.rmtree(root, ignore_errors=True)
         os._exit(0)
 
 
@@ -147,13 +144,17 @@ class Driver:
         return number + 1
 
     def _in_child(self, batch: Batch) -> tuple[dict[str, Any], Finding | None, int]:
+        with tempfile.TemporaryDirectory(dir=_memory_directory()) as root:
+            return self._in_child_at(batch, root)
+
+    def _in_child_at(self, batch: Batch, root: str) -> tuple[dict[str, Any], Finding | None, int]:
         at = mmap.mmap(-1, _SLOT_NBYTES)
         at[:_SLOT_NBYTES] = batch.begin.to_bytes(_SLOT_NBYTES, "little")
         ours, theirs = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(ours)
-            _serve(self.makers[batch.name], batch, at, theirs)
+            _serve(self.makers[batch.name], batch, root, at, theirs)
         os.close(theirs)
         said, hung = self._listen(ours, at, pid)
         _, status = os.waitpid(pid, 0)
