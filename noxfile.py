@@ -132,6 +132,14 @@ def matrix(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Feed 1,000,000 hostile inputs to everything that reads, unless arguments after `--` say otherwise."""
+    install_group(session, "test")
+    install_package(session)
+    session.run("python", "-W", "ignore", "tests/fuzz.py", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Run the benchmark against the installed package; arguments after `--` go to it."""
     install(session, "numpy")  # torch warns on import when it is missing

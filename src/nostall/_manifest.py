@@ -31,6 +31,9 @@ from nostall.errors import DamagedCheckpointError
 _FORMAT = 1
 _FOOTER = re.compile(rb"#nostall-manifest (\d{12}) ([0-9a-f]{8})\n\Z")
 _FOOTER_NBYTES = len(b"#nostall-manifest 000000000000 00000000\n")
+_CRC32 = re.compile(r"[0-9a-f]{8}")
+_MOST_NBYTES = 1 << 62
+"""What no file system can hold."""
 _MARKS = (b'\n{"committed_at":', b"\n#nostall-manifest ")
 """One of them is left if the end of a file is cut off or damaged in one place."""
 
@@ -104,25 +107,47 @@ def split(content: bytes, *, path: str) -> tuple[bytes, Manifest | None]:
 
 def _parsed(line: bytes, path: str) -> Manifest:
     try:
-        plain: Any = json.loads(line)
+        plain: Any = json.loads(line.decode(), object_pairs_hook=_without_duplicates)
         if plain["format"] != _FORMAT:
             raise ValueError(f"format {plain['format']!r} is not known")
+        files = tuple(
+            WrittenFile(
+                name=_shard_name(file["name"]),
+                nbytes=_nbytes(file["nbytes"]),
+                crc32=None if file["crc32"] is None else _crc32(file["crc32"]),
+            )
+            for file in plain["files"]
+        )
+        if len({file.name for file in files}) != len(files):
+            raise ValueError("it has a file twice")
         return Manifest(
-            files=tuple(
-                WrittenFile(
-                    name=_shard_name(file["name"]),
-                    nbytes=_checked(file["nbytes"], int),
-                    crc32=None if file["crc32"] is None else int(file["crc32"], 16),
-                )
-                for file in plain["files"]
-            ),
-            metadata_nbytes=_checked(plain["metadata"]["nbytes"], int),
-            metadata_crc32=int(plain["metadata"]["crc32"], 16),
+            files=files,
+            metadata_nbytes=_nbytes(plain["metadata"]["nbytes"]),
+            metadata_crc32=_crc32(plain["metadata"]["crc32"]),
             committed_at_s=_finite(plain["committed_at"]),
             version=_checked(plain["nostall"], str),
         )
     except (ArithmeticError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise _damaged(f"its manifest cannot be read: {error!r}", path) from error
+        raise _damaged(f"its manifest cannot be read: {error!r:.200}", path) from error
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    plain = dict(pairs)
+    if len(plain) != len(pairs):
+        raise ValueError("it has an entry twice")
+    return plain
+
+
+def _nbytes(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MOST_NBYTES:
+        raise ValueError("a length in it cannot be")
+    return value
+
+
+def _crc32(value: Any) -> int:
+    if not _CRC32.fullmatch(_checked(value, str)):
+        raise ValueError("a checksum in it is none")
+    return int(value, 16)
 
 
 def _checked(value: Any, kind: type) -> Any:

@@ -1,8 +1,8 @@
 """Metadata as bytes: DCP's own objects in DCP's own format, read through an allow-list.
 
 ``.metadata`` is a pickle, so reading one runs whatever it says. What nostall reads itself, it reads with
-:class:`_MetadataUnpickler`, which resolves exactly the classes that DCP metadata consists of. Stock readers have no
-such limit.
+:mod:`nostall._metadata_pickle`, which resolves exactly the classes that DCP metadata consists of, and then looks whether
+the entries are what they are declared to be. Stock readers have no such limit.
 
 Frameworks keep every rank's local plan with the metadata (``Metadata.all_local_plans``) to validate the plan cache of a
 resumed run. It is an attribute that the dataclass does not declare, so anything that rebuilds the dataclass drops it;
@@ -11,22 +11,19 @@ the same object therefore also stands in the planner data under :data:`_PLANS_KE
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
 import pickle
-import sys
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
-from enum import Enum
-from functools import lru_cache
+from types import NoneType
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -36,120 +33,13 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
+from nostall._metadata_pickle import MOST_NBYTES, unpickle
 from nostall._names import is_shard_name
+from nostall._pickle_scan import ScanError
 from nostall.errors import UntrustedMetadataError
 
 _PLANS_KEY = "nostall.all_local_plans"
-
-_ALLOWED = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.distributed.checkpoint.planner": {
-        "BytesIOWriteData",
-        "SavePlan",
-        "TensorWriteData",
-        "WriteItem",
-        "WriteItemType",
-    },
-    "torch": {"Size", "device"},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
-    "pathlib._local": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
-    "collections": {"OrderedDict"},
-    "builtins": {"set", "frozenset", "complex", "range", "slice", "bytearray"},
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _ALLOWED.get(module, ()):
-            return super().find_class(module, name)
-        if module == "torch" and name in _DTYPE_NAMES:
-            return super().find_class(module, name)
-        raise UntrustedMetadataError(
-            f"the metadata names {module}.{name}, which DCP metadata does not consist of",
-            phase="read",
-            hint="if you trust whoever wrote it, read it with torch's own FileSystemReader",
-        )
-
-
-def _dtype_names() -> frozenset[str]:
-    import torch
-
-    return frozenset(name for name in vars(torch) if isinstance(getattr(torch, name), torch.dtype))
-
-
-_DTYPE_NAMES = _dtype_names()
-
-
-_shared_lock = threading.Lock()
-
-
-@contextmanager
-def _nothing_shared_changes() -> Iterator[None]:
-    """Undo what a pickle has done to the classes, enum members and functions that it may name, and refuse it.
-
-    It can set attributes of whatever it has on its stack, and a class is the same object for the whole process.
-
-    Raises:
-        UntrustedMetadataError: It has done so.
-    """
-    with _shared_lock:
-        before = [(each, dict(vars(each))) for each in _shared_objects()]
-        try:
-            yield
-        finally:
-            changed = [each for each, attributes in before if _restore(each, attributes)]
-            if changed:
-                raise UntrustedMetadataError(
-                    f"the metadata changes {changed[0]!r}, which is no part of it", phase="read"
-                )
-
-
-def _restore(shared: Any, attributes: Mapping[str, Any]) -> bool:
-    """Give an object its attributes back; whether it did not have them."""
-    now = dict(vars(shared))
-    if now.keys() == attributes.keys() and all(now[name] is attributes[name] for name in now):
-        return False
-    if not isinstance(shared, type):
-        vars(shared).clear()
-        vars(shared).update(attributes)
-        return True
-    for name in now.keys() - attributes.keys():
-        type.__delattr__(shared, name)
-    for name, value in attributes.items():
-        if now.get(name, _MISSING) is not value:
-            type.__setattr__(shared, name, value)
-    return True
-
-
-_MISSING = object()
-
-
-@lru_cache(maxsize=1)
-def _shared_objects() -> tuple[Any, ...]:
-    """What the allow-list names, as far as it can be changed."""
-    found: list[Any] = []
-    for module, names in _ALLOWED.items():
-        if module == "builtins" or module not in sys.modules:
-            continue  # Python's own types cannot be changed
-        for name in sorted(names):
-            named = getattr(sys.modules[module], name, None)
-            if named is None or not hasattr(named, "__dict__"):
-                continue
-            found.append(named)
-            if isinstance(named, type) and issubclass(named, Enum):
-                found += list(named)
-    return tuple(found)
+_HINT = "if you trust whoever wrote it, read it with torch's own FileSystemReader"
 
 
 def load_metadata(content: bytes, *, path: str) -> Metadata:
@@ -159,21 +49,68 @@ def load_metadata(content: bytes, *, path: str) -> Metadata:
         UntrustedMetadataError: It holds something that DCP metadata does not consist of, or is no pickle of metadata.
     """
     try:
-        with _nothing_shared_changes():
-            # Which reads no further than the pickle.
-            metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+        metadata = unpickle(content)  # which reads no further than the pickle
     except UntrustedMetadataError as error:
         error.path = path
         raise
+    except ScanError as error:
+        raise UntrustedMetadataError(
+            f"the pickle is not one of DCP metadata: {error}", phase="read", path=path, hint=_HINT
+        ) from error
     except Exception as error:  # a broken pickle can raise anything
         raise UntrustedMetadataError(
-            f"the metadata cannot be read: {type(error).__name__}: {error}", phase="read", path=path
+            f"the metadata cannot be read: {type(error).__name__}: {error!s:.200}",
+            phase="read",
+            path=path,
         ) from error
     if not isinstance(metadata, Metadata):
         raise UntrustedMetadataError(
             f"the file holds a {type(metadata).__name__}, not DCP metadata", phase="read", path=path
         )
+    _require_entries(metadata, path)
     return _with_plans_restored(metadata)
+
+
+def _require_entries(metadata: Metadata, path: str) -> None:
+    """Refuse entries that are not what they are declared to be; whoever reads on relies on it.
+
+    Raises:
+        UntrustedMetadataError: They are not.
+    """
+    entries = vars(metadata).get("state_dict_metadata")
+    if type(entries) is not dict:
+        raise _refused("it does not say what it consists of", path)
+    if not isinstance(metadata.storage_data, Mapping | NoneType):
+        raise _refused("it does not say where its items are", path)
+    if not isinstance(metadata.storage_meta, StorageMeta | NoneType):
+        raise _refused("it does not say which save it is of", path)
+    for fqn, entry in entries.items():
+        if type(fqn) is not str:
+            raise _refused("the name of an item is no text", path)
+        if type(entry) is TensorStorageMetadata:
+            _require_tensor(fqn, vars(entry), path)
+        elif type(entry) is not BytesStorageMetadata:
+            raise _refused(f"{fqn!r:.80} is neither a tensor nor bytes", path)
+
+
+def _require_tensor(fqn: str, tensor: Mapping[str, Any], path: str) -> None:
+    size, chunks = tensor.get("size"), tensor.get("chunks")
+    if type(size) is not torch.Size or type(chunks) is not list:
+        raise _refused(f"the tensor {fqn!r:.80} has no size or no chunks", path)
+    begins = set()
+    for chunk in chunks:
+        place = vars(chunk) if type(chunk) is ChunkStorageMetadata else {}
+        begin, extent = place.get("offsets"), place.get("sizes")
+        if type(begin) is not torch.Size or type(extent) is not torch.Size:
+            raise _refused(f"a chunk of the tensor {fqn!r:.80} has no place", path)
+        if not len(begin) == len(extent) == len(size):
+            raise _refused(f"a chunk of the tensor {fqn!r:.80} has other dimensions", path)
+        for at, length, end in zip(begin, extent, size, strict=True):
+            if at + length > end:
+                raise _refused(f"a chunk of the tensor {fqn!r:.80} lies outside of it", path)
+        if begin in begins and 0 not in extent:
+            raise _refused(f"the tensor {fqn!r:.80} has a chunk twice", path)
+        begins.add(begin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,8 +135,6 @@ class Publication:
 
 _PROTOCOL = 3
 _PROTO_NBYTES = 2
-_MOST_NBYTES = 1 << 62
-"""What no file system can hold; a sum of two is still a file offset."""
 
 
 def publication_of(finished: Metadata) -> Publication:
@@ -274,7 +209,9 @@ def extents_of(metadata: Metadata, *, path: str) -> list[Extent]:
     extents = sorted(_extent(index, info, path) for index, info in storage_data.items())
     for one, other in itertools.pairwise(extents):
         if one.file == other.file and one.end > other.offset:
-            raise _refused(f"items {one.item!r} and {other.item!r} overlap in {one.file}", path)
+            raise _refused(
+                f"items {one.item!r:.80} and {other.item!r:.80} overlap in {one.file}", path
+            )
     return extents
 
 
@@ -283,11 +220,15 @@ def _extent(index: Any, info: Any, path: str) -> Extent:
     name, offset, length = (
         getattr(info, attribute, None) for attribute in ("relative_path", "offset", "length")
     )
-    if not isinstance(item, str) or not isinstance(name, str) or not is_shard_name(name):
-        raise _refused(f"item {item!r} is said to be in {name!r}", path)
+    if type(index) is not MetadataIndex or not isinstance(item, str):
+        raise _refused("it says where something is that is no item", path)
+    if not isinstance(name, str) or not is_shard_name(name):
+        where = f"in {name!r:.200}" if isinstance(name, str) else "nowhere"
+        raise _refused(f"item {item!r:.80} is said to be {where}", path)
     for value in (offset, length):
-        if not isinstance(value, int) or not 0 <= value <= _MOST_NBYTES:
-            raise _refused(f"item {item!r} is said to be at {offset!r} with {length!r} bytes", path)
+        if not isinstance(value, int) or not 0 <= value <= MOST_NBYTES:
+            # Not their text: what is no number here may have one of any length.
+            raise _refused(f"item {item!r:.80} is said to be where nothing can be", path)
     assert isinstance(offset, int)
     assert isinstance(length, int)
     transforms = getattr(info, "transform_descriptors", None)

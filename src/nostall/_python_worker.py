@@ -25,7 +25,7 @@ from typing import Any
 
 from nostall._values import Failure
 from nostall._writer.child import ChildProcess
-from nostall._writer.messages import Message, send
+from nostall._writer.messages import Message, failure_from_plain, send
 from nostall._writer.parent import messages_from_parent
 from nostall.errors import StagingError
 
@@ -114,7 +114,7 @@ class PythonWorker(ChildProcess[Outcome]):
 
     def _answer(self, message: Message) -> Outcome:
         failure = message["failure"]
-        return None if failure is None else Failure(**failure)
+        return None if failure is None else failure_from_plain(failure)
 
 
 def serve(socket_fd: int, parent_pid: int) -> None:

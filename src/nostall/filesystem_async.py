@@ -17,7 +17,9 @@ import queue
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from nostall import _ring, _save, _taking, _torch, _writing
-from nostall._manifest import with_manifest
+from nostall._manifest import split, with_manifest
 from nostall._metadata import (
     Publication,
     complete_metadata,
@@ -53,6 +55,7 @@ from nostall._values import FileReceipt, RankReport, RankWritten, WrittenFile
 from nostall._writer.faults import Faults
 from nostall.errors import (
     CheckpointExistsError,
+    DamagedCheckpointError,
     NostallError,
     OptionError,
     StagingError,
@@ -73,6 +76,15 @@ def _why_no_directory(path: str) -> str | None:
     while path and not os.path.lexists(path):
         path = os.path.dirname(path)
     return f"{path} is a file" if os.path.isfile(path) else None
+
+
+def _files_of(path: str) -> set[str]:
+    """Names of the shard files of the checkpoint whose metadata this is; empty if there is none that can be trusted."""
+    with suppress(OSError, DamagedCheckpointError):
+        manifest = split(Path(path).read_bytes(), path=path)[1]
+        if manifest is not None:  # in a fraction of the time that metadata takes
+            return {file.name for file in manifest.files}
+    return referenced_files(path)
 
 
 def get_write_results_queue(mp_mode: str = "spawn") -> queue.SimpleQueue[Any]:
@@ -336,7 +348,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             str(self.path),
             content,
             metadata_name=os.path.basename(path),
-            replaced_files=referenced_files(path) - publication.files,
+            replaced_files=_files_of(path) - publication.files,
             sync=self.sync_files,
             at=Faults(default_engine().faults).at,
         )

@@ -23,7 +23,7 @@ from typing import Generic, TypeAlias, TypeVar
 from nostall._values import Failure
 from nostall._writer.messages import Message, Receiver, send
 from nostall._writer.priority import lower_priority
-from nostall.errors import NostallError, WriterDiedError
+from nostall.errors import NostallError, ProtocolError, WriterDiedError
 
 _SEND_TIMEOUT_S = 60.0
 """A child reads its socket all the time; one that does not for this long is stopped or broken."""
@@ -203,7 +203,7 @@ class ChildProcess(ABC, Generic[T]):
 
     def _receive(self) -> None:
         """The receiving thread: settle futures until the process is gone, then fail what is left."""
-        receiver = Receiver(self._socket)
+        receiver = Receiver(self._socket, descriptors=0)  # nobody here would close them
         try:
             while True:
                 try:
@@ -228,8 +228,11 @@ class ChildProcess(ABC, Generic[T]):
             return
         # Before the waiter is taken out: if this raises, it is failed with the rest.
         answer = self._answer(message)
+        job = message.get("job")
+        if not isinstance(job, str):
+            raise ProtocolError("an answer does not say to what")
         with self._lock:
-            waiting = self._waiting.pop(message["job"], None)
+            waiting = self._waiting.pop(job, None)
         if waiting is not None:  # a late answer that nobody waits for is dropped
             waiting.future.set_result(answer)
 

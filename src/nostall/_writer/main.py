@@ -37,6 +37,7 @@ from nostall._writer.messages import (
 )
 from nostall._writer.parent import messages_from_parent
 from nostall._writer.seals import Cuts
+from nostall.errors import ProtocolError
 
 _TELL_EVERY_S = 0.25
 """How often a trainer hears how far a job is; its thread that listens takes turns with training."""
@@ -80,12 +81,23 @@ class _Writer:
         self._send_lock = threading.Lock()
 
     def take(self, message: Message, descriptors: list[int]) -> None:
-        """Act on one message; called on the main thread only."""
+        """Act on one message; called on the main thread only.
+
+        Raises:
+            ProtocolError: It is not what a trainer sends.
+        """
+        try:
+            self._act_on(message, descriptors)
+        except (ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
+            raise ProtocolError(f"a message is malformed: {error!r:.200}") from error
+        finally:
+            for fd in descriptors:
+                os.close(fd)
+
+    def _act_on(self, message: Message, descriptors: list[int]) -> None:
         match message["type"]:
             case "map":
-                fd = descriptors.pop()
-                self._blocks[message["block"]] = mmap.mmap(fd, message["nbytes"])
-                os.close(fd)
+                self._blocks[message["block"]] = mmap.mmap(descriptors[0], message["nbytes"])
             case "unmap":
                 # The mapping goes when the last image that looks into it does.
                 self._blocks.pop(message["block"], None)
@@ -99,8 +111,6 @@ class _Writer:
                 self._enqueue(message)
             case "cancel":
                 self._cancel(message["job"])
-        for fd in descriptors:
-            os.close(fd)
 
     def _enqueue(self, message: Message) -> None:
         try:
@@ -184,6 +194,10 @@ class _Writer:
             os._exit(0)
 
     def _images(self, job: WriteJob) -> dict[str, WholeImage]:
+        for image in job.files:
+            block = self._blocks.get(image.block, b"")
+            if image.block_offset + page_aligned(image.nbytes) > len(block):
+                raise ProtocolError(f"{image.name} is said to be where there is no memory")
         return {
             image.name: WholeImage(
                 memoryview(self._blocks[image.block])[

@@ -7,6 +7,7 @@ save carries its job id; whoever receives one for a job it does not know drops i
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 from array import array
@@ -29,8 +30,13 @@ from nostall._values import (
 )
 from nostall.errors import ProtocolError
 
-MAX_MESSAGE_NBYTES = 1 << 30
+MAX_MESSAGE_NBYTES = 256 << 20
 """Far above the largest seal tables seen (about 16 bytes per tensor); a longer announcement is a broken or hostile peer."""
+_MOST_NBYTES = 1 << 62
+"""What no file system and no memory can hold."""
+_MOST_THREADS = 1 << 10
+_MOST_CRC32 = (1 << 32) - 1
+_MOST_HASH = (1 << 64) - 1
 _HEADER = struct.Struct("<4sQ")
 _MAGIC = b"nst1"
 _MAX_DESCRIPTORS = 4
@@ -56,10 +62,19 @@ def send(sock: socket.socket, message: Message, descriptors: tuple[int, ...] = (
 
 
 class Receiver:
-    """Takes messages off a socket; keeps the part of a message that arrived so far."""
+    """Takes messages off a socket; keeps the part of a message that arrived so far.
 
-    def __init__(self, sock: socket.socket, *, wait: bool = True) -> None:
+    Args:
+        sock: Where they come from.
+        wait: Whether to wait for what has not come yet.
+        descriptors: How many may come with a message; the kernel closes others.
+    """
+
+    def __init__(
+        self, sock: socket.socket, *, wait: bool = True, descriptors: int = _MAX_DESCRIPTORS
+    ) -> None:
         self._sock = sock
+        self._most_descriptors = descriptors
         self._flags = 0 if wait else socket.MSG_DONTWAIT
         self._buffer = bytearray()
         self._descriptors: list[int] = []
@@ -75,9 +90,7 @@ class Receiver:
         while True:
             message = self._take()
             if message is not None:
-                count = message.pop("descriptors", 0)
-                mine, self._descriptors = self._descriptors[:count], self._descriptors[count:]
-                return message, mine
+                return message, self._descriptors_of(message)
             try:
                 piece, descriptors = self._read()
             except ConnectionError:
@@ -87,10 +100,26 @@ class Receiver:
                 return None
             self._buffer += piece
 
+    def close(self) -> None:
+        """Close descriptors that came and were not asked for; idempotent."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def _descriptors_of(self, message: Message) -> list[int]:
+        count = message.pop("descriptors", 0)
+        if type(count) is not int or not 0 <= count <= len(self._descriptors):
+            raise ProtocolError(
+                f"a message claims {count!r:.20} descriptors, {len(self._descriptors)} have come"
+            )
+        mine, self._descriptors = self._descriptors[:count], self._descriptors[count:]
+        return mine
+
     def _read(self) -> tuple[bytes, list[int]]:
         # As socket.recv_fds() does it, which takes flags and ignores them.
         descriptors = array("i")
-        room = socket.CMSG_LEN(_MAX_DESCRIPTORS * descriptors.itemsize)
+        room = socket.CMSG_LEN(self._most_descriptors * descriptors.itemsize)
+        if not self._most_descriptors:
+            room = 0
         piece, ancillary, _, _ = self._sock.recvmsg(1 << 16, room, self._flags)
         for level, kind, content in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -116,7 +145,7 @@ class Receiver:
         if len(self._buffer) < end:
             return None
         try:
-            message = json.loads(self._buffer[_HEADER.size : end])
+            message = json.loads(self._buffer[_HEADER.size : end].decode())
         except (ValueError, RecursionError) as error:
             raise ProtocolError("a message is not JSON") from error
         if not isinstance(message, dict) or not isinstance(message.get("type"), str):
@@ -155,12 +184,10 @@ def seals_from_message(message: Message) -> tuple[int, tuple[SealTable, ...]]:
         ProtocolError: A field is missing or of another kind.
     """
     try:
-        number = message["number"]
-        if not isinstance(number, int):
-            raise TypeError("the number of seal tables is none")
+        number = _count(message["number"])
         return number, tuple(_table_from_plain(plain) for plain in message["tables"])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ProtocolError(f"seal tables are malformed: {error!r}") from error
+    except _MALFORMED as error:
+        raise ProtocolError(f"seal tables are malformed: {error!r:.200}") from error
 
 
 def job_to_message(job: WriteJob, seals: int) -> Message:
@@ -201,27 +228,27 @@ def job_from_message(message: Message, known: Mapping[int, Sequence[SealTable]])
     """
     try:
         return WriteJob(
-            job=message["job"],
-            rank=message["rank"],
-            directory=message["directory"],
+            job=_of(str, message["job"]),
+            rank=_count(message["rank"]),
+            directory=_of(str, message["directory"]),
             files=tuple(
                 _image_from_plain(plain, table)
                 for plain, table in zip(
                     message["files"], _tables_of(message["seals"], known), strict=True
                 )
             ),
-            sync_files=message["sync_files"],
-            io_threads=message["io_threads"],
-            chunk_nbytes=message["chunk_nbytes"],
-            direct=message["direct"],
-            checksum_files=message["checksum_files"],
-            retries=message["retries"],
+            sync_files=_of(bool, message["sync_files"]),
+            io_threads=_count(message["io_threads"], _MOST_THREADS),
+            chunk_nbytes=_count(message["chunk_nbytes"]),
+            direct=_of(bool, message["direct"]),
+            checksum_files=_of(bool, message["checksum_files"]),
+            retries=_count(message["retries"]),
             stream=None if message["stream"] is None else b64decode(message["stream"]),
-            sys_path=tuple(message["sys_path"]),
-            faults=tuple(message["faults"]),
+            sys_path=tuple(_of(str, path) for path in _of(list, message["sys_path"])),
+            faults=tuple(_of(dict, fault) for fault in _of(list, message["faults"])),
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ProtocolError(f"a write job is malformed: {error!r}") from error
+    except _MALFORMED as error:
+        raise ProtocolError(f"a write job is malformed: {error!r:.200}") from error
 
 
 def report_to_message(job: str, report: RankReport) -> Message:
@@ -241,13 +268,56 @@ def report_from_message(message: Message) -> RankReport:
     try:
         plain = message["report"]
         if message["type"] == "failed":
-            return RankFailed(rank=plain["rank"], failure=Failure(**plain["failure"]))
+            return RankFailed(
+                rank=_count(plain["rank"]), failure=failure_from_plain(plain["failure"])
+            )
         return RankWritten(
-            rank=plain["rank"],
+            rank=_count(plain["rank"]),
             receipts=tuple(_receipt_from_plain(receipt) for receipt in plain["receipts"]),
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ProtocolError(f"a report is malformed: {error!r}") from error
+    except _MALFORMED as error:
+        raise ProtocolError(f"a report is malformed: {error!r:.200}") from error
+
+
+def failure_from_plain(plain: Any) -> Failure:
+    """The failure in a message.
+
+    Raises:
+        ProtocolError: A field is missing or of another kind.
+    """
+    try:
+        failure = Failure(**plain)
+        for value in (failure.kind, failure.message, failure.phase, failure.traceback):
+            _of(str, value)
+        for text in (failure.path, failure.hint):
+            _of(str, text or "")
+        for code in (failure.errno, failure.exit_code):
+            _of(int, code or 0)
+    except _MALFORMED as error:
+        raise ProtocolError(f"a failure is malformed: {error!r:.200}") from error
+    return failure
+
+
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What taking a message apart raises that is not what it should be."""
+
+
+def _of(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"a {type(value).__name__} in place of a {kind.__name__}")
+    return value
+
+
+def _count(value: Any, most: int = _MOST_NBYTES) -> int:
+    if not 0 <= _of(int, value) <= most:
+        raise ValueError("a number that cannot be")
+    return int(value)
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise ValueError("a time that is none")
+    return float(value)
 
 
 def progress_to_message(job: str, nbytes: int) -> Message:
@@ -261,10 +331,10 @@ def progress_from_message(message: Message) -> tuple[str, int]:
     Raises:
         ProtocolError: A field is missing or of another kind.
     """
-    job, nbytes = message.get("job"), message.get("nbytes")
-    if not isinstance(job, str) or not isinstance(nbytes, int):
-        raise ProtocolError("a message about a job's progress is malformed")
-    return job, nbytes
+    try:
+        return _of(str, message["job"]), _count(message["nbytes"])
+    except _MALFORMED as error:
+        raise ProtocolError(f"the progress of a job is malformed: {error!r:.200}") from error
 
 
 def _receipt_to_plain(receipt: FileReceipt) -> Message:
@@ -274,22 +344,36 @@ def _receipt_to_plain(receipt: FileReceipt) -> Message:
 
 
 def _receipt_from_plain(plain: Message) -> FileReceipt:
-    extents, work = plain.pop("extents"), plain.pop("work")
-    failed_attempts = tuple(map(str, plain.pop("failed_attempts")))
+    extents, work = plain["extents"], plain["work"]
+    failed_attempts = tuple(_of(str, why) for why in _of(list, plain["failed_attempts"]))
     packed = b64decode(plain["packed_crc32"], validate=True)
     if len(packed) % 4:
         raise ValueError(f"{len(packed)} bytes of checksums")
+    crc32 = plain["crc32_of_file"]
     return FileReceipt(
-        **{**plain, "packed_crc32": packed},
+        name=_of(str, plain["name"]),
+        nbytes=_count(plain["nbytes"]),
+        packed_crc32=packed,
+        crc32_of_file=None if crc32 is None else _count(crc32, _MOST_CRC32),
+        extents=None
+        if extents is None
+        else tuple((_count(offset), _count(length)) for offset, length in extents),
+        started_s=_seconds(plain["started_s"]),
+        finished_s=_seconds(plain["finished_s"]),
+        fsynced=_of(bool, plain["fsynced"]),
+        work=WriteWork(
+            checksum_s=_seconds(work["checksum_s"]),
+            write_s=_seconds(work["write_s"]),
+            fsync_s=_seconds(work["fsync_s"]),
+            spans=tuple(map(_span_from_plain, work["spans"])),
+        ),
         failed_attempts=failed_attempts,
-        work=WriteWork(**{**work, "spans": tuple(map(_span_from_plain, work["spans"]))}),
-        extents=None if extents is None else tuple((offset, length) for offset, length in extents),
     )
 
 
 def _span_from_plain(plain: list[Any]) -> tuple[str, int, float, float]:
     phase, thread, begin_s, end_s = plain
-    return str(phase), int(thread), float(begin_s), float(end_s)
+    return _of(str, phase), _count(thread), _seconds(begin_s), _seconds(end_s)
 
 
 def _seal_to_plain(seal: Seal) -> Message:
@@ -307,9 +391,7 @@ def _unpacked(kind: str, text: str) -> tuple[int, ...]:
 
 
 def _tables_of(number: int, known: Mapping[int, Sequence[SealTable]]) -> Sequence[SealTable]:
-    if not isinstance(number, int):
-        raise TypeError("the number of seal tables is none")
-    if number not in known:
+    if _count(number) not in known:
         raise UnknownSealsError(f"seal tables number {number} are not known")
     return known[number]
 
@@ -317,7 +399,7 @@ def _tables_of(number: int, known: Mapping[int, Sequence[SealTable]]) -> Sequenc
 def _table_from_plain(plain: Message) -> SealTable:
     return SealTable(
         templates=tuple(
-            (offset, nbytes, None if seal is None else _seal_from_plain(seal))
+            (_count(offset), _count(nbytes), None if seal is None else _seal_from_plain(seal))
             for offset, nbytes, seal in plain["templates"]
         ),
         blob_offsets=_unpacked("Q", plain["blob_offsets"]),
@@ -327,10 +409,10 @@ def _table_from_plain(plain: Message) -> SealTable:
 
 def _image_from_plain(plain: Message, seals: SealTable) -> FileImage:
     return FileImage(
-        name=plain["name"],
-        nbytes=plain["nbytes"],
-        block=plain["block"],
-        block_offset=plain["block_offset"],
+        name=_of(str, plain["name"]),
+        nbytes=_count(plain["nbytes"]),
+        block=_count(plain["block"]),
+        block_offset=_count(plain["block_offset"]),
         seals=seals,
     )
 
@@ -339,10 +421,10 @@ def _seal_from_plain(plain: Message) -> Seal:
     first, second = plain["payload_crc_at"]
     id_first, id_second = plain["id_crc_at"]
     return Seal(
-        payload_crc_at=(first, second),
-        hash_before=plain["hash_before"],
-        crcs_after=tuple(plain["crcs_after"]),
-        id_at=plain["id_at"],
-        id_names=plain["id_names"].encode("ascii"),
-        id_crc_at=(id_first, id_second),
+        payload_crc_at=(_count(first), _count(second)),
+        hash_before=_count(plain["hash_before"], _MOST_HASH),
+        crcs_after=tuple(_count(crc32, _MOST_CRC32) for crc32 in plain["crcs_after"]),
+        id_at=_count(plain["id_at"]),
+        id_names=_of(str, plain["id_names"]).encode("ascii"),
+        id_crc_at=(_count(id_first), _count(id_second)),
     )

@@ -1,0 +1,219 @@
+"""The unpickler of DCP metadata: exactly the classes that it consists of, and nothing that they could do.
+
+A pickle gets hold of no class and no function of others. What it makes instances of is a stand-in, which cannot be called
+and makes bare instances of the class that it stands for; what it calls looks at the arguments first. A program was
+scanned before (:mod:`nostall._pickle_scan`), so state is given to instances only. What can be hashed is small: numbers,
+texts, the tuples that the scan lets pass, sizes, and instances with attributes of the types that they are declared with.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import pathlib
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from threading import Lock
+from types import MappingProxyType, NoneType
+from typing import Any, Final, NoReturn
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.serialization import _get_layout
+
+from nostall._pickle_scan import scan
+from nostall.errors import UntrustedMetadataError
+
+_MOST_DIMENSIONS = 64
+_MOST_PATH_NCHARS = 4096
+MOST_NBYTES = 1 << 62
+"""What no file system can hold; a sum of two is still a file offset."""
+
+
+def unpickle(content: bytes) -> Any:
+    """The object that ``content`` begins with.
+
+    Raises:
+        ScanError: It is a program that DCP metadata has no use for.
+        UntrustedMetadataError: It names or calls something that DCP metadata does not consist of.
+        Exception: Anything that a broken pickle can raise.
+    """
+    program = scan(content)
+    with _no_collection():
+        return _Unpickler(io.BytesIO(program)).load()
+
+
+_collection_lock = Lock()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Looking for cycles again and again takes most of the time when many objects are made and none is given up."""
+    with _collection_lock:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = _KNOWN.get((module, name))
+        if known is None:
+            raise UntrustedMetadataError(
+                f"the metadata names {module}.{name}, which DCP metadata does not consist of",
+                phase="read",
+                hint="if you trust whoever wrote it, read it with torch's own FileSystemReader",
+            )
+        return known
+
+
+def _refuse(what: str) -> NoReturn:
+    raise UntrustedMetadataError(f"the metadata has {what}, which is no part of it", phase="read")
+
+
+# --- instances --------------------------------------------------------------------------------------------------------
+
+
+class _StandIn(type):
+    """A class that a pickle can make bare instances of and do nothing else with."""
+
+    def __call__(cls, *_arguments: Any, **_named: Any) -> Any:
+        _refuse(f"a call of the class {cls.__name__}")
+
+
+def _stand_in(kind: type) -> _StandIn:
+    def bare(_stand_in: type) -> Any:
+        return object.__new__(kind)
+
+    return _StandIn(kind.__name__, (), {"__slots__": (), "__new__": bare})
+
+
+_TYPES: Final[Mapping[type, Mapping[str, tuple[type, ...]]]] = MappingProxyType(
+    {
+        metadata.MetadataIndex: {
+            "fqn": (str,),
+            "offset": (NoneType, torch.Size),
+            "index": (NoneType, int),
+        },
+        planner.BytesIOWriteData: {"nbytes": (int,)},
+        planner.TensorWriteData: {
+            "chunk": (metadata.ChunkStorageMetadata,),
+            "properties": (metadata.TensorProperties,),
+            "size": (torch.Size,),
+        },
+        planner.WriteItem: {
+            "index": (metadata.MetadataIndex,),
+            "type": (planner.WriteItemType,),
+            "bytes_io_data": (NoneType, planner.BytesIOWriteData),
+            "tensor_data": (NoneType, planner.TensorWriteData),
+        },
+        planner.SavePlan: {"items": (list,)},
+    }
+)
+"""What the attributes of instances that can be hashed are, so that none of their hashes visits more than a few parts."""
+_PROPERTIES = (torch.dtype, torch.layout, bool, metadata._MEM_FORMAT_ENCODING, bool)
+
+
+def _typed_stand_in(kind: type, types: Mapping[str, tuple[type, ...]]) -> _StandIn:
+    """The instance is one of a class with another way of taking its state until it has taken it."""
+    needed = tuple(types.items())
+
+    def set_state(self: Any, state: Any) -> None:
+        if type(state) is not dict:
+            _refuse(f"a {kind.__name__} without named attributes")
+        for name, wanted in needed:
+            if name in state and type(state[name]) not in wanted:
+                _refuse(f"a {kind.__name__} with a {type(state[name]).__name__} as its {name}")
+        self.__dict__.update(state)
+        object.__setattr__(self, "__class__", kind)
+
+    return _stand_in(type(kind.__name__, (kind,), {"__setstate__": set_state}))
+
+
+def _properties_stand_in(kind: type[metadata.TensorProperties]) -> _StandIn:
+    def set_state(self: Any, state: Any) -> None:
+        if type(state) is not tuple or tuple(map(type, state)) != _PROPERTIES:
+            _refuse("tensor properties of another form")
+        self.__class__ = kind
+        self.__setstate__(state)
+
+    return _stand_in(type(kind.__name__, (kind,), {"__setstate__": set_state}))
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def _size(numbers: Any = ()) -> torch.Size:
+    if type(numbers) is not tuple or len(numbers) > _MOST_DIMENSIONS:
+        _refuse("a size that is no row of a few numbers")
+    for number in numbers:
+        if type(number) is not int or not 0 <= number <= MOST_NBYTES:
+            _refuse("a size that cannot be")
+    return torch.Size(numbers)
+
+
+def _of_simple(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, for a few numbers and short texts as arguments."""
+
+    def call(*arguments: Any) -> Any:
+        if len(arguments) > _MOST_DIMENSIONS or not all(map(_is_simple, arguments)):
+            _refuse(f"a call of {getattr(function, '__name__', function)} with what it never takes")
+        return function(*arguments)
+
+    return call
+
+
+def _is_simple(value: Any) -> bool:
+    return type(value) is int or (type(value) is str and len(value) <= _MOST_PATH_NCHARS)
+
+
+def _ordered() -> OrderedDict[Any, Any]:
+    return OrderedDict()
+
+
+def _path(*parts: Any) -> pathlib.PurePath:
+    if (
+        sum(len(part) if type(part) is str else _MOST_PATH_NCHARS for part in parts)
+        > _MOST_PATH_NCHARS
+    ):
+        _refuse("a path of more than any path has")
+    return pathlib.Path(*parts)
+
+
+def _known() -> dict[tuple[str, str], Any]:
+    """What may be named, by module and name."""
+    known: dict[tuple[str, str], Any] = {
+        ("torch", name): value for name, value in vars(torch).items() if type(value) is torch.dtype
+    }
+    plain = [
+        *(metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.Metadata),
+        *(metadata.StorageMeta, metadata.TensorStorageMetadata),
+        *(filesystem._StorageInfo, filesystem._StoragePrefix),
+    ]
+    known |= {(kind.__module__, kind.__name__): _stand_in(kind) for kind in plain}
+    for kind, types in _TYPES.items():
+        known[kind.__module__, kind.__name__] = _typed_stand_in(kind, types)
+    properties = metadata.TensorProperties
+    known[properties.__module__, properties.__name__] = _properties_stand_in(properties)
+    for function in (
+        metadata._MEM_FORMAT_ENCODING,
+        planner.WriteItemType,
+        _get_layout,
+        torch.device,
+    ):
+        known[function.__module__, function.__name__] = _of_simple(function)
+    known["torch", "Size"] = _size
+    known["collections", "OrderedDict"] = _ordered
+    for module in ("pathlib", "pathlib._local"):
+        for name in ("Path", "PosixPath", "PurePath", "PurePosixPath"):
+            known[module, name] = _path
+    return known
+
+
+_KNOWN: Final = _known()
