@@ -120,7 +120,9 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
         for entry in entries:
             metadata = os.path.join(entry.path, _torch.METADATA_NAME)
             if os.path.isfile(metadata):
-                candidates.append((_committed_at_s(metadata), entry.path))
+                # Of a directory and a link to it the directory.
+                rank = _committed_at_s(metadata), not entry.is_symlink()
+                candidates.append((rank, entry.path))
     for _, path in sorted(candidates, reverse=True):
         if is_complete(path, deep):
             return path

@@ -32,15 +32,14 @@ class ImageFile:
         self.path = path
         self._nbytes = nbytes
         self._lock = threading.Lock()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         self._direct = direct
         try:
-            self._fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o666)
+            self._fd = _create(path, os.O_DIRECT if direct else 0)
         except OSError as error:
             if not direct or error.errno != errno.EINVAL:
                 raise
             self._direct = False
-            self._fd = os.open(path, flags, 0o666)
+            self._fd = _create(path)
         try:
             _preallocate(self._fd, nbytes)
         except BaseException:
@@ -93,6 +92,19 @@ class ImageFile:
             flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
             self._direct = False
+
+
+def _create(path: str, flags: int = 0) -> int:
+    """Open a new file in place of whatever has that name.
+
+    What is there is never written into: it may be a link to something else, or have another name.
+    """
+    flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o666)
+    except FileExistsError:
+        os.unlink(path)
+        return os.open(path, flags, 0o666)
 
 
 def _preallocate(fd: int, nbytes: int) -> None:
@@ -163,8 +175,8 @@ def require_file(path: str, nbytes: int) -> None:
 
 
 def write_file(path: str, content: bytes, *, sync: bool) -> None:
-    """Make a file, or replace its content, in one go; the device has it on return if asked."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    """Make a file in one go, in place of what has that name; the device has it on return if asked."""
+    fd = _create(path)
     try:
         at = 0
         while at < len(content):
