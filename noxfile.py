@@ -73,7 +73,10 @@ def tests(session: nox.Session) -> None:
     # Absolute and outside the tree: tests change the current directory, and so do the processes they start.
     session.env["COVERAGE_FILE"] = str(Path(session.create_tmp()).resolve() / "coverage")
     session.run("coverage", "erase")
-    session.run("coverage", "run", "-m", "pytest", *session.posargs)
+    # Two at a time: tests wait for other processes half of the time. Those of a file stay together, as they share what ranks
+    # have done for them.
+    side_by_side = ("-n", "2", "--dist", "loadfile")
+    session.run("coverage", "run", "-m", "pytest", *side_by_side, *session.posargs)
     session.run("coverage", "combine", "--quiet")
     session.run("coverage", "report")
 

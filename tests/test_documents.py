@@ -64,3 +64,16 @@ def test_lifecycle_table_in_the_architecture_is_the_one_in_the_code() -> None:
 def test_every_engine_option_is_documented(option: str) -> None:
     """docs/options.md has a row for each option of the engine."""
     assert f"| `{option}` |" in (ROOT / "docs" / "options.md").read_text()
+
+
+def test_every_test_that_the_documents_name_is_there() -> None:
+    """docs/reliability.md rests its promises on tests; ``::name`` is one in the file that was named before it."""
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    missing, file = [], ""
+    for name, test in re.findall(r"`(?:tests/)?(\w+\.py)?(?:::(\w+))?`", text):
+        file = name or file
+        path = ROOT / "tests" / file
+        if not path.exists() or (test and f"def {test}(" not in path.read_text()):
+            missing.append((file, test))
+    assert missing == []
+    assert text.count("test_") > 50

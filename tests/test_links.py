@@ -99,18 +99,3 @@ def test_the_latest_checkpoint_is_a_directory_rather_than_a_link_to_it(tmp_path:
     _sync(tmp_path / "1000", 1.0)
     (tmp_path / "latest").symlink_to("1000")
     assert nostall.latest_complete(tmp_path) == str(tmp_path / "1000")
-
-
-@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
-@pytest.mark.parametrize("save", [_sync, _queue])
-def test_modes_follow_the_umask(tmp_path: Path, save: Save, mask: int, mode: int) -> None:
-    """Of shard files, whichever process makes them, and of metadata."""
-    before = os.umask(mask)
-    try:
-        save(tmp_path / "saved", 1.0)
-    finally:
-        os.umask(before)
-    found = {
-        path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "saved").iterdir()
-    }
-    assert found == {"__0_0.distcp": mode, ".metadata": mode}

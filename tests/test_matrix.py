@@ -33,7 +33,7 @@ def test_a_save_that_fails_tells_everybody_harms_nothing_and_leaves_nothing(tmp_
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
