@@ -141,7 +141,8 @@ class RankSave(BackgroundSave):
         """Remove this rank's files of a save that will not be committed, and let the next one have their names."""
         self.progress.end()
         remove_files(_save.partial_files(self.prepared))
-        if self.prepared.target.claim is not None:
+        # After an abort somebody may still be writing, and will remove what has these names.
+        if self.prepared.target.claim is not None and not self.aborted:
             self.prepared.target.claim.release()
 
     def results(self) -> list[WriteResult]:

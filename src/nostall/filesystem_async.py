@@ -237,11 +237,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             SaveError: It could not be done; the subclass says how.
         """
         with preemption.deferred(then_end=False):
-            try:
-                return self._write_share(plan, planner)
-            except BaseException:
-                self.end_save()
-                raise
+            return self._write_share(plan, planner)
 
     def _write_share(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         guard, self._guard = self._guard, None
