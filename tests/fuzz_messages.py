@@ -18,9 +18,10 @@ from nostall._values import Failure, RankReport
 from nostall._writer.child import _Waiting
 from nostall._writer.chunks import _FileTask
 from nostall._writer.faults import Faults
+from nostall._writer.framing import Message, Receiver, encode
 from nostall._writer.handle import WriterProcess
 from nostall._writer.main import _Writer
-from nostall._writer.messages import Message, Receiver, encode, progress_to_message
+from nostall._writer.messages import progress_to_message
 from nostall._writer.position import Position
 from nostall._writer.seals import cut
 from nostall.errors import ProtocolError

@@ -29,8 +29,9 @@ from nostall._metadata import load_metadata
 from nostall._pickle_scan import ScanError, scan
 from nostall._storage.reading import damage_of_container
 from nostall._values import RankFailed
+from nostall._writer.framing import Receiver, encode, send
 from nostall._writer.main import _Writer
-from nostall._writer.messages import Receiver, encode, report_from_message, send
+from nostall._writer.messages import report_from_message
 from nostall.errors import ProtocolError, UntrustedMetadataError
 from states import small_state
 from test_integrity import by_queue, with_manifest_of

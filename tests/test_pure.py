@@ -66,22 +66,18 @@ from nostall._values import (
 )
 from nostall._writer import seals
 from nostall._writer.crc import combine
+from nostall._writer.framing import MAX_MESSAGE_NBYTES, Message, Receiver, encode, send
 from nostall._writer.handle import SEALS_KEPT, SealsSent
 from nostall._writer.images import Window
 from nostall._writer.main import _Writer
 from nostall._writer.messages import (
-    MAX_MESSAGE_NBYTES,
-    Message,
-    Receiver,
     UnknownSealsError,
-    encode,
     job_from_message,
     job_to_message,
     report_from_message,
     report_to_message,
     seals_from_message,
     seals_to_message,
-    send,
 )
 from nostall._writer.seals import Cuts, Payloads, cut
 from nostall.errors import (

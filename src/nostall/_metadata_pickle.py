@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import pathlib
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from threading import Lock
 from types import MappingProxyType, NoneType
 from typing import Any, Final, NoReturn
 
@@ -45,20 +45,35 @@ def unpickle(content: bytes) -> Any:
         return _Unpickler(io.BytesIO(program)).load()
 
 
-_collection_lock = Lock()
-
-
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Looking for cycles again and again takes most of the time when many objects are made and none is given up."""
-    with _collection_lock:
-        was_enabled = gc.isenabled()
+    """Looking for cycles again and again takes most of the time when many objects are made and none is given up.
+
+    Threads that read at the same time may let each other be interrupted by it, which does no harm.
+    """
+    was_enabled = gc.isenabled()
+    if was_enabled:
+        _pauses.append(None)
         gc.disable()
-        try:
-            yield
-        finally:
-            if was_enabled:
-                gc.enable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+            _pauses.pop()
+
+
+_pauses: list[None] = []
+"""One for each thread that has switched garbage collection off and is going to switch it on."""
+
+
+def _after_fork_in_child() -> None:
+    if _pauses:  # by threads that the child does not have
+        _pauses.clear()
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -25,7 +25,8 @@ from typing import Any
 
 from nostall._values import Failure
 from nostall._writer.child import ChildProcess
-from nostall._writer.messages import Message, failure_from_plain, send
+from nostall._writer.framing import Message, send
+from nostall._writer.messages import failure_from_plain
 from nostall._writer.parent import messages_from_parent
 from nostall.errors import StagingError
 

@@ -81,3 +81,11 @@ def _private(metadata: Metadata) -> Metadata:
     twin.planner_data = copy(metadata.planner_data)
     twin.storage_meta = copy(metadata.storage_meta) or StorageMeta()
     return twin
+
+
+def _after_fork_in_child() -> None:
+    # Another thread may have held it when this process was made.
+    CachedMetadataFileSystemReader._lock = Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

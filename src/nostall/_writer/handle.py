@@ -15,8 +15,8 @@ from nostall._arena import Block
 from nostall._storage.posix import remove_files
 from nostall._values import Failure, RankFailed, RankReport, SealTable, WriteJob
 from nostall._writer.child import Addressed, ChildProcess
+from nostall._writer.framing import Message
 from nostall._writer.messages import (
-    Message,
     job_to_message,
     progress_from_message,
     report_from_message,

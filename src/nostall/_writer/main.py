@@ -25,15 +25,14 @@ from nostall._checksum import use_fastest_from
 from nostall._storage.streams import StreamTarget
 from nostall._values import Failure, RankFailed, RankReport, SealTable, WriteJob, page_aligned
 from nostall._writer.files import perform
+from nostall._writer.framing import Message, send
 from nostall._writer.images import WholeImage
 from nostall._writer.messages import (
-    Message,
     UnknownSealsError,
     job_from_message,
     progress_to_message,
     report_to_message,
     seals_from_message,
-    send,
 )
 from nostall._writer.parent import messages_from_parent
 from nostall._writer.seals import Cuts

@@ -7,7 +7,7 @@ import select
 import socket
 from collections.abc import Iterator
 
-from nostall._writer.messages import Message, Receiver
+from nostall._writer.framing import Message, Receiver
 
 
 def messages_from_parent(
