@@ -45,6 +45,11 @@ def reached(condition: Callable[[SaveStatus], bool]) -> SaveStatus:
     return status
 
 
+def is_writing(status: SaveStatus) -> bool:
+    """As the writer process tells, a moment after it has begun."""
+    return status.state == "writing"
+
+
 def test_a_save_is_followed_from_its_snapshot_to_its_end(tmp_path: Path) -> None:
     """Its place, its size and its state are told; when it is finalised it is not there any more."""
     assert nostall.status() == ()
@@ -53,7 +58,7 @@ def test_a_save_is_followed_from_its_snapshot_to_its_end(tmp_path: Path) -> None
             with inject(hold.fault):
                 schedule(queue, tmp_path / "saved", STATE)
             hold.wait_reached()
-            status = reached(lambda status: status.state == "writing")
+            status = reached(is_writing)
             assert status.written_nbytes == 0
             assert status.path == str(tmp_path / "saved")
             assert NBYTES < status.nbytes < 1.1 * NBYTES
@@ -95,7 +100,7 @@ def test_saves_of_one_process_are_told_apart(tmp_path: Path) -> None:
     with Hold("chunk") as hold, AsyncCallsQueue() as queue:
         with inject(hold.fault):
             schedule(queue, tmp_path / "one", STATE)
-        hold.wait_reached()
+        reached(is_writing)
         schedule(queue, tmp_path / "two", STATE)
         one, two = nostall.status()
         assert (one.path, two.path) == (str(tmp_path / "one"), str(tmp_path / "two"))
@@ -140,8 +145,7 @@ def test_a_torch_save_is_shown_with_its_file(tmp_path: Path) -> None:
         with inject(hold.fault):
             checkpoint.async_save(STATE, tmp_path / "one.pt")
         hold.wait_reached()
-        status = reached(lambda _: True)
-        assert (status.state, status.path) == ("writing", str(tmp_path / "one.pt"))
+        assert reached(is_writing).path == str(tmp_path / "one.pt")
         hold.release()
         checkpoint.finalize_async_save(blocking=True)
         assert nostall.status() == ()
