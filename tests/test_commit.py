@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
@@ -24,7 +25,7 @@ from crashes import RecordingOs
 from nostall._metadata import complete_metadata, load_metadata, publication_of, referenced_files
 from nostall._pipeline.commit import commit
 from nostall._storage import posix
-from nostall.core import AsyncCallsQueue
+from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import (
     CheckpointExistsError,
     IncompleteSaveError,
@@ -33,6 +34,8 @@ from nostall.errors import (
     WriteError,
 )
 from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.integrity import verify
+from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from nostall.testing import Fault, inject
 from states import blobs, read_metadata, schedule, small_state
 
@@ -103,6 +106,40 @@ def test_a_commit_that_may_not_last_says_so_by_its_type(tmp_path: Path) -> None:
         publish(tmp_path, replaced_files=["old.distcp"])
     assert caught.value.errno == errno.EIO
     assert names_in(tmp_path) == {".metadata", "old.distcp"}
+
+
+class ForgetfulOs(RecordingOs):
+    """A system that does a rename and then says that it could not, as NFS may when an answer is lost."""
+
+    def replace(self, source: str, target: str) -> None:
+        super().replace(source, target)
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+
+def test_a_rename_that_was_done_is_done_whatever_the_system_says(tmp_path: Path) -> None:
+    """The checkpoint is there, so it counts as committed; taking it for lost would remove its files."""
+    with patch.object(posix, "os", ForgetfulOs()):
+        publish(tmp_path)
+    assert (tmp_path / ".metadata").read_bytes() == b"new"
+
+
+def test_what_fails_after_the_commit_removes_nothing(tmp_path: Path) -> None:
+    """A subclass that publishes and then raises fails the save, and leaves the checkpoint that is there by then."""
+
+    class Announcing(FileSystemWriterAsync):
+        def publish(self, *args: Any, **kwargs: Any) -> None:
+            super().publish(*args, **kwargs)
+            raise LookupError("nobody to tell")
+
+    writer = Announcing(tmp_path / "saved")
+    planned = save_state_dict_async_plan(small_state(1), writer)
+    save_fn, preload_fn, args = writer.get_save_function_and_args()
+    finalize = [lambda: save_state_dict_async_finalize(*planned)]
+    with AsyncCallsQueue() as queue:
+        queue.schedule_async_request(AsyncRequest(save_fn, args, finalize, {}, preload_fn))
+        with pytest.raises(CheckpointException, match="nobody to tell"):
+            queue.wait()
+    assert verify(tmp_path / "saved").ok
 
 
 def test_a_system_that_writes_nothing_is_not_asked_for_ever(tmp_path: Path) -> None:

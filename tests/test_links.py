@@ -82,6 +82,26 @@ def test_what_a_name_leads_to_is_never_written_into(
     assert mode.st_nlink == 1
 
 
+@pytest.mark.parametrize("save", [_sync, _queue])
+def test_a_relative_path_is_what_it_was_when_the_writer_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Save
+) -> None:
+    """A trainer that changes its directory saves where it says, and touches nothing where it was, though its writer process
+    is still there."""
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    monkeypatch.chdir(tmp_path / "one")
+    save(Path("saved"), 1.0)
+    monkeypatch.chdir(tmp_path / "two")
+    save(Path("saved"), 2.0)
+    writer = FileSystemWriterAsync("third")
+    monkeypatch.chdir(tmp_path)
+    dcp.save({"weight": torch.full((1000,), 3.0)}, storage_writer=writer)
+    assert value_in(tmp_path / "one" / "saved") == 1.0
+    assert value_in(tmp_path / "two" / "saved") == 2.0
+    assert value_in(tmp_path / "two" / "third") == 3.0
+
+
 def test_metadata_that_is_a_link_is_replaced_by_a_file(tmp_path: Path) -> None:
     """What it leads to stays what it was."""
     _sync(tmp_path / "saved", 1.0)

@@ -164,6 +164,15 @@ def loaded(path: Path, name: str, length: int) -> torch.Tensor:
     return state[name]
 
 
+def test_tensors_that_count_nothing_are_saved_all_the_same(tmp_path: Path) -> None:
+    """Those made in inference mode have no version counter."""
+    with torch.inference_mode():
+        state = {"weight": torch.ones(1 << 16)}
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path / "saved", state, staging="overlapped")
+    assert torch.equal(loaded(tmp_path / "saved", "weight", 1 << 16), torch.ones(1 << 16))
+
+
 def test_a_watched_snapshot_holds_no_memory(tmp_path: Path) -> None:
     """What is kept until the save is finalised counts changes, and keeps no tensor alive."""
     tensor = torch.zeros(1 << 16)

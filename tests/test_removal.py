@@ -83,3 +83,20 @@ def test_metadata_that_cannot_be_removed_keeps_the_checkpoint(tmp_path: Path) ->
     assert (caught.value.phase, caught.value.errno) == ("remove", errno.EISDIR)
     assert caught.value.path == str(path / ".metadata")
     assert (path / "__0_0.distcp").exists()
+
+
+@pytest.mark.parametrize("name", ["link/", "link", "link/."])
+def test_a_link_is_refused_however_it_is_written(tmp_path: Path, name: str) -> None:
+    """A slash at the end, which shells add, does not make it what it leads to."""
+    dcp.save(small_state(), storage_writer=FileSystemWriterAsync(tmp_path / "saved"))
+    (tmp_path / "link").symlink_to("saved")
+    with pytest.raises(OptionError, match="link"):
+        nostall.remove_checkpoint(f"{tmp_path}/{name}")
+    assert nostall.verify(tmp_path / "saved").ok
+
+
+@pytest.mark.parametrize("path", ["", "s3://bucket/checkpoint"])
+def test_what_is_no_path_is_refused(path: str) -> None:
+    """Instead of taken for a directory that is gone already."""
+    with pytest.raises(OptionError):
+        nostall.remove_checkpoint(path)

@@ -6,6 +6,7 @@ import errno
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from nostall.core import AsyncCallsQueue
+from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import OptionError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
@@ -125,3 +126,36 @@ def test_an_unknown_way_to_treat_errors_is_refused() -> None:
     """Where it is passed."""
     with pytest.raises(OptionError, match="on_error='ignore'"):
         AsyncCallsQueue(on_error="ignore")
+
+
+def test_a_finalize_function_that_fails_is_a_failure_like_any_other() -> None:
+    """With ``on_error="warn"`` it is counted, and what is behind it is finalised."""
+    finalized: list[str] = []
+
+    def fail() -> None:
+        raise LookupError("nobody to tell")
+
+    with AsyncCallsQueue(on_error="warn") as queue:
+        queue.schedule_async_request(AsyncRequest(None, [], [fail]))
+        queue.schedule_async_request(AsyncRequest(None, [], [lambda: finalized.append("second")]))
+        assert queue.wait() == [1]
+    assert (queue.failures, finalized) == (1, ["second"])
+
+
+def test_the_errno_of_a_users_exception_may_be_anything(tmp_path: Path) -> None:
+    """``OSError`` takes whatever it is given for one; the cause reaches the user all the same."""
+
+    def open_file(path: str, mode: str) -> Any:
+        raise OSError("cannot reach the store", "bucket 7")
+
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path / "saved", small_state(), open_file=open_file)
+        with pytest.raises(CheckpointException, match="bucket 7"):
+            queue.wait()
+
+
+@pytest.mark.parametrize("timeout", [-1.0, float("nan"), float("inf")])
+def test_a_timeout_that_is_none_is_refused(timeout: float) -> None:
+    """Before anything is waited for."""
+    with AsyncCallsQueue() as queue, pytest.raises(OptionError, match="timeout"):
+        queue.wait(timeout)

@@ -6,6 +6,7 @@ looked up where every rank has left word of how many requests it has scheduled.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -49,7 +50,7 @@ class Scheduled:
         """In a forked child, which has scheduled nothing."""
         self._count = 0
 
-    def others_missing(self, coordination: Coordination, timeout_s: float) -> SaveTimeoutError:
+    def others_missing(self, coordination: Coordination, waited_s: float) -> SaveTimeoutError:
         """Say which ranks have not come to a poll, as far as that can be told."""
         announced = coordination.announced()
         behind = {rank: count for rank, count in announced.items() if count < self._count}
@@ -59,7 +60,7 @@ class Scheduled:
             else "all ranks have scheduled as many requests, so some of them do not poll, or have ended"
         )
         return SaveTimeoutError(
-            f"other ranks did not poll within {timeout_s:g} s; this one has scheduled {self._count} requests; {who}",
+            f"other ranks did not poll within {waited_s:.1f} s; this one has scheduled {self._count} requests; {who}",
             rank=coordination.rank,
             phase="write",
             hint="every rank has to schedule and poll the same number of times; the process group cannot be used any more",
@@ -83,11 +84,13 @@ def agree(
     """
     index, last = mine.index, mine.last
     numbers = [mine.alive, mine.failed, mine.hurry, index, last, -index, -last]
-    timeout_s += PATIENCE_S
+    began_s = time.monotonic()
     try:
-        alive, failed, hurry, *highest = coordination.maximum(numbers, timeout_s=timeout_s)
+        alive, failed, hurry, *highest = coordination.maximum(
+            numbers, timeout_s=timeout_s + PATIENCE_S
+        )
     except TimeoutError as error:
-        raise scheduled.others_missing(coordination, timeout_s) from error
+        raise scheduled.others_missing(coordination, time.monotonic() - began_s) from error
     if highest != [index, last, -index, -last]:
         raise RankMismatchError(
             f"ranks have scheduled different requests: rank {coordination.rank} looks at number {index} and has"
@@ -108,29 +111,48 @@ def most_unfinished(
     Raises:
         SaveTimeoutError: Other ranks do not come.
     """
-    timeout_s += PATIENCE_S
+    began_s = time.monotonic()
     try:
-        (most,) = coordination.maximum([unfinished], timeout_s=timeout_s)
+        (most,) = coordination.maximum([unfinished], timeout_s=timeout_s + PATIENCE_S)
     except TimeoutError as error:
-        raise scheduled.others_missing(coordination, timeout_s) from error
+        raise scheduled.others_missing(coordination, time.monotonic() - began_s) from error
     return most
 
 
 def share_failure(
-    error: Exception | CheckpointException | None, coordination: Coordination
+    error: BaseException | None, coordination: Coordination, *, timeout_s: float
 ) -> None:
     """Raise what the finalize functions of one rank have raised on all ranks: there as it is, elsewhere as DCP does.
 
     Collective, but for a rank that has lost the others.
 
+    Args:
+        error: What they have raised here.
+        coordination: The ranks.
+        timeout_s: How long those of other ranks may take.
+
     Raises:
         CheckpointException: They have failed on another rank.
-        Exception: What they have raised on this one.
+        SaveTimeoutError: Those of another rank have not come to an end.
+        BaseException: What they have raised on this one.
     """
     if isinstance(error, RankLostError):
         raise error
     told_everywhere = isinstance(error, CheckpointException)
-    some_failed, some_untold = coordination.maximum([error is not None, not told_everywhere])
+    mine = [error is not None, not told_everywhere]
+    try:
+        some_failed, some_untold = coordination.maximum(mine, timeout_s=timeout_s)
+    except (RankLostError, TimeoutError) as lost:
+        if error is not None:
+            raise error from lost
+        if isinstance(lost, RankLostError):
+            raise
+        raise SaveTimeoutError(
+            f"the finalize functions of other ranks have not come to an end within {timeout_s:g} s",
+            rank=coordination.rank,
+            phase="finalize",
+            hint="every rank has to finalise the same requests",
+        ) from lost
     if error is not None and not (some_untold and coordination.world_size > 1):
         raise error
     if not some_failed:

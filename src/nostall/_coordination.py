@@ -129,6 +129,8 @@ class TorchGroup:
         """Say in our words that ranks cannot talk any more; the backend's own have no type."""
         try:
             yield
+        except (RecursionError, NotImplementedError):  # of what is to be sent, on this rank
+            raise
         except RuntimeError as error:
             raise RankLostError(
                 f"ranks cannot talk to each other any more: {error}",

@@ -10,12 +10,14 @@ import pickle
 import traceback
 from collections.abc import Mapping
 from copy import copy
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from nostall import _torch, errors
 from nostall._coordination import Coordination
 from nostall._values import Failure, RankFailed
 from nostall.errors import NostallError, SaveError, WriteError, WriterDiedError
+
+T = TypeVar("T")
 
 
 def sendable(wrapped: _torch.WrappedException) -> _torch.WrappedException:
@@ -103,6 +105,11 @@ def error_of(report: RankFailed, *, job: str | None = None) -> NostallError:
     return error
 
 
+def _if_of(kind: type[T], value: object) -> T | None:
+    """The value, if it is what it is taken for: users' exceptions have attributes of the same names."""
+    return value if isinstance(value, kind) else None
+
+
 def failure_of(error: BaseException, *, phase: str) -> Failure:
     """Any exception as plain data."""
     known = isinstance(error, NostallError)
@@ -113,8 +120,8 @@ def failure_of(error: BaseException, *, phase: str) -> Failure:
         else f"{type(error).__name__}: {error}",
         phase=(error.phase if known else None) or phase,  # type: ignore[attr-defined]  # known says that it is there
         path=getattr(error, "path", None) if known else None,
-        errno=getattr(error, "errno", None),
-        exit_code=getattr(error, "exit_code", None),
-        hint=getattr(error, "hint", None),
+        errno=_if_of(int, getattr(error, "errno", None)),
+        exit_code=_if_of(int, getattr(error, "exit_code", None)),
+        hint=_if_of(str, getattr(error, "hint", None)),
         traceback="".join(traceback.format_exception(error)),
     )

@@ -108,7 +108,9 @@ def _require_tensor(fqn: str, tensor: Mapping[str, Any], path: str) -> None:
         for at, length, end in zip(begin, extent, size, strict=True):
             if at + length > end:
                 raise _refused(f"a chunk of the tensor {fqn!r:.80} lies outside of it", path)
-        if begin in begins and 0 not in extent:
+        if not begin or 0 in extent:
+            continue  # such chunks overlap nothing, and every rank may have one
+        if begin in begins:
             raise _refused(f"the tensor {fqn!r:.80} has a chunk twice", path)
         begins.add(begin)
 

@@ -109,6 +109,8 @@ def _stand_in(kind: type) -> _StandIn:
     return _StandIn(kind.__name__, (), {"__slots__": (), "__new__": bare})
 
 
+_BYTES_DATA: Final[type | None] = getattr(planner, "BytesIOWriteData", None)
+"""Older torch has none."""
 _TYPES: Final[Mapping[type, Mapping[str, tuple[type, ...]]]] = MappingProxyType(
     {
         metadata.MetadataIndex: {
@@ -116,7 +118,7 @@ _TYPES: Final[Mapping[type, Mapping[str, tuple[type, ...]]]] = MappingProxyType(
             "offset": (NoneType, torch.Size),
             "index": (NoneType, int),
         },
-        planner.BytesIOWriteData: {"nbytes": (int,)},
+        **({_BYTES_DATA: {"nbytes": (int,)}} if _BYTES_DATA is not None else {}),
         planner.TensorWriteData: {
             "chunk": (metadata.ChunkStorageMetadata,),
             "properties": (metadata.TensorProperties,),
@@ -125,7 +127,7 @@ _TYPES: Final[Mapping[type, Mapping[str, tuple[type, ...]]]] = MappingProxyType(
         planner.WriteItem: {
             "index": (metadata.MetadataIndex,),
             "type": (planner.WriteItemType,),
-            "bytes_io_data": (NoneType, planner.BytesIOWriteData),
+            "bytes_io_data": (NoneType,) if _BYTES_DATA is None else (NoneType, _BYTES_DATA),
             "tensor_data": (NoneType, planner.TensorWriteData),
         },
         planner.SavePlan: {"items": (list,)},

@@ -28,6 +28,8 @@ class RankSave(BackgroundSave):
         self.prepared = prepared
         self._guard: Guard | None = None
         self._collected: RankReport | None = None
+        self._changed: list[str] = []
+        """Tensors that nobody had waited for, and that have changed."""
 
     @property
     def pending(self) -> bool:
@@ -139,11 +141,16 @@ class RankSave(BackgroundSave):
 
     def discard(self) -> None:
         """Remove this rank's files of a save that will not be committed, and let the next one have their names."""
-        self.progress.end()
         remove_files(_save.partial_files(self.prepared))
-        # After an abort somebody may still be writing, and will remove what has these names.
-        if self.prepared.target.claim is not None and not self.aborted:
-            self.prepared.target.claim.release()
+        self.end()
+
+    def end(self) -> None:
+        """Nothing more is going to be done for this save: let the next one in its directory have the plain names."""
+        self.progress.end()
+        claim = self.prepared.target.claim
+        # Somebody whose answer was not waited for may still be writing, and will remove what has these names.
+        if claim is not None and not self.aborted:
+            claim.release()
 
     def results(self) -> list[WriteResult]:
         """DCP's write results, waiting for the report if need be.
@@ -152,9 +159,12 @@ class RankSave(BackgroundSave):
             SaveError: The rank failed.
             StagingError: Tensors were changed without waiting for the snapshot.
         """
-        if self._guard is not None and self._collected is None:
-            changed = self._guard.changed_unseen()
-            if changed:
-                raise changed_too_early(changed)
-        self._collected = report = self.await_report()
+        is_first = self._collected is None
+        self._collected = report = (
+            self.await_report()
+        )  # also of a save that is lost: its names are in use until then
+        if self._guard is not None and is_first:
+            self._changed = self._guard.changed_unseen()
+        if self._changed:
+            raise changed_too_early(self._changed)
         return _save.write_results(self.prepared, report)

@@ -242,8 +242,13 @@ class Engine:
             if committed or (directory, prefix) in self._claims:
                 return None
             key = (directory, prefix)
-            claim = self._claims[key] = Claim(lambda: self._claims.pop(key, None))
+            claim = self._claims[key] = Claim(lambda: self._disclaim(key, claim))
             return claim
+
+    def _disclaim(self, key: tuple[str, str], claim: Claim) -> None:
+        with self._lock:
+            if self._claims.get(key) is claim:  # and not a later save's
+                del self._claims[key]
 
     def abort(self, reason: str) -> None:
         """Kill the writer processes; what they have not finished fails and is removed."""

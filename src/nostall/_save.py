@@ -202,8 +202,8 @@ def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResul
     if isinstance(report, RankFailed):
         raise error_of(report, job=prepared.target.job)
     receipts = _in_layout_order(prepared, report)
-    if prepared.target.stream is None:
-        _require_files(prepared.target, receipts)
+    if prepared.target.stream is None and receipts:
+        _require_file(prepared.target, receipts[0])
     for receipt in receipts:
         if receipt.failed_attempts:
             _log.warning(
@@ -226,21 +226,23 @@ def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResul
     return results
 
 
-def _require_files(target: SaveTarget, receipts: Iterable[FileReceipt]) -> None:
-    """Look for the files once more before anybody is told of them: a directory may be removed while it is written to."""
-    for receipt in receipts:
-        path = os.path.join(target.directory, receipt.name)
-        try:
-            require_file(path, receipt.nbytes)
-        except OSError as error:
-            raise WriteError(
-                f"the file was written and is not there now: {error.strerror}",
-                errno=error.errno,
-                phase="collect",
-                path=path,
-                job=target.job,
-                hint="something else removes or changes files in the checkpoint directory",
-            ) from error
+def _require_file(target: SaveTarget, receipt: FileReceipt) -> None:
+    """Look for one file once more before anybody is told: the directory may have been removed since it was written.
+
+    One is enough for that, and the trainer waits.
+    """
+    path = os.path.join(target.directory, receipt.name)
+    try:
+        require_file(path, receipt.nbytes)
+    except OSError as error:
+        raise WriteError(
+            f"the file was written and is not there now: {error.strerror}",
+            errno=error.errno,
+            phase="collect",
+            path=path,
+            job=target.job,
+            hint="something else removes or changes files in the checkpoint directory",
+        ) from error
 
 
 class WrittenItems(list[WriteResult]):

@@ -8,7 +8,7 @@ parameter's ``data`` does no harm, as the copy is of what was there.
 torch counts an operation when it is over, so one that was at work during the copy may not be counted when the copy ends. The
 counters are therefore kept, without the memory, until the trainer itself comes to finalise: by then it has finished what it
 had begun. Where it does not come (``dcp.async_save`` finalises on a thread of its own), the snapshot is looked at a second
-time after as long as copying has taken, and only then is it safe to change tensors.
+time after as long as copying has taken, but a tenth of a second at most, and only then is it safe to change tensors.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class _Waits:
 
 _waits = _Waits()
 _THREAD_NAME = "nostall-staging"
+_SECOND_LOOK_S = 0.1
+"""An operation on one tensor is over in this time; those who wait for the snapshot wait for it, too."""
 _AT_EXIT_TIMEOUT_S = 20.0
 """A hundred gigabytes and more are copied in this time; who waits for memory so long need not be waited for."""
 
@@ -160,7 +162,7 @@ def wait_for_all(timeout: float | None) -> None:
     deadline_s = None if timeout is None else called_s + timeout
     for guard in guards:
         guard.wait(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
-    _waits.last_s = called_s
+    _waits.last_s = max(_waits.last_s, called_s)
 
 
 def _after_fork_in_child() -> None:
@@ -219,17 +221,17 @@ def stage_behind(
     """
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
-    versions = [_torch.version_of(source) for source in sources]
+    counted = [
+        (name, source, version)
+        for name, source in zip(names, sources, strict=True)
+        if (version := _torch.version_of(source)) is not None
+    ]
     marks, devices = _torch.stream_marks(sources), _torch.current_devices(sources)
     guard = Guard()
     is_wanted = threading.Event()
 
     def changed() -> list[str]:
-        return [
-            name
-            for name, source, version in zip(names, sources, versions, strict=True)
-            if _torch.version_of(source) != version
-        ]
+        return [name for name, source, version in counted if _torch.version_of(source) != version]
 
     def take() -> T:
         with _torch.on_devices(devices):
@@ -237,13 +239,13 @@ def stage_behind(
             made, copies = begin(marks)
             try:
                 if not is_watched:
-                    time.sleep(time.monotonic() - began_s)
+                    time.sleep(min(time.monotonic() - began_s, _SECOND_LOOK_S))
                 spoiled = changed()  # before anybody may change them
                 guard.open(copies)
                 copies.wait()
                 spoiled = spoiled or guard.close(changed)
                 if is_watched:
-                    _torch.empty_all(sources)
+                    _torch.empty_all([source for _, source, _ in counted])
                     guard.keep_watch(changed)
             except BaseException:
                 discard(made)

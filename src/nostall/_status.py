@@ -69,6 +69,8 @@ class Progress:
         with self._lock:
             self._state = state
             self._moved_s = time.monotonic()
+            if state is State.WRITTEN:  # of which the last word was not told
+                self._written = {"": self._nbytes}
 
     def wrote(self, part: str, nbytes: int) -> None:
         """Note how much of a part of the save storage has taken by now."""
@@ -107,10 +109,13 @@ class UnderWay:
 
     def __init__(self) -> None:
         self._by_job: WeakValueDictionary[str, Progress] = WeakValueDictionary()
+        self._lock = threading.Lock()
 
     def begin(self, job: str, *, path: str, rank: int) -> Progress:
         """Enter a save."""
-        progress = self._by_job[job] = Progress(path=path, rank=rank)
+        progress = Progress(path=path, rank=rank)
+        with self._lock:
+            self._by_job[job] = progress
         return progress
 
     def wrote(self, part: str, nbytes: int) -> None:
@@ -121,6 +126,8 @@ class UnderWay:
 
     def statuses(self) -> tuple[SaveStatus, ...]:
         """Those that are not over, the oldest first."""
-        found = [progress.status() for progress in list(self._by_job.values())]
+        with self._lock:
+            known = list(self._by_job.values())
+        found = [progress.status() for progress in known]
         there = [status for status in found if status is not None]
         return tuple(sorted(there, key=lambda status: -status.seconds))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import threading
 import time
 import weakref
 from collections import deque
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import Self
 
-from nostall._agreement import Scheduled, View, agree, most_unfinished, share_failure
+from nostall._agreement import PATIENCE_S, Scheduled, View, agree, most_unfinished, share_failure
 from nostall._callers import (
     AsyncCaller,
     Call,
@@ -36,7 +37,7 @@ from nostall._reports import is_done
 from nostall._requests import AsyncRequest
 from nostall._runtime import default_engine
 from nostall._values import Failure
-from nostall.errors import OptionError, SaveTimeoutError
+from nostall.errors import OptionError, RankLostError, SaveTimeoutError
 from nostall.options import EngineOptions
 
 __all__ = [
@@ -183,7 +184,9 @@ class AsyncCallsQueue:
                 if agreed.failed:
                     self._raise_failure(call, coordination, no_dist=no_dist)
                 self._run_finalize_fns(call, coordination, no_dist=no_dist)
-            except CheckpointException as error:  # on every rank
+            except (RankLostError, SaveTimeoutError):  # there is no going on together
+                raise
+            except (Exception, CheckpointException) as error:  # on every rank
                 if self._on_error == "raise":
                     raise
                 self.failures += 1
@@ -194,16 +197,20 @@ class AsyncCallsQueue:
 
     def _run_finalize_fns(self, call: Call, coordination: Coordination, *, no_dist: bool) -> None:
         call.life.to(State.WRITTEN)
-        error: Exception | CheckpointException | None = None
+        error: BaseException | None = None
         try:
             call.request.execute_finalize_fns(validate_matching_call_idx=False)
-        except (Exception, CheckpointException) as raised:  # DCP's is no Exception
+        except (Exception, CheckpointException, SystemExit) as raised:  # DCP's is no Exception
             error = raised
         except BaseException:  # an interrupt, after which this rank talks to nobody
             call.life.to(State.FAILED)
             raise
         try:
-            share_failure(error, SingleProcess() if no_dist else coordination)
+            share_failure(
+                error,
+                SingleProcess() if no_dist else coordination,
+                timeout_s=default_engine().options.save_timeout_s + PATIENCE_S,
+            )
         except BaseException:
             call.life.to(State.FAILED)
             raise
@@ -229,6 +236,8 @@ class AsyncCallsQueue:
                 finalised.
             CheckpointException: A request failed on some rank.
         """
+        if timeout is not None:
+            _require_seconds(timeout)
         if timeout is not None and self._calls:
             coordination = coordination_for(self._process_group)
             unfinished = len(wait([call.outcome for call in self._calls], timeout).not_done)
@@ -275,6 +284,9 @@ class AsyncCallsQueue:
         try:
             if not abort:
                 self.wait(timeout)
+        except SaveTimeoutError as error:
+            error.hint = "what was not done has been given up"
+            raise
         finally:
             calls, self._calls = self._calls, deque()
             _unfinished.pop(self, None)
@@ -355,6 +367,13 @@ def _how_far(calls: Iterable[Call]) -> str:
     return "".join(f"; {status}" for status in found if status is not None)
 
 
+def _require_seconds(timeout: float) -> None:
+    if not 0 <= timeout <= threading.TIMEOUT_MAX:  # not a number is neither
+        raise OptionError(
+            f"timeout={timeout!r} is not possible", hint="use seconds, or None for no limit"
+        )
+
+
 def _require_possible(cpu_priority: int, io_priority: int | None, sigterm_timeout: float) -> None:
     """Refuse what could only fail once a process is started."""
     EngineOptions(cpu_priority=cpu_priority, io_priority=io_priority)
@@ -373,7 +392,8 @@ def drain_on_sigterm(grace_s: float = 30.0) -> None:
     main thread.
 
     Args:
-        grace_s: Seconds after which the process ends in any case, with status 143, and unfinished saves are lost.
+        grace_s: Seconds after which the process ends, with status 143, and unfinished saves are lost; counted from when the
+            main thread can run Python code, so not while it stands in a collective.
 
     Raises:
         OptionError: This is not the main thread; or ``grace_s`` is no number of seconds.

@@ -78,6 +78,11 @@ def _why_no_directory(path: str) -> str | None:
     return f"{path} is a file" if os.path.isfile(path) else None
 
 
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    """Where a path leads now: the trainer may change its directory, and its writer process has one of its own."""
+    return Path(os.path.abspath(path))
+
+
 def _files_of(path: str) -> set[str]:
     """Names of the shard files of the checkpoint whose metadata this is; empty if there is none that can be trusted."""
     with suppress(OSError, DamagedCheckpointError):
@@ -139,6 +144,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             )
         super().__init__(path, *args, **kwargs)
         self._refuse_other_storage(path, use_msc=use_msc)
+        self.path = _absolute(self.path)
         if getattr(self, "serialization_format", None) == SerializationFormat.SAFETENSORS:
             raise OptionError(
                 "serialization_format=SAFETENSORS is not supported yet",
@@ -173,6 +179,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.require_free()
         super().reset(checkpoint_id)
         self._refuse_other_storage(checkpoint_id)
+        self.path = _absolute(self.path)
         self._save = None
         self._failure = None
         self._claim = None
@@ -522,10 +529,10 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def end_save(self) -> None:
         """Let the next save in this directory have the plain file names, unless this one was committed."""
-        if self._claim is not None:
-            self._claim.release()
         if self._save is not None:
-            self._save.prepared.target.progress.end()
+            self._save.end()
+        elif self._claim is not None:
+            self._claim.release()
 
     def fail_later(self, error: NostallError) -> None:
         """Record that this rank has nothing to write because planning failed; reported when the save is finalised."""

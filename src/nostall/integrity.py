@@ -103,7 +103,7 @@ def is_complete(path: str | os.PathLike[str], deep: bool = False) -> bool:
 
 
 def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | None:
-    """The complete checkpoint that was committed last among the directories in ``root``; ``None`` if there is none.
+    """The complete checkpoint that was committed last among the directories in ``root``; ``None`` if there is none, or no ``root``.
 
     Directories that hold something else, or a checkpoint that is not complete, are passed over; those that are newer than
     the one returned are named in a warning.
@@ -116,6 +116,8 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
         OSError: ``root`` cannot be read.
     """
     candidates = []
+    if not os.path.lexists(root):
+        return None
     with os.scandir(root) as entries:
         for entry in entries:
             metadata = os.path.join(entry.path, _torch.METADATA_NAME)

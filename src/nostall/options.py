@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from nostall.errors import OptionError
 
+MOST_IO_THREADS = 1024
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
@@ -45,6 +47,11 @@ class EngineOptions:
             require_integer("copy_threads", self.copy_threads, at_least=1)
         if self.io_threads is not None:
             require_integer("io_threads", self.io_threads, at_least=1)
+            _require(
+                self.io_threads <= MOST_IO_THREADS,
+                f"io_threads={self.io_threads}",
+                f"at most {MOST_IO_THREADS}",
+            )
         _require(
             _is_number(self.chunk_nbytes)
             and self.chunk_nbytes >= 4096

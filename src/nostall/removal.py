@@ -44,7 +44,11 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         OptionError: It is not the directory of a checkpoint.
         WriteError: Storage refused; ``path`` and ``errno`` say what and why.
     """
-    directory = os.fspath(path)
+    if not os.fspath(path) or "://" in os.fspath(path):
+        raise OptionError(
+            "this is no directory of this machine", path=os.fspath(path), hint="pass a path"
+        )
+    directory = os.path.abspath(path)  # without a slash at its end, which would follow a link
     try:
         contents = _contents(directory)
         if contents is None:

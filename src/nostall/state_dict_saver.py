@@ -47,7 +47,7 @@ from nostall._planning import (
 from nostall._preemption import preemption
 from nostall._save import KnownSave
 from nostall._values import Abort, Commit, WrittenFile
-from nostall.errors import NotDurableError, SaveError
+from nostall.errors import NotDurableError, SaveError, WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
 
 __all__ = [
@@ -314,12 +314,16 @@ def _finalize(
         changed_plan=session.changed_plan if session else None,
         took_s=storage_writer.took_s,
     )
-    with storage_writer.timeline.measure("commit"):
-        outcomes = coordination.gather(outcome)
-        finished = None
-        if outcomes is not None:
-            finished = _finish(storage_writer, global_metadata, outcomes, session, coordination)
-        ending = coordination.broadcast(finished)
+    try:
+        with storage_writer.timeline.measure("commit"):
+            outcomes = coordination.gather(outcome)
+            finished = None
+            if outcomes is not None:
+                finished = _finish(storage_writer, global_metadata, outcomes, session, coordination)
+            ending = coordination.broadcast(finished)
+    except BaseException:
+        storage_writer.end_save()
+        raise
     if cache is not None:
         cache.told = token_of(told)
         if ending.changed or ending.failures:
@@ -358,7 +362,7 @@ class _Ending:
 
     failures: dict[int, _torch.WrappedException]
     published: bool
-    """Whether the metadata is there; after a failure, too, if it could not be made durable."""
+    """Whether the metadata is there, or may be; after a failure, too."""
     changed: bool
     """Whether some rank's structure has changed, so that the next save is planned together."""
     slowest_rank: int | None = None
@@ -380,6 +384,7 @@ def _finish(
         case Abort(failures=failures):
             return _Ending(failures=failures, published=False, changed=changed)
         case Commit(results=results):
+            begun = False
             try:
                 metadata = _metadata_to_publish(planned, outcomes, session)
                 if metadata is None:
@@ -388,15 +393,21 @@ def _finish(
                 if publication is None:
                     publication = writer.publication_of(metadata, results)
                     known.note_published(told, metadata, publication)
+                begun = True
                 writer.publish(publication, metadata, [each.files for each in outcomes])
             except Exception as error:  # every rank has to hear of it
                 return _Ending(
                     failures={coordination.rank: sendable(_torch.wrap_exception(error))},
-                    published=isinstance(error, NotDurableError),
+                    published=begun and not _is_unpublished(error),
                     changed=changed,
                 )
     slowest = max(range(len(outcomes)), key=lambda rank: outcomes[rank].took_s)
     return _Ending(failures={}, published=True, changed=changed, slowest_rank=slowest)
+
+
+def _is_unpublished(error: Exception) -> bool:
+    """Whether it is certain that no metadata refers to the files; what a subclass raises may come after the commit."""
+    return isinstance(error, WriteError) and not isinstance(error, NotDurableError)
 
 
 def verify_global_md_reuse(

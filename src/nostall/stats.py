@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nostall._values import FileReceipt
@@ -58,7 +58,7 @@ class SaveStats:
     """How often a file had to be written anew."""
     slowest_rank: int | None
     """Whose files were durable last, counted from the beginning of its planning; ``None`` before the save is finalised."""
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...] = field(repr=False)
 
     def to_chrome_trace(self) -> dict[str, Any]:
         """The timeline in the Trace Event Format, which Perfetto and ``chrome://tracing`` read; times in microseconds."""

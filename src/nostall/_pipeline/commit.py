@@ -11,7 +11,13 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 
-from nostall._storage.posix import remove_files, replace_file, sync_directory, write_file
+from nostall._storage.posix import (
+    identity_of,
+    remove_files,
+    replace_file,
+    sync_directory,
+    write_file,
+)
 from nostall._values import CommittedCheckpoint
 from nostall.errors import NotDurableError, WriteError
 
@@ -49,7 +55,13 @@ def commit(
         else:
             write_file(temporary, metadata, sync=False)
         at("publish")
-        replace_file(final, by=temporary)
+        identity = identity_of(temporary)
+        try:
+            replace_file(final, by=temporary)
+        except OSError:
+            # Network file systems may answer so to a request that they have heard twice, and done once.
+            if identity_of(final) != identity:
+                raise
     except BaseException as error:
         remove_files([temporary])
         if not isinstance(error, Exception):

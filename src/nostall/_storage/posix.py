@@ -158,9 +158,21 @@ def make_directory(path: str) -> None:
             raise
     except FileNotFoundError:
         parent = os.path.dirname(os.path.abspath(path))
+        if os.path.isdir(parent):  # a file system that makes no directories
+            raise
         make_directory(parent)
         sync_directory(os.path.dirname(parent))
         make_directory(path)
+
+
+def identity_of(path: str) -> tuple[int, int]:
+    """Which file has that name.
+
+    Raises:
+        OSError: None has.
+    """
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
 def require_file(path: str, nbytes: int) -> None:

@@ -11,7 +11,12 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 
-from nostall._storage.posix import make_directory, remove_files, sync_directory
+from nostall._storage.posix import (
+    make_directory,
+    remove_files,
+    require_file,
+    sync_directory,
+)
 from nostall._storage.streams import StreamTarget
 from nostall._values import (
     Failure,
@@ -58,6 +63,7 @@ def perform(
         make_directory(job.directory)
         if stream is None:
             receipts = write_images(job, images, faults, at, cancelled, cutter)
+            _look_for(job, at)
         else:
             receipts = write_streams(job, images, faults, at, stream, cancelled, cutter)
         if job.sync_files and os.path.isdir(job.directory):
@@ -77,8 +83,19 @@ def perform(
     return RankWritten(rank=job.rank, receipts=receipts)
 
 
+def _look_for(job: WriteJob, at: Position) -> None:
+    """Make sure that files are still there: a directory may be removed while it is written to.
+
+    Raises:
+        OSError: One is not, or is another one.
+    """
+    for image in job.files:
+        at.move("write", os.path.join(job.directory, image.name))
+        require_file(at.path, image.nbytes)
+
+
 def _describe(error: Exception, at: Position) -> Failure:
-    code = error.errno if isinstance(error, OSError) else None
+    code = error.errno if isinstance(error, OSError) and isinstance(error.errno, int) else None
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     hint = None
     if code in (errno.ENOSPC, errno.EDQUOT):

@@ -25,10 +25,10 @@ from nostall._values import (
 )
 from nostall._writer.framing import Message
 from nostall.errors import ProtocolError
+from nostall.options import MOST_IO_THREADS
 
 _MOST_NBYTES = 1 << 62
 """What no file system and no memory can hold."""
-_MOST_THREADS = 1 << 10
 _MOST_CRC32 = (1 << 32) - 1
 _MOST_HASH = (1 << 64) - 1
 
@@ -117,7 +117,7 @@ def job_from_message(message: Message, known: Mapping[int, Sequence[SealTable]])
                 )
             ),
             sync_files=_of(bool, message["sync_files"]),
-            io_threads=_count(message["io_threads"], _MOST_THREADS),
+            io_threads=_count(message["io_threads"], MOST_IO_THREADS),
             chunk_nbytes=_count(message["chunk_nbytes"]),
             direct=_of(bool, message["direct"]),
             checksum_files=_of(bool, message["checksum_files"]),
