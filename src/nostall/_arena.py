@@ -109,21 +109,24 @@ def _as_reservation_error(nbytes: int) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
             raise
-        reason = os.strerror(error.errno)
+        hint = _MEMORY_HINT
         if error.errno == errno.EFBIG:
-            reason += (
-                ": the limit on file sizes, `ulimit -f`, is on memory behind a descriptor, too"
-            )
-        raise _reservation_error(nbytes, reason) from error
+            hint = "raise the limit on file sizes, `ulimit -f`, which is on memory behind a descriptor, too"
+        raise _reservation_error(nbytes, os.strerror(error.errno), hint) from error
 
 
-def _reservation_error(nbytes: int, reason: str) -> ReservationError:
+_MEMORY_HINT = (
+    "free memory on this host or raise the container's limit; a snapshot needs the size of this rank's share of"
+    " the checkpoint"
+)
+
+
+def _reservation_error(nbytes: int, reason: str, hint: str = _MEMORY_HINT) -> ReservationError:
     return ReservationError(
         f"{nbytes} bytes of host memory for a snapshot are not to be had ({reason})",
         nbytes=nbytes,
         phase="stage",
-        hint="free memory on this host or raise the container's limit; a snapshot needs the size of"
-        " this rank's share of the checkpoint",
+        hint=hint,
     )
 
 

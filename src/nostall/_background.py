@@ -63,7 +63,11 @@ class BackgroundSave(ABC):
 
     def fail(self, error: BaseException, *, phase: str) -> None:
         """Record that this rank cannot do its part, to be reported when the save is finalised."""
-        self._settle(RankFailed(rank=self.rank, failure=failure_of(error, phase=phase)))
+        self._settle(self.failed(error, phase=phase))
+
+    def failed(self, error: BaseException, *, phase: str) -> RankFailed:
+        """An error as this rank's report."""
+        return RankFailed(rank=self.rank, failure=failure_of(error, phase=phase))
 
     def abort(self) -> None:
         """Give the save up; bounded in time, and harmless when it is over."""

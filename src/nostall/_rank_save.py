@@ -126,13 +126,19 @@ class RankSave(BackgroundSave):
                     if self._guard is not None:
                         self._guard.leave()
             except BaseException as error:  # whoever waits must hear of it
-                failure = failure_of(error, phase="stage")
-                report.set_result(RankFailed(rank=self.rank, failure=failure))
+                report.set_result(self.failed(error, phase="stage"))
                 return
             written.add_done_callback(lambda done: report.set_result(done.result()))
 
         staging.add_done_callback(go_on)
         return report
+
+    def failed(self, error: BaseException, *, phase: str) -> RankFailed:
+        """An error as this rank's report, which at least says which checkpoint it is about."""
+        failure = failure_of(error, phase=phase)
+        if failure.path is None:
+            failure = replace(failure, path=self.prepared.target.directory)
+        return RankFailed(rank=self.rank, failure=failure)
 
     def _settle(self, report: RankReport) -> None:
         if isinstance(report, RankWritten):
@@ -166,5 +172,7 @@ class RankSave(BackgroundSave):
         if self._guard is not None and is_first:
             self._changed = self._guard.changed_unseen()
         if self._changed:
-            raise changed_too_early(self._changed)
+            error = changed_too_early(self._changed)
+            error.path = self.prepared.target.directory
+            raise error
         return _save.write_results(self.prepared, report)

@@ -73,10 +73,16 @@ def _verify(parsed: argparse.Namespace) -> int:
         print(f"damaged: {damage}")
     if found.unchecked:
         print(f"no checksum: {len(found.unchecked)} items, {found.unchecked[0]} for one")
-    how = "manifest" if found.has_manifest else "checksums of its records"
+    if not found.ok:
+        verdict = "DAMAGED"
+    elif found.has_manifest:
+        verdict = "as it was written"
+    else:
+        verdict = (
+            "no damage found; it has no manifest, so this rests on the checksums of its records"
+        )
     print(
-        f"{found.path}: {'as it was written' if found.ok else 'DAMAGED'}"
-        f" ({found.items} items, {found.files} files, {found.nbytes} bytes, by its {how})"
+        f"{found.path}: {verdict} ({found.items} items, {found.files} files, {found.nbytes} bytes)"
     )
     return 0 if found.ok else 1
 

@@ -72,10 +72,12 @@ _results_queue: queue.SimpleQueue[Any] | None = None
 
 
 def _why_no_directory(path: str) -> str | None:
-    """What is in the way, if it is a file."""
+    """What is in the way, if it is a file or a link."""
     while path and not os.path.lexists(path):
         path = os.path.dirname(path)
-    return f"{path} is a file" if os.path.isfile(path) else None
+    if not os.path.exists(path):
+        return f"{path} is a link that leads nowhere"
+    return None if os.path.isdir(path) else f"{path} is a file"
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
