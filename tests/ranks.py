@@ -14,6 +14,20 @@ TESTS = Path(__file__).parent
 TIMEOUT_S = 120.0
 
 
+def run_script(
+    name: str, *args: str, cwd: Path, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a script of this directory in an interpreter of its own and return what it said, however it ended."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", str(TESTS / name), *args],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
 class RanksFailed(AssertionError):
     """The ranks did not end as expected; carries their output."""
 

@@ -123,6 +123,45 @@ def test_a_rename_that_was_done_is_done_whatever_the_system_says(tmp_path: Path)
     assert (tmp_path / ".metadata").read_bytes() == b"new"
 
 
+class RefusedRename(RecordingOs):
+    """A system that refuses renames and, if asked, then does not know what is there either."""
+
+    def __init__(self, *, knows: bool) -> None:
+        super().__init__()
+        self._knows, self._refused = knows, False
+
+    def replace(self, source: str, target: str) -> None:
+        self._refused = True
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def stat(self, path: str) -> os.stat_result:
+        if self._refused and not self._knows:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return os.stat(path)
+
+
+def test_a_rename_that_was_refused_is_told_with_its_own_reason(tmp_path: Path) -> None:
+    """Not with that of the look at what it has led to."""
+    with (
+        patch.object(posix, "os", RefusedRename(knows=True)),
+        pytest.raises(WriteError) as caught,
+    ):
+        publish(tmp_path)
+    assert caught.value.errno == errno.ENOSPC
+    assert not isinstance(caught.value, NotDurableError)
+    assert names_in(tmp_path) == set()
+
+
+def test_a_commit_of_which_nobody_knows_counts_as_one_that_may_be_there(tmp_path: Path) -> None:
+    """So nothing that the metadata may refer to is removed."""
+    with (
+        patch.object(posix, "os", RefusedRename(knows=False)),
+        pytest.raises(NotDurableError, match="cannot be told") as caught,
+    ):
+        publish(tmp_path)
+    assert caught.value.errno == errno.ENOSPC
+
+
 def test_what_fails_after_the_commit_removes_nothing(tmp_path: Path) -> None:
     """A subclass that publishes and then raises fails the save, and leaves the checkpoint that is there by then."""
 

@@ -61,8 +61,11 @@ def test_a_loop_that_only_polls_learns_of_a_save_that_does_not_end(held: AsyncCa
 
 def test_closing_waits_no_longer_than_it_is_told(held: AsyncCallsQueue, tmp_path: Path) -> None:
     """What is not done by then is given up, and is not there."""
-    with pytest.raises(SaveTimeoutError, match=r"1 of 1 requests are not done .* after 0\.1 s"):
+    with pytest.raises(
+        SaveTimeoutError, match=r"1 of 1 requests are not done .* after 0\.1 s"
+    ) as late:
         held.close(timeout=0.1)
+    assert late.value.hint == "what was scheduled has been given up"
     assert held.pending == 0
     assert os.listdir(tmp_path / "held") == []
 

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Of its own, as it forks, which a process with threads must not."""
     command = [sys.executable, "-W", "ignore", str(HERE / program), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
 @pytest.fixture(scope="module")

@@ -312,6 +312,8 @@ def test_a_writer_process_that_cannot_be_started_is_a_typed_error(
     "wrong",
     [
         lambda: EngineOptions(io_threads="4"),  # type: ignore[arg-type]  # on purpose
+        lambda: EngineOptions(io_threads=2000),
+        lambda: EngineOptions(direct_io=1),  # type: ignore[arg-type]  # on purpose
         lambda: EngineOptions(save_timeout_s="1"),  # type: ignore[arg-type]  # on purpose
         lambda: FileSystemWriterAsync("unused", thread_count="2"),
         lambda: FileSystemWriterAsync("unused", open_file=3),
@@ -321,7 +323,7 @@ def test_a_writer_process_that_cannot_be_started_is_a_typed_error(
         lambda: nostall.warmup("1G"),  # type: ignore[arg-type]  # on purpose
         lambda: nostall.configure({"io_threads": 2}),  # type: ignore[arg-type]  # on purpose
     ],
-    ids=range(9),
+    ids=range(11),
 )
 def test_an_argument_of_the_wrong_kind_is_refused_where_it_is_passed(wrong: Any) -> None:
     """With an error that says what to use instead."""

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 import nostall
 from nostall import _ending
-from ranks import TESTS, run_ranks
+from ranks import TESTS, run_ranks, run_script
 from states import blobs, schedule, small_state
 
 PROGRAM = TESTS / "programs" / "endings.py"
@@ -218,14 +218,7 @@ def test_sigterm_on_one_rank_lets_all_finish_at_the_next_poll(tmp_path: Path) ->
 
 def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
     """Some kills of trainers and writers at random moments; ``nox -s soak`` makes a thousand."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(TESTS / "soak.py"), "--kills", "8"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = run_script("soak.py", "--kills", "8", cwd=tmp_path, timeout_s=110)
     assert done.returncode == 0, done.stdout + done.stderr
     counted = json.loads(done.stdout)
     assert counted["kills"] == 8

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from matrix_cells import DEATHS, FAULTS, PLACES, SHAPES, WAYS, all_cells, covering
-
-TESTS = Path(__file__).parent
+from ranks import run_script
 
 
 def test_few_cells_show_every_fault_in_every_place_and_way() -> None:
@@ -28,14 +25,7 @@ def test_few_cells_show_every_fault_in_every_place_and_way() -> None:
 
 def test_a_save_that_fails_tells_everybody_harms_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     """On two ranks, for every pair of a fault, a place, a rank, a kind of save and what it replaces."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(TESTS / "matrix.py"), "--covering"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = run_script("matrix.py", "--covering", cwd=tmp_path, timeout_s=280)
     assert done.returncode == 0, done.stdout + done.stderr
     counted = json.loads(done.stdout)
     assert counted["cells"] == len(covering(all_cells(), seed=1))

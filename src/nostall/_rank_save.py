@@ -165,14 +165,12 @@ class RankSave(BackgroundSave):
             SaveError: The rank failed.
             StagingError: Tensors were changed without waiting for the snapshot.
         """
-        is_first = self._collected is None
-        self._collected = report = (
-            self.await_report()
-        )  # also of a save that is lost: its names are in use until then
-        if self._guard is not None and is_first:
-            self._changed = self._guard.changed_unseen()
+        if self._collected is None:
+            # Before anything is raised: names and memory of a save that is lost are in use until its report is there.
+            self._collected = self.await_report()
+            self._changed = [] if self._guard is None else self._guard.changed_unseen()
         if self._changed:
             error = changed_too_early(self._changed)
             error.path = self.prepared.target.directory
             raise error
-        return _save.write_results(self.prepared, report)
+        return _save.write_results(self.prepared, self._collected)

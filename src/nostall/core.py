@@ -236,6 +236,10 @@ class AsyncCallsQueue:
                 finalised.
             CheckpointException: A request failed on some rank.
         """
+        return self._wait(timeout, hint="wait again, or close(abort=True)")
+
+    def _wait(self, timeout: float | None, *, hint: str) -> list[int]:
+        """As :meth:`wait`; ``hint`` is what to do about what is not done in time."""
         if timeout is not None:
             _require_seconds(timeout)
         if timeout is not None and self._calls:
@@ -248,7 +252,7 @@ class AsyncCallsQueue:
                     f" and up to {most} on others{_how_far(self._calls)}",
                     rank=coordination.rank,
                     phase="write",
-                    hint="wait again, or close(abort=True)",
+                    hint=hint,
                 )
         return self.maybe_finalize_async_calls(blocking=True)
 
@@ -283,10 +287,7 @@ class AsyncCallsQueue:
         """
         try:
             if not abort:
-                self.wait(timeout)
-        except SaveTimeoutError as error:
-            error.hint = "what was not done has been given up"
-            raise
+                self._wait(timeout, hint="what was scheduled has been given up")
         finally:
             calls, self._calls = self._calls, deque()
             _unfinished.pop(self, None)

@@ -7,7 +7,7 @@
     ├── SaveError                                    a save went wrong; nothing was committed
     │   ├── StagingError                             the snapshot could not be taken
     │   ├── WriteError           (also OSError)      storage refused a shard file or the metadata
-    │   │   └── NotDurableError                      the checkpoint is there, but perhaps not after a power failure
+    │   │   └── NotDurableError                      the checkpoint may be there, but is not sure to stay
     │   ├── WriterDiedError                          the writer process ended before it answered
     │   ├── SaveTimeoutError     (also TimeoutError) a deadline passed
     │   ├── SaveAbortedError                         the save was abandoned on request
@@ -115,7 +115,9 @@ class WriteError(SaveError, OSError):
 
 
 class NotDurableError(WriteError):
-    """The metadata is published, and storage refused to make that durable: the checkpoint is there as long as power is."""
+    """Storage failed when the metadata was being published or made durable: the checkpoint is there, or may be, but is not sure to
+    survive a power failure. Nothing of it was removed.
+    """
 
 
 class WriterDiedError(SaveError):

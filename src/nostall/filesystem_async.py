@@ -575,7 +575,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         return WriterOptions(
             thread_count=self.thread_count,
             file_per_item=not self.single_file_per_rank,
-            sync_files=self.sync_files,
+            sync_files=bool(self.sync_files),  # stock takes whatever is true
             overwrite=self.overwrite,
             separation_hint=self._separation_hint,
             processes=self._processes,

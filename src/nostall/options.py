@@ -59,6 +59,7 @@ class EngineOptions:
             f"chunk_nbytes={self.chunk_nbytes}",
             "a positive multiple of 4096",
         )
+        _require(isinstance(self.direct_io, bool), f"direct_io={self.direct_io!r}", "True or False")
         require_integer("write_retries", self.write_retries, at_least=0)
         require_integer("max_in_flight", self.max_in_flight, at_least=1)
         if self.max_staging_bytes is not None:

@@ -73,7 +73,7 @@ def _remove(directory: str, contents: _Contents) -> None:
         remove_file(os.path.join(directory, name))
     if not contents.others:
         remove_directory(directory)
-        sync_directory(os.path.dirname(os.path.abspath(directory)))
+        sync_directory(os.path.dirname(directory))
 
 
 def _contents(directory: str) -> _Contents | None:

@@ -321,16 +321,14 @@ def _finalize(
             if outcomes is not None:
                 finished = _finish(storage_writer, global_metadata, outcomes, session, coordination)
             ending = coordination.broadcast(finished)
-    except BaseException:
+        if cache is not None:
+            cache.told = token_of(told)
+            if ending.changed or ending.failures:
+                cache.forget()
+        if ending.failures and not ending.published:
+            storage_writer.discard()
+    finally:
         storage_writer.end_save()
-        raise
-    if cache is not None:
-        cache.told = token_of(told)
-        if ending.changed or ending.failures:
-            cache.forget()
-    if ending.failures and not ending.published:
-        storage_writer.discard()
-    storage_writer.end_save()
     storage_writer.note_slowest(ending.slowest_rank)
     if ending.failures:
         raise exception_for(
@@ -384,7 +382,6 @@ def _finish(
         case Abort(failures=failures):
             return _Ending(failures=failures, published=False, changed=changed)
         case Commit(results=results):
-            begun = False
             try:
                 metadata = _metadata_to_publish(planned, outcomes, session)
                 if metadata is None:
@@ -393,16 +390,25 @@ def _finish(
                 if publication is None:
                     publication = writer.publication_of(metadata, results)
                     known.note_published(told, metadata, publication)
-                begun = True
-                writer.publish(publication, metadata, [each.files for each in outcomes])
             except Exception as error:  # every rank has to hear of it
                 return _Ending(
-                    failures={coordination.rank: sendable(_torch.wrap_exception(error))},
-                    published=begun and not _is_unpublished(error),
+                    failures=_failures(error, coordination), published=False, changed=changed
+                )
+            try:
+                writer.publish(publication, metadata, [each.files for each in outcomes])
+            except Exception as error:  # as above
+                return _Ending(
+                    failures=_failures(error, coordination),
+                    published=not _is_unpublished(error),
                     changed=changed,
                 )
     slowest = max(range(len(outcomes)), key=lambda rank: outcomes[rank].took_s)
     return _Ending(failures={}, published=True, changed=changed, slowest_rank=slowest)
+
+
+def _failures(error: Exception, coordination: Coordination) -> dict[int, _torch.WrappedException]:
+    """An error of the coordinator's, for all ranks."""
+    return {coordination.rank: sendable(_torch.wrap_exception(error))}
 
 
 def _is_unpublished(error: Exception) -> bool:

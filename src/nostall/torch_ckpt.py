@@ -113,7 +113,7 @@ class _FileSave(BackgroundSave):
             sync_files=True,
             io_threads=self.engine.io_threads,
             chunk_nbytes=options.chunk_nbytes,
-            direct=bool(options.direct_io),
+            direct=options.direct_io,
             checksum_files=False,
             retries=options.write_retries,
             faults=self.engine.faults,

@@ -58,10 +58,12 @@ def commit(
         identity = identity_of(temporary)
         try:
             replace_file(final, by=temporary)
-        except OSError:
+        except OSError as error:
             # Network file systems may answer so to a request that they have heard twice, and done once.
-            if identity_of(final) != identity:
+            if not _has_become(final, identity, error):
                 raise
+    except NotDurableError:
+        raise
     except BaseException as error:
         remove_files([temporary])
         if not isinstance(error, Exception):
@@ -87,6 +89,26 @@ def commit(
     removed = tuple(replaced_files)
     remove_files(os.path.join(directory, name) for name in removed)
     return CommittedCheckpoint(path=directory, metadata_nbytes=len(metadata), removed=removed)
+
+
+def _has_become(path: str, identity: tuple[int, int], refusal: OSError) -> bool:
+    """Whether a refused rename was done all the same.
+
+    Raises:
+        NotDurableError: That cannot be told, so nothing that the metadata may refer to must be removed.
+    """
+    try:
+        return identity_of(path) == identity
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise NotDurableError(
+            f"it cannot be told whether the metadata was published: {_reason(refusal)}, and then {_reason(error)}",
+            errno=refusal.errno,
+            phase="commit",
+            path=path,
+            hint="look at the directory when the storage answers again",
+        ) from refusal
 
 
 def _reason(error: Exception) -> str:
