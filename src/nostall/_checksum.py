@@ -7,10 +7,10 @@ a quarter of that.
 
 from __future__ import annotations
 
+import os
 import sys
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 
 Crc32 = Callable[..., int]
 """Called with what to sum and, to go on with an earlier sum, with that."""
@@ -31,7 +31,7 @@ def use_fastest() -> str | None:
         crc32 = zlib.crc32
         return None
     crc32 = isal_zlib.crc32
-    return str(Path(isal_zlib.__file__).parents[1])
+    return os.path.dirname(os.path.dirname(isal_zlib.__file__))
 
 
 def use_fastest_from(directory: str) -> None:

@@ -270,6 +270,9 @@ class Abort:
 Verdict: TypeAlias = Commit | Abort
 
 
+MOST_IO_THREADS = 1024
+"""Of one writer process; more are a mistake."""
+
 NO_BLOCK = 0
 """In place of a block's identifier: the image is made while it is written."""
 

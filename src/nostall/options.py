@@ -6,9 +6,8 @@ import os
 import threading
 from dataclasses import dataclass
 
+from nostall._values import MOST_IO_THREADS
 from nostall.errors import OptionError
-
-MOST_IO_THREADS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from nostall._values import (
+    MOST_IO_THREADS,
     Failure,
     FileImage,
     FileReceipt,
@@ -25,7 +26,6 @@ from nostall._values import (
 )
 from nostall._writer.framing import Message
 from nostall.errors import ProtocolError
-from nostall.options import MOST_IO_THREADS
 
 _MOST_NBYTES = 1 << 62
 """What no file system and no memory can hold."""
