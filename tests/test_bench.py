@@ -51,6 +51,7 @@ def options(directory: Path, **changes: Any) -> BenchOptions:
         "json": None,
         "plot": None,
         "noise": False,
+        "overwrite": False,
         "probes": False,
     }
     return BenchOptions(**{**chosen_options, **changes})

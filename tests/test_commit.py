@@ -25,6 +25,7 @@ from crashes import RecordingOs
 from nostall._metadata import complete_metadata, load_metadata, publication_of, referenced_files
 from nostall._pipeline.commit import commit
 from nostall._storage import posix
+from nostall._writer.handle import WriterProcess
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import (
     CheckpointExistsError,
@@ -36,7 +37,7 @@ from nostall.errors import (
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import verify
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
-from nostall.testing import Fault, inject
+from nostall.testing import Fault, inject, writer_pids
 from states import blobs, read_metadata, schedule, small_state
 
 # --- the commit itself ------------------------------------------------------------------------------------------------
@@ -121,6 +122,50 @@ def test_a_rename_that_was_done_is_done_whatever_the_system_says(tmp_path: Path)
     with patch.object(posix, "os", ForgetfulOs()):
         publish(tmp_path)
     assert (tmp_path / ".metadata").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("most", [0, 2, 9])
+def test_removed_files_lose_their_names_at_once_and_their_room_later(
+    tmp_path: Path, most: int
+) -> None:
+    """Links are removed and not followed, and what is not there is no error."""
+    for name in ("a", "b", "c", "kept"):
+        (tmp_path / name).write_bytes(b"shard")
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    names = ("a", "was never there", "link", "b", "c")
+    held = posix.remove_and_hold((str(tmp_path / name) for name in names), most=most)
+    assert names_in(tmp_path) == {"kept"}
+    assert len(held) == min(most, 4)
+    assert all(os.fstat(fd).st_nlink == 0 for fd in held)
+    posix.let_go(held)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(held[0] if held else -1)
+
+
+def test_the_writer_process_waits_for_the_room_of_a_checkpoint_that_was_replaced(
+    tmp_path: Path,
+) -> None:
+    """Giving back a gigabyte takes storage a fifth of a second, which no poll has to take."""
+    handed_over: list[list[tuple[int, int]]] = []
+    let_go = WriterProcess.let_go
+
+    def noted(writer: WriterProcess, descriptors: list[int]) -> None:
+        found = [os.fstat(fd) for fd in descriptors]
+        handed_over.append([(each.st_ino, each.st_nlink) for each in found])
+        let_go(writer, descriptors)
+
+    with patch.object(WriterProcess, "let_go", noted), AsyncCallsQueue() as queue:
+        for seed in range(3):
+            replaced = [(path.stat().st_ino, 0) for path in sorted(tmp_path.glob("*.distcp"))]
+            schedule(queue, tmp_path, small_state(seed), thread_count=2)
+            queue.wait()
+            assert sorted(handed_over.pop()) == sorted(replaced)
+            assert len(list(tmp_path.glob("*.distcp"))) == 2
+    (pid,) = writer_pids()
+    # A save is written when all that was removed before it is gone.
+    held = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    assert sum(str(tmp_path) in name for name in held) <= 2, held
+    assert verify(tmp_path).ok
 
 
 class RefusedRename(RecordingOs):

@@ -8,9 +8,10 @@ come and go without touching it.
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,7 @@ from nostall._pipeline.layout import FileNaming, Packing, lay_out
 from nostall._reports import is_done, joined, when_done
 from nostall._staging import any_under_way, wait_for_all
 from nostall._status import SaveStatus, UnderWay
+from nostall._storage.posix import let_go, remove_and_hold, remove_files
 from nostall._values import (
     ItemShape,
     Layout,
@@ -42,6 +44,7 @@ from nostall.options import EngineOptions, require_integer
 _LAYOUTS_KEPT = 8
 _CONTAINERS_NBYTES = 2 << 20
 """What surrounds the payloads, in a snapshot for which only their size is known: 1.4 KB per tensor."""
+_FILES_HELD = 128
 _IO_THREADS = 12
 _IO_THREADS_PER_HOST = 32
 
@@ -192,6 +195,19 @@ class Engine:
             writers = list(self._writers)
         return any_under_way() or any(not writer.idle for writer in writers)
 
+    def remove_files(self, paths: Iterable[str]) -> None:
+        """Remove files; a writer process, if there is one, waits for storage to give back what they held."""
+        with self._lock:
+            writer = next((writer for writer in self._writers if writer.alive), None)
+        if writer is None:
+            remove_files(paths)
+            return
+        held = remove_and_hold(paths, most=_most_held())
+        try:
+            writer.let_go(held)
+        finally:
+            let_go(held)
+
     def warmup(self, nbytes: int, *, timeout_s: float) -> None:
         """Start a writer process and make memory for a snapshot of ``nbytes`` bytes, so that no save has to."""
         writer = self.writers(1)[0]
@@ -279,6 +295,12 @@ class Engine:
                 _torch.unpin(address_of(block))
         for writer in writers:
             writer.forget(block.id)
+
+
+def _most_held() -> int:
+    """How many descriptors of removed files there may be: few of those that this process, or the writer, may have."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _FILES_HELD if limit == resource.RLIM_INFINITY else min(_FILES_HELD, limit // 16)
 
 
 _default: Engine | None = None

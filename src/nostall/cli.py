@@ -106,6 +106,7 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="store every sample")
     add("--plot", type=Path, metavar="FILE.png", help="draw; needs the plot extra")
     add("--noise", action="store_true", help="with a second process that writes and computes")
+    add("--overwrite", action="store_true", help="save over the contender's last checkpoint")
     add(
         *("--memory-saves",),
         type=_checked(_not_negative),
@@ -140,6 +141,7 @@ def _bench(parsed: argparse.Namespace, given: Sequence[str]) -> int:
         json=parsed.json,
         plot=parsed.plot,
         noise=parsed.noise,
+        overwrite=parsed.overwrite,
         probes=not parsed.no_probes,
     )
     return bench(options, given)

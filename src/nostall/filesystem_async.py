@@ -342,7 +342,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         storage_meta: StorageMeta | None,
         files: Sequence[tuple[WrittenFile, ...] | None],
     ) -> None:
-        path = self._metadata_path()
+        engine, path = default_engine(), self._metadata_path()
         content = publication.content(storage_meta)
         known = [each for each in files if each is not None]
         # A manifest of some of the files would make the others look like strangers.
@@ -355,7 +355,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             metadata_name=os.path.basename(path),
             replaced_files=_files_of(path) - publication.files,
             sync=self.sync_files,
-            at=Faults(default_engine().faults).at,
+            remove=engine.remove_files,
+            at=Faults(engine.faults).at,
         )
 
     @staticmethod

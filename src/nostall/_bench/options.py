@@ -30,6 +30,8 @@ class BenchOptions:
     json: Path | None
     plot: Path | None
     noise: bool
+    overwrite: bool
+    """Whether a contender's timed saves replace each other."""
     probes: bool
 
 

@@ -170,7 +170,7 @@ class Session:
     # --- steps ----------------------------------------------------------------------------------
 
     def _timed(self, entry: Entry, number: int) -> SaveSample | None:
-        with self._fresh_directory(entry.contender.name) as path:
+        with self._directory_of_a_turn(entry.contender.name) as path:
             save = partial(time_save, self.trial, entry.contender, path, number)
             return self._attempt(entry, save)
 
@@ -232,10 +232,23 @@ class Session:
         return slowest
 
     @contextmanager
+    def _directory_of_a_turn(self, name: str) -> Iterator[Path]:
+        """Where to save in the rounds: anew each time or, if that was asked for, over what was saved last."""
+        if not self.options.overwrite:
+            with self._fresh_directory(name) as path:
+                yield path
+            return
+        yield self.directory / f"{_file_name(name)}-last"
+        self.ranks.barrier()
+        if self.ranks.leads:
+            sync(self.directory)
+        self.ranks.barrier()
+
+    @contextmanager
     def _fresh_directory(self, name: str) -> Iterator[Path]:
         """A path for one save, the same on every rank and not made yet; removed, and that synced, afterwards."""
         self._directories += 1
-        path = self.directory / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}-{self._directories}"
+        path = self.directory / f"{_file_name(name)}-{self._directories}"
         yield path
         self.ranks.barrier()
         if self.ranks.leads:
@@ -246,3 +259,7 @@ class Session:
     def _say(self, message: str) -> None:
         if self.ranks.leads:
             sys.stderr.write(f"{message}\n")
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower())

@@ -29,6 +29,7 @@ def commit(
     metadata_name: str,
     replaced_files: Iterable[str],
     sync: bool,
+    remove: Callable[[Iterable[str]], object] = remove_files,
     at: Callable[[str], None] = lambda _: None,
 ) -> CommittedCheckpoint:
     """Make a checkpoint exist.
@@ -39,6 +40,7 @@ def commit(
         metadata_name: ``.metadata``, or a rank's own name for saves without coordination.
         replaced_files: Names below ``directory`` that only the checkpoint being replaced refers to.
         sync: Whether to wait until the device has it.
+        remove: Removes those files, given by their paths.
         at: Told before the metadata is written (``"commit"``) and before it is published (``"publish"``); may raise what
             storage could.
 
@@ -87,7 +89,7 @@ def commit(
             hint="the new checkpoint is there, but may not survive a power failure",
         ) from error
     removed = tuple(replaced_files)
-    remove_files(os.path.join(directory, name) for name in removed)
+    remove(os.path.join(directory, name) for name in removed)
     return CommittedCheckpoint(path=directory, metadata_nbytes=len(metadata), removed=removed)
 
 

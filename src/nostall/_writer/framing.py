@@ -19,7 +19,8 @@ MAX_MESSAGE_NBYTES = 256 << 20
 """Far above the largest seal tables seen (about 16 bytes per tensor); a longer announcement is a broken or hostile peer."""
 _HEADER = struct.Struct("<4sQ")
 _MAGIC = b"nst1"
-_MAX_DESCRIPTORS = 4
+MAX_DESCRIPTORS = 64
+"""With one message; Linux takes 253."""
 
 Message = dict[str, Any]
 
@@ -51,7 +52,7 @@ class Receiver:
     """
 
     def __init__(
-        self, sock: socket.socket, *, wait: bool = True, descriptors: int = _MAX_DESCRIPTORS
+        self, sock: socket.socket, *, wait: bool = True, descriptors: int = MAX_DESCRIPTORS
     ) -> None:
         self._sock = sock
         self._most_descriptors = descriptors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from nostall._arena import Block
 from nostall._storage.posix import remove_files
 from nostall._values import Failure, RankFailed, RankReport, SealTable, WriteJob
 from nostall._writer.child import Addressed, ChildProcess
-from nostall._writer.framing import Message
+from nostall._writer.framing import MAX_DESCRIPTORS, Message
 from nostall._writer.messages import (
     job_to_message,
     progress_from_message,
@@ -123,6 +123,12 @@ class WriterProcess(ChildProcess[RankReport]):
         with self._lock:
             jobs = [job for job in self._waiting if job.startswith(f"{save}/")]
         self._tell(({"type": "cancel", "job": job}, ()) for job in jobs)
+
+    def let_go(self, descriptors: Sequence[int]) -> None:
+        """Let the process close its copies of descriptors, after the jobs that it has and before those it will get."""
+        for begin in range(0, len(descriptors), MAX_DESCRIPTORS):
+            some = tuple(descriptors[begin : begin + MAX_DESCRIPTORS])
+            self._tell([({"type": "let_go"}, some)])
 
     def forget(self, block_id: int) -> None:
         """Let the process unmap a block that the arena gave back to the system."""

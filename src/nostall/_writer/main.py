@@ -20,8 +20,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import NamedTuple
 
 from nostall._checksum import use_fastest_from
+from nostall._storage.posix import let_go
 from nostall._storage.streams import StreamTarget
 from nostall._values import Failure, RankFailed, RankReport, SealTable, WriteJob, page_aligned
 from nostall._writer.files import perform
@@ -65,6 +67,19 @@ def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
         writer.take(message, descriptors)
 
 
+class ToWrite(NamedTuple):
+    """A job, and what is set to give it up."""
+
+    job: WriteJob
+    cancelled: threading.Event
+
+
+class ToLetGo(NamedTuple):
+    """Files without a name, which are gone when these descriptors are closed."""
+
+    descriptors: tuple[int, ...]
+
+
 class _Writer:
     """The memory blocks, seal tables and waiting jobs of this process."""
 
@@ -73,7 +88,7 @@ class _Writer:
         self._blocks: dict[int, mmap.mmap] = {}
         self._seals: dict[int, tuple[SealTable, ...]] = {}
         self._cuts = Cuts()
-        self._jobs: queue.SimpleQueue[tuple[WriteJob, threading.Event]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[ToWrite | ToLetGo] = queue.SimpleQueue()
         self._waiting: dict[str, WriteJob] = {}
         """Jobs that have not begun; whoever takes one out answers it."""
         self._cancelled: dict[str, threading.Event] = {}
@@ -108,6 +123,9 @@ class _Writer:
                 self._seals.pop(message["number"], None)
             case "write":
                 self._enqueue(message)
+            case "let_go":
+                # In its turn: a job that comes later may need the room.
+                self._jobs.put(ToLetGo(tuple(map(os.dup, descriptors))))
             case "cancel":
                 self._cancel(message["job"])
 
@@ -122,35 +140,41 @@ class _Writer:
             return
         cancelled = self._cancelled[job.job] = threading.Event()
         self._waiting[job.job] = job
-        self._jobs.put((job, cancelled))
+        self._jobs.put(ToWrite(job, cancelled))
 
     def write_jobs(self) -> None:
         """Write jobs for ever, one at a time, in order."""
         while True:
-            job, cancelled = self._jobs.get()
-            if self._waiting.pop(job.job, None) is None:
-                continue  # cancelled before it began, and answered
-            try:
-                report = perform(
-                    job,
-                    self._images(job),
-                    _stream_target(job),
-                    cancelled,
-                    self._cuts.cut,
-                    self._teller(job.job),
-                )
-            except BaseException as error:  # an answer goes out whatever happens
-                report = RankFailed(
-                    rank=job.rank,
-                    failure=Failure(
-                        kind="WriteError",
-                        message=f"{type(error).__name__}: {error}",
-                        phase="write",
-                        path=job.directory,
-                        traceback=traceback.format_exc(),
-                    ),
-                )
-            self._answer(job.job, report)
+            match self._jobs.get():
+                case ToLetGo(descriptors):
+                    let_go(descriptors)
+                case ToWrite(job, cancelled):
+                    self._write(job, cancelled)
+
+    def _write(self, job: WriteJob, cancelled: threading.Event) -> None:
+        if self._waiting.pop(job.job, None) is None:
+            return  # cancelled before it began, and answered
+        try:
+            report = perform(
+                job,
+                self._images(job),
+                _stream_target(job),
+                cancelled,
+                self._cuts.cut,
+                self._teller(job.job),
+            )
+        except BaseException as error:  # an answer goes out whatever happens
+            report = RankFailed(
+                rank=job.rank,
+                failure=Failure(
+                    kind="WriteError",
+                    message=f"{type(error).__name__}: {error}",
+                    phase="write",
+                    path=job.directory,
+                    traceback=traceback.format_exc(),
+                ),
+            )
+        self._answer(job.job, report)
 
     def _teller(self, name: str) -> Callable[[int], None]:
         """What tells the trainer how much of a job is written: now and then, as nothing depends on it."""
