@@ -154,6 +154,17 @@ def test_two_kinds_of_checkpoint_do_not_disturb_each_other(found: list[Found]) -
         assert said["wrong"] == []
 
 
+def test_saves_over_each_other_make_no_metadata_anew(found: list[Found]) -> None:
+    """Their files have new names every time; what is published is what was published last, with those names."""
+    for rank, facts in enumerate(found):
+        said = facts["over_itself"]
+        if rank == 0:
+            assert said["made"] == [1, 1, 1, 1, 0, 0]
+            assert said["metadata"] == [True] * 6
+        assert said["names"] == [[]] * 6
+        assert said["wrong"] == []
+
+
 # --- after a resume -------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import sys
 import weakref
 from collections import OrderedDict
@@ -16,8 +17,10 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from nostall import _torch
+from nostall._metadata import Publication, publication_of
 from nostall._pipeline.plan import plan_rank
 from nostall._pipeline.structure import KnownStructure, learn
 from nostall._planning import serialize
@@ -230,6 +233,34 @@ def test_saves_of_a_known_structure_equal_stock_saves(tmp_path: Path) -> None:
             queue.wait()
             dcp.save(state, checkpoint_id=tmp_path / f"stock {number}", no_dist=True)
             assert blobs(path) == blobs(tmp_path / f"stock {number}")
+
+
+def published(**names: str) -> Publication:
+    """Of a few items, each in the file of that name."""
+    entries: dict[str, Any] = {item: BytesStorageMetadata() for item in names}
+    places = {MetadataIndex(item): _torch.StorageInfo(name, 0, 5) for item, name in names.items()}
+    return publication_of(Metadata(state_dict_metadata=entries, storage_data=places))
+
+
+@pytest.mark.parametrize(
+    "new", [("__0_0-b.distcp", "__1_0-c.distcp"), ("long-__0_0.distcp", "é.distcp")], ids=str
+)
+def test_metadata_under_other_names_is_that_metadata(new: tuple[str, str]) -> None:
+    """Byte for byte what pickling it anew gives, whatever the lengths of the names."""
+    before = published(one="__0_0.distcp", other="__1_0.distcp")
+    renamed = before.renamed({"__0_0.distcp": new[0], "__1_0.distcp": new[1]})
+    anew = published(one=new[0], other=new[1])
+    assert renamed is not None
+    assert renamed.pickled == anew.pickled
+    assert renamed.files == anew.files
+    assert renamed.storage_data == anew.storage_data
+    assert pickle.loads(pickle.dumps(renamed.storage_data)) == anew.storage_data
+
+
+def test_a_name_that_may_be_something_else_is_not_replaced() -> None:
+    """An item that is called as a file is: its metadata is made anew then."""
+    ambiguous = published(**{"__0_0.distcp": "__1_0.distcp", "other": "__0_0.distcp"})
+    assert ambiguous.renamed({"__1_0.distcp": "a.distcp", "__0_0.distcp": "b.distcp"}) is None
 
 
 def test_kinds_are_recognised_without_torchs_guards_alike(monkeypatch: pytest.MonkeyPatch) -> None:

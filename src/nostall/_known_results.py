@@ -1,15 +1,14 @@
-"""Write results that the coordinator has already: equal ones are neither sent nor pickled again."""
+"""Write results that the coordinator has already: equal ones are neither sent nor pickled again, whatever their files are called."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
-from nostall._failures import sendable
 from nostall._metadata import Publication
 from nostall.errors import SaveError
 
@@ -19,6 +18,8 @@ class Results:
     """What a rank has written."""
 
     items: list[WriteResult]
+    files: tuple[str, ...]
+    """Names of the files that they are in."""
     token: str | None
     """Identifies results that may come again."""
 
@@ -28,21 +29,12 @@ class SameResults:
     """A rank has written what it had told the coordinator before, under this token."""
 
     token: str
+    files: tuple[str, ...]
+    """What the files are called now, in the order of then."""
 
 
 Told = Results | SameResults | _torch.WrappedException
 """How a rank's part of a save has ended, as the rank tells it."""
-
-
-def tell(
-    results: list[WriteResult] | _torch.WrappedException, *, token: str | None, told: str | None
-) -> Told:
-    """What a rank has to tell, if it told last what ``told`` stands for."""
-    if not isinstance(results, list):
-        return sendable(results)
-    if token is not None and token == told:
-        return SameResults(token=token)
-    return Results(items=results, token=token)
 
 
 def token_of(told: Told) -> str | None:
@@ -50,16 +42,32 @@ def token_of(told: Told) -> str | None:
     return told.token if isinstance(told, Results | SameResults) else None
 
 
+def _files_of(told: Sequence[Told]) -> list[str]:
+    return [name for each in told if isinstance(each, Results | SameResults) for name in each.files]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Published:
+    """What was published last, for which results and which planned metadata."""
+
+    tokens: list[str]
+    attributes: dict[str, int]
+    files: list[str]
+    publication: Publication
+
+
 class KnownResults:
     """What the coordinator keeps of the last save."""
 
     def __init__(self) -> None:
         self._of_rank: dict[int, Results] = {}
-        self._published: tuple[list[str], dict[str, int], Publication] | None = None
-        """What was published last, for which results and which planned metadata."""
+        self._published: _Published | None = None
 
     def fill_in(self, told: Sequence[Told]) -> list[list[WriteResult] | _torch.WrappedException]:
-        """All ranks' results or failures; those that may come again are kept."""
+        """All ranks' results or failures; those that may come again are kept.
+
+        What comes again is what was told then, with the names of then; see :meth:`under_new_names`.
+        """
         everyone: list[list[WriteResult] | _torch.WrappedException] = []
         for rank, each in enumerate(told):
             match each:
@@ -73,13 +81,26 @@ class KnownResults:
                     everyone.append(failure)
         return everyone
 
+    def under_new_names(
+        self, told: Sequence[Told], results: Sequence[list[WriteResult]]
+    ) -> list[list[WriteResult]]:
+        """All ranks' results as :meth:`fill_in` has returned them, with the names that their files have now."""
+        return [
+            _renamed(items, dict(zip(self._of_rank[rank].files, each.files, strict=True)))
+            if isinstance(each, SameResults)
+            else items
+            for rank, (each, items) in enumerate(zip(told, results, strict=True))
+        ]
+
     def publication(self, told: Sequence[Told], planned: Metadata) -> Publication | None:
-        """What was published last, if it was for the same results and the same metadata."""
-        if self._published is None:
+        """What to publish, made from what was published last, if that was for the same results and the same metadata."""
+        last = self._published
+        if last is None:
             return None
-        tokens, attributes, publication = self._published
-        same = list(map(token_of, told)) == tokens and _attributes(planned) == attributes
-        return publication if same else None
+        same = list(map(token_of, told)) == last.tokens and _attributes(planned) == last.attributes
+        if not same:
+            return None
+        return last.publication.renamed(dict(zip(last.files, _files_of(told), strict=True)))
 
     def note_published(
         self, told: Sequence[Told], planned: Metadata, publication: Publication
@@ -87,7 +108,12 @@ class KnownResults:
         """Keep what is being published, if all ranks' results may come again."""
         tokens = [token for token in map(token_of, told) if token is not None]
         if len(tokens) == len(told):
-            self._published = (tokens, _attributes(planned), publication)
+            self._published = _Published(
+                tokens=tokens,
+                attributes=_attributes(planned),
+                files=_files_of(told),
+                publication=publication,
+            )
 
     def _recall(self, rank: int, token: str) -> list[WriteResult] | _torch.WrappedException:
         known = self._of_rank.get(rank)
@@ -101,6 +127,18 @@ class KnownResults:
                 hint="use one metadata cache per sequence of saves, the same way on all ranks",
             )
         )
+
+
+def _renamed(items: Sequence[WriteResult], names: Mapping[str, str]) -> list[WriteResult]:
+    return [
+        replace(
+            item,
+            storage_data=replace(
+                item.storage_data, relative_path=names[item.storage_data.relative_path]
+            ),
+        )
+        for item in items
+    ]
 
 
 def _attributes(metadata: Metadata) -> dict[str, int]:

@@ -14,9 +14,11 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from types import NoneType
 from typing import Any
 
@@ -34,7 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
 from nostall._metadata_pickle import MOST_NBYTES, unpickle
-from nostall._names import is_shard_name
+from nostall._names import SHARD_SUFFIX, is_shard_name
 from nostall._pickle_scan import ScanError
 from nostall.errors import UntrustedMetadataError
 
@@ -115,7 +117,7 @@ def _require_tensor(fqn: str, tensor: Mapping[str, Any], path: str) -> None:
         begins.add(begin)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Publication:
     """Metadata of a finished save, pickled but for what belongs to one checkpoint; as good for the next equal save."""
 
@@ -133,6 +135,69 @@ class Publication:
         """
         rest = pickle.dumps({"storage_meta": storage_meta}, protocol=_PROTOCOL)
         return b"".join((self.pickled[:-1], rest[_PROTO_NBYTES:-1], pickle.BUILD, pickle.STOP))
+
+    def renamed(self, names: Mapping[str, str]) -> Publication | None:
+        """The same with shard files of other names; ``None`` if names cannot be told from other texts in the pickle.
+
+        Args:
+            names: For each file, what it is called now.
+        """
+        if all(old == new for old, new in names.items()):
+            return self
+        if self._cuts is None:
+            return None
+        pieces, end = [], 0
+        for begin, name in self._cuts:
+            pieces += [self.pickled[end:begin], _pickled(names[name])]
+            end = begin + len(_pickled(name))
+        return Publication(
+            pickled=b"".join((*pieces, self.pickled[end:])),
+            storage_data=_UnderNewNames(self.storage_data, names),
+            files=frozenset(names.values()),
+        )
+
+    @cached_property
+    def _cuts(self) -> list[tuple[int, str]] | None:
+        """Where in the pickle each name stands: once, as what is pickled again is a reference."""
+        names = {_pickled(name): name for name in self.files}
+        lengths = {len(pickled) for pickled in names}
+        # All of them end alike, and there are too many to look for each.
+        ends = (
+            found.end() for found in re.finditer(re.escape(SHARD_SUFFIX.encode()), self.pickled)
+        )
+        cuts = [
+            (end - length, name)
+            for end, length in itertools.product(ends, lengths)
+            if (name := names.get(self.pickled[max(0, end - length) : end])) is not None
+        ]
+        return sorted(cuts) if len(cuts) == len(names) == len({name for _, name in cuts}) else None
+
+
+def _pickled(text: str) -> bytes:
+    """What a pickle of :data:`_PROTOCOL` has in it for a text that it meets for the first time."""
+    encoded = text.encode("utf-8", "surrogatepass")
+    return pickle.BINUNICODE + len(encoded).to_bytes(4, "little") + encoded
+
+
+class _UnderNewNames(Mapping[MetadataIndex, Any]):
+    """Storage data whose files are called otherwise by now; made anew when somebody looks, which is seldom."""
+
+    def __init__(self, storage_data: Mapping[MetadataIndex, Any], names: Mapping[str, str]) -> None:
+        self._storage_data = storage_data
+        self._names = names
+
+    def __getitem__(self, index: MetadataIndex) -> Any:
+        info = self._storage_data[index]
+        return replace(info, relative_path=self._names[info.relative_path])
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        return iter(self._storage_data)
+
+    def __len__(self) -> int:
+        return len(self._storage_data)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
 
 _PROTOCOL = 3

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 METADATA_SUFFIX = ".metadata"
+SHARD_SUFFIX = ".distcp"
+"""With which stock DCP's names of shard files end, and ours."""
 
 
 def is_shard_name(name: str) -> bool:

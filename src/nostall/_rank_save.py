@@ -165,6 +165,18 @@ class RankSave(BackgroundSave):
             SaveError: The rank failed.
             StagingError: Tensors were changed without waiting for the snapshot.
         """
+        return _save.write_results(self.prepared, self._collect())
+
+    def require_written(self) -> None:
+        """As :meth:`results`, for somebody who knows them.
+
+        Raises:
+            SaveError: The rank failed.
+            StagingError: Tensors were changed without waiting for the snapshot.
+        """
+        _save.require_written(self.prepared, self._collect())
+
+    def _collect(self) -> RankReport:
         if self._collected is None:
             # Before anything is raised: names and memory of a save that is lost are in use until its report is there.
             self._collected = self.await_report()
@@ -173,4 +185,4 @@ class RankSave(BackgroundSave):
             error = changed_too_early(self._changed)
             error.path = self.prepared.target.directory
             raise error
-        return _save.write_results(self.prepared, self._collected)
+        return self._collected

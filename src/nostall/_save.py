@@ -83,7 +83,7 @@ class PreparedSave:
     layout: Layout
     target: SaveTarget
     known: KnownSave | None = None
-    """What it was recognised as, if it is going to have the very results that such a save has."""
+    """What it was recognised as, if it is going to have the results that such a save has, but for the names of files."""
 
     @property
     def rank(self) -> int:
@@ -94,6 +94,11 @@ class PreparedSave:
     def plan(self) -> SavePlan:
         """The rank's final plan."""
         return self.planned.share.plan
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the rank's files, in layout order."""
+        return tuple(file.name for file in self.layout.files)
 
 
 def prepare(
@@ -162,7 +167,7 @@ def prepare_known(
         layout = renamed(layout, target.naming)
     planned = PlannedSave(share=share, sources=sources)
     target.progress.expect(layout.nbytes)
-    as_known = layout is known.layout and target.transform_descriptors is None
+    as_known = share is known.share and target.transform_descriptors is None
     return PreparedSave(
         planned=planned, layout=layout, target=target, known=known if as_known else None
     )
@@ -191,12 +196,12 @@ def _packing(options: WriterOptions, engine: Engine) -> Packing:
     )
 
 
-def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResult]:
-    """DCP's results for a rank's report, exactly one per planned item.
+def require_written(prepared: PreparedSave, report: RankReport) -> list[FileReceipt]:
+    """A rank's receipts, in layout order.
 
     Raises:
         SaveError: The report says that the rank failed; the subclass says how.
-        IncompleteSaveError: Items and results do not match.
+        IncompleteSaveError: There is no receipt for a file.
         WriteError: A file is not there any more.
     """
     if isinstance(report, RankFailed):
@@ -209,19 +214,30 @@ def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResul
             _log.warning(
                 "written at last path=%s rank=%d retries=%d last_failure=%r",
                 os.path.join(prepared.target.directory, receipt.name),
-                report.rank,
+                prepared.rank,
                 len(receipt.failed_attempts),
                 receipt.failed_attempts[-1],
             )
+    return receipts
+
+
+def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResult]:
+    """DCP's results for a rank's report, exactly one per planned item.
+
+    Raises:
+        SaveError: As :func:`require_written`.
+        IncompleteSaveError: Items and results do not match.
+    """
+    receipts = require_written(prepared, report)
     extents = [receipt.extents for receipt in receipts]
-    if prepared.known is not None:
+    if prepared.known is not None and prepared.layout is prepared.known.layout:
         return list(prepared.known.results)
     descriptors = prepared.target.transform_descriptors
     results = _expected_results(prepared.planned.share, prepared.layout, extents, descriptors)
     require_one_result_each(
         (item.index for item in prepared.plan.items),
         (result.index for result in results),
-        rank=report.rank,
+        rank=prepared.rank,
     )
     return results
 

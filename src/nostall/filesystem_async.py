@@ -16,11 +16,11 @@ import os
 import queue
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -66,6 +66,8 @@ from nostall.stats import SaveStats, Timeline
 
 _PROCESSES_FOR_MULTIPROC_IO = 2
 _MSC_PREFIX = "msc://"
+
+T = TypeVar("T")
 
 _results_queue: queue.SimpleQueue[Any] | None = None
 """Probed by frameworks; nostall's own results never pass through it, each save has its own channel."""
@@ -465,16 +467,32 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def retrieve_write_results(self) -> list[WriteResult] | _torch.WrappedException:
         """This rank's results, or its failure in the form that DCP sends to other ranks. Waits if need be."""
+        return self._retrieve(
+            lambda save: _save.WrittenItems(save.results(), save.written_files), if_nothing=[]
+        )
+
+    def retrieve_failure(self) -> _torch.WrappedException | None:
+        """As :meth:`retrieve_write_results`, for somebody who knows the results: why they are not there, if so."""
+        return self._retrieve(RankSave.require_written, if_nothing=None)
+
+    def _retrieve(
+        self, ask: Callable[[RankSave], T], *, if_nothing: T
+    ) -> T | _torch.WrappedException:
         try:
             if self._failure is not None:
                 raise self._failure
             if self._save is None or not self._save.prepared.plan.items:
-                return []
-            results = self._save.results()
+                return if_nothing
+            answer = ask(self._save)
         except Exception as error:  # reported to all ranks by whoever finalises
             return _torch.wrap_exception(error)
         self._receipts = self._save.receipts
-        return _save.WrittenItems(results, self.written_files)
+        return answer
+
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        """Names of the files that this rank's results are in, below the checkpoint directory."""
+        return () if self._save is None else self._save.prepared.files
 
     @property
     def written_files(self) -> tuple[WrittenFile, ...] | None:
@@ -483,7 +501,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @property
     def known_results(self) -> str | None:
-        """Identifies the results of a save that was written as the structure that it was recognised as."""
+        """Identifies the results of a save of a structure that was recognised, but for the names of its files."""
         if self._save is None or self._save.prepared.known is None:
             return None
         return self._save.prepared.known.token

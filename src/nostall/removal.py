@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nostall import _torch
-from nostall._names import METADATA_SUFFIX
-from nostall._pipeline.layout import SUFFIX
+from nostall._names import METADATA_SUFFIX, SHARD_SUFFIX
 from nostall._storage.posix import remove_directory, remove_file, sync_directory
 from nostall.errors import OptionError, WriteError
 
@@ -99,7 +98,7 @@ def _sorted_out(names: Iterable[str]) -> _Contents:
     for name in names:
         if name == _torch.METADATA_NAME or _is_of_one_rank(name):
             metadata.append(name)
-        elif name.endswith((SUFFIX, f"{METADATA_SUFFIX}.tmp")):
+        elif name.endswith((SHARD_SUFFIX, f"{METADATA_SUFFIX}.tmp")):
             rest.append(name)
         else:
             others.append(name)

@@ -20,7 +20,7 @@ from typing_extensions import assert_never
 from nostall import _torch
 from nostall._coordination import Coordination, coordination_of
 from nostall._failures import exception_for, sendable
-from nostall._known_results import KnownResults, Told, tell, token_of
+from nostall._known_results import KnownResults, Results, SameResults, Told, token_of
 from nostall._metadata_cache import CheckpointMetadataCache
 from nostall._pipeline.collect import collect
 from nostall._pipeline.plan_cache import (
@@ -302,12 +302,7 @@ def _finalize(
     coordination = coordination_of(dist_wrapper)
     session = dist_wrapper if isinstance(dist_wrapper, SaveSession) else None
     cache = session.cache if session is not None else None
-    results = storage_writer.retrieve_write_results()
-    told = tell(
-        results,
-        token=None if cache is None else storage_writer.known_results,
-        told=None if cache is None else cache.told,
-    )
+    told = _tell(storage_writer, cache)
     outcome = _Outcome(
         told=told,
         files=storage_writer.written_files,
@@ -336,6 +331,18 @@ def _finalize(
         )
     if coordination.is_coordinator:
         _log_committed(storage_writer)
+
+
+def _tell(writer: FileSystemWriterAsync, cache: CheckpointMetadataCache | None) -> Told:
+    """How this rank's part has ended; results that the coordinator has from it are not made again."""
+    token, files = None if cache is None else writer.known_results, writer.file_names
+    if cache is not None and token is not None and token == cache.told:
+        failure = writer.retrieve_failure()
+        return SameResults(token=token, files=files) if failure is None else sendable(failure)
+    results = writer.retrieve_write_results()
+    if isinstance(results, list):
+        return Results(items=results, files=files, token=token)
+    return sendable(results)
 
 
 def _log_committed(writer: FileSystemWriterAsync) -> None:
@@ -388,7 +395,8 @@ def _finish(
                     raise SaveError("the coordinator has no metadata to publish", phase="commit")
                 publication = None if changed else known.publication(told, metadata)
                 if publication is None:
-                    publication = writer.publication_of(metadata, results)
+                    everything = known.under_new_names(told, results)
+                    publication = writer.publication_of(metadata, everything)
                     known.note_published(told, metadata, publication)
             except Exception as error:  # every rank has to hear of it
                 return _Ending(

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from nostall import filesystem_async
+from nostall._metadata import publication_of
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -447,6 +450,27 @@ def reader_after_resume(out: Path) -> Facts:
     return {"differs": [f for f, equal in same.items() if not equal and f != "storage_meta"]}
 
 
+def over_itself(out: Path) -> Facts:
+    """Saves that replace each other, through one cache; from the fifth on nothing is made anew but the names of files."""
+    cache, path = CheckpointMetadataCache(), out / "over itself"
+    facts: Facts = {"made": [], "wrong": [], "names": [], "metadata": []}
+    for number in range(6):
+        with patch.object(filesystem_async, "publication_of", wraps=publication_of) as made:
+            planned = plan(path, make_state(number), cache)
+            planned.finish()
+        facts["made"].append(made.call_count)
+        facts["wrong"] += loaded_wrong(path, make_state(number), make_state(0))
+        committed = read_metadata(path)
+        referenced = {info.relative_path for info in committed.storage_data.values()}
+        there = {each.name for each in path.glob("*.distcp")}
+        facts["names"].append(sorted(referenced ^ there))
+        dist.barrier()
+        metadata = planned.arguments[1]
+        if metadata is not None:
+            facts["metadata"].append(metadata.storage_data == committed.storage_data)
+    return facts
+
+
 def alternating(out: Path) -> Facts:
     """A model and its average, each with a cache of its own; then both through one."""
     kinds = {
@@ -649,6 +673,7 @@ def two_ranks(out: Path) -> dict[str, Facts]:
             resumed,
             reader_after_resume,
             alternating,
+            over_itself,
             planning_failures,
             other_planners,
             another_coordinator,

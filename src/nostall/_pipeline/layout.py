@@ -12,9 +12,8 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from nostall._names import SHARD_SUFFIX
 from nostall._values import FileLayout, ItemShape, Layout, Seal, SealTable, Slot, page_aligned
-
-SUFFIX = ".distcp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +28,7 @@ class FileNaming:
 
     def name_of(self, group: str, number: int) -> str:
         """The name of a rank's ``number``-th file, which belongs to ``group``."""
-        return f"{group}{self.prefix}{number}{self.mark}{SUFFIX}"
+        return f"{group}{self.prefix}{number}{self.mark}{SHARD_SUFFIX}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
