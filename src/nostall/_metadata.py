@@ -159,6 +159,8 @@ class Publication:
     @cached_property
     def _cuts(self) -> list[tuple[int, str]] | None:
         """Where in the pickle each name stands: once, as what is pickled again is a reference."""
+        if any(index.fqn in self.files for index in self.storage_data):
+            return None
         names = {_pickled(name): name for name in self.files}
         lengths = {len(pickled) for pickled in names}
         # All of them end alike, and there are too many to look for each.
