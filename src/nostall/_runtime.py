@@ -8,13 +8,13 @@ come and go without touching it.
 from __future__ import annotations
 
 import os
-import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -35,6 +35,7 @@ from nostall._values import (
     RankReport,
     WriteJob,
 )
+from nostall._writer.framing import MAX_DESCRIPTORS
 from nostall._writer.handle import WriterProcess
 from nostall._writer.priority import lower_priority
 from nostall._writer.seals import Cuts
@@ -44,7 +45,6 @@ from nostall.options import EngineOptions, require_integer
 _LAYOUTS_KEPT = 8
 _CONTAINERS_NBYTES = 2 << 20
 """What surrounds the payloads, in a snapshot for which only their size is known: 1.4 KB per tensor."""
-_FILES_HELD = 128
 _IO_THREADS = 12
 _IO_THREADS_PER_HOST = 32
 
@@ -199,14 +199,16 @@ class Engine:
         """Remove files; a writer process, if there is one, waits for storage to give back what they held."""
         with self._lock:
             writer = next((writer for writer in self._writers if writer.alive), None)
-        if writer is None:
-            remove_files(paths)
-            return
-        held = remove_and_hold(paths, most=_most_held())
-        try:
-            writer.let_go(held)
-        finally:
-            let_go(held)
+        rest = iter(paths)
+        room = 0 if writer is None else WriterProcess.most_held()
+        while writer is not None and room and (some := list(islice(rest, MAX_DESCRIPTORS))):
+            held = remove_and_hold(some, most=room)
+            room -= len(held)
+            try:
+                writer.let_go(held)
+            finally:
+                let_go(held)
+        remove_files(rest)
 
     def warmup(self, nbytes: int, *, timeout_s: float) -> None:
         """Start a writer process and make memory for a snapshot of ``nbytes`` bytes, so that no save has to."""
@@ -295,12 +297,6 @@ class Engine:
                 _torch.unpin(address_of(block))
         for writer in writers:
             writer.forget(block.id)
-
-
-def _most_held() -> int:
-    """How many descriptors of removed files there may be: few of those that this process, or the writer, may have."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return _FILES_HELD if limit == resource.RLIM_INFINITY else min(_FILES_HELD, limit // 16)
 
 
 _default: Engine | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from nostall._arena import Block
 from nostall._storage.posix import remove_files
 from nostall._values import Failure, RankFailed, RankReport, SealTable, WriteJob
 from nostall._writer.child import Addressed, ChildProcess
-from nostall._writer.framing import MAX_DESCRIPTORS, Message
+from nostall._writer.framing import Message
 from nostall._writer.messages import (
     job_to_message,
     progress_from_message,
@@ -28,6 +29,7 @@ _ENTRY = (
     " from nostall._writer.main import main; main(int(sys.argv[3]), int(sys.argv[4]), sys.argv[2])"
 )
 
+_MOST_HELD = 1024
 SEALS_KEPT = 16
 """How many jobs' seal tables a writer process keeps: more than an engine keeps layouts."""
 
@@ -124,11 +126,20 @@ class WriterProcess(ChildProcess[RankReport]):
             jobs = [job for job in self._waiting if job.startswith(f"{save}/")]
         self._tell(({"type": "cancel", "job": job}, ()) for job in jobs)
 
+    @staticmethod
+    def most_held() -> int:
+        """How many descriptors the process may have to keep for :meth:`let_go`: few of those that it may have."""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        return _MOST_HELD if limit == resource.RLIM_INFINITY else min(_MOST_HELD, limit // 4)
+
     def let_go(self, descriptors: Sequence[int]) -> None:
-        """Let the process close its copies of descriptors, after the jobs that it has and before those it will get."""
-        for begin in range(0, len(descriptors), MAX_DESCRIPTORS):
-            some = tuple(descriptors[begin : begin + MAX_DESCRIPTORS])
-            self._tell([({"type": "let_go"}, some)])
+        """Let the process close its copies of descriptors, after the jobs that it has and before those it will get.
+
+        Args:
+            descriptors: At most ``MAX_DESCRIPTORS``.
+        """
+        if descriptors:
+            self._tell([({"type": "let_go"}, tuple(descriptors))])
 
     def forget(self, block_id: int) -> None:
         """Let the process unmap a block that the arena gave back to the system."""

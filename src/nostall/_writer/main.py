@@ -12,6 +12,7 @@ import mmap
 import os
 import pickle
 import queue
+import resource
 import signal
 import site
 import socket
@@ -54,6 +55,8 @@ def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _, most_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_descriptors, most_descriptors))
     sock = socket.socket(fileno=socket_fd)
     writer = _Writer(sock)
     threading.Thread(target=writer.write_jobs, name="nostall-jobs", daemon=True).start()
