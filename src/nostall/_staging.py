@@ -20,6 +20,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from itertools import compress
+from operator import ne
 from typing import Any, TypeVar
 
 import torch
@@ -221,17 +223,18 @@ def stage_behind(
     """
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
-    counted = [
-        (name, source, version)
-        for name, source in zip(names, sources, strict=True)
-        if (version := _torch.version_of(source)) is not None
-    ]
+    which = _torch.which_count(sources)
+    counted = list(compress(sources, which))
+    before = _torch.changes_of(counted)
     marks, devices = _torch.stream_marks(sources), _torch.current_devices(sources)
     guard = Guard()
     is_wanted = threading.Event()
 
     def changed() -> list[str]:
-        return [name for name, source, version in counted if _torch.version_of(source) != version]
+        now = _torch.changes_of(counted)
+        if now == before:
+            return []
+        return list(compress(compress(names, which), map(ne, now, before)))
 
     def take() -> T:
         with _torch.on_devices(devices):
@@ -245,7 +248,7 @@ def stage_behind(
                 copies.wait()
                 spoiled = spoiled or guard.close(changed)
                 if is_watched:
-                    _torch.empty_all([source for _, source, _ in counted])
+                    _torch.empty_all(counted)
                     guard.keep_watch(changed)
             except BaseException:
                 discard(made)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -64,11 +65,9 @@ def stage_in_background(
         for source in prepared.planned.sources
     ]
     detached = replace(prepared, planned=replace(prepared.planned, sources=sources))
-    named = [
-        (shape.fqn, source)
-        for shape, source in zip(prepared.layout.shapes, sources, strict=True)
-        if isinstance(source, torch.Tensor)
-    ]
+    tensors = [source for source in sources if isinstance(source, torch.Tensor)]
+    of_tensors = (isinstance(source, torch.Tensor) for source in sources)
+    names = [shape.fqn for shape in compress(prepared.layout.shapes, of_tensors)]
 
     prepared.target.progress.to(State.STAGING)
 
@@ -78,8 +77,8 @@ def stage_in_background(
             return _begin_snapshot(detached, engine, after=after, is_aborted=is_aborted)
 
     done, guard = stage_behind(
-        [source for _, source in named],
-        [name for name, _ in named],
+        tensors,
+        names,
         begin=begin,
         discard=lambda snapshot: give_up(snapshot, prepared.target, engine),
         is_watched=True,

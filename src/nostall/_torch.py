@@ -240,9 +240,14 @@ def private_copy(tensor: torch.Tensor) -> torch.Tensor:
     return copy.deepcopy(tensor) if tensor.is_cpu else tensor.cpu()
 
 
-def version_of(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was changed in place, as far as torch knows; ``None`` where it does not count."""
-    return None if tensor.is_inference() else tensor._version
+def which_count(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """For each tensor, whether torch counts how often it is changed in place."""
+    return [not tensor.is_inference() for tensor in tensors]
+
+
+def changes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each tensor was changed in place, as far as torch knows; see :func:`which_count`."""
+    return [tensor._version for tensor in tensors]
 
 
 def empty_all(tensors: Sequence[torch.Tensor]) -> None:
