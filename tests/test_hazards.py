@@ -318,12 +318,13 @@ def test_a_writer_process_that_cannot_be_started_is_a_typed_error(
         lambda: FileSystemWriterAsync("unused", thread_count="2"),
         lambda: FileSystemWriterAsync("unused", open_file=3),
         lambda: FileSystemWriterAsync(""),
+        lambda: FileSystemWriterAsync("a\0b"),
         lambda: FileSystemWriterAsync("s3://bucket/checkpoint"),
         lambda: nostall.warmup(-1),
         lambda: nostall.warmup("1G"),  # type: ignore[arg-type]  # on purpose
         lambda: nostall.configure({"io_threads": 2}),  # type: ignore[arg-type]  # on purpose
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_an_argument_of_the_wrong_kind_is_refused_where_it_is_passed(wrong: Any) -> None:
     """With an error that says what to use instead."""

@@ -17,6 +17,7 @@ import queue
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from nostall import _ring, _save, _taking, _torch, _writing
+from nostall._coordination import coordination_for
 from nostall._manifest import split, with_manifest
 from nostall._metadata import (
     Publication,
@@ -141,6 +143,10 @@ class FileSystemWriterAsync(FileSystemWriter):
         open_file = kwargs.pop("open_file", open)
         if not os.fspath(path):
             raise OptionError("the checkpoint path is empty", hint="'.' is the current directory")
+        if "\0" in str(path):
+            raise OptionError(
+                f"there is a null character in the checkpoint path {path!r}", hint="take it out"
+            )
         if not callable(open_file):
             raise OptionError(
                 f"open_file is a {type(open_file).__name__}",
@@ -160,6 +166,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._claim: Claim | None = None
         self._staging = staging
         self._guard: Guard | None = None
+        self._unstaged: NostallError | None = None
+        """Why ``stage`` has copied nothing."""
         self.timeline = Timeline()
         self._receipts: tuple[FileReceipt, ...] = ()
         self._slowest_rank: int | None = None
@@ -188,6 +196,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._failure = None
         self._claim = None
         self._guard = None
+        self._unstaged = None
         self.timeline = Timeline()
         self._receipts = ()
         self._slowest_rank = None
@@ -251,6 +260,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             return self._write_share(plan, planner)
 
     def _write_share(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        if self._unstaged is not None:
+            raise self._unstaged
         guard, self._guard = self._guard, None
         if guard is not None and guard.failure is not None:
             # Also where a planner has made new tensors of everything, so that nothing shows where they come from.
@@ -388,16 +399,29 @@ class FileSystemWriterAsync(FileSystemWriter):
 
         Raises:
             SaveTimeoutError: Earlier saves still hold all snapshot memory.
-            ReservationError: There is not enough host memory.
+            ReservationError: There is not enough host memory. Where there are several ranks, this one and the one above are
+                raised by the write instead, on all of them: the others are on their way to it.
+            OptionError: This torch cannot wait for a copy.
         """
-        if self._staging == "blocking":
-            return _taking.stage_copy(state_dict, default_engine())
-        if not _torch.async_save_takes_futures():
+        if self._staging != "blocking" and not _torch.async_save_takes_futures():
             raise OptionError(
                 "this torch's dcp.async_save cannot stage behind the call",
                 hint='use staging="blocking", or the split functions',
             )
-        done, self._guard = _taking.stage_copy_in_background(state_dict, default_engine())
+        try:
+            if self._staging == "blocking":
+                return _taking.stage_copy(state_dict, default_engine())
+            done: Future[Any]
+            done, self._guard = _taking.stage_copy_in_background(state_dict, default_engine())
+        except NostallError as error:
+            if coordination_for(None).world_size == 1:
+                raise
+            error.rank = coordination_for(None).rank
+            self._unstaged = error
+            if self._staging == "blocking":
+                return state_dict
+            done = Future()
+            done.set_result(state_dict)
         return done
 
     def __getstate__(self) -> dict[str, Any]:
