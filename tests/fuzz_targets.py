@@ -90,7 +90,7 @@ def corpus() -> Corpus:
     pickles = [pickle.dumps(metadata, protocol) for protocol in range(2, 6)]
     planner.set_up_planner(state, is_coordinator=True)
     metadata.all_local_plans = [planner.create_local_plan()]  # type: ignore[attr-defined]  # as frameworks do
-    pickles.append(publication_of(metadata).content(metadata.storage_meta))
+    pickles.append(b"".join(publication_of(metadata).content(metadata.storage_meta)))
     return Corpus(metadata=metadata, shards=shards, pickles=tuple(pickles))
 
 
@@ -122,7 +122,7 @@ class _OnDisk:
 
 
 def _with_manifest(pickled: bytes, files: list[WrittenFile]) -> bytes:
-    return with_manifest(pickled, files, committed_at_s=0.0)
+    return b"".join(with_manifest([pickled], files, committed_at_s=0.0))
 
 
 class MetadataTarget:

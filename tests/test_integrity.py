@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -20,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import nostall
-from nostall._manifest import split
+from nostall._manifest import files_in_manifest, split
 from nostall.core import AsyncCallsQueue
 from nostall.errors import DamagedCheckpointError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -79,6 +80,8 @@ def test_the_manifest_says_what_the_files_are(tmp_path: Path, way: Way) -> None:
     way(tmp_path, state_of(), thread_count=2)
     _, manifest = split((tmp_path / ".metadata").read_bytes(), path="")
     assert manifest is not None
+    with open(tmp_path / ".metadata", "rb") as stream:
+        assert files_in_manifest(stream) == {file.name for file in manifest.files}
     sums = {file.name: (file.nbytes, file.crc32) for file in manifest.files}
     contents = {file.name: file.read_bytes() for file in tmp_path.glob("*.distcp")}
     assert sums == {name: (len(content), zlib.crc32(content)) for name, content in contents.items()}
@@ -350,6 +353,8 @@ def test_metadata_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     (damage,) = nostall.verify(tmp_path / "save").damages
     assert damage.file == ".metadata"
     assert nostall.latest_complete(tmp_path) is None
+    by_queue(tmp_path / "save", {"a": torch.ones(3)})  # nor by a save that replaces it
+    assert nostall.verify(tmp_path / "save").ok
 
 
 @pytest.mark.parametrize("way", [by_queue, by_stock])
@@ -429,4 +434,6 @@ def test_metadata_that_ends_within_the_manifest_is_damaged(tmp_path: Path) -> No
     for end in range(len(pickled) + 1, len(content)):
         with pytest.raises(DamagedCheckpointError):
             split(content[:end], path="")
+        assert files_in_manifest(io.BytesIO(content[:end])) is None
     assert split(pickled, path="") == (pickled, None)
+    assert files_in_manifest(io.BytesIO(pickled)) is None

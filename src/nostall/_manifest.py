@@ -20,7 +20,7 @@ import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 from nostall import _checksum
 from nostall._names import is_shard_name
@@ -54,13 +54,18 @@ class Manifest:
     """That of the nostall that wrote it."""
 
 
-def with_manifest(metadata: bytes, files: Sequence[WrittenFile], *, committed_at_s: float) -> bytes:
-    """The content of a ``.metadata`` file: pickled metadata and the manifest of its checkpoint."""
+def with_manifest(
+    metadata: Sequence[bytes], files: Sequence[WrittenFile], *, committed_at_s: float
+) -> tuple[bytes, ...]:
+    """The content of a ``.metadata`` file, in pieces: pickled metadata and the manifest of its checkpoint."""
+    crc32 = 0
+    for piece in metadata:
+        crc32 = _checksum.crc32(piece, crc32)
     plain = {
         "format": _FORMAT,
         "nostall": __version__,
         "committed_at": committed_at_s,
-        "metadata": {"nbytes": len(metadata), "crc32": _hex(_checksum.crc32(metadata))},
+        "metadata": {"nbytes": sum(map(len, metadata)), "crc32": _hex(crc32)},
         "files": [
             {
                 "name": file.name,
@@ -72,7 +77,36 @@ def with_manifest(metadata: bytes, files: Sequence[WrittenFile], *, committed_at
     }
     line = json.dumps(plain, sort_keys=True, separators=(",", ":")).encode() + b"\n"
     footer = f"#nostall-manifest {len(line):012d} {_hex(_checksum.crc32(line))}\n".encode()
-    return b"".join((metadata, b"\n", line, footer))
+    return (*metadata, b"\n" + line + footer)
+
+
+def files_in_manifest(stream: BinaryIO) -> set[str] | None:
+    """Names of the shard files of the checkpoint whose ``.metadata`` file this is, from its manifest alone.
+
+    Returns:
+        ``None`` if there is no manifest, or not an intact one. Of the metadata before it nothing is read.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    end = stream.seek(0, os.SEEK_END) - _FOOTER_NBYTES
+    footer = _FOOTER.match(_read_at(stream, end, _FOOTER_NBYTES))
+    if footer is None:
+        return None
+    nbytes = int(footer[1])
+    try:
+        manifest = _manifest_in(_read_at(stream, end - nbytes, nbytes), footer, path="")
+    except DamagedCheckpointError:
+        return None
+    return {file.name for file in manifest.files}
+
+
+def _read_at(stream: BinaryIO, begin: int, nbytes: int) -> bytes:
+    """What is there, and nothing if that would begin before the file does."""
+    if begin < 0:
+        return b""
+    stream.seek(begin)
+    return stream.read(nbytes)
 
 
 def split(content: bytes, *, path: str) -> tuple[bytes, Manifest | None]:
@@ -92,9 +126,7 @@ def split(content: bytes, *, path: str) -> tuple[bytes, Manifest | None]:
         return content, None
     begin = len(content) - _FOOTER_NBYTES - int(footer[1])
     line = content[begin : len(content) - _FOOTER_NBYTES]
-    if begin < 1 or _hex(_checksum.crc32(line)) != footer[2].decode():
-        raise _damaged("its manifest does not have the checksum that it should have", path)
-    manifest = _parsed(line, path)
+    manifest = _manifest_in(line if begin > 0 else b"", footer, path)
     pickled, between = content[: begin - 1], content[begin - 1 : begin]
     if (len(pickled), _checksum.crc32(pickled), between) != (
         manifest.metadata_nbytes,
@@ -103,6 +135,12 @@ def split(content: bytes, *, path: str) -> tuple[bytes, Manifest | None]:
     ):
         raise _damaged("the metadata does not have the checksum that its manifest says", path)
     return pickled, manifest
+
+
+def _manifest_in(line: bytes, footer: re.Match[bytes], path: str) -> Manifest:
+    if len(line) != int(footer[1]) or _hex(_checksum.crc32(line)) != footer[2].decode():
+        raise _damaged("its manifest does not have the checksum that it should have", path)
+    return _parsed(line, path)
 
 
 def _parsed(line: bytes, path: str) -> Manifest:

@@ -121,20 +121,21 @@ def _require_tensor(fqn: str, tensor: Mapping[str, Any], path: str) -> None:
 class Publication:
     """Metadata of a finished save, pickled but for what belongs to one checkpoint; as good for the next equal save."""
 
-    pickled: bytes
+    program: tuple[bytes, ...]
+    """The pickle, in pieces and without its STOP instruction."""
     storage_data: Mapping[MetadataIndex, Any]
     files: frozenset[str]
     """Names of the shard files."""
 
-    def content(self, storage_meta: StorageMeta | None) -> bytes:
-        """The content of a ``.metadata`` file.
+    def content(self, storage_meta: StorageMeta | None) -> tuple[bytes, ...]:
+        """The content of a ``.metadata`` file, in pieces: to put them together would cost more than writing them.
 
         A pickle is a program for a stack machine. This one makes the metadata object, sets all attributes but
         ``storage_meta``, and then sets that one. Protocol 3, because later ones cut the program into frames of stated
         length.
         """
         rest = pickle.dumps({"storage_meta": storage_meta}, protocol=_PROTOCOL)
-        return b"".join((self.pickled[:-1], rest[_PROTO_NBYTES:-1], pickle.BUILD, pickle.STOP))
+        return (*self.program, rest[_PROTO_NBYTES:-1] + pickle.BUILD + pickle.STOP)
 
     def renamed(self, names: Mapping[str, str]) -> Publication | None:
         """The same with shard files of other names; ``None`` if names cannot be told from other texts in the pickle.
@@ -144,35 +145,36 @@ class Publication:
         """
         if all(old == new for old, new in names.items()):
             return self
-        if self._cuts is None:
+        if self._cut is None:
             return None
-        pieces, end = [], 0
-        for begin, name in self._cuts:
-            pieces += [self.pickled[end:begin], _pickled(names[name])]
-            end = begin + len(_pickled(name))
         return Publication(
-            pickled=b"".join((*pieces, self.pickled[end:])),
+            program=tuple(
+                _pickled(names[piece]) if isinstance(piece, str) else piece for piece in self._cut
+            ),
             storage_data=_UnderNewNames(self.storage_data, names),
             files=frozenset(names.values()),
         )
 
     @cached_property
-    def _cuts(self) -> list[tuple[int, str]] | None:
-        """Where in the pickle each name stands: once, as what is pickled again is a reference."""
+    def _cut(self) -> list[bytes | str] | None:
+        """The program, with the names of files as texts: each is there once, as what is pickled again is a reference."""
         if any(index.fqn in self.files for index in self.storage_data):
             return None
+        program = b"".join(self.program)
         names = {_pickled(name): name for name in self.files}
         lengths = {len(pickled) for pickled in names}
+        pieces: list[bytes | str] = []
+        done = 0
         # All of them end alike, and there are too many to look for each.
-        ends = (
-            found.end() for found in re.finditer(re.escape(SHARD_SUFFIX.encode()), self.pickled)
-        )
-        cuts = [
-            (end - length, name)
-            for end, length in itertools.product(ends, lengths)
-            if (name := names.get(self.pickled[max(0, end - length) : end])) is not None
-        ]
-        return sorted(cuts) if len(cuts) == len(names) == len({name for _, name in cuts}) else None
+        for found in re.finditer(re.escape(SHARD_SUFFIX.encode()), program):
+            end = found.end()
+            for begin in (max(0, end - length) for length in lengths):
+                name = names.get(program[begin:end])
+                if name is not None:
+                    pieces += [program[done:begin], name]
+                    done = end
+        seen = [piece for piece in pieces if isinstance(piece, str)]
+        return [*pieces, program[done:]] if sorted(seen) == sorted(self.files) else None
 
 
 def _pickled(text: str) -> bytes:
@@ -214,7 +216,7 @@ def publication_of(finished: Metadata) -> Publication:
         twin.planner_data = {**finished.planner_data, _PLANS_KEY: plans}
     vars(twin).pop("storage_meta", None)
     return Publication(
-        pickled=pickle.dumps(twin, protocol=_PROTOCOL),
+        program=(pickle.dumps(twin, protocol=_PROTOCOL)[: -len(pickle.STOP)],),
         storage_data=finished.storage_data,
         files=frozenset(info.relative_path for info in finished.storage_data.values()),
     )
@@ -308,12 +310,11 @@ def _refused(why: str, path: str) -> UntrustedMetadataError:
     return UntrustedMetadataError(f"the metadata cannot be true: {why}", phase="read", path=path)
 
 
-def referenced_files(path: str) -> set[str]:
+def referenced_files(content: bytes, *, path: str) -> set[str]:
     """Names of the shard files that a committed checkpoint consists of; empty if its metadata cannot be trusted."""
     try:
-        with open(path, "rb") as stream:
-            metadata = load_metadata(stream.read(), path=path)
-    except (OSError, UntrustedMetadataError):
+        metadata = load_metadata(content, path=path)
+    except UntrustedMetadataError:
         return set()
     storage_data = metadata.storage_data
     infos = storage_data.values() if isinstance(storage_data, Mapping) else ()

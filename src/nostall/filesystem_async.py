@@ -18,7 +18,6 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +33,7 @@ from torch.futures import Future as TorchFuture
 
 from nostall import _ring, _save, _taking, _torch, _writing
 from nostall._coordination import coordination_for
-from nostall._manifest import split, with_manifest
+from nostall._manifest import files_in_manifest, with_manifest
 from nostall._metadata import (
     Publication,
     complete_metadata,
@@ -52,12 +51,12 @@ from nostall._reports import CANCEL_TIMEOUT_S, await_report
 from nostall._runtime import Claim, Engine, default_engine
 from nostall._staging import Guard
 from nostall._storage.posix import make_directory
+from nostall._storage.reading import open_file
 from nostall._storage.streams import StreamTarget
 from nostall._values import FileReceipt, RankReport, RankWritten, WrittenFile
 from nostall._writer.faults import Faults
 from nostall.errors import (
     CheckpointExistsError,
-    DamagedCheckpointError,
     NostallError,
     OptionError,
     StagingError,
@@ -91,11 +90,15 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
 
 def _files_of(path: str) -> set[str]:
     """Names of the shard files of the checkpoint whose metadata this is; empty if there is none that can be trusted."""
-    with suppress(OSError, DamagedCheckpointError):
-        manifest = split(Path(path).read_bytes(), path=path)[1]
-        if manifest is not None:  # in a fraction of the time that metadata takes
-            return {file.name for file in manifest.files}
-    return referenced_files(path)
+    try:
+        with open_file(path) as stream:
+            files = files_in_manifest(stream)
+            if files is not None:  # in a fraction of the time that metadata takes
+                return files
+            stream.seek(0)
+            return referenced_files(stream.read(), path=path)
+    except OSError:
+        return set()
 
 
 def get_write_results_queue(mp_mode: str = "spawn") -> queue.SimpleQueue[Any]:

@@ -6,7 +6,6 @@ allow-list of :mod:`nostall._metadata`).
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import stat
@@ -27,6 +26,7 @@ from nostall._storage.reading import (
     NoArchive,
     crc32_of_file,
     damage_of_container,
+    open_file,
 )
 from nostall.errors import DamagedCheckpointError, UntrustedMetadataError
 
@@ -334,12 +334,7 @@ def _committed_at_s(metadata_path: str) -> float:
 
 
 def _content(path: str) -> bytes:
-    """What is in a file, if it is one; a pipe of that name would be waited for."""
-    with open(
-        path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
-    ) as stream:
-        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is no file", path)
+    with open_file(path) as stream:
         return stream.read()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from nostall._storage.posix import (
     identity_of,
@@ -24,7 +24,7 @@ from nostall.errors import NotDurableError, WriteError
 
 def commit(
     directory: str,
-    metadata: bytes,
+    metadata: Sequence[bytes],
     *,
     metadata_name: str,
     replaced_files: Iterable[str],
@@ -36,7 +36,7 @@ def commit(
 
     Args:
         directory: The checkpoint directory; every file that ``metadata`` names is complete in it.
-        metadata: The metadata as it is to stand in its file.
+        metadata: The metadata as it is to stand in its file, in pieces.
         metadata_name: ``.metadata``, or a rank's own name for saves without coordination.
         replaced_files: Names below ``directory`` that only the checkpoint being replaced refers to.
         sync: Whether to wait until the device has it.
@@ -90,7 +90,9 @@ def commit(
         ) from error
     removed = tuple(replaced_files)
     remove(os.path.join(directory, name) for name in removed)
-    return CommittedCheckpoint(path=directory, metadata_nbytes=len(metadata), removed=removed)
+    return CommittedCheckpoint(
+        path=directory, metadata_nbytes=sum(map(len, metadata)), removed=removed
+    )
 
 
 def _has_become(path: str, identity: tuple[int, int], refusal: OSError) -> bool:
@@ -117,7 +119,7 @@ def _reason(error: Exception) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
 
 
-def _write_durably(directory: str, path: str, content: bytes) -> None:
+def _write_durably(directory: str, path: str, content: Sequence[bytes]) -> None:
     """Write a file, and see to it that the directory's own name is durable; both wait for the same device."""
     parent = os.path.dirname(os.path.realpath(directory))
     failures: list[OSError] = []

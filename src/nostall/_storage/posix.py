@@ -16,12 +16,14 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
+from itertools import groupby
 
 from nostall._values import page_aligned
 
+_LARGE_PIECE_NBYTES = 64 << 10
 _NOTHING_WRITTEN = "the system wrote nothing and gave no reason"
 
 
@@ -186,20 +188,38 @@ def require_file(path: str, nbytes: int) -> None:
         raise OSError(errno.EIO, f"the file has {found} bytes instead of {nbytes}", path)
 
 
-def write_file(path: str, content: bytes, *, sync: bool) -> None:
-    """Make a file in one go, in place of what has that name; the device has it on return if asked."""
+def write_file(path: str, content: Iterable[bytes], *, sync: bool) -> None:
+    """Make a file in one go, in place of what has that name; the device has it on return if asked.
+
+    Args:
+        path: Its name.
+        content: What is to be in it, in pieces.
+        sync: Whether to wait for the device.
+    """
     fd = _create(path)
     try:
         at = 0
-        while at < len(content):
-            written = os.pwrite(fd, memoryview(content)[at:], at)
-            if written == 0:
-                raise OSError(errno.EIO, _NOTHING_WRITTEN, path)
-            at += written
+        for piece in _large_pieces(content):
+            rest = memoryview(piece)
+            while rest:
+                written = os.pwrite(fd, rest, at)
+                if written == 0:
+                    raise OSError(errno.EIO, _NOTHING_WRITTEN, path)
+                at += written
+                rest = rest[written:]
         if sync:
             os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _large_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes, with small pieces put together, as each costs a call, and large ones as they are."""
+    for is_large, group in groupby(pieces, lambda piece: len(piece) >= _LARGE_PIECE_NBYTES):
+        if is_large:
+            yield from group
+        else:
+            yield b"".join(group)
 
 
 def replace_file(path: str, by: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
+import stat
 import zipfile
 from collections.abc import Callable
-from typing import IO
+from typing import IO, BinaryIO
 
 from nostall import _checksum
 
@@ -22,6 +25,19 @@ class ChecksumMissing(Exception):  # an answer, not an error
 
 class NoArchive(Exception):
     """Neither the first nor the last bytes are those of an archive: another format, or nothing that is left of one."""
+
+
+def open_file(path: str) -> BinaryIO:
+    """Open a file for reading.
+
+    Raises:
+        OSError: It cannot be read, or is none; a pipe of that name would be waited for.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no file", path)
+    return open(fd, "rb")
 
 
 def crc32_of_file(path: str, progress: Callable[[int], object]) -> int:
