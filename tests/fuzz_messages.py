@@ -14,14 +14,14 @@ from functools import lru_cache
 from random import Random
 
 from fuzz_inputs import NUMBERS, VALUES, changed_bytes, changed_json
-from nostall._storage.posix import let_go
+from nostall._storage.posix import close_all
 from nostall._values import Failure, RankReport
 from nostall._writer.child import _Waiting
 from nostall._writer.chunks import _FileTask
 from nostall._writer.faults import Faults
 from nostall._writer.framing import Message, Receiver, encode
 from nostall._writer.handle import WriterProcess
-from nostall._writer.main import ToLetGo, _Writer
+from nostall._writer.main import _Writer
 from nostall._writer.messages import progress_to_message
 from nostall._writer.position import Position
 from nostall._writer.seals import cut
@@ -86,13 +86,11 @@ def _at_writer(sock: socket.socket) -> str:
     writer._blocks[1] = mmap.mmap(-1, 1 << 16)
     writer._seals[3] = (example_table(),)
     outcomes = _hear(Receiver(sock), writer.take)
+    while not writer.closing._queue.empty():
+        close_all(writer.closing._queue.get())
+        outcomes.append("closed")
     while not writer._jobs.empty():
-        wanted = writer._jobs.get()
-        if isinstance(wanted, ToLetGo):
-            let_go(wanted.descriptors)
-            outcomes.append("let go")
-            continue
-        job = wanted.job
+        job, _ = writer._jobs.get()
         try:
             images = writer._images(job)
             for image in job.files:
@@ -136,7 +134,7 @@ def _good_messages() -> tuple[list[Message], list[Message]]:
         {"type": "map", "block": 1, "nbytes": 1 << 16, "descriptors": 1},
         *({"type": "unmap", "block": 1}, {"type": "forget_seals", "number": 3}),
         {"type": "cancel", "job": "j"},
-        {"type": "let_go", "descriptors": 2},
+        {"type": "close", "descriptors": 2},
     ]
     progress = progress_to_message("j/0/0", 4096)
     return to_writer, [written, written, failed, progress, {"type": "ready", "pid": 1}]

@@ -6,9 +6,11 @@ import ctypes
 import errno
 import os
 import pickle
+import resource
 import struct
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +27,7 @@ from crashes import RecordingOs
 from nostall._metadata import complete_metadata, load_metadata, publication_of
 from nostall._pipeline.commit import commit
 from nostall._storage import posix
+from nostall._writer.framing import send
 from nostall._writer.handle import WriterProcess
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import (
@@ -37,7 +40,7 @@ from nostall.errors import (
 from nostall.filesystem_async import FileSystemWriterAsync, _files_of
 from nostall.integrity import verify
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
-from nostall.testing import Fault, inject, writer_pids
+from nostall.testing import Fault, Hold, inject, writer_pids
 from states import blobs, read_metadata, schedule, small_state
 
 # --- the commit itself ------------------------------------------------------------------------------------------------
@@ -141,13 +144,30 @@ def test_removed_files_lose_their_names_at_once_and_their_room_later(
         (tmp_path / name).write_bytes(b"shard")
     (tmp_path / "link").symlink_to(tmp_path / "kept")
     names = ("a", "was never there", "link", "b", "c")
-    held = posix.remove_and_hold((str(tmp_path / name) for name in names), most=most)
+    held: list[int] = []
+    posix.remove_and_hold((str(tmp_path / name) for name in names), held, most=most)
     assert names_in(tmp_path) == {"kept"}
     assert len(held) == min(most, 4)
     assert all(os.fstat(fd).st_nlink == 0 for fd in held)
-    posix.let_go(held)
+    posix.close_all(held)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(held[0] if held else -1)
+
+
+def held_by(pid: int, directory: Path) -> list[str]:
+    """Files below a directory that a process has descriptors of."""
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.append(os.readlink(link))
+    return [name for name in found if str(directory) in name]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        os.sched_yield()
 
 
 @pytest.mark.parametrize("files", [2, 150])
@@ -156,14 +176,14 @@ def test_the_writer_process_waits_for_the_room_of_a_checkpoint_that_was_replaced
 ) -> None:
     """Giving back a gigabyte takes storage a fifth of a second, which no poll has to take."""
     handed_over: list[tuple[int, int]] = []
-    let_go = WriterProcess.let_go
+    hand_over = WriterProcess.hand_over
 
     def noted(writer: WriterProcess, descriptors: list[int]) -> None:
         found = [os.fstat(fd) for fd in descriptors]
         handed_over.extend((each.st_ino, each.st_nlink) for each in found)
-        let_go(writer, descriptors)
+        hand_over(writer, descriptors)
 
-    with patch.object(WriterProcess, "let_go", noted), AsyncCallsQueue() as queue:
+    with patch.object(WriterProcess, "hand_over", noted), AsyncCallsQueue() as queue:
         for seed in range(3):
             replaced = [(path.stat().st_ino, 0) for path in sorted(tmp_path.glob("*.distcp"))]
             state = {str(n): torch.full((9,), seed) for n in range(files)}
@@ -176,9 +196,50 @@ def test_the_writer_process_waits_for_the_room_of_a_checkpoint_that_was_replaced
         schedule(queue, tmp_path / "after", small_state())
         queue.wait()
     (pid,) = writer_pids()
-    held = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
-    assert not [name for name in held if str(tmp_path) in name]
+    assert held_by(pid, tmp_path) == []
     assert verify(tmp_path).ok
+
+
+def test_room_is_given_back_while_the_writer_process_has_a_long_job(tmp_path: Path) -> None:
+    """However often something else is saved meanwhile, and although descriptors are few."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with AsyncCallsQueue() as queue, Hold("chunk") as hold:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "long", small_state())
+            hold.wait_reached()
+        (pid,) = writer_pids()
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (160, allowed[1]))
+        for seed in range(6):
+            state = {str(n): torch.full((9,), seed) for n in range(60)}
+            writer = FileSystemWriterAsync(tmp_path / "often", thread_count=60)
+            dcp.save(state, storage_writer=writer, no_dist=True)
+            wait_until(lambda: not held_by(pid, tmp_path / "often"))
+        hold.release()
+        assert queue.wait() == [0]
+    assert verify(tmp_path / "long").ok
+    assert verify(tmp_path / "often").ok
+
+
+def test_descriptors_that_the_system_does_not_take_are_closed_here(tmp_path: Path) -> None:
+    """Linux limits how many a user may have under way; the writer process has done nothing wrong."""
+    refused = OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
+
+    def limited(sock: Any, message: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
+        if message["type"] == "close":
+            raise refused
+        send(sock, message, descriptors)
+
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path, small_state(1))
+        queue.wait()
+        before, writers = os.listdir("/proc/self/fd"), writer_pids()
+        with patch("nostall._writer.child.send", limited):
+            schedule(queue, tmp_path, small_state(2))
+            queue.wait()
+        assert os.listdir("/proc/self/fd") == before
+        assert writer_pids() == writers
+    assert_loads(tmp_path, small_state(2))
+    assert len(list(tmp_path.glob("*.distcp"))) == 1
 
 
 class RefusedRename(RecordingOs):

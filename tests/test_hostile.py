@@ -30,7 +30,7 @@ from nostall._pickle_scan import ScanError, scan
 from nostall._storage.reading import damage_of_container
 from nostall._values import RankFailed
 from nostall._writer.framing import Receiver, encode, send
-from nostall._writer.main import ToWrite, _Writer
+from nostall._writer.main import _Writer
 from nostall._writer.messages import report_from_message
 from nostall.errors import ProtocolError, UntrustedMetadataError
 from states import small_state
@@ -323,10 +323,9 @@ def test_a_job_in_memory_that_is_not_there_fails(
     job["files"][0]["nbytes"] = 1 << 62
     writer.take(seals, [])
     writer.take(job, [])
-    taken = writer._jobs.get()
-    assert isinstance(taken, ToWrite)
+    taken, _ = writer._jobs.get()
     with pytest.raises(ProtocolError, match="no memory"):
-        writer._images(taken.job)
+        writer._images(taken)
 
 
 @pytest.mark.parametrize("thread", [float("inf"), -1, "1"])

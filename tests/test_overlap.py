@@ -333,17 +333,6 @@ def test_dcp_async_save_on_two_ranks_fails_on_both_if_one_forgets(tmp_path: Path
         assert facts["committed"] == []
 
 
-def test_memory_that_one_rank_cannot_have_fails_dcp_async_save_on_all(tmp_path: Path) -> None:
-    """The others are on their way to a collective, and would wait there for a rank whose call has raised."""
-    for facts in run_ranks(2, "overlap:one_rank_has_no_memory", tmp_path):
-        for staging in ("blocking", "overlapped"):
-            failure = facts[staging]["failures"]
-            assert failure.keys() == {"1"}
-            assert (failure["1"]["kind"], failure["1"]["rank"]) == ("ReservationError", 1)
-        assert facts["after"]["failures"] == {}
-        assert facts["committed"] == ["after"]
-
-
 def test_changing_tensors_at_the_very_moment_that_it_is_safe_is_safe(tmp_path: Path) -> None:
     """Whatever the staging thread is doing just then: many small snapshots, changed as soon as that is allowed."""
     tensor = torch.zeros(4)

@@ -158,6 +158,7 @@ class Publication:
     @cached_property
     def _cut(self) -> list[bytes | str] | None:
         """The program, with the names of files as texts: each is there once, as what is pickled again is a reference."""
+        # A text that is the very object of a name would be a reference to it; names are made by layout, so others are not.
         if any(index.fqn in self.files for index in self.storage_data):
             return None
         program = b"".join(self.program)

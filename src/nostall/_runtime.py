@@ -28,7 +28,7 @@ from nostall._pipeline.layout import FileNaming, Packing, lay_out
 from nostall._reports import is_done, joined, when_done
 from nostall._staging import any_under_way, wait_for_all
 from nostall._status import SaveStatus, UnderWay
-from nostall._storage.posix import let_go, remove_and_hold, remove_files
+from nostall._storage.posix import close_all, remove_and_hold, remove_files
 from nostall._values import (
     ItemShape,
     Layout,
@@ -200,14 +200,15 @@ class Engine:
         with self._lock:
             writer = next((writer for writer in self._writers if writer.alive), None)
         rest = iter(paths)
-        room = 0 if writer is None else WriterProcess.most_held()
+        room = 0 if writer is None else WriterProcess.most_to_close()
         while writer is not None and room and (some := list(islice(rest, MAX_DESCRIPTORS))):
-            held = remove_and_hold(some, most=room)
-            room -= len(held)
+            held: list[int] = []
             try:
-                writer.let_go(held)
+                remove_and_hold(some, held, most=room)
+                room -= len(held)
+                writer.hand_over(held)
             finally:
-                let_go(held)
+                close_all(held)
         remove_files(rest)
 
     def warmup(self, nbytes: int, *, timeout_s: float) -> None:

@@ -17,7 +17,6 @@ import queue
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +31,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from nostall import _ring, _save, _taking, _torch, _writing
-from nostall._coordination import coordination_for
 from nostall._manifest import files_in_manifest, with_manifest
 from nostall._metadata import (
     Publication,
@@ -51,7 +49,7 @@ from nostall._reports import CANCEL_TIMEOUT_S, await_report
 from nostall._runtime import Claim, Engine, default_engine
 from nostall._staging import Guard
 from nostall._storage.posix import make_directory
-from nostall._storage.reading import open_file
+from nostall._storage.reading import open_to_read
 from nostall._storage.streams import StreamTarget
 from nostall._values import FileReceipt, RankReport, RankWritten, WrittenFile
 from nostall._writer.faults import Faults
@@ -91,7 +89,7 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
 def _files_of(path: str) -> set[str]:
     """Names of the shard files of the checkpoint whose metadata this is; empty if there is none that can be trusted."""
     try:
-        with open_file(path) as stream:
+        with open_to_read(path) as stream:
             files = files_in_manifest(stream)
             if files is not None:  # in a fraction of the time that metadata takes
                 return files
@@ -169,8 +167,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._claim: Claim | None = None
         self._staging = staging
         self._guard: Guard | None = None
-        self._unstaged: NostallError | None = None
-        """Why ``stage`` has copied nothing."""
         self.timeline = Timeline()
         self._receipts: tuple[FileReceipt, ...] = ()
         self._slowest_rank: int | None = None
@@ -199,7 +195,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._failure = None
         self._claim = None
         self._guard = None
-        self._unstaged = None
         self.timeline = Timeline()
         self._receipts = ()
         self._slowest_rank = None
@@ -263,8 +258,6 @@ class FileSystemWriterAsync(FileSystemWriter):
             return self._write_share(plan, planner)
 
     def _write_share(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        if self._unstaged is not None:
-            raise self._unstaged
         guard, self._guard = self._guard, None
         if guard is not None and guard.failure is not None:
             # Also where a planner has made new tensors of everything, so that nothing shows where they come from.
@@ -402,29 +395,17 @@ class FileSystemWriterAsync(FileSystemWriter):
 
         Raises:
             SaveTimeoutError: Earlier saves still hold all snapshot memory.
-            ReservationError: There is not enough host memory. Where there are several ranks, this one and the one above are
-                raised by the write instead, on all of them: the others are on their way to it.
+            ReservationError: There is not enough host memory.
             OptionError: This torch cannot wait for a copy.
         """
-        if self._staging != "blocking" and not _torch.async_save_takes_futures():
+        if self._staging == "blocking":
+            return _taking.stage_copy(state_dict, default_engine())
+        if not _torch.async_save_takes_futures():
             raise OptionError(
                 "this torch's dcp.async_save cannot stage behind the call",
                 hint='use staging="blocking", or the split functions',
             )
-        try:
-            if self._staging == "blocking":
-                return _taking.stage_copy(state_dict, default_engine())
-            done: Future[Any]
-            done, self._guard = _taking.stage_copy_in_background(state_dict, default_engine())
-        except NostallError as error:
-            if coordination_for(None).world_size == 1:
-                raise
-            error.rank = coordination_for(None).rank
-            self._unstaged = error
-            if self._staging == "blocking":
-                return state_dict
-            done = Future()
-            done.set_result(state_dict)
+        done, self._guard = _taking.stage_copy_in_background(state_dict, default_engine())
         return done
 
     def __getstate__(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from nostall._storage.reading import (
     NoArchive,
     crc32_of_file,
     damage_of_container,
-    open_file,
+    open_to_read,
 )
 from nostall.errors import DamagedCheckpointError, UntrustedMetadataError
 
@@ -334,7 +334,7 @@ def _committed_at_s(metadata_path: str) -> float:
 
 
 def _content(path: str) -> bytes:
-    with open_file(path) as stream:
+    with open_to_read(path) as stream:
         return stream.read()
 
 

@@ -105,6 +105,8 @@ def _train_for_ever() -> None:
 
 def is_interrupted(out: Path) -> None:
     """Ctrl-C in the middle of a synchronous save, as often as it takes to hit its threads at work, then a save."""
+    # Ignored, if these tests were started in the background of a shell.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     nostall.configure(EngineOptions(chunk_nbytes=64 << 10, io_threads=4))
     state = {"t": torch.arange(4 << 20)}
     interrupted = 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.testing import Hold, inject
 from programs.entry_points import loaded_wrong
-from programs.faults import outcome_of
 from programs.planning import make_state
 from states import schedule
 
@@ -49,24 +46,6 @@ def one_rank_forgets(out: Path) -> dict[str, Any]:
         *loaded_wrong(out / "before", make_state(1), make_state(0)),
         *loaded_wrong(out / "next", make_state(3), make_state(0)),
     ]
-    return facts
-
-
-def one_rank_has_no_memory(out: Path) -> dict[str, Any]:
-    """``dcp.async_save`` where the second rank may not make memory of that size; then once more where it may."""
-    state = {f"own {dist.get_rank()}": torch.ones(3 << 18)}
-    none = resource.getrlimit(resource.RLIMIT_FSIZE)
-    facts: dict[str, Any] = {}
-    for staging, limited in (("blocking", 1), ("overlapped", 1), ("after", None)):
-        if dist.get_rank() == limited:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, none[1]))
-        kind = "blocking" if staging == "after" else staging
-        writer = FileSystemWriterAsync(out / staging, staging=kind)
-        response: Any = dcp.async_save(state, storage_writer=writer)
-        saved = response.upload_completion if kind == "overlapped" else response
-        resource.setrlimit(resource.RLIMIT_FSIZE, none)
-        facts[staging] = outcome_of(partial(saved.result, 100))
-    facts["committed"] = sorted(path.parent.name for path in out.glob("*/.metadata"))
     return facts
 
 

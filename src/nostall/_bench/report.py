@@ -39,11 +39,11 @@ def wrong_checkpoints(report: BenchReport) -> list[ContenderReport]:
 
 def _heading(report: BenchReport) -> str:
     options, machine = report.options, report.machine
-    so = ", with a noisy neighbour" if options["noise"] else ""
-    so += ", each save over the last one" if options["overwrite"] else ""
+    conditions = ", with a noisy neighbour" if options["noise"] else ""
+    conditions += ", each save over the last one" if options["overwrite"] else ""
     return (
         f"{options['shape']}: {format_nbytes(report.nbytes)} in {report.tensors} tensors per rank,"
-        f" {options['ranks']} rank(s), {options['rounds']} rounds{so}\n"
+        f" {options['ranks']} rank(s), {options['rounds']} rounds{conditions}\n"
         f"{machine['cpu']}, {machine['cpus_usable']} cores,"
         f" {format_nbytes(machine['memory_nbytes'])}, {machine['file_system']};"
         f" torch {report.versions['torch']} on {machine['torch_threads']} threads,"

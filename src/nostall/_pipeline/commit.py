@@ -45,7 +45,7 @@ def commit(
             storage could.
 
     Raises:
-        NotDurableError: The checkpoint is there, but may not survive a power failure.
+        NotDurableError: The checkpoint is there, or may be, but may not survive a power failure.
         WriteError: Anything else went wrong; what was committed before still is.
     """
     final = os.path.join(directory, metadata_name)

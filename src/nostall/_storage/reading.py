@@ -27,7 +27,7 @@ class NoArchive(Exception):
     """Neither the first nor the last bytes are those of an archive: another format, or nothing that is left of one."""
 
 
-def open_file(path: str) -> BinaryIO:
+def open_to_read(path: str) -> BinaryIO:
     """Open a file for reading.
 
     Raises:

@@ -6,6 +6,7 @@ wait is a ``Future.result`` with three exits: the answer, the failure that the p
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -168,10 +169,11 @@ class ChildProcess(ABC, Generic[T]):
         self._tell(messages)
         return future
 
-    def _tell(self, messages: Iterable[Addressed]) -> None:
+    def _tell(self, messages: Iterable[Addressed], *, need_not_arrive: bool = False) -> None:
         """Send messages in one go; a process that does not take them is killed.
 
         They are made while nobody else sends, so what was sent before cannot change between that and their own sending.
+        With ``need_not_arrive``, one whose descriptors would be too many under way is dropped instead.
         """
         try:
             with self._send_lock:
@@ -179,6 +181,8 @@ class ChildProcess(ABC, Generic[T]):
                 for message, descriptors in messages:
                     send(self._socket, message, descriptors)
         except OSError as error:
+            if need_not_arrive and error.errno == errno.ETOOMANYREFS:
+                return  # refused as a whole, with its first byte
             self.kill(f"it no longer takes messages ({type(error).__name__}: {error})")
         except (
             BaseException

@@ -29,7 +29,7 @@ _ENTRY = (
     " from nostall._writer.main import main; main(int(sys.argv[3]), int(sys.argv[4]), sys.argv[2])"
 )
 
-_MOST_HELD = 1024
+_MOST_TO_CLOSE = 256
 SEALS_KEPT = 16
 """How many jobs' seal tables a writer process keeps: more than an engine keeps layouts."""
 
@@ -127,19 +127,21 @@ class WriterProcess(ChildProcess[RankReport]):
         self._tell(({"type": "cancel", "job": job}, ()) for job in jobs)
 
     @staticmethod
-    def most_held() -> int:
-        """How many descriptors the process may have to keep for :meth:`let_go`: few of those that it may have."""
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        return _MOST_HELD if limit == resource.RLIM_INFINITY else min(_MOST_HELD, limit // 4)
+    def most_to_close() -> int:
+        """How many descriptors to hand over at a time: few of those that this process, and so that one, may have."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return _MOST_TO_CLOSE if soft == resource.RLIM_INFINITY else min(_MOST_TO_CLOSE, soft // 4)
 
-    def let_go(self, descriptors: Sequence[int]) -> None:
-        """Let the process close its copies of descriptors, after the jobs that it has and before those it will get.
+    def hand_over(self, descriptors: Sequence[int]) -> None:
+        """Let the process close copies of descriptors, beside the job that it has and before those it will get.
+
+        Where too many are on their way to it already, the caller's are the only ones.
 
         Args:
             descriptors: At most ``MAX_DESCRIPTORS``.
         """
         if descriptors:
-            self._tell([({"type": "let_go"}, tuple(descriptors))])
+            self._tell([({"type": "close"}, tuple(descriptors))], need_not_arrive=True)
 
     def forget(self, block_id: int) -> None:
         """Let the process unmap a block that the arena gave back to the system."""

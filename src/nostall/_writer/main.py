@@ -2,7 +2,7 @@
 
 The main thread only listens, so that it notices at once when the trainer is gone (see ``parent``). It then leaves,
 whatever the other threads are doing; an unfinished file is not part of any checkpoint. Jobs are written one after the
-other by a second thread. SIGINT and SIGTERM are ignored: a signal to the whole process group must not lose a save, and
+other by a second thread; a third one closes what is left of replaced checkpoints. SIGINT and SIGTERM are ignored: a signal to the whole process group must not lose a save, and
 the trainer decides when the writer ends.
 """
 
@@ -12,7 +12,6 @@ import mmap
 import os
 import pickle
 import queue
-import resource
 import signal
 import site
 import socket
@@ -21,10 +20,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import NamedTuple
 
 from nostall._checksum import use_fastest_from
-from nostall._storage.posix import let_go
+from nostall._storage.posix import close_all
 from nostall._storage.streams import StreamTarget
 from nostall._values import Failure, RankFailed, RankReport, SealTable, WriteJob, page_aligned
 from nostall._writer.files import perform
@@ -41,6 +39,8 @@ from nostall._writer.parent import messages_from_parent
 from nostall._writer.seals import Cuts
 from nostall.errors import ProtocolError
 
+_ROOM_TIMEOUT_S = 60.0
+"""For storage to give back what a replaced checkpoint held; a terabyte takes longer, and may be in nobody's way."""
 _TELL_EVERY_S = 0.25
 """How often a trainer hears how far a job is; its thread that listens takes turns with training."""
 
@@ -55,11 +55,10 @@ def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _, most_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_descriptors, most_descriptors))
     sock = socket.socket(fileno=socket_fd)
     writer = _Writer(sock)
     threading.Thread(target=writer.write_jobs, name="nostall-jobs", daemon=True).start()
+    threading.Thread(target=writer.closing.run, name="nostall-closing", daemon=True).start()
     try:
         send(sock, {"type": "ready", "pid": os.getpid()})
     except OSError:  # the trainer has no use for this process any more
@@ -70,17 +69,32 @@ def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
         writer.take(message, descriptors)
 
 
-class ToWrite(NamedTuple):
-    """A job, and what is set to give it up."""
+class _Closing:
+    """Closes descriptors of removed files on a thread of its own: storage gives back what they held before that is done."""
 
-    job: WriteJob
-    cancelled: threading.Event
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+        self._left = 0
+        self._changed = threading.Condition()
 
+    def take(self, descriptors: list[int]) -> None:
+        """Close these soon; they are nobody else's any more."""
+        with self._changed:
+            self._left += 1
+        self._queue.put(descriptors)
 
-class ToLetGo(NamedTuple):
-    """Files without a name, which are gone when these descriptors are closed."""
+    def run(self) -> None:
+        """Close for ever what comes."""
+        while True:
+            close_all(self._queue.get())
+            with self._changed:
+                self._left -= 1
+                self._changed.notify_all()
 
-    descriptors: tuple[int, ...]
+    def wait(self, timeout: float) -> None:
+        """Return when all that has come is closed, or after ``timeout`` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left, timeout)
 
 
 class _Writer:
@@ -91,7 +105,8 @@ class _Writer:
         self._blocks: dict[int, mmap.mmap] = {}
         self._seals: dict[int, tuple[SealTable, ...]] = {}
         self._cuts = Cuts()
-        self._jobs: queue.SimpleQueue[ToWrite | ToLetGo] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[WriteJob, threading.Event]] = queue.SimpleQueue()
+        self.closing = _Closing()
         self._waiting: dict[str, WriteJob] = {}
         """Jobs that have not begun; whoever takes one out answers it."""
         self._cancelled: dict[str, threading.Event] = {}
@@ -126,9 +141,9 @@ class _Writer:
                 self._seals.pop(message["number"], None)
             case "write":
                 self._enqueue(message)
-            case "let_go":
-                # In its turn: a job that comes later may need the room.
-                self._jobs.put(ToLetGo(tuple(map(os.dup, descriptors))))
+            case "close":
+                self.closing.take(descriptors.copy())
+                descriptors.clear()
             case "cancel":
                 self._cancel(message["job"])
 
@@ -143,41 +158,36 @@ class _Writer:
             return
         cancelled = self._cancelled[job.job] = threading.Event()
         self._waiting[job.job] = job
-        self._jobs.put(ToWrite(job, cancelled))
+        self._jobs.put((job, cancelled))
 
     def write_jobs(self) -> None:
         """Write jobs for ever, one at a time, in order."""
         while True:
-            match self._jobs.get():
-                case ToLetGo(descriptors):
-                    let_go(descriptors)
-                case ToWrite(job, cancelled):
-                    self._write(job, cancelled)
-
-    def _write(self, job: WriteJob, cancelled: threading.Event) -> None:
-        if self._waiting.pop(job.job, None) is None:
-            return  # cancelled before it began, and answered
-        try:
-            report = perform(
-                job,
-                self._images(job),
-                _stream_target(job),
-                cancelled,
-                self._cuts.cut,
-                self._teller(job.job),
-            )
-        except BaseException as error:  # an answer goes out whatever happens
-            report = RankFailed(
-                rank=job.rank,
-                failure=Failure(
-                    kind="WriteError",
-                    message=f"{type(error).__name__}: {error}",
-                    phase="write",
-                    path=job.directory,
-                    traceback=traceback.format_exc(),
-                ),
-            )
-        self._answer(job.job, report)
+            job, cancelled = self._jobs.get()
+            self.closing.wait(_ROOM_TIMEOUT_S)  # it may need the room
+            if self._waiting.pop(job.job, None) is None:
+                continue  # cancelled before it began, and answered
+            try:
+                report = perform(
+                    job,
+                    self._images(job),
+                    _stream_target(job),
+                    cancelled,
+                    self._cuts.cut,
+                    self._teller(job.job),
+                )
+            except BaseException as error:  # an answer goes out whatever happens
+                report = RankFailed(
+                    rank=job.rank,
+                    failure=Failure(
+                        kind="WriteError",
+                        message=f"{type(error).__name__}: {error}",
+                        phase="write",
+                        path=job.directory,
+                        traceback=traceback.format_exc(),
+                    ),
+                )
+            self._answer(job.job, report)
 
     def _teller(self, name: str) -> Callable[[int], None]:
         """What tells the trainer how much of a job is written: now and then, as nothing depends on it."""
