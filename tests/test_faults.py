@@ -164,6 +164,40 @@ def test_a_stopped_writer_is_given_up_at_the_deadline_on_every_rank(
         assert report["files"] == []
 
 
+@pytest.mark.parametrize("staging", ["blocking", "overlapped"])
+def test_memory_that_one_rank_lacks_fails_dcp_async_save_on_every_rank(
+    other_faults: list[dict[str, Report]], staging: str
+) -> None:
+    """Nobody waits for the rank that could not take its snapshot, or plans with its next save; where a planner does not
+    notice that values are missing, nothing is committed either."""
+    for reports in other_faults:
+        failure = only_failure(reports[f"no memory, {staging}, DefaultSavePlanner"], 1)
+        assert failure["kind"] == "ReservationError"
+        assert os.strerror(errno.EFBIG) in failure["message"]
+        overlooked = only_failure(reports[f"no memory, {staging}, OnlyTensors"], 1)
+        assert overlooked["kind"] == "StagingError"
+        assert os.strerror(errno.EFBIG) in overlooked["message"]
+        for planner in ("DefaultSavePlanner", "OnlyTensors"):
+            report = reports[f"no memory, {staging}, {planner}"]
+            assert report["previous loads"] is True
+            assert report["seconds"] < SOON_S
+
+
+@pytest.mark.parametrize("way", ["save_now", "save_async", "save_split"])
+def test_ranks_that_save_to_different_directories_are_told_so(
+    other_faults: list[dict[str, Report]], way: str
+) -> None:
+    """A path with each rank's own time of day in it makes no checkpoint of half the files; two names of one directory
+    are no mistake."""
+    for reports in other_faults:
+        report = reports[f"directories, {way}"]
+        failure = only_failure(report, 0)
+        assert failure["kind"] == "RankMismatchError"
+        assert failure["path"].endswith(f"{way} 0")
+        assert f"ranks [1] to {failure['path'][:-1]}1" in report["text"]
+        assert report["committed"] is False
+
+
 @pytest.mark.parametrize("title", ["commit", "commit over another"])
 def test_a_coordinator_that_cannot_publish_raises_on_every_rank(
     other_faults: list[dict[str, Report]], title: str

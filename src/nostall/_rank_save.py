@@ -15,7 +15,7 @@ from nostall._pipeline.snapshot import Snapshot
 from nostall._reports import CANCEL_TIMEOUT_S, is_done
 from nostall._staging import Guard, changed_too_early
 from nostall._storage.posix import remove_files
-from nostall._values import FileReceipt, RankFailed, RankReport, RankWritten, WrittenFile
+from nostall._values import FileReceipt, RankFailed, RankFiles, RankReport, RankWritten
 from nostall.errors import SaveAbortedError, SaveTimeoutError
 
 
@@ -43,11 +43,9 @@ class RankSave(BackgroundSave):
         return self._collected.receipts if isinstance(self._collected, RankWritten) else ()
 
     @property
-    def written_files(self) -> tuple[WrittenFile, ...] | None:
-        """What is in them, once :meth:`results` has returned; ``None`` if a user's stream had the last word on that."""
-        return (
-            () if self._collected is None else _save.written_files(self.prepared, self._collected)
-        )
+    def written_files(self) -> RankFiles:
+        """What was written, once :meth:`results` has returned."""
+        return _save.written_files(self.prepared, self._collected)
 
     def stage(self) -> Snapshot | Future[Snapshot]:
         """Take the snapshot, once: the ``preload_fn``. When it returns, tensors may be changed, and none is held here.

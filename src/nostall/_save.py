@@ -42,6 +42,7 @@ from nostall._values import (
     Layout,
     PlannedSave,
     RankFailed,
+    RankFiles,
     RankReport,
     RankWritten,
     Share,
@@ -265,21 +266,24 @@ class WrittenItems(list[WriteResult]):
     """DCP's results of one rank and the files that they are in; they travel to the coordinator together."""
 
     def __init__(
-        self, results: Iterable[WriteResult] = (), files: tuple[WrittenFile, ...] | None = None
+        self, results: Iterable[WriteResult] = (), written: RankFiles | None = None
     ) -> None:
         super().__init__(results)
-        self.files = files
-        """``None`` if a user's stream had the last word on what is in them."""
+        self.written = written
 
 
-def written_files(prepared: PreparedSave, report: RankReport) -> tuple[WrittenFile, ...] | None:
-    """What a rank has written; ``None`` if a user's stream had the last word on what is in the files."""
-    if prepared.target.stream is not None or isinstance(report, RankFailed):
-        return None
-    return tuple(
-        WrittenFile(name=each.name, nbytes=each.nbytes, crc32=each.crc32_of_file)
-        for each in report.receipts
-    )
+def written_files(prepared: PreparedSave, report: RankReport | None) -> RankFiles:
+    """What a rank has written by its report; nothing, if there is none."""
+    target = prepared.target
+    files: tuple[WrittenFile, ...] | None = ()
+    if target.stream is not None or isinstance(report, RankFailed):
+        files = None
+    elif report is not None:
+        files = tuple(
+            WrittenFile(name=each.name, nbytes=each.nbytes, crc32=each.crc32_of_file)
+            for each in report.receipts
+        )
+    return RankFiles(directory=target.directory, files=files)
 
 
 _Extents = tuple[tuple[int, int], ...] | None

@@ -278,9 +278,8 @@ def stage_behind(
     except RuntimeError:  # the system has no thread to give
         is_wanted.set()
         run()
-    except (
-        BaseException
-    ):  # nobody gets to know of this snapshot; a thread that has begun ends by itself
+    except BaseException:
+        # Nobody gets to know of this snapshot; a thread that has begun ends by itself.
         guard.end()
         guard.leave()
         raise

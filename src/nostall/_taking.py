@@ -13,7 +13,7 @@ import torch
 
 from nostall._arena import Lease
 from nostall._copying import Copies, Places
-from nostall._failures import error_of
+from nostall._failures import error_of, failure_of
 from nostall._lifecycle import State
 from nostall._pipeline.layout import waves
 from nostall._pipeline.restage import (
@@ -23,6 +23,7 @@ from nostall._pipeline.restage import (
     find_leaves,
     stage_state_dict,
     structure_of,
+    unstaged,
 )
 from nostall._pipeline.snapshot import Snapshot, adopt_staged, begin_snapshot
 from nostall._reports import CANCEL_TIMEOUT_S, joined, when_done
@@ -144,6 +145,17 @@ def _begin_copy(
     placement = engine.placements.get(structure_of(leaves), {})
     staged, places = stage_state_dict(state_dict, leaves, placement, engine.lease)
     return leaves, staged, places
+
+
+def stage_nothing(
+    state_dict: Mapping[str, Any], error: Exception, *, rank: int, path: str
+) -> tuple[dict[str, Any], Guard]:
+    """What takes the place of a copy that could not be made, where other ranks have to hear of it: see ``Unstaged``."""
+    told = error_of(RankFailed(rank=rank, failure=failure_of(error, phase="stage")))
+    told.path = path
+    guard = Guard()
+    guard.end(told.message)
+    return unstaged(state_dict, told), guard
 
 
 def give_up(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> None:

@@ -252,6 +252,16 @@ class WrittenFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankFiles:
+    """What one rank has written for a save, and where."""
+
+    directory: str
+    """The checkpoint directory, as this rank was told."""
+    files: tuple[WrittenFile, ...] | None
+    """``None`` if a user's stream had the last word on what is in them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
     """Every rank wrote all it had planned."""
 

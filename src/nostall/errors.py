@@ -143,7 +143,9 @@ class RankLostError(SaveError, RuntimeError):
 
 
 class RankMismatchError(SaveError, RuntimeError):
-    """Ranks have scheduled different numbers of requests, or are about to finalise different ones."""
+    """Ranks have scheduled different numbers of requests, are about to finalise different ones, or save to different
+    directories.
+    """
 
 
 class IncompleteSaveError(SaveError):

@@ -17,6 +17,7 @@ import queue
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,7 +40,7 @@ from nostall._metadata import (
     publication_of,
     referenced_files,
 )
-from nostall._pipeline.collect import require_all_present
+from nostall._pipeline.collect import require_all_present, require_one_directory
 from nostall._pipeline.commit import commit
 from nostall._pipeline.layout import FileNaming
 from nostall._pipeline.structure import learn
@@ -48,10 +49,10 @@ from nostall._rank_save import RankSave
 from nostall._reports import CANCEL_TIMEOUT_S, await_report
 from nostall._runtime import Claim, Engine, default_engine
 from nostall._staging import Guard
-from nostall._storage.posix import make_directory
+from nostall._storage.posix import is_same, make_directory
 from nostall._storage.reading import open_to_read
 from nostall._storage.streams import StreamTarget
-from nostall._values import FileReceipt, RankReport, RankWritten, WrittenFile
+from nostall._values import FileReceipt, RankFiles, RankReport, RankWritten
 from nostall._writer.faults import Faults
 from nostall.errors import (
     CheckpointExistsError,
@@ -84,6 +85,10 @@ def _why_no_directory(path: str) -> str | None:
 def _absolute(path: str | os.PathLike[str]) -> Path:
     """Where a path leads now: the trainer may change its directory, and its writer process has one of its own."""
     return Path(os.path.abspath(path))
+
+
+def _has_peers() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _files_of(path: str) -> set[str]:
@@ -167,6 +172,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._claim: Claim | None = None
         self._staging = staging
         self._guard: Guard | None = None
+        """Of what was staged last; ``dcp.async_save`` resets the writer between staging and writing."""
         self.timeline = Timeline()
         self._receipts: tuple[FileReceipt, ...] = ()
         self._slowest_rank: int | None = None
@@ -194,7 +200,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._save = None
         self._failure = None
         self._claim = None
-        self._guard = None
         self.timeline = Timeline()
         self._receipts = ()
         self._slowest_rank = None
@@ -301,14 +306,25 @@ class FileSystemWriterAsync(FileSystemWriter):
 
         Raises:
             IncompleteSaveError: An item of the metadata was written by no rank; nothing is published.
+            RankMismatchError: A rank has written to another directory; nothing is published.
             WriteError: The metadata could not be published.
         """
-        files = [getattr(of_rank, "files", None) for of_rank in results]
+        written = [getattr(of_rank, "written", None) for of_rank in results]
         with preemption.deferred(then_end=False):
             try:
-                self.publish(self.publication_of(metadata, results), metadata, files)
+                self.require_written_here(written)
+                self.publish(self.publication_of(metadata, results), metadata, written)
             finally:
                 self.end_save()
+
+    def require_written_here(self, written: Sequence[RankFiles | None]) -> None:
+        """Refuse to commit files that are elsewhere. Coordinator only.
+
+        Raises:
+            RankMismatchError: A rank has written to another directory than this one's.
+        """
+        directories = [None if each is None else each.directory for each in written]
+        require_one_directory(directories, str(self.path), rank=self.rank, is_same=is_same)
 
     def publication_of(self, metadata: Metadata, results: list[list[WriteResult]]) -> Publication:
         """What there is to publish once all ranks have written.
@@ -324,14 +340,14 @@ class FileSystemWriterAsync(FileSystemWriter):
         self,
         publication: Publication,
         metadata: Metadata,
-        files: Sequence[tuple[WrittenFile, ...] | None],
+        written: Sequence[RankFiles | None],
     ) -> None:
         """Publish finished metadata. Coordinator only.
 
         Args:
             publication: What there is to publish.
             metadata: The object that it was made from.
-            files: What each rank has written, as far as that is known, for the manifest.
+            written: What each rank has written, as far as that is known, for the manifest.
 
         Raises:
             WriteError: The metadata could not be published.
@@ -339,7 +355,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         fresh = metadata.storage_data is None
         storage_meta = self.storage_meta()
         with self.timeline.measure("publish"):
-            self._commit(publication, storage_meta, files)
+            self._commit(publication, storage_meta, written)
         if fresh:
             metadata.version = _torch.DCP_VERSION
             metadata.storage_data = publication.storage_data
@@ -349,13 +365,13 @@ class FileSystemWriterAsync(FileSystemWriter):
         self,
         publication: Publication,
         storage_meta: StorageMeta | None,
-        files: Sequence[tuple[WrittenFile, ...] | None],
+        written: Sequence[RankFiles | None],
     ) -> None:
         engine, path = default_engine(), self._metadata_path()
         content = publication.content(storage_meta)
-        known = [each for each in files if each is not None]
+        known = [each.files for each in written if each is not None and each.files is not None]
         # A manifest of some of the files would make the others look like strangers.
-        if len(known) == len(files):
+        if len(known) == len(written):
             every = tuple(chain.from_iterable(known))
             content = with_manifest(content, every, committed_at_s=time.time())
         commit(
@@ -391,22 +407,37 @@ class FileSystemWriterAsync(FileSystemWriter):
 
         Returns:
             The copy; with overlapped staging a future of it, which ``dcp.async_save`` turns into
-            ``AsyncSaveResponse.staging_completion``.
+            ``AsyncSaveResponse.staging_completion``. Of several ranks, one that could not copy returns what makes the save
+            fail on all of them, with one of the errors below.
 
         Raises:
             SaveTimeoutError: Earlier saves still hold all snapshot memory.
             ReservationError: There is not enough host memory.
             OptionError: This torch cannot wait for a copy.
         """
-        if self._staging == "blocking":
-            return _taking.stage_copy(state_dict, default_engine())
-        if not _torch.async_save_takes_futures():
+        overlapped, engine = self._staging == "overlapped", default_engine()
+        if overlapped and not _torch.async_save_takes_futures():
             raise OptionError(
                 "this torch's dcp.async_save cannot stage behind the call",
                 hint='use staging="blocking", or the split functions',
             )
-        done, self._guard = _taking.stage_copy_in_background(state_dict, default_engine())
-        return done
+        try:
+            if not overlapped:
+                copied, self._guard = _taking.stage_copy(state_dict, engine), None
+                return copied
+            staged, self._guard = _taking.stage_copy_in_background(state_dict, engine)
+        except Exception as error:
+            if not _has_peers():
+                raise
+            nothing, self._guard = _taking.stage_nothing(
+                state_dict, error, rank=dist.get_rank(), path=str(self.path)
+            )
+            if not overlapped:
+                return nothing
+            failed: Future[dict[str, Any]] = Future()
+            failed.set_result(nothing)
+            return failed
+        return staged
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process needs to write: not what belongs to this one."""
@@ -476,7 +507,8 @@ class FileSystemWriterAsync(FileSystemWriter):
     def retrieve_write_results(self) -> list[WriteResult] | _torch.WrappedException:
         """This rank's results, or its failure in the form that DCP sends to other ranks. Waits if need be."""
         return self._retrieve(
-            lambda save: _save.WrittenItems(save.results(), save.written_files), if_nothing=[]
+            lambda save: _save.WrittenItems(save.results(), save.written_files),
+            if_nothing=_save.WrittenItems(written=self.written_files),
         )
 
     def retrieve_failure(self) -> _torch.WrappedException | None:
@@ -503,9 +535,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         return () if self._save is None else self._save.prepared.files
 
     @property
-    def written_files(self) -> tuple[WrittenFile, ...] | None:
-        """What this rank has written, once its results are retrieved; ``None`` if it is not known what is in the files."""
-        return () if self._save is None else self._save.written_files
+    def written_files(self) -> RankFiles:
+        """What this rank has written, once its results are retrieved."""
+        if self._save is None:
+            return RankFiles(directory=str(self.path), files=())
+        return self._save.written_files
 
     @property
     def known_results(self) -> str | None:

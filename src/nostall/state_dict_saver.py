@@ -46,7 +46,7 @@ from nostall._planning import (
 )
 from nostall._preemption import preemption
 from nostall._save import KnownSave
-from nostall._values import Abort, Commit, WrittenFile
+from nostall._values import Abort, Commit, RankFiles
 from nostall.errors import NotDurableError, SaveError, WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
 
@@ -96,8 +96,7 @@ class _Outcome:
     """What a rank tells the coordinator when it finalises."""
 
     told: Told
-    files: tuple[WrittenFile, ...] | None
-    """What it has written; ``None`` if it is not known what is in the files."""
+    written: RankFiles
     changed_plan: SavePlan | None
     took_s: float
     """From the beginning of planning until the files were durable."""
@@ -305,7 +304,7 @@ def _finalize(
     told = _tell(storage_writer, cache)
     outcome = _Outcome(
         told=told,
-        files=storage_writer.written_files,
+        written=storage_writer.written_files,
         changed_plan=session.changed_plan if session else None,
         took_s=storage_writer.took_s,
     )
@@ -389,7 +388,9 @@ def _finish(
         case Abort(failures=failures):
             return _Ending(failures=failures, published=False, changed=changed)
         case Commit(results=results):
+            written = [each.written for each in outcomes]
             try:
+                writer.require_written_here(written)
                 metadata = _metadata_to_publish(planned, outcomes, session)
                 if metadata is None:
                     raise SaveError("the coordinator has no metadata to publish", phase="commit")
@@ -403,7 +404,7 @@ def _finish(
                     failures=_failures(error, coordination), published=False, changed=changed
                 )
             try:
-                writer.publish(publication, metadata, [each.files for each in outcomes])
+                writer.publish(publication, metadata, written)
             except Exception as error:  # as above
                 return _Ending(
                     failures=_failures(error, coordination),

@@ -320,20 +320,23 @@ def stopped_scene(out: Path, name: str) -> dict[str, Any]:
         nostall.configure(AT_ONCE)
 
 
+def save_now(path: Path, seed: int) -> None:
+    """One save with ``dcp.save``."""
+    dcp.save(rank_state(seed), storage_writer=FileSystemWriterAsync(path))
+
+
+def save_async(path: Path, seed: int) -> None:
+    """One save with ``dcp.async_save``."""
+    future = dcp.async_save(rank_state(seed), storage_writer=FileSystemWriterAsync(path))
+    future.result(60)  # type: ignore[union-attr]  # not an upload response
+
+
 def dcp_scenes(out: Path) -> dict[str, Any]:
     """``dcp.save`` with a full device and ``dcp.async_save`` with a killed writer, on rank 1."""
-
-    def save(path: Path, seed: int) -> None:
-        dcp.save(rank_state(seed), storage_writer=FileSystemWriterAsync(path))
-
-    def async_save(path: Path, seed: int) -> None:
-        future = dcp.async_save(rank_state(seed), storage_writer=FileSystemWriterAsync(path))
-        future.result(60)  # type: ignore[union-attr]  # not an upload response
-
     results = {}
     for name, way, fault in (
-        ("save", save, Fault.errno("chunk", errno.ENOSPC)),
-        ("async_save", async_save, Fault.kill("chunk", signal.SIGKILL)),
+        ("save", save_now, Fault.errno("chunk", errno.ENOSPC)),
+        ("async_save", save_async, Fault.kill("chunk", signal.SIGKILL)),
     ):
         path = out / name
         way(path, 1)
@@ -349,10 +352,112 @@ def dcp_scenes(out: Path) -> dict[str, Any]:
     return results
 
 
+class OnlyTensors(DefaultSavePlanner):
+    """Saves what is a tensor and leaves out the rest."""
+
+    def set_up_planner(
+        self,
+        state_dict: State,
+        storage_meta: Any = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002  # DCP's
+    ) -> None:
+        tensors = {
+            name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)
+        }
+        super().set_up_planner(tensors, storage_meta, is_coordinator)
+
+
+@contextlib.contextmanager
+def no_memory_on_rank(rank: int) -> Iterator[None]:
+    """One rank can reserve no memory for a snapshot."""
+    if dist.get_rank() != rank:
+        yield
+        return
+    reset()
+    nostall.configure(AT_ONCE)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def memory_scene(
+    out: Path, name: str, *, staging: str, planner: Callable[[], SavePlanner]
+) -> dict[str, Any]:
+    """``dcp.async_save`` over a checkpoint, for which rank 1 has no memory."""
+    path = out / name
+
+    def save(seed: int) -> None:
+        writer = FileSystemWriterAsync(path, staging=staging)
+        # With an id of its own, DCP resets the writer between staging and writing.
+        saving: Any = dcp.async_save(
+            rank_state(seed), checkpoint_id=path, storage_writer=writer, planner=planner()
+        )
+        getattr(saving, "upload_completion", saving).result(60)
+
+    def loads(seed: int) -> bool:
+        state, expected = rank_state(seed=-1), rank_state(seed)
+        names = [name for name, value in state.items() if isinstance(value, torch.Tensor)]
+        state = {name: state[name] for name in names}
+        dcp.load(state, checkpoint_id=path)
+        return same(state, {name: expected[name] for name in names})
+
+    save(1)
+    dist.barrier()
+    with no_memory_on_rank(1):
+        report = outcome_of(lambda: save(2))
+    dist.barrier()
+    report["previous loads"] = loads(1)
+    save(3)
+    dist.barrier()
+    report["next loads"] = loads(3)
+    return report
+
+
+def memory_scenes(out: Path) -> dict[str, Any]:
+    """Memory that one rank lacks, with either staging, and with a planner that overlooks what stands for the rest."""
+    return {
+        f"no memory, {staging}, {planner.__name__}": memory_scene(
+            out, f"no memory {staging} {planner.__name__}", staging=staging, planner=planner
+        )
+        for staging in ("blocking", "overlapped")
+        for planner in (DefaultSavePlanner, OnlyTensors)
+    }
+
+
+def save_split(path: Path, seed: int) -> None:
+    """One save with the split functions."""
+    with AsyncCallsQueue() as queue:
+        Attempt(queue, path, rank_state(seed))
+
+
+def directory_scene(out: Path, name: str, way: Callable[[Path, int], None]) -> dict[str, Any]:
+    """A save to another directory on each rank, and one to the same directory under two names."""
+    rank = dist.get_rank()
+    mine, same_one = out / f"{name} {rank}", out / f"{name} same"
+    report = outcome_of(lambda: way(mine, 1))
+    dist.barrier()
+    report["committed"] = any((out / f"{name} {each}" / ".metadata").exists() for each in (0, 1))
+    if rank == 1:
+        same_one.symlink_to(out / f"{name} 0")
+    dist.barrier()
+    way(same_one if rank == 1 else mine, 2)
+    dist.barrier()
+    report["next loads"] = loads_as(mine if rank == 0 else same_one, rank_state(seed=2))
+    return report
+
+
 def other_faults(out: Path) -> dict[str, Any]:
     """Everything that is not a writer's own failure. Collective."""
     return {
         **dcp_scenes(out),
+        **memory_scenes(out),
+        **{
+            f"directories, {way.__name__}": directory_scene(out, way.__name__, way)
+            for way in (save_now, save_async, save_split)
+        },
         "commit": commit_scene(out, "commit", overwritten=False),
         "commit over another": commit_scene(out, "commit over another", overwritten=True),
         "no plan": planner_scene(out, "no plan", "plan", saves_before=0),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from nostall._values import Abort, Commit, Verdict
-from nostall.errors import IncompleteSaveError
+from nostall.errors import IncompleteSaveError, RankMismatchError
 
 
 def collect(outcomes: Sequence[Any]) -> Verdict:
@@ -52,4 +52,38 @@ def require_all_present(planned: Iterable[Hashable], results: Iterable[Hashable]
             f"{len(missing)} items of the checkpoint were written by no rank: {sorted(map(str, missing))[:3]}",
             phase="collect",
             hint="nothing was committed; the next save plans anew",
+        )
+
+
+def require_one_directory(
+    directories: Sequence[str | None],
+    mine: str,
+    *,
+    rank: int | None = None,
+    is_same: Callable[[str, str], bool],
+) -> None:
+    """Check that all ranks have written to the directory that the metadata is going to be in.
+
+    Args:
+        directories: Where each rank has written, as far as that is known.
+        mine: The coordinator's.
+        rank: The coordinator.
+        is_same: Whether two paths lead to one directory, as the coordinator sees it.
+
+    Raises:
+        RankMismatchError: One rank has written elsewhere.
+    """
+    elsewhere: dict[str, list[int]] = defaultdict(list)
+    for number, directory in enumerate(directories):
+        if directory is not None and directory != mine:
+            elsewhere[directory].append(number)
+    strangers = {path: ranks for path, ranks in elsewhere.items() if not is_same(path, mine)}
+    if strangers:
+        path, ranks = next(iter(strangers.items()))
+        raise RankMismatchError(
+            f"ranks save to {len(strangers) + 1} different directories: ranks {ranks[:8]} to {path}",
+            rank=rank,
+            phase="collect",
+            path=mine,
+            hint="choose the path on one rank and broadcast it; nothing was committed",
         )

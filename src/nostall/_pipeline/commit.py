@@ -1,8 +1,8 @@
 """Commit: publish the metadata of a save whose files are all durable. The last thing that happens to a save.
 
-Order: temporary metadata, fsync (of the name of a new directory, too), ``os.replace``, fsync of the directory. A crash before the replacement leaves what
-was there, a crash after it leaves the new checkpoint. Files of the checkpoint that was replaced are removed only when
-the replacement is durable.
+Order: temporary metadata, fsync (of the name of a new directory, too), ``os.replace``, fsync of the directory. A crash
+before the replacement leaves what was there, a crash after it leaves the new checkpoint. Files of the checkpoint that was
+replaced are removed only when the replacement is durable.
 """
 
 from __future__ import annotations

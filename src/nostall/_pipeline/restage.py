@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from nostall import _torch
 from nostall._arena import Lease
 from nostall._copying import Places
-from nostall.errors import StagingError
+from nostall.errors import NostallError, StagingError
 
 _ALIGNMENT = 64
 
@@ -70,6 +70,34 @@ class StagedStateDict(dict[str, Any]):
         stream = io.BytesIO()
         _PlacePickler(stream, block.memory).dump(dict(self))
         return (_arrive, (DupFd(block.fd), block.nbytes, stream.getvalue()))
+
+
+class Unstaged:
+    """Stands in a state dict for what could not be copied: whoever plans to save it fails with the reason.
+
+    That is where DCP shares failures, so every rank hears of it; an error of the stager's would leave the others waiting.
+    """
+
+    def __init__(self, error: NostallError) -> None:
+        self._error = error
+
+    def __create_write_items__(
+        self, fqn: str, value: object
+    ) -> NoReturn:  # what DCP's planner looks for
+        del fqn, value
+        raise copy.copy(self._error)  # without the traceback of the last time
+
+    def __reduce__(self) -> NoReturn:
+        raise copy.copy(self._error)
+
+
+def unstaged(value: Any, error: NostallError) -> Any:
+    """A state dict of the same names, each of which stands for what could not be copied."""
+    if isinstance(value, Mapping):
+        return {key: unstaged(element, error) for key, element in value.items()}
+    if type(value) in (list, tuple):
+        return [unstaged(element, error) for element in value]
+    return Unstaged(error)
 
 
 def find_leaves(state_dict: Mapping[str, Any]) -> list[Leaf]:

@@ -177,6 +177,14 @@ def identity_of(path: str) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
+def is_same(one: str, other: str) -> bool:
+    """Whether two paths lead to the same file or directory, which is there."""
+    try:
+        return identity_of(one) == identity_of(other)
+    except OSError:
+        return False
+
+
 def require_file(path: str, nbytes: int) -> None:
     """Make sure that a file is where it was written.
 

@@ -141,10 +141,8 @@ class ChildProcess(ABC, Generic[T]):
         if fd >= 0:
             os.close(fd)
 
-    def _hear(
-        self, message: Message
-    ) -> None:  # a hook; not every kind of process says how far it is
-        """Take note of what a process says that answers nothing."""
+    def _hear(self, message: Message) -> None:
+        """Take note of what a process says that answers nothing; not every kind of process does."""
 
     @abstractmethod
     def _answer(self, message: Message) -> T:
@@ -184,9 +182,8 @@ class ChildProcess(ABC, Generic[T]):
             if need_not_arrive and error.errno == errno.ETOOMANYREFS:
                 return  # refused as a whole, with its first byte
             self.kill(f"it no longer takes messages ({type(error).__name__}: {error})")
-        except (
-            BaseException
-        ) as error:  # half a message, or an announcement that was noted and not sent
+        except BaseException as error:
+            # Half a message may be under way, or an announcement noted that was not sent.
             self.kill(f"sending to it was interrupted ({type(error).__name__})")
             raise
 

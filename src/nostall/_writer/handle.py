@@ -30,6 +30,7 @@ _ENTRY = (
 )
 
 _MOST_TO_CLOSE = 256
+"""Files of one replaced checkpoint; a rank has a few, and a process may have open about a thousand."""
 SEALS_KEPT = 16
 """How many jobs' seal tables a writer process keeps: more than an engine keeps layouts."""
 

@@ -2,8 +2,8 @@
 
 The main thread only listens, so that it notices at once when the trainer is gone (see ``parent``). It then leaves,
 whatever the other threads are doing; an unfinished file is not part of any checkpoint. Jobs are written one after the
-other by a second thread; a third one closes what is left of replaced checkpoints. SIGINT and SIGTERM are ignored: a signal to the whole process group must not lose a save, and
-the trainer decides when the writer ends.
+other by a second thread; a third one closes what is left of replaced checkpoints. SIGINT and SIGTERM are ignored: a
+signal to the whole process group must not lose a save, and the trainer decides when the writer ends.
 """
 
 from __future__ import annotations
