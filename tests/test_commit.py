@@ -7,6 +7,7 @@ import errno
 import os
 import pickle
 import resource
+import signal
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from crashes import RecordingOs
 from nostall._metadata import complete_metadata, load_metadata, publication_of
 from nostall._pipeline.commit import commit
+from nostall._runtime import default_engine
 from nostall._storage import posix
 from nostall._writer.framing import send
 from nostall._writer.handle import WriterProcess
@@ -68,7 +70,7 @@ def test_metadata_is_published_whole_under_its_name(tmp_path: Path, *, sync: boo
 def test_a_file_written_in_pieces_holds_all_of_them(tmp_path: Path, sizes: list[int]) -> None:
     """In order, whatever their sizes."""
     pieces = [bytes([number]) * size for number, size in enumerate(sizes)]
-    posix.write_file(str(tmp_path / "file"), iter(pieces), sync=False)
+    os.close(posix.write_file(str(tmp_path / "file"), iter(pieces), sync=False))
     assert (tmp_path / "file").read_bytes() == b"".join(pieces)
 
 
@@ -218,6 +220,48 @@ def test_room_is_given_back_while_the_writer_process_has_a_long_job(tmp_path: Pa
         assert queue.wait() == [0]
     assert verify(tmp_path / "long").ok
     assert verify(tmp_path / "often").ok
+
+
+def test_a_writer_process_that_does_not_read_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """Files of however many checkpoints are replaced meanwhile: their room is given back here, and the process lives on."""
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path / "warm", small_state())
+        queue.wait()
+        (pid,) = writer_pids()
+        (engine, writer) = (default_engine(), default_engine().writers(1)[0])
+        os.kill(pid, signal.SIGSTOP)
+        for number in range(2000):
+            path = tmp_path / f"{number}"
+            path.touch()
+            engine.remove_files([str(path)])
+        os.kill(pid, signal.SIGCONT)
+        assert writer.alive
+        schedule(queue, tmp_path / "after", small_state())
+        queue.wait()
+    assert writer_pids() == [pid]
+    assert held_by(pid, tmp_path) == []
+
+
+def test_a_child_that_is_forked_while_files_are_removed_keeps_none_of_them(tmp_path: Path) -> None:
+    """A data loader lives for hours; what it held would stay on the disk."""
+    kept: list[list[str]] = []
+
+    def forking(_writer: WriterProcess, _descriptors: list[int]) -> None:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writing, "\n".join(held_by(os.getpid(), tmp_path)).encode())
+            os._exit(0)
+        os.close(writing)
+        os.waitpid(child, 0)
+        with os.fdopen(reading) as stream:
+            kept.append(stream.read().split())
+
+    with patch.object(WriterProcess, "hand_over", forking), AsyncCallsQueue() as queue:
+        for seed in range(3):
+            schedule(queue, tmp_path, small_state(seed))
+            queue.wait()
+    assert kept == [[], []]
 
 
 def test_descriptors_that_the_system_does_not_take_are_closed_here(tmp_path: Path) -> None:
@@ -548,10 +592,11 @@ NO_SHARDS = [".metadata", "./.metadata", "__1.metadata", "x\0y", 7, None, ["list
 
 
 def test_only_names_below_the_directory_belong_to_a_checkpoint(tmp_path: Path) -> None:
-    """A name that leads out of it, is no name, or is that of the metadata is never one of its files."""
-    metadata = metadata_naming("a.distcp", "sub/b.distcp", "./c.distcp", *OUTSIDE, *NO_SHARDS)
+    """A name that leads out of it, or may through a link, is no name, or no shard file's, is never one to be removed."""
+    strange = ["sub/b.distcp", "notes.txt", *OUTSIDE, *NO_SHARDS]
+    metadata = metadata_naming("a.distcp", "./c.distcp", *strange)
     found = _files_of(write_metadata(tmp_path, metadata))
-    assert found == {"a.distcp", "sub/b.distcp", "c.distcp"}
+    assert found == {"a.distcp", "c.distcp"}
 
 
 def test_metadata_that_cannot_be_read_names_no_files(tmp_path: Path) -> None:

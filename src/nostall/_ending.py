@@ -1,7 +1,7 @@
 """What becomes of saves that are not finalised when the interpreter ends.
 
 They are completed, with the other ranks if there are any, for a limited time. If one is lost all the same, the process says
-which and ends with exit status 1: a job scheduler must not take a run for a success whose last checkpoint is not there.
+which and ends with exit status 1, or that of SIGTERM if it ends because of that: a job scheduler must not take a run for a success whose last checkpoint is not there.
 """
 
 from __future__ import annotations
@@ -83,8 +83,10 @@ def prepare_for_exit() -> None:
     _standby.prepare()
 
 
-def finish_at_exit(queues: Iterable[Unfinished], *, timeout_s: float) -> None:
-    """Finalise what is pending; does not return, but ends the process, if something is lost."""
+def finish_at_exit(
+    queues: Iterable[Unfinished], *, timeout_s: float, status: int = FAILURE_STATUS
+) -> None:
+    """Finalise what is pending; does not return, but ends the process with ``status``, if something is lost."""
     unfinished = [queue for queue in queues if queue.pending]
     if not unfinished:
         return
@@ -97,7 +99,7 @@ def finish_at_exit(queues: Iterable[Unfinished], *, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     done = [_finish(each, deadline) for each in unfinished]
     if not all(done):
-        _end_process(FAILURE_STATUS)
+        _end_process(status)
 
 
 def _finish(unfinished: Unfinished, deadline: float) -> bool:

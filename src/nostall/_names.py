@@ -9,6 +9,11 @@ SHARD_SUFFIX = ".distcp"
 """With which stock DCP's names of shard files end, and ours."""
 
 
+def is_ours_to_remove(name: str) -> bool:
+    """Whether a file that the metadata of a replaced checkpoint names may be removed: metadata can name anything."""
+    return name.endswith(SHARD_SUFFIX) and os.sep not in name
+
+
 def is_shard_name(name: str) -> bool:
     """Whether a name is one below the checkpoint directory, and not that of the metadata itself."""
     normal = os.path.normpath(name)

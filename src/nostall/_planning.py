@@ -58,9 +58,14 @@ class PlanMemory:
         self._metadata: Metadata | None = None
 
     def adopt_loaded(self, metadata: Metadata | None) -> None:
-        """Take over what a loaded checkpoint says about the plans it was saved with."""
-        self._metadata = metadata
-        self.loaded_all_plans = local_plans_in(metadata)
+        """Take over what a loaded checkpoint says about the plans it was saved with.
+
+        Only where no save has been planned yet: later ones rest on what all ranks have planned together, and a rank that
+        went on from something else would save what is not in its metadata.
+        """
+        if self.plans is None:
+            self._metadata = metadata
+            self.loaded_all_plans = local_plans_in(metadata)
 
     def keep(
         self, plans: CachedPlans, all_plans: list[SavePlan] | None, metadata: Metadata | None

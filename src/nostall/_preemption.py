@@ -14,6 +14,7 @@ no save is pending or being worked on. Otherwise
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -24,6 +25,7 @@ from types import FrameType
 from typing import Any
 
 from nostall.errors import OptionError
+from nostall.options import is_possible_wait
 
 _log = logging.getLogger("nostall")
 
@@ -32,7 +34,7 @@ STATUS = 128 + signal.SIGTERM
 _LOOK_AGAIN_S = 1.0
 _SETTLED_S = 2.0
 """How long nothing of ours must have run on behalf of a synchronous save: it consists of several calls."""
-_ABANDON_S = 1.0
+_ABANDON_S = 5.0
 
 
 class Preemption:
@@ -49,6 +51,7 @@ class Preemption:
         self._lock = threading.Lock()  # never taken by the handler
         self._last_section_s = 0.0
         self._asked_at_s: float | None = None
+        self._grace_s = 0.0
         self._is_overdue = False
         self._is_reminder = False
         """Whether the next signal comes from ourselves."""
@@ -59,6 +62,16 @@ class Preemption:
     def asked(self) -> bool:
         """Whether SIGTERM has arrived."""
         return self._asked_at_s is not None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the process is ended; for ever, if it was not asked to end."""
+        asked_at_s = self._asked_at_s
+        return (
+            math.inf
+            if asked_at_s is None
+            else max(0.0, asked_at_s + self._grace_s - time.monotonic())
+        )
 
     def install(
         self,
@@ -79,8 +92,9 @@ class Preemption:
                 "signals can be handled by the main thread only",
                 hint="call drain_on_sigterm() from the main thread, before training starts",
             )
-        if not 0 < grace_s <= threading.TIMEOUT_MAX:
+        if not is_possible_wait(grace_s) or grace_s == 0:
             raise OptionError(f"grace_s={grace_s!r} is not possible", hint="use seconds > 0")
+        self._grace_s = grace_s
         self._is_anything_pending = is_anything_pending
 
         # A handler must neither start a thread nor set an event: the main thread may hold the locks of either.

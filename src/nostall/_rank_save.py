@@ -28,6 +28,7 @@ class RankSave(BackgroundSave):
         self.prepared = prepared
         self._guard: Guard | None = None
         self._collected: RankReport | None = None
+        self._is_over = False
         self._changed: list[str] = []
         """Tensors that nobody had waited for, and that have changed."""
 
@@ -144,16 +145,25 @@ class RankSave(BackgroundSave):
         super()._settle(report)
 
     def discard(self) -> None:
-        """Remove this rank's files of a save that will not be committed, and let the next one have their names."""
-        remove_files(_save.partial_files(self.prepared))
-        self.end()
+        """Remove this rank's files of a save that will not be committed, and let the next one have their names.
 
-    def end(self) -> None:
-        """Nothing more is going to be done for this save: let the next one in its directory have the plain names."""
+        Of one that is over, whoever ended it has decided about its files.
+        """
+        if not self._is_over:
+            remove_files(_save.partial_files(self.prepared))
+            self.end(committed=False)
+
+    def end(self, *, committed: bool) -> None:
+        """Nothing more is going to be done for this save: let the next one have its names, if they are not a checkpoint's."""
+        self._is_over = True
         self.progress.end()
         claim = self.prepared.target.claim
-        # Somebody whose answer was not waited for may still be writing, and will remove what has these names.
-        if claim is not None and not self.aborted:
+        if claim is None:
+            return
+        if committed:
+            claim.keep()
+        elif not self.aborted:
+            # Else somebody whose answer was not waited for may still be writing, and will remove what has these names.
             claim.release()
 
     def results(self) -> list[WriteResult]:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -28,7 +27,7 @@ from nostall._pipeline.layout import FileNaming, Packing, lay_out
 from nostall._reports import is_done, joined, when_done
 from nostall._staging import any_under_way, wait_for_all
 from nostall._status import SaveStatus, UnderWay
-from nostall._storage.posix import close_all, remove_and_hold, remove_files
+from nostall._storage.posix import close_all, most_to_hold, remove_and_hold, remove_files
 from nostall._values import (
     ItemShape,
     Layout,
@@ -49,13 +48,6 @@ _IO_THREADS = 12
 _IO_THREADS_PER_HOST = 32
 
 
-class Claim:
-    """The right to plain file names, for as long as somebody holds it and it is not released."""
-
-    def __init__(self, release: Callable[[], object]) -> None:
-        self.release = release
-
-
 class Engine:
     """Memory, writer processes and cached layouts of one trainer process. Thread-safe."""
 
@@ -74,12 +66,13 @@ class Engine:
         """For saves that are written in this process."""
         self.under_way = UnderWay()
         """How far the saves are that use this engine."""
-        self._claims: WeakValueDictionary[tuple[str, str], Claim] = WeakValueDictionary()
         self._cancellable: dict[str, list[threading.Event]] = {}
         self._is_closed = False
         self._writers: list[WriterProcess] = []
         self._layouts: OrderedDict[Any, Layout] = OrderedDict()
         self._pinned: set[int] = set()
+        self._held: dict[int, list[int]] = {}
+        """Descriptors of files that are being removed."""
         self._lock = threading.RLock()
 
     @property
@@ -200,15 +193,17 @@ class Engine:
         with self._lock:
             writer = next((writer for writer in self._writers if writer.alive), None)
         rest = iter(paths)
-        room = 0 if writer is None else WriterProcess.most_to_close()
+        room = 0 if writer is None else most_to_hold()
         while writer is not None and room and (some := list(islice(rest, MAX_DESCRIPTORS))):
             held: list[int] = []
+            self._held[id(held)] = held
             try:
                 remove_and_hold(some, held, most=room)
                 room -= len(held)
                 writer.hand_over(held)
             finally:
                 close_all(held)
+                del self._held[id(held)]
         remove_files(rest)
 
     def warmup(self, nbytes: int, *, timeout_s: float) -> None:
@@ -251,24 +246,6 @@ class Engine:
                 if not self._cancellable[job]:
                     del self._cancellable[job]
 
-    def claim(self, directory: str, prefix: str, *, committed: bool) -> Claim | None:
-        """The right to plain file names in a directory, until it is released or lost; or ``None``.
-
-        Two saves that are under way in one directory must not share names, and neither may use those of a committed
-        checkpoint.
-        """
-        with self._lock:
-            if committed or (directory, prefix) in self._claims:
-                return None
-            key = (directory, prefix)
-            claim = self._claims[key] = Claim(lambda: self._disclaim(key, claim))
-            return claim
-
-    def _disclaim(self, key: tuple[str, str], claim: Claim) -> None:
-        with self._lock:
-            if self._claims.get(key) is claim:  # and not a later save's
-                del self._claims[key]
-
     def abort(self, reason: str) -> None:
         """Kill the writer processes; what they have not finished fails and is removed."""
         with self._lock:
@@ -289,6 +266,8 @@ class Engine:
         """In a forked child: let go of what belongs to the parent."""
         for writer in self._writers:
             writer.abandon_after_fork()
+        for held in self._held.values():
+            close_all(held)
 
     def _forget(self, block: Block) -> None:
         with self._lock:

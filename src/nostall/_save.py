@@ -27,12 +27,13 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
+from nostall._directories import Claim
 from nostall._failures import error_of
 from nostall._pipeline.collect import require_one_result_each
 from nostall._pipeline.layout import FileNaming, Packing, renamed
 from nostall._pipeline.plan import Resolver, plan_rank
 from nostall._pipeline.structure import KnownStructure
-from nostall._runtime import Claim, Engine
+from nostall._runtime import Engine
 from nostall._status import Progress
 from nostall._storage.posix import require_file
 from nostall._storage.streams import StreamTarget
@@ -65,7 +66,7 @@ class SaveTarget:
     options: WriterOptions
     stream: StreamTarget | None
     claim: Claim | None
-    """Keeps plain file names for this save while anything of it is left; see ``Engine.claim``."""
+    """Keeps plain file names for this save while anything of it is left; see :class:`~nostall._directories.Claim`."""
     transform_descriptors: tuple[str, ...] | None
     """What DCP's reader needs to undo stream transforms; ``None`` without any."""
     timeline: Timeline

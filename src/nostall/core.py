@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import threading
 import time
 import weakref
 from collections import deque
@@ -29,16 +28,17 @@ from nostall._callers import (
     asked_priority,
 )
 from nostall._coordination import Coordination, SingleProcess, coordination_for
-from nostall._ending import finish_at_exit, prepare_for_exit
+from nostall._ending import FAILURE_STATUS, finish_at_exit, prepare_for_exit
 from nostall._failures import raise_everywhere
 from nostall._lifecycle import State
+from nostall._preemption import STATUS as PREEMPTED_STATUS
 from nostall._preemption import preemption
 from nostall._reports import is_done
 from nostall._requests import AsyncRequest
 from nostall._runtime import default_engine
 from nostall._values import Failure
 from nostall.errors import OptionError, RankLostError, SaveTimeoutError
-from nostall.options import EngineOptions
+from nostall.options import EngineOptions, is_possible_wait
 
 __all__ = [
     "AsyncCaller",
@@ -369,7 +369,7 @@ def _how_far(calls: Iterable[Call]) -> str:
 
 
 def _require_seconds(timeout: float) -> None:
-    if not 0 <= timeout <= threading.TIMEOUT_MAX:  # not a number is neither
+    if not is_possible_wait(timeout):
         raise OptionError(
             f"timeout={timeout!r} is not possible", hint="use seconds, or None for no limit"
         )
@@ -419,8 +419,11 @@ def abort_nvrx_checkpoint() -> None:
 
 def _at_exit() -> None:
     if _unfinished:
-        timeout_s = default_engine().options.exit_timeout_s
-        finish_at_exit(list(_unfinished), timeout_s=timeout_s)
+        finish_at_exit(
+            list(_unfinished),
+            timeout_s=min(default_engine().options.exit_timeout_s, preemption.left_s),
+            status=PREEMPTED_STATUS if preemption.is_ending else FAILURE_STATUS,
+        )
 
 
 def _after_fork_in_child() -> None:

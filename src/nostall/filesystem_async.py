@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
-from nostall import _ring, _save, _taking, _torch, _writing
+from nostall import _directories, _ring, _save, _taking, _torch, _writing
 from nostall._manifest import files_in_manifest, with_manifest
 from nostall._metadata import (
     Publication,
@@ -40,6 +40,7 @@ from nostall._metadata import (
     publication_of,
     referenced_files,
 )
+from nostall._names import is_ours_to_remove
 from nostall._pipeline.collect import require_all_present, require_one_directory
 from nostall._pipeline.commit import commit
 from nostall._pipeline.layout import FileNaming
@@ -47,17 +48,19 @@ from nostall._pipeline.structure import learn
 from nostall._preemption import preemption
 from nostall._rank_save import RankSave
 from nostall._reports import CANCEL_TIMEOUT_S, await_report
-from nostall._runtime import Claim, Engine, default_engine
+from nostall._runtime import Engine, default_engine
 from nostall._staging import Guard
-from nostall._storage.posix import is_same, make_directory
-from nostall._storage.reading import open_to_read
+from nostall._storage.posix import is_same, make_directory, may_be_there
+from nostall._storage.reading import open_to_read, read_metadata_file
 from nostall._storage.streams import StreamTarget
 from nostall._values import FileReceipt, RankFiles, RankReport, RankWritten
 from nostall._writer.faults import Faults
 from nostall.errors import (
     CheckpointExistsError,
     NostallError,
+    NotDurableError,
     OptionError,
+    SaveTimeoutError,
     StagingError,
     WriteError,
 )
@@ -96,12 +99,11 @@ def _files_of(path: str) -> set[str]:
     try:
         with open_to_read(path) as stream:
             files = files_in_manifest(stream)
-            if files is not None:  # in a fraction of the time that metadata takes
-                return files
-            stream.seek(0)
-            return referenced_files(stream.read(), path=path)
+        if files is None:  # which takes a fraction of the time that metadata takes
+            files = referenced_files(read_metadata_file(path), path=path)
     except OSError:
         return set()
+    return set(filter(is_ours_to_remove, files))
 
 
 def get_write_results_queue(mp_mode: str = "spawn") -> queue.SimpleQueue[Any]:
@@ -110,6 +112,23 @@ def get_write_results_queue(mp_mode: str = "spawn") -> queue.SimpleQueue[Any]:
     if _results_queue is None:
         _results_queue = queue.SimpleQueue()
     return _results_queue
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedMetadata:
+    """What is going to stand in a metadata file."""
+
+    content: Sequence[bytes]
+    """In pieces."""
+    storage_meta: StorageMeta | None
+    """What DCP says there about this one save."""
+
+
+def is_unpublished(error: Exception) -> bool:
+    """Whether it is certain that no metadata refers to the files; what a subclass raises may come after the commit."""
+    return isinstance(error, WriteError | SaveTimeoutError) and not isinstance(
+        error, NotDurableError
+    )
 
 
 class FileSystemWriterAsync(FileSystemWriter):
@@ -169,7 +188,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._is_coordinator = True
         self._save: RankSave | None = None
         self._failure: NostallError | None = None
-        self._claim: Claim | None = None
+        self._claim: _directories.Claim | None = None
         self._staging = staging
         self._guard: Guard | None = None
         """Of what was staged last; ``dcp.async_save`` resets the writer between staging and writing."""
@@ -230,7 +249,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                     path=str(self.path),
                     hint=_why_no_directory(str(self.path)),
                 ) from error
-            if not self.overwrite and os.path.exists(self._metadata_path()):
+            if not self.overwrite and may_be_there(self._metadata_path()):
                 raise CheckpointExistsError(
                     "a committed checkpoint is there and overwrite=False",
                     rank=self.rank,
@@ -310,12 +329,16 @@ class FileSystemWriterAsync(FileSystemWriter):
             WriteError: The metadata could not be published.
         """
         written = [getattr(of_rank, "written", None) for of_rank in results]
+        is_published = False
         with preemption.deferred(then_end=False):
             try:
                 self.require_written_here(written)
-                self.publish(self.publication_of(metadata, results), metadata, written)
+                publication = self.publication_of(metadata, results)
+                finished = self.finished(publication, written)
+                self.publish(publication, metadata, finished)
+                is_published = True
             finally:
-                self.end_save()
+                self.end_save(committed=is_published)
 
     def require_written_here(self, written: Sequence[RankFiles | None]) -> None:
         """Refuse to commit files that are elsewhere. Coordinator only.
@@ -336,53 +359,57 @@ class FileSystemWriterAsync(FileSystemWriter):
         require_all_present(planned_indices(finished), finished.storage_data)
         return publication_of(finished)
 
-    def publish(
-        self,
-        publication: Publication,
-        metadata: Metadata,
-        written: Sequence[RankFiles | None],
-    ) -> None:
-        """Publish finished metadata. Coordinator only.
+    def finished(
+        self, publication: Publication, written: Sequence[RankFiles | None]
+    ) -> FinishedMetadata:
+        """What is going to stand in the metadata file of this checkpoint. Coordinator only.
 
         Args:
             publication: What there is to publish.
-            metadata: The object that it was made from.
             written: What each rank has written, as far as that is known, for the manifest.
-
-        Raises:
-            WriteError: The metadata could not be published.
         """
-        fresh = metadata.storage_data is None
         storage_meta = self.storage_meta()
-        with self.timeline.measure("publish"):
-            self._commit(publication, storage_meta, written)
-        if fresh:
-            metadata.version = _torch.DCP_VERSION
-            metadata.storage_data = publication.storage_data
-            metadata.storage_meta = storage_meta
-
-    def _commit(
-        self,
-        publication: Publication,
-        storage_meta: StorageMeta | None,
-        written: Sequence[RankFiles | None],
-    ) -> None:
-        engine, path = default_engine(), self._metadata_path()
         content = publication.content(storage_meta)
         known = [each.files for each in written if each is not None and each.files is not None]
         # A manifest of some of the files would make the others look like strangers.
         if len(known) == len(written):
             every = tuple(chain.from_iterable(known))
             content = with_manifest(content, every, committed_at_s=time.time())
-        commit(
-            str(self.path),
-            content,
-            metadata_name=os.path.basename(path),
-            replaced_files=_files_of(path) - publication.files,
-            sync=self.sync_files,
-            remove=engine.remove_files,
-            at=Faults(engine.faults).at,
-        )
+        return FinishedMetadata(content=content, storage_meta=storage_meta)
+
+    def publish(
+        self, publication: Publication, metadata: Metadata, finished: FinishedMetadata
+    ) -> None:
+        """Publish finished metadata. Coordinator only.
+
+        Args:
+            publication: What there is to publish.
+            metadata: The object that it was made from.
+            finished: What :meth:`finished` has made of it.
+
+        Raises:
+            WriteError: The metadata could not be published.
+            SaveTimeoutError: Another save has been committing to the same directory all the time.
+        """
+        fresh = metadata.storage_data is None
+        engine, path, directory = default_engine(), self._metadata_path(), str(self.path)
+        with (
+            self.timeline.measure("publish"),
+            _directories.committing(directory, timeout_s=engine.options.save_timeout_s),
+        ):
+            commit(
+                directory,
+                finished.content,
+                metadata_name=os.path.basename(path),
+                replaced_files=_files_of(path) - publication.files,
+                sync=self.sync_files,
+                remove=engine.remove_files,
+                at=Faults(engine.faults).at,
+            )
+        if fresh:
+            metadata.version = _torch.DCP_VERSION
+            metadata.storage_data = publication.storage_data
+            metadata.storage_meta = finished.storage_meta
 
     @staticmethod
     def _refuse_other_storage(path: object, *, use_msc: bool = False) -> None:
@@ -590,10 +617,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Learn which rank's files were durable last."""
         self._slowest_rank = rank
 
-    def end_save(self) -> None:
-        """Let the next save in this directory have the plain file names, unless this one was committed."""
+    def end_save(self, *, committed: bool) -> None:
+        """Let the next save in this directory have the plain file names, unless they are a checkpoint's now."""
         if self._save is not None:
-            self._save.end()
+            self._save.end(committed=committed)
+        elif self._claim is not None and committed:
+            self._claim.keep()
         elif self._claim is not None:
             self._claim.release()
 
@@ -613,8 +642,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         job, directory = uuid.uuid4().hex, str(self.path)
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self.rank or 0}_"
         # Stock's names are for a save that has the directory to itself; any other one leaves the files there alone.
-        committed = os.path.exists(self._metadata_path())
-        self._claim = engine.claim(directory, prefix, committed=committed)
+        committed = any(map(may_be_there, self._metadata_paths()))
+        self._claim = _directories.claim(directory, prefix, committed=committed)
         return _save.SaveTarget(
             job=job,
             directory=directory,
@@ -644,10 +673,14 @@ class FileSystemWriterAsync(FileSystemWriter):
         )
 
     def _metadata_path(self) -> str:
-        name = (
-            _torch.METADATA_NAME if self.use_collectives else f"__{self.rank}{_torch.METADATA_NAME}"
-        )
-        return os.path.join(self.path, name)
+        together, alone = self._metadata_paths()
+        return together if self.use_collectives else alone
+
+    def _metadata_paths(self) -> tuple[str, str]:
+        """Of a checkpoint that all ranks have saved together, and of one that this rank has saved alone."""
+        names = (_torch.METADATA_NAME, f"__{self.rank}{_torch.METADATA_NAME}")
+        together, alone = (os.path.join(self.path, name) for name in names)
+        return together, alone
 
     def _transform_descriptors(self) -> tuple[str, ...] | None:
         extensions = reversed(self.transforms.extensions)

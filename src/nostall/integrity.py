@@ -26,7 +26,7 @@ from nostall._storage.reading import (
     NoArchive,
     crc32_of_file,
     damage_of_container,
-    open_to_read,
+    read_metadata_file,
 )
 from nostall.errors import DamagedCheckpointError, UntrustedMetadataError
 
@@ -192,7 +192,7 @@ def verify(
 
 def _read(directory: str) -> _Checkpoint:
     path = os.path.join(directory, _torch.METADATA_NAME)
-    pickled, manifest = split(_content(path), path=path)
+    pickled, manifest = split(read_metadata_file(path), path=path)
     metadata: Metadata = load_metadata(pickled, path=path)
     missing = set(planned_indices(metadata)).difference(metadata.storage_data or ())
     if missing:
@@ -322,7 +322,7 @@ def _look_into(path: str, name: str, extents: Iterable[Extent], reading: _Progre
 
 def _committed_at_s(metadata_path: str) -> float:
     try:
-        _, manifest = split(_content(metadata_path), path=metadata_path)
+        _, manifest = split(read_metadata_file(metadata_path), path=metadata_path)
         if manifest is not None:
             return manifest.committed_at_s
     except (OSError, DamagedCheckpointError):
@@ -331,11 +331,6 @@ def _committed_at_s(metadata_path: str) -> float:
         return os.stat(metadata_path).st_mtime
     except OSError:
         return 0.0
-
-
-def _content(path: str) -> bytes:
-    with open_to_read(path) as stream:
-        return stream.read()
 
 
 @dataclass(slots=True)

@@ -122,6 +122,11 @@ class WriterOptions:
             )
 
 
+def is_possible_wait(seconds: object) -> bool:
+    """Whether the system can wait for so many seconds; not a number is neither."""
+    return isinstance(seconds, int | float) and 0 <= seconds <= threading.TIMEOUT_MAX
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nostall import _torch
+from nostall import _directories, _torch
 from nostall._names import METADATA_SUFFIX, SHARD_SUFFIX
 from nostall._storage.posix import remove_directory, remove_file, sync_directory
 from nostall.errors import OptionError, WriteError
@@ -66,6 +66,7 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
 def _remove(directory: str, contents: _Contents) -> None:
     for name in contents.metadata:
         remove_file(os.path.join(directory, name))
+    _directories.forget(directory)
     # Also if there was none: whoever was interrupted may not have come here.
     sync_directory(directory)
     for name in contents.rest:

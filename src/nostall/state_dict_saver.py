@@ -47,8 +47,8 @@ from nostall._planning import (
 from nostall._preemption import preemption
 from nostall._save import KnownSave
 from nostall._values import Abort, Commit, RankFiles
-from nostall.errors import NotDurableError, SaveError, WriteError
-from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.errors import SaveError
+from nostall.filesystem_async import FileSystemWriterAsync, is_unpublished
 
 __all__ = [
     "CheckpointMetadataCache",
@@ -308,6 +308,7 @@ def _finalize(
         changed_plan=session.changed_plan if session else None,
         took_s=storage_writer.took_s,
     )
+    is_committed = False
     try:
         with storage_writer.timeline.measure("commit"):
             outcomes = coordination.gather(outcome)
@@ -319,10 +320,11 @@ def _finalize(
             cache.told = token_of(told)
             if ending.changed or ending.failures:
                 cache.forget()
+        is_committed = ending.published
         if ending.failures and not ending.published:
             storage_writer.discard()
     finally:
-        storage_writer.end_save()
+        storage_writer.end_save(committed=is_committed)
     storage_writer.note_slowest(ending.slowest_rank)
     if ending.failures:
         raise exception_for(
@@ -399,16 +401,17 @@ def _finish(
                     everything = known.under_new_names(told, results)
                     publication = writer.publication_of(metadata, everything)
                     known.note_published(told, metadata, publication)
+                finished = writer.finished(publication, written)
             except Exception as error:  # every rank has to hear of it
                 return _Ending(
                     failures=_failures(error, coordination), published=False, changed=changed
                 )
             try:
-                writer.publish(publication, metadata, written)
+                writer.publish(publication, metadata, finished)
             except Exception as error:  # as above
                 return _Ending(
                     failures=_failures(error, coordination),
-                    published=not _is_unpublished(error),
+                    published=not is_unpublished(error),
                     changed=changed,
                 )
     slowest = max(range(len(outcomes)), key=lambda rank: outcomes[rank].took_s)
@@ -418,11 +421,6 @@ def _finish(
 def _failures(error: Exception, coordination: Coordination) -> dict[int, _torch.WrappedException]:
     """An error of the coordinator's, for all ranks."""
     return {coordination.rank: sendable(_torch.wrap_exception(error))}
-
-
-def _is_unpublished(error: Exception) -> bool:
-    """Whether it is certain that no metadata refers to the files; what a subclass raises may come after the commit."""
-    return isinstance(error, WriteError) and not isinstance(error, NotDurableError)
 
 
 def verify_global_md_reuse(

@@ -68,13 +68,24 @@ def gets_sigterm(out: Path, how: str) -> None:
     if how == "with a handler":
         signal.signal(signal.SIGTERM, lambda number, _: handled.append(int(number)))
     nostall.drain_on_sigterm(
-        grace_s={"too late": 2.0, "without a poll": 4.0, "after a failure": 4.0}.get(how, 60.0)
+        grace_s={
+            "too late": 2.0,
+            "too late at exit": 2.0,
+            "without a poll": 4.0,
+            "after a failure": 4.0,
+        }.get(how, 60.0)
     )
     if how == "in a synchronous save":
         writer = FileSystemWriterAsync(out / "save")
         with inject(Fault.kill("chunk", signal.SIGTERM)):  # which is this process
             dcp.save(small_state(), storage_writer=writer, no_dist=True)
         print("it is committed", flush=True)
+        _train_for_ever()
+    if how == "too late at exit":
+        queue = AsyncCallsQueue()
+        with inject(Fault.kill("chunk", signal.SIGSTOP)):
+            schedule(queue, out / "save", small_state())
+        os.kill(os.getpid(), signal.SIGTERM)
         _train_for_ever()
     with AsyncCallsQueue() as queue:
         if how != "with nothing to do":

@@ -41,18 +41,22 @@ def require_one_result_each(
 
 
 def require_all_present(planned: Iterable[Hashable], results: Iterable[Hashable]) -> None:
-    """Check that every item that the metadata is going to name was written by some rank.
+    """Check that every item that the metadata is going to name was written by some rank, and no other.
 
     Raises:
-        IncompleteSaveError: An item was not.
+        IncompleteSaveError: An item was not, or nobody would find one that was.
     """
-    missing = set(planned).difference(results)
-    if missing:
-        raise IncompleteSaveError(
-            f"{len(missing)} items of the checkpoint were written by no rank: {sorted(map(str, missing))[:3]}",
-            phase="collect",
-            hint="nothing was committed; the next save plans anew",
-        )
+    named, written = set(planned), set(results)
+    for strangers, what in (
+        (named - written, "items of the checkpoint were written by no rank"),
+        (written - named, "items were written that the checkpoint's metadata does not name"),
+    ):
+        if strangers:
+            raise IncompleteSaveError(
+                f"{len(strangers)} {what}: {sorted(map(str, strangers))[:3]}",
+                phase="collect",
+                hint="nothing was committed; the next save plans anew",
+            )
 
 
 def require_one_directory(

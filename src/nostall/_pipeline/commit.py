@@ -7,19 +7,24 @@ replaced are removed only when the replacement is durable.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from nostall._storage.posix import (
+    close_all,
     identity_of,
     remove_files,
     replace_file,
     sync_directory,
     write_file,
 )
+from nostall._storage.reading import read_metadata_file
 from nostall._values import CommittedCheckpoint
 from nostall.errors import NotDurableError, WriteError
+
+_log = logging.getLogger("nostall")
 
 
 def commit(
@@ -50,20 +55,24 @@ def commit(
     """
     final = os.path.join(directory, metadata_name)
     temporary = f"{final}.tmp"
+    opened: list[int] = []
     try:
         at("commit")
-        if sync:
+        opened.append(
             _write_durably(directory, temporary, metadata)
-        else:
-            write_file(temporary, metadata, sync=False)
+            if sync
+            else write_file(temporary, metadata, sync=False)
+        )
+        identity = identity_of(opened[0])
         at("publish")
-        identity = identity_of(temporary)
         try:
             replace_file(final, by=temporary)
         except OSError as error:
             # Network file systems may answer so to a request that they have heard twice, and done once.
             if not _has_become(final, identity, error):
                 raise
+        else:
+            _require_ours(final, identity, metadata)
     except NotDurableError:
         raise
     except BaseException as error:
@@ -77,6 +86,8 @@ def commit(
             path=final,
             hint="the previous checkpoint, if there was one, is untouched",
         ) from error
+    finally:
+        close_all(opened)
     try:
         if sync:
             sync_directory(directory)
@@ -89,7 +100,10 @@ def commit(
             hint="the new checkpoint is there, but may not survive a power failure",
         ) from error
     removed = tuple(replaced_files)
-    remove(os.path.join(directory, name) for name in removed)
+    try:
+        remove(os.path.join(directory, name) for name in removed)
+    except Exception:  # the checkpoint is there, and must not be taken for lost
+        _log.exception("files of the replaced checkpoint stay path=%s", directory)
     return CommittedCheckpoint(
         path=directory, metadata_nbytes=sum(map(len, metadata)), removed=removed
     )
@@ -115,12 +129,34 @@ def _has_become(path: str, identity: tuple[int, int], refusal: OSError) -> bool:
         ) from refusal
 
 
+def _require_ours(path: str, identity: tuple[int, int], content: Sequence[bytes]) -> None:
+    """Refuse to go on if what was published is another process's, which has made its file in place of this one's.
+
+    Raises:
+        NotDurableError: It is; or it cannot be told.
+    """
+    try:
+        # A file system that renames by copying gives the file another number.
+        if identity_of(path) == identity or read_metadata_file(path) == b"".join(content):
+            return
+        reason, code = "what was published is not what was written", None
+    except OSError as error:
+        reason, code = f"what was published cannot be found: {_reason(error)}", error.errno
+    raise NotDurableError(
+        reason,
+        errno=code,
+        phase="commit",
+        path=path,
+        hint="another process saves to this directory or changes it; its checkpoint may be the one that is there",
+    )
+
+
 def _reason(error: Exception) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
 
 
-def _write_durably(directory: str, path: str, content: Sequence[bytes]) -> None:
-    """Write a file, and see to it that the directory's own name is durable; both wait for the same device."""
+def _write_durably(directory: str, path: str, content: Sequence[bytes]) -> int:
+    """As ``write_file``, and see to it that the directory's own name is durable; both wait for the same device."""
     parent = os.path.dirname(os.path.realpath(directory))
     failures: list[OSError] = []
 
@@ -137,11 +173,13 @@ def _write_durably(directory: str, path: str, content: Sequence[bytes]) -> None:
         thread.start()
     except RuntimeError:  # the interpreter is ending, or the system has no thread to give
         sync_name()
-        write_file(path, content, sync=True)
+        fd = write_file(path, content, sync=True)
     else:
         try:
-            write_file(path, content, sync=True)
+            fd = write_file(path, content, sync=True)
         finally:
             thread.join()
     if failures:
+        close_all([fd])
         raise failures[0]
+    return fd

@@ -10,7 +10,7 @@ nothing of a state dict that holds anything but plain tensors, DTensors of such,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -32,8 +32,8 @@ class _Level:
 
     keys: list[Any] | None
     """``None`` for a list."""
-    key_types: list[type] | None
-    """``None`` if all keys are strings; others can be equal and have other names, as 1 and True."""
+    key_kinds: list[tuple[type, str]] | None
+    """``None`` if all keys are strings; others can be equal and have other names, as 1 and True, or 0.0 and -0.0."""
     types: list[type]
     inner: tuple[tuple[int, _Level], ...]
     """Mappings and lists in it, by position."""
@@ -45,7 +45,7 @@ class _Level:
         if self.keys is not None:
             if list(value) != self.keys:
                 return False
-            if self.key_types is not None and list(map(type, value)) != self.key_types:
+            if self.key_kinds is not None and _kinds_of(value) != self.key_kinds:
                 return False
             members = list(value.values())
         else:
@@ -79,6 +79,10 @@ class _Level:
         return found
 
 
+def _kinds_of(keys: Iterable[Any]) -> list[tuple[type, str]]:
+    return [(type(key), str(key)) for key in keys]
+
+
 def _level_of(value: Mapping[str, Any] | list[Any]) -> _Level:
     members = list(value.values()) if isinstance(value, Mapping) else value
     inner = tuple(
@@ -90,7 +94,7 @@ def _level_of(value: Mapping[str, Any] | list[Any]) -> _Level:
     strange = keys is not None and not all(type(key) is str for key in keys)
     return _Level(
         keys=keys,
-        key_types=list(map(type, value)) if strange else None,
+        key_kinds=_kinds_of(value) if strange else None,
         types=[type(member) for member in members],
         inner=inner,
         is_leaf=isinstance(value, list)

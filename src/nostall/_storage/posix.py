@@ -15,6 +15,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import resource
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -24,6 +25,8 @@ from itertools import groupby
 from nostall._values import page_aligned
 
 _LARGE_PIECE_NBYTES = 64 << 10
+_MOST_TO_HOLD = 256
+"""Files of one replaced checkpoint; a rank has a few, and a process may have open about a thousand."""
 _NOTHING_WRITTEN = "the system wrote nothing and gave no reason"
 
 
@@ -148,6 +151,20 @@ def may_pass(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in _PASSING
 
 
+def may_be_there(path: str) -> bool:
+    """Whether something has that name; true also if that cannot be told.
+
+    ``os.path.exists`` takes whatever storage answers for a no.
+    """
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def make_directory(path: str) -> None:
     """Make a directory if it is not there.
 
@@ -167,8 +184,8 @@ def make_directory(path: str) -> None:
         make_directory(path)
 
 
-def identity_of(path: str) -> tuple[int, int]:
-    """Which file has that name.
+def identity_of(path: str | int) -> tuple[int, int]:
+    """Which file has that name, or descriptor.
 
     Raises:
         OSError: None has.
@@ -196,13 +213,17 @@ def require_file(path: str, nbytes: int) -> None:
         raise OSError(errno.EIO, f"the file has {found} bytes instead of {nbytes}", path)
 
 
-def write_file(path: str, content: Iterable[bytes], *, sync: bool) -> None:
+def write_file(path: str, content: Iterable[bytes], *, sync: bool) -> int:
     """Make a file in one go, in place of what has that name; the device has it on return if asked.
 
     Args:
         path: Its name.
         content: What is to be in it, in pieces.
         sync: Whether to wait for the device.
+
+    Returns:
+        A descriptor that is good for nothing but :func:`identity_of`; until the caller closes it no other file can be taken
+        for this one, even if it is removed.
     """
     fd = _create(path)
     try:
@@ -217,8 +238,13 @@ def write_file(path: str, content: Iterable[bytes], *, sync: bool) -> None:
                 rest = rest[written:]
         if sync:
             os.fsync(fd)
+        held = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if identity_of(held) != identity_of(fd):
+            os.close(held)
+            raise OSError(errno.ESTALE, "another process has replaced the file", path)
+        return held
     finally:
-        os.close(fd)
+        os.close(fd)  # before anybody else gets to see the file: some file systems store it only now
 
 
 def _large_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
@@ -266,6 +292,12 @@ def remove_files(paths: Iterable[str]) -> None:
             continue
 
 
+def most_to_hold() -> int:
+    """How many files to keep open that are removed: few of those that this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_TO_HOLD if soft == resource.RLIM_INFINITY else min(_MOST_TO_HOLD, soft // 4)
+
+
 def remove_and_hold(paths: Iterable[str], held: list[int], *, most: int) -> None:
     """As :func:`remove_files`, but storage keeps what the first files hold until their descriptors are closed.
 
@@ -283,7 +315,7 @@ def remove_and_hold(paths: Iterable[str], held: list[int], *, most: int) -> None
         remove_files([path])
 
 
-def close_all(descriptors: Iterable[int]) -> None:
-    """Close descriptors."""
-    for fd in descriptors:
-        os.close(fd)
+def close_all(descriptors: list[int]) -> None:
+    """Close descriptors and take them out of the list, first of all: a child that is forked meanwhile closes the others."""
+    while descriptors:
+        os.close(descriptors.pop())

@@ -17,6 +17,8 @@ _BEGIN = b"PK\x03\x04"
 _END = b"PK\x05\x06"
 _END_NBYTES = 22
 """Of the last record of an archive without a comment."""
+_MOST_METADATA_NBYTES = 16 << 30
+"""Some hundred bytes per item, so more items than any model has, a hundred times over."""
 
 
 class ChecksumMissing(Exception):  # an answer, not an error
@@ -38,6 +40,24 @@ def open_to_read(path: str) -> BinaryIO:
         os.close(fd)
         raise OSError(errno.EINVAL, "it is no file", path)
     return open(fd, "rb")
+
+
+def read_metadata_file(path: str) -> bytes:
+    """The content of a file that should hold metadata.
+
+    Raises:
+        OSError: It cannot be read, or is none; or it is too long for that, and for memory.
+    """
+    with open_to_read(path) as stream:
+        nbytes = os.fstat(stream.fileno()).st_size
+        if nbytes > _MOST_METADATA_NBYTES:
+            raise OSError(errno.EFBIG, f"it has {nbytes} bytes, which is no metadata", path)
+        try:
+            return stream.read()
+        except MemoryError as error:
+            raise OSError(
+                errno.ENOMEM, f"there is no memory for its {nbytes} bytes", path
+            ) from error
 
 
 def crc32_of_file(path: str, progress: Callable[[int], object]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -15,9 +16,9 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
@@ -167,20 +168,40 @@ class ChildProcess(ABC, Generic[T]):
         self._tell(messages)
         return future
 
-    def _tell(self, messages: Iterable[Addressed], *, need_not_arrive: bool = False) -> None:
+    def _tell(self, messages: Iterable[Addressed]) -> None:
         """Send messages in one go; a process that does not take them is killed.
 
         They are made while nobody else sends, so what was sent before cannot change between that and their own sending.
-        With ``need_not_arrive``, one whose descriptors would be too many under way is dropped instead.
         """
+        with self._sending(), self._send_lock:
+            self._tell_what_waits()
+            for message, descriptors in messages:
+                send(self._socket, message, descriptors)
+
+    def _offer(self, message: Message, descriptors: tuple[int, ...]) -> None:
+        """Send a short message if the process takes it without being waited for; else drop it."""
+        if not self._send_lock.acquire(blocking=False):
+            return
         try:
-            with self._send_lock:
-                self._tell_what_waits()
-                for message, descriptors in messages:
-                    send(self._socket, message, descriptors)
+            with self._sending():
+                poller = select.poll()
+                poller.register(self._socket, select.POLLOUT)
+                if poller.poll(0):
+                    try:
+                        send(self._socket, message, descriptors)
+                    except OSError as error:
+                        # Too many descriptors under way: refused as a whole, with its first byte.
+                        if error.errno != errno.ETOOMANYREFS:
+                            raise
+        finally:
+            self._send_lock.release()
+
+    @contextmanager
+    def _sending(self) -> Iterator[None]:
+        """Kill the process if what is sent inside does not get there as a whole."""
+        try:
+            yield
         except OSError as error:
-            if need_not_arrive and error.errno == errno.ETOOMANYREFS:
-                return  # refused as a whole, with its first byte
             self.kill(f"it no longer takes messages ({type(error).__name__}: {error})")
         except BaseException as error:
             # Half a message may be under way, or an announcement noted that was not sent.

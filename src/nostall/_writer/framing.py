@@ -21,6 +21,8 @@ _HEADER = struct.Struct("<4sQ")
 _MAGIC = b"nst1"
 MAX_DESCRIPTORS = 64
 """With one message; Linux takes 253."""
+_MAY_LOSE_SOME = ("close",)
+"""Messages whose descriptors are to be closed, as those are that do not come."""
 
 Message = dict[str, Any]
 
@@ -58,7 +60,10 @@ class Receiver:
         self._most_descriptors = descriptors
         self._flags = 0 if wait else socket.MSG_DONTWAIT
         self._buffer = bytearray()
-        self._descriptors: list[int] = []
+        self._received_nbytes = self._taken_nbytes = 0
+        self._descriptors: list[tuple[int, list[int]]] = []
+        """Those that have come, and how much had been received by then: at least the first byte of their message, and
+        nothing behind it."""
 
     def receive(self) -> tuple[Message, list[int]] | None:
         """The next message and the descriptors that came with it, or ``None`` at the end of the stream.
@@ -76,7 +81,9 @@ class Receiver:
                 piece, descriptors = self._read()
             except ConnectionError:
                 return None
-            self._descriptors += descriptors
+            self._received_nbytes += len(piece)
+            if descriptors:
+                self._descriptors.append((self._received_nbytes, descriptors))
             if not piece:
                 return None
             self._buffer += piece
@@ -84,16 +91,31 @@ class Receiver:
     def close(self) -> None:
         """Close descriptors that came and were not asked for; idempotent."""
         while self._descriptors:
-            os.close(self._descriptors.pop())
+            _, descriptors = self._descriptors.pop()
+            for fd in descriptors:
+                os.close(fd)
 
     def _descriptors_of(self, message: Message) -> list[int]:
+        """Those that came with the message that was just taken.
+
+        Of several, fewer may come than were sent, if this process may not have more; who sends them along can live with that.
+        """
         count = message.pop("descriptors", 0)
-        if type(count) is not int or not 0 <= count <= len(self._descriptors):
-            raise ProtocolError(
-                f"a message claims {count!r:.20} descriptors, {len(self._descriptors)} have come"
-            )
-        mine, self._descriptors = self._descriptors[:count], self._descriptors[count:]
-        return mine
+        mine: list[int] = []
+        while self._descriptors and self._descriptors[0][0] <= self._taken_nbytes:
+            mine += self._descriptors.pop(0)[1]
+        come = len(mine)
+        if type(count) is int and come >= count >= 0:
+            wanted = count
+        elif type(count) is int and count > come and message["type"] in _MAY_LOSE_SOME:
+            wanted = come
+        else:
+            wanted = -1
+        for fd in mine[max(wanted, 0) :]:
+            os.close(fd)
+        if wanted < 0:
+            raise ProtocolError(f"a message claims {count!r:.20} descriptors, {come} have come")
+        return mine[:wanted]
 
     def _read(self) -> tuple[bytes, list[int]]:
         # As socket.recv_fds() does it, which takes flags and ignores them.
@@ -132,4 +154,5 @@ class Receiver:
         if not isinstance(message, dict) or not isinstance(message.get("type"), str):
             raise ProtocolError("a message has no type")
         del self._buffer[:end]
+        self._taken_nbytes += end
         return message

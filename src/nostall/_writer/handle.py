@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import resource
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -29,8 +28,6 @@ _ENTRY = (
     " from nostall._writer.main import main; main(int(sys.argv[3]), int(sys.argv[4]), sys.argv[2])"
 )
 
-_MOST_TO_CLOSE = 256
-"""Files of one replaced checkpoint; a rank has a few, and a process may have open about a thousand."""
 SEALS_KEPT = 16
 """How many jobs' seal tables a writer process keeps: more than an engine keeps layouts."""
 
@@ -127,22 +124,16 @@ class WriterProcess(ChildProcess[RankReport]):
             jobs = [job for job in self._waiting if job.startswith(f"{save}/")]
         self._tell(({"type": "cancel", "job": job}, ()) for job in jobs)
 
-    @staticmethod
-    def most_to_close() -> int:
-        """How many descriptors to hand over at a time: few of those that this process, and so that one, may have."""
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return _MOST_TO_CLOSE if soft == resource.RLIM_INFINITY else min(_MOST_TO_CLOSE, soft // 4)
-
     def hand_over(self, descriptors: Sequence[int]) -> None:
         """Let the process close copies of descriptors, beside the job that it has and before those it will get.
 
-        Where too many are on their way to it already, the caller's are the only ones.
+        Where it does not read, or too many are on their way to it already, the caller's are the only ones.
 
         Args:
             descriptors: At most ``MAX_DESCRIPTORS``.
         """
         if descriptors:
-            self._tell([({"type": "close"}, tuple(descriptors))], need_not_arrive=True)
+            self._offer({"type": "close"}, tuple(descriptors))
 
     def forget(self, block_id: int) -> None:
         """Let the process unmap a block that the arena gave back to the system."""

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable
 
 from nostall._checksum import use_fastest_from
-from nostall._storage.posix import close_all
+from nostall._storage.posix import close_all, most_to_hold
 from nostall._storage.streams import StreamTarget
 from nostall._values import Failure, RankFailed, RankReport, SealTable, WriteJob, page_aligned
 from nostall._writer.files import perform
@@ -75,20 +75,29 @@ class _Closing:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
         self._left = 0
+        self._most = most_to_hold()
         self._changed = threading.Condition()
 
     def take(self, descriptors: list[int]) -> None:
-        """Close these soon; they are nobody else's any more."""
+        """Close these soon; they are nobody else's any more. Now, if there are so many that jobs would miss them."""
+        count = len(descriptors)
         with self._changed:
-            self._left += 1
-        self._queue.put(descriptors)
+            is_room = self._left + count <= self._most
+            if is_room:
+                self._left += count
+        if is_room:
+            self._queue.put(descriptors)
+        else:
+            close_all(descriptors)
 
     def run(self) -> None:
         """Close for ever what comes."""
         while True:
-            close_all(self._queue.get())
+            descriptors = self._queue.get()
+            count = len(descriptors)
+            close_all(descriptors)
             with self._changed:
-                self._left -= 1
+                self._left -= count
                 self._changed.notify_all()
 
     def wait(self, timeout: float) -> None:
@@ -142,8 +151,9 @@ class _Writer:
             case "write":
                 self._enqueue(message)
             case "close":
-                self.closing.take(descriptors.copy())
+                taken = descriptors.copy()
                 descriptors.clear()
+                self.closing.take(taken)
             case "cancel":
                 self._cancel(message["job"])
 
