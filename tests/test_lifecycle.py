@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -105,6 +106,21 @@ def test_a_rank_that_cannot_complete_its_save_at_exit_ends_with_an_error(
     assert out.returncode != 0
     assert "pending at exit some are lost" in out.stderr
     assert not nostall.is_complete(tmp_path / "first")
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "printed"),
+    [("too late to ask", 1, ""), ("asked", 0, "CheckpointException\n")],
+)
+def test_a_failure_of_dcp_async_save_is_not_silent(
+    tmp_path: Path, how: str, status: int, printed: str
+) -> None:
+    """The log says what and why; where the interpreter was waiting for it and nobody can ask its future, so does the status."""
+    done = run("ends_in_dcp", tmp_path, how)
+    assert (done.returncode, done.stdout) == (status, printed)
+    assert f"a save has failed path={tmp_path / 'save'}" in done.stderr
+    assert os.strerror(errno.ENOSPC) in done.stderr
+    assert not nostall.is_complete(tmp_path / "save")
 
 
 def test_queues_are_finished_in_the_same_order_on_all_ranks(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
+import nostall
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.core import (
     AsyncCaller,
@@ -584,6 +585,23 @@ def test_only_a_path_can_be_written_in_the_background(tmp_path: Path) -> None:
         checkpoint.async_save({}, io.BytesIO())
     with pytest.raises(OptionError, match="pass a path"):
         checkpoint.async_save({})
+
+
+def test_what_is_no_request_no_writer_or_no_time_is_refused_by_its_name(tmp_path: Path) -> None:
+    """Where it is passed, and not by an attribute that it lacks."""
+    with AsyncCallsQueue() as queue:
+        with pytest.raises(OptionError, match="NoneType cannot be scheduled"):
+            queue.schedule_async_request(None)  # type: ignore[arg-type]  # that is the point
+        with pytest.raises(OptionError, match="FileSystemWriter does not write"):
+            save_state_dict_async_plan({}, FileSystemWriter(tmp_path))  # type: ignore[arg-type]  # as above
+        impossible: tuple[Any, ...] = (-1.0, float("nan"), "soon")
+        for timeout in impossible:
+            with pytest.raises(OptionError, match="timeout="):
+                queue.wait(timeout=timeout)
+            with pytest.raises(OptionError, match="timeout="):
+                nostall.warmup(timeout=timeout)
+            with pytest.raises(OptionError, match="grace_s="):
+                nostall.drain_on_sigterm(timeout)
 
 
 def test_files_and_checkpoints_take_turns_in_the_same_memory(tmp_path: Path) -> None:

@@ -103,3 +103,18 @@ def test_the_slowest_rank_is_named_on_all_ranks(tmp_path: Path) -> None:
     for facts in run_ranks(2, "statistics:one_is_slow", tmp_path):
         assert facts["slowest"] == 1
         assert facts["lines"] == (2 if facts["rank"] == 0 else 0)
+
+
+@pytest.mark.parametrize("staging", ["blocking", "overlapped"])
+def test_the_copy_of_dcp_async_save_counts_as_staging(tmp_path: Path, staging: str) -> None:
+    """Also where DCP resets the writer between copying and writing."""
+    state = {"t": torch.ones(1 << 20)}
+    for number in range(2):
+        path = tmp_path / f"{number}"
+        writer = FileSystemWriterAsync(path, staging=staging)
+        saving: Any = dcp.async_save(state, checkpoint_id=path, storage_writer=writer, no_dist=True)
+        getattr(saving, "upload_completion", saving).result(60)
+        stats = writer.stats
+        assert stats is not None
+        assert stats.stage_s > 0
+        assert "stage" in {span.name for span in stats.spans}

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -150,3 +151,12 @@ def test_a_torch_save_is_shown_with_its_file(tmp_path: Path) -> None:
         checkpoint.finalize_async_save(blocking=True)
         assert nostall.status() == ()
         checkpoint.close()
+
+
+def test_a_save_that_cannot_be_planned_is_over(tmp_path: Path) -> None:
+    """Although somebody still holds its future."""
+    writer = FileSystemWriterAsync(tmp_path)
+    saving: Any = dcp.async_save({"f": lambda: 0}, storage_writer=writer, no_dist=True)
+    with pytest.raises(CheckpointException):
+        saving.result(60)
+    assert nostall.status() == ()

@@ -104,6 +104,7 @@ def forget(directory: str) -> None:
     with _state.lock:
         for key in [key for key in _state.kept if key[0] == where]:
             del _state.kept[key]
+            _state.claims.pop(key, None)
 
 
 os.register_at_fork(after_in_child=_state.start_over)

@@ -6,15 +6,18 @@ which and ends with exit status 1, or that of SIGTERM if it ends because of that
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures.thread
 import logging
 import multiprocessing.util
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -76,6 +79,47 @@ class _Standby:
 
 
 _standby = _Standby()
+
+
+class _Losses:
+    """Saves that fail while the interpreter waits for its threads: nobody asks about them any more."""
+
+    def __init__(self) -> None:
+        self.is_waiting = False
+        self.any = False
+
+    def begin(self) -> None:
+        """The main thread has come to its end."""
+        self.is_waiting = True
+
+
+_losses = _Losses()
+
+
+@contextmanager
+def loss_is_told(path: str) -> Iterator[None]:
+    """Let the log tell what fails inside on a thread in the background, where it is a future's that nobody may ask.
+
+    If the interpreter is ending already, nobody can, and the exit status tells it, too.
+    """
+    try:
+        yield
+    except Exception as error:
+        if threading.current_thread() is not threading.main_thread():
+            _log.error("a save has failed path=%s: %s", path, error)
+            _losses.any |= _losses.is_waiting
+        raise
+
+
+def _tell_losses() -> None:
+    if _losses.any:
+        _end_process(FAILURE_STATUS)
+
+
+atexit.register(_tell_losses)
+# There is no public way to hear of the end before an executor's threads are waited for, as that of dcp.async_save. The
+# last one to register is called first, hence the import of the module that does.
+concurrent.futures.thread.threading._register_atexit(_losses.begin)  # type: ignore[attr-defined]  # private
 
 
 def prepare_for_exit() -> None:

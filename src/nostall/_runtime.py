@@ -39,7 +39,7 @@ from nostall._writer.handle import WriterProcess
 from nostall._writer.priority import lower_priority
 from nostall._writer.seals import Cuts
 from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError
-from nostall.options import EngineOptions, require_integer
+from nostall.options import EngineOptions, is_possible_wait, require_integer
 
 _LAYOUTS_KEPT = 8
 _CONTAINERS_NBYTES = 2 << 20
@@ -325,9 +325,11 @@ def warmup(nbytes: int = 0, *, timeout: float = 30.0) -> None:
     Raises:
         ReservationError: There is not that much memory.
         SaveTimeoutError: The process did not start in time.
-        OptionError: ``nbytes`` is no number of bytes.
+        OptionError: ``nbytes`` is no number of bytes, or ``timeout`` none of seconds.
     """
     require_integer("nbytes", nbytes, at_least=0)
+    if not is_possible_wait(timeout):
+        raise OptionError(f"timeout={timeout!r} is not possible", hint="use seconds")
     default_engine().warmup(nbytes, timeout_s=timeout)
 
 

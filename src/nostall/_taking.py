@@ -38,6 +38,7 @@ from nostall._values import (
 from nostall._writer.faults import Faults
 from nostall._writing import write_in_background
 from nostall.errors import NostallError, SaveAbortedError, StagingError
+from nostall.stats import Timeline
 
 
 def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False) -> Snapshot:
@@ -87,24 +88,27 @@ def stage_in_background(
     return done, guard
 
 
-def stage_copy(state_dict: Mapping[str, Any], engine: Engine) -> StagedStateDict:
+def stage_copy(
+    state_dict: Mapping[str, Any], engine: Engine, timeline: Timeline
+) -> StagedStateDict:
     """Copy a state dict into snapshot memory, as far as is known to where the save will want it; for a stager.
 
     Raises:
         SaveTimeoutError: Earlier saves still hold all snapshot memory.
         ReservationError: There is not enough host memory.
     """
-    leaves, staged, places = _begin_copy(state_dict, engine)
-    try:
-        places.fill([leaf.tensor for leaf in leaves], threads=engine.copy_threads).wait()
-    except BaseException:
-        staged.lease.release()
-        raise
+    with timeline.measure("stage"):
+        leaves, staged, places = _begin_copy(state_dict, engine)
+        try:
+            places.fill([leaf.tensor for leaf in leaves], threads=engine.copy_threads).wait()
+        except BaseException:
+            staged.lease.release()
+            raise
     return staged
 
 
 def stage_copy_in_background(
-    state_dict: Mapping[str, Any], engine: Engine
+    state_dict: Mapping[str, Any], engine: Engine, timeline: Timeline
 ) -> tuple[Future[StagedStateDict], Guard]:
     """As :func:`stage_copy`, behind the trainer's back. The future ends well in any case.
 
@@ -116,7 +120,8 @@ def stage_copy_in_background(
 
     def begin(after: Marks) -> tuple[None, Copies]:
         Faults(faults).at("stage")
-        return None, places.fill(tensors, threads=threads, after=after)
+        with timeline.measure("stage"):
+            return None, places.fill(tensors, threads=threads, after=after)
 
     done, guard = stage_behind(
         tensors,

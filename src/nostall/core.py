@@ -74,7 +74,8 @@ class AsyncCallsQueue:
         cpu_shm_mode: Accepted for compatibility; snapshots are always in shared host memory.
         process_group: The ranks that schedule together; the default group if ``None``.
         on_error: ``"raise"``, or ``"warn"`` to log a request that has failed on some rank, count it in :attr:`failures`, and
-            go on with the next one: for jobs that would rather miss a checkpoint than end.
+            go on with the next one: for jobs that would rather miss a checkpoint than end. What is raised before a request is
+            scheduled, by planning with other ranks, is raised in any case.
     """
 
     def __init__(
@@ -130,7 +131,12 @@ class AsyncCallsQueue:
 
         Raises:
             StagingError: A callable that is not nostall's own cannot be sent to another process.
+            OptionError: This is no request.
         """
+        if not isinstance(request, AsyncRequest):
+            raise OptionError(
+                f"a {type(request).__name__} cannot be scheduled", hint="make an AsyncRequest"
+            )
         with preemption.deferred():
             index = self._next_index
             call = self._caller.begin(request.freeze()._replace(call_idx=index))
@@ -231,6 +237,10 @@ class AsyncCallsQueue:
     def wait(self, timeout: float | None = None) -> list[int]:
         """Wait until everything scheduled is done, and finalise it. Collective.
 
+        Args:
+            timeout: Seconds to wait at most for what is scheduled to be written. Ranks that come to this call later are waited
+                for in addition, for ``EngineOptions.save_timeout_s`` and a minute.
+
         Raises:
             SaveTimeoutError: Some rank's part was not done within ``timeout`` seconds; raised on every rank, and nothing is
                 finalised.
@@ -278,8 +288,8 @@ class AsyncCallsQueue:
 
         Args:
             abort: Wait for nothing.
-            timeout: Seconds to wait at most, after which everything is given up; ``None`` for ``save_timeout_s`` for each
-                request.
+            timeout: Seconds to wait at most, after which everything is given up, as with :meth:`wait`; ``None`` for
+                ``save_timeout_s`` for each request.
 
         Raises:
             SaveTimeoutError: Some rank's part was not done within ``timeout`` seconds.

@@ -12,12 +12,14 @@ Three ways in, one pipeline (``nostall._save``):
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import queue
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from nostall import _directories, _ring, _save, _taking, _torch, _writing
+from nostall._ending import loss_is_told
 from nostall._manifest import files_in_manifest, with_manifest
 from nostall._metadata import (
     Publication,
@@ -71,6 +74,8 @@ _PROCESSES_FOR_MULTIPROC_IO = 2
 _MSC_PREFIX = "msc://"
 
 T = TypeVar("T")
+
+_log = logging.getLogger("nostall")
 
 _results_queue: queue.SimpleQueue[Any] | None = None
 """Probed by frameworks; nostall's own results never pass through it, each save has its own channel."""
@@ -193,6 +198,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._guard: Guard | None = None
         """Of what was staged last; ``dcp.async_save`` resets the writer between staging and writing."""
         self.timeline = Timeline()
+        self._staging_timeline = Timeline()
+        """Of what was staged last, as ``_guard``."""
         self._receipts: tuple[FileReceipt, ...] = ()
         self._slowest_rank: int | None = None
         self._separation_hint = separation_hint
@@ -278,7 +285,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             SaveError: It could not be done; the subclass says how.
         """
-        with preemption.deferred(then_end=False):
+        with preemption.deferred(then_end=False), loss_is_told(str(self.path)):
+            self.timeline.adopt(self._staging_timeline)
             return self._write_share(plan, planner)
 
     def _write_share(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
@@ -330,7 +338,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         written = [getattr(of_rank, "written", None) for of_rank in results]
         is_published = False
-        with preemption.deferred(then_end=False):
+        with preemption.deferred(then_end=False), loss_is_told(str(self.path)):
             try:
                 self.require_written_here(written)
                 publication = self.publication_of(metadata, results)
@@ -448,14 +456,16 @@ class FileSystemWriterAsync(FileSystemWriter):
                 "this torch's dcp.async_save cannot stage behind the call",
                 hint='use staging="blocking", or the split functions',
             )
+        timeline = self._staging_timeline = Timeline()
         try:
             if not overlapped:
-                copied, self._guard = _taking.stage_copy(state_dict, engine), None
+                copied, self._guard = _taking.stage_copy(state_dict, engine, timeline), None
                 return copied
-            staged, self._guard = _taking.stage_copy_in_background(state_dict, engine)
+            staged, self._guard = _taking.stage_copy_in_background(state_dict, engine, timeline)
         except Exception as error:
             if not _has_peers():
                 raise
+            _log.error("the snapshot could not be taken path=%s: %s", self.path, error)
             nothing, self._guard = _taking.stage_nothing(
                 state_dict, error, rank=dist.get_rank(), path=str(self.path)
             )
@@ -509,7 +519,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         """As :meth:`prepare_write_data`, for a structure that was saved before."""
         engine = default_engine()
         target = self._target(known.share.plan, engine)
-        self._save = RankSave(_save.prepare_known(known, sources, target=target, engine=engine))
+        with self._over_if_it_fails(target):
+            self._save = RankSave(_save.prepare_known(known, sources, target=target, engine=engine))
 
     def learn(self, state_dict: dict[str, Any], flat: dict[str, Any]) -> _save.KnownSave | None:
         """What the next save can reuse of the one prepared, before it is staged; ``None`` if nothing is safe to reuse.
@@ -636,7 +647,18 @@ class FileSystemWriterAsync(FileSystemWriter):
     def _prepare(self, plan: SavePlan, planner: SavePlanner) -> _save.PreparedSave:
         engine = default_engine()
         target = self._target(plan, engine)
-        return _save.prepare(plan, planner, rank=self.rank or 0, target=target, engine=engine)
+        with self._over_if_it_fails(target):
+            return _save.prepare(plan, planner, rank=self.rank or 0, target=target, engine=engine)
+
+    @staticmethod
+    @contextmanager
+    def _over_if_it_fails(target: _save.SaveTarget) -> Iterator[None]:
+        """A save that cannot be prepared is not under way any more."""
+        try:
+            yield
+        except BaseException:
+            target.progress.end()
+            raise
 
     def _target(self, plan: SavePlan, engine: Engine) -> _save.SaveTarget:
         job, directory = uuid.uuid4().hex, str(self.path)

@@ -47,7 +47,7 @@ from nostall._planning import (
 from nostall._preemption import preemption
 from nostall._save import KnownSave
 from nostall._values import Abort, Commit, RankFiles
-from nostall.errors import SaveError
+from nostall.errors import OptionError, SaveError
 from nostall.filesystem_async import FileSystemWriterAsync, is_unpublished
 
 __all__ = [
@@ -133,8 +133,13 @@ def save_state_dict_async_plan(
     Raises:
         CheckpointException: A rank could not plan; raised on every rank. Where nothing is communicated the failure is
             reported on every rank when the save is finalised.
-        OptionError: The writer has a save that is not finalised yet.
+        OptionError: The writer has a save that is not finalised yet, or is not one of nostall's.
     """
+    if not isinstance(storage_writer, FileSystemWriterAsync):
+        raise OptionError(
+            f"a {type(storage_writer).__name__} does not write in the background",
+            hint="use a FileSystemWriterAsync",
+        )
     storage_writer.require_free()
     with preemption.deferred(then_end=False), storage_writer.timeline.measure("plan"):
         return _plan_save(

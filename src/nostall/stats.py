@@ -57,7 +57,8 @@ class SaveStats:
     retries: int
     """How often a file had to be written anew."""
     slowest_rank: int | None
-    """Whose files were durable last, counted from the beginning of its planning; ``None`` before the save is finalised."""
+    """Whose files were durable last, counted from the beginning of its planning; ``None`` before the save is finalised, and
+    with ``dcp.save`` and ``dcp.async_save``, whose ranks do not tell each other."""
     spans: tuple[Span, ...] = field(repr=False)
 
     def to_chrome_trace(self) -> dict[str, Any]:
@@ -114,6 +115,13 @@ class Timeline:
             span = Span(name=name, track=TRAINER, begin_s=begin_s, end_s=time.monotonic())
             with self._lock:
                 self._spans.append(span)
+
+    def adopt(self, earlier: Timeline) -> None:
+        """Take over what was noted elsewhere of the same save."""
+        with earlier._lock:
+            spans, earlier._spans = earlier._spans, []
+        with self._lock:
+            self._spans += spans
 
     def stats(
         self, *, rank: int, path: str, receipts: Sequence[FileReceipt], slowest_rank: int | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread
 import errno
 import os
 import random
@@ -60,6 +61,21 @@ def ends_on_ranks(out: Path, how: str) -> None:
     schedule(queue, out / "first", {f"rank{dist.get_rank()}": torch.ones(1000)})
     if how == "one without the others" and dist.get_rank() == 1:
         os._exit(0)
+
+
+def ends_in_dcp(out: Path, how: str) -> None:
+    """Leave a save to ``dcp.async_save``, whose thread the interpreter waits for, and which fails then."""
+
+    def full(*_: Any, **__: Any) -> Any:
+        if how == "too late to ask":
+            while not concurrent.futures.thread._shutdown:
+                time.sleep(0.01)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    writer = FileSystemWriterAsync(out / "save", open_file=full)
+    saving: Any = dcp.async_save(small_state(), storage_writer=writer, no_dist=True)
+    if how == "asked":
+        print(type(saving.exception(60)).__name__, flush=True)
 
 
 def gets_sigterm(out: Path, how: str) -> None:
@@ -132,7 +148,8 @@ def is_interrupted(out: Path) -> None:
                 interrupted += 1
         # One whose start was interrupted finds out that it is too late, and touches neither memory nor files.
         for thread in threading.enumerate():
-            if thread.name.startswith("nostall-io"):
+            # One whose start was interrupted even earlier never begins, and cannot be waited for.
+            if thread.name.startswith("nostall-io") and thread._started.wait(1):  # type: ignore[attr-defined]  # of threading
                 thread.join(60)
                 assert not thread.is_alive(), thread.name
         files = sorted(path.name for path in (out / "save").glob("*"))

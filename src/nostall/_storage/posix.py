@@ -244,7 +244,9 @@ def write_file(path: str, content: Iterable[bytes], *, sync: bool) -> int:
             raise OSError(errno.ESTALE, "another process has replaced the file", path)
         return held
     finally:
-        os.close(fd)  # before anybody else gets to see the file: some file systems store it only now
+        os.close(
+            fd
+        )  # before anybody else gets to see the file: some file systems store it only now
 
 
 def _large_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:

@@ -8,6 +8,7 @@ a fault to shard files whose name contains it, ``after`` skips that many passage
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,7 @@ def _happen(fault: Mapping[str, Any], file: str) -> None:
         case "exit":
             os._exit(fault["code"])
         case "kill":
-            os.kill(os.getpid(), fault["signal"])
+            signal.raise_signal(fault["signal"])  # to this very thread, which does not go on before
         case "delay":
             time.sleep(fault["seconds"])
         case "hold":
