@@ -250,8 +250,10 @@ def test_a_child_that_is_forked_while_files_are_removed_keeps_none_of_them(tmp_p
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
-            os.write(writing, "\n".join(held_by(os.getpid(), tmp_path)).encode())
-            os._exit(0)
+            try:
+                os.write(writing, "\n".join(held_by(os.getpid(), tmp_path)).encode())
+            finally:
+                os._exit(0)
         os.close(writing)
         os.waitpid(child, 0)
         with os.fdopen(reading) as stream:
@@ -313,6 +315,51 @@ def test_a_rename_that_was_refused_is_told_with_its_own_reason(tmp_path: Path) -
     assert caught.value.errno == errno.ENOSPC
     assert not isinstance(caught.value, NotDurableError)
     assert names_in(tmp_path) == set()
+
+
+class CopyingRename(RecordingOs):
+    """A system that renames by copying, as some that are no disks do, and then may not get rid of the source."""
+
+    def __init__(self, *, removes: bool) -> None:
+        super().__init__()
+        self._removes = removes
+
+    def replace(self, source: str, target: str) -> None:
+        content = Path(source).read_bytes()
+        Path(target).write_bytes(content)
+        if not self._removes:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        os.unlink(source)
+
+
+@pytest.mark.parametrize("removes", [True, False])
+def test_a_rename_that_copies_is_one(tmp_path: Path, *, removes: bool) -> None:
+    """The metadata is there, whatever number its file has, and even where the answer was no."""
+    (tmp_path / ".metadata").write_bytes(b"old")
+    (tmp_path / "old.distcp").write_bytes(b"shard")
+    with patch.object(posix, "os", CopyingRename(removes=removes)):
+        publish(tmp_path, replaced_files=["old.distcp"])
+    assert (tmp_path / ".metadata").read_bytes() == b"new"
+    assert not (tmp_path / "old.distcp").exists()
+
+
+def test_files_are_removed_although_the_writer_process_dies_meanwhile(tmp_path: Path) -> None:
+    """All of them: nobody else knows their names."""
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path / "warm", small_state())
+        queue.wait()
+    names = [tmp_path / f"{number}" for number in range(150)]
+    for path in names:
+        path.touch()
+    hand_over = WriterProcess.hand_over
+
+    def dying(writer: WriterProcess, descriptors: list[int]) -> None:
+        writer.kill("it is time")
+        hand_over(writer, descriptors)
+
+    with patch.object(WriterProcess, "hand_over", dying):
+        default_engine().remove_files(map(str, names))
+    assert not any(path.exists() for path in names)
 
 
 def test_a_commit_of_which_nobody_knows_counts_as_one_that_may_be_there(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 
 import nostall
@@ -388,3 +390,20 @@ def test_what_is_staged_is_a_private_copy(tmp_path: Path) -> None:
     dcp.save(small_state(5), storage_writer=writer)
     assert entry_points.loaded_wrong(tmp_path / "two", small_state(5), small_state(6)) == []
     assert not (tmp_path / "one").exists()
+
+
+def test_a_snapshot_that_could_not_be_taken_fails_one_save_only(tmp_path: Path) -> None:
+    """Of several ranks it is the save that fails, not the call; another one with the same writer knows nothing of it."""
+    writer, path = FileSystemWriterAsync(tmp_path), tmp_path
+    no_memory = errors.ReservationError("no memory today", nbytes=1)
+    with (
+        patch.object(filesystem_async, "_has_peers", return_value=True),
+        patch("nostall._taking.stage_copy", side_effect=no_memory),
+    ):
+        saving: Any = dcp.async_save(
+            small_state(1), checkpoint_id=path, storage_writer=writer, no_dist=True
+        )
+        with pytest.raises(CheckpointException, match="no memory today"):
+            saving.result(60)
+    dcp.save(small_state(2), checkpoint_id=path, storage_writer=writer, no_dist=True)
+    assert entry_points.loaded_wrong(path, small_state(2), small_state(3)) == []

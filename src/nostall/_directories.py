@@ -83,8 +83,9 @@ def committing(directory: str, *, timeout_s: float) -> Iterator[None]:
     Raises:
         SaveTimeoutError: Another one has been at it for ``timeout_s`` seconds.
     """
+    where = os.path.realpath(directory)
     with _state.lock:
-        lock = _state.committing.setdefault(os.path.realpath(directory), threading.Lock())
+        lock = _state.committing.setdefault(where, threading.Lock())
     if not lock.acquire(timeout=timeout_s):
         raise SaveTimeoutError(
             f"another save has been committing to this directory for {timeout_s:g} s",

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -119,7 +119,8 @@ def _tell_losses() -> None:
 atexit.register(_tell_losses)
 # There is no public way to hear of the end before an executor's threads are waited for, as that of dcp.async_save. The
 # last one to register is called first, hence the import of the module that does.
-concurrent.futures.thread.threading._register_atexit(_losses.begin)  # type: ignore[attr-defined]  # private
+with suppress(RuntimeError):  # imported when the interpreter is ending already
+    concurrent.futures.thread.threading._register_atexit(_losses.begin)  # type: ignore[attr-defined]  # private
 
 
 def prepare_for_exit() -> None:

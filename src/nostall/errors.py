@@ -12,7 +12,7 @@
     │   ├── SaveTimeoutError     (also TimeoutError) a deadline passed
     │   ├── SaveAbortedError                         the save was abandoned on request
     │   ├── RankLostError        (also RuntimeError) another rank has ended, or cannot be reached
-    │   ├── RankMismatchError    (also RuntimeError) ranks have scheduled, or finalise, different requests
+    │   ├── RankMismatchError    (also RuntimeError) ranks finalise different requests, or save to different directories
     │   ├── IncompleteSaveError                      a planned item has no result
     │   └── CheckpointExistsError                    a committed checkpoint is there and overwrite=False
     ├── ReservationError         (also MemoryError)  host memory for the snapshot is not to be had

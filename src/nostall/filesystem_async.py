@@ -95,8 +95,16 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(path))
 
 
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _rank() -> int:
+    return dist.get_rank() if _has_group() else 0
+
+
 def _has_peers() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return _has_group() and dist.get_world_size() > 1
 
 
 def _files_of(path: str) -> set[str]:
@@ -200,6 +208,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.timeline = Timeline()
         self._staging_timeline = Timeline()
         """Of what was staged last, as ``_guard``."""
+        self._is_staged = False
+        """Whether what was staged last is what will be written next, although the writer is reset before."""
         self._receipts: tuple[FileReceipt, ...] = ()
         self._slowest_rank: int | None = None
         self._separation_hint = separation_hint
@@ -226,6 +236,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._save = None
         self._failure = None
         self._claim = None
+        if not self._is_staged:
+            self._guard, self._staging_timeline = None, Timeline()
+        self._is_staged = False
         self.timeline = Timeline()
         self._receipts = ()
         self._slowest_rank = None
@@ -234,7 +247,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Learn this rank's role; called by DCP on every rank."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if self.rank is None:
-            self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+            self.rank = _rank()
         self._is_coordinator = is_coordinator or not self.use_collectives
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -245,29 +258,34 @@ class FileSystemWriterAsync(FileSystemWriter):
             WriteError: The directory cannot be made.
         """
         if self._is_coordinator:
-            try:
-                make_directory(str(self.path))
-            except OSError as error:
-                raise WriteError(
-                    f"the checkpoint directory cannot be made: {error.strerror}",
-                    errno=error.errno,
-                    rank=self.rank,
-                    phase="plan",
-                    path=str(self.path),
-                    hint=_why_no_directory(str(self.path)),
-                ) from error
-            if not self.overwrite and may_be_there(self._metadata_path()):
-                raise CheckpointExistsError(
-                    "a committed checkpoint is there and overwrite=False",
-                    rank=self.rank,
-                    phase="plan",
-                    path=str(self.path),
-                    hint="choose another directory or pass overwrite=True",
-                )
+            with loss_is_told(str(self.path)):
+                self._make_ready()
         if not self.use_collectives:
             prefix = _torch.StoragePrefix(f"__{self.rank}_")
             plan = dataclasses.replace(plan, storage_data=prefix)
         return plan
+
+    def _make_ready(self) -> None:
+        """Make the directory, and see whether there is a checkpoint that must not be replaced."""
+        try:
+            make_directory(str(self.path))
+        except OSError as error:
+            raise WriteError(
+                f"the checkpoint directory cannot be made: {error.strerror}",
+                errno=error.errno,
+                rank=self.rank,
+                phase="plan",
+                path=str(self.path),
+                hint=_why_no_directory(str(self.path)),
+            ) from error
+        if not self.overwrite and may_be_there(self._metadata_path()):
+            raise CheckpointExistsError(
+                "a committed checkpoint is there, or may be, and overwrite=False",
+                rank=self.rank,
+                phase="plan",
+                path=str(self.path),
+                hint="choose another directory or pass overwrite=True",
+            )
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
         """This rank's final plan where ranks plan alone: only the file prefix is added."""
@@ -285,6 +303,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             SaveError: It could not be done; the subclass says how.
         """
+        self._is_staged = False
         with preemption.deferred(then_end=False), loss_is_told(str(self.path)):
             self.timeline.adopt(self._staging_timeline)
             return self._write_share(plan, planner)
@@ -343,8 +362,11 @@ class FileSystemWriterAsync(FileSystemWriter):
                 self.require_written_here(written)
                 publication = self.publication_of(metadata, results)
                 finished = self.finished(publication, written)
-                self.publish(publication, metadata, finished)
                 is_published = True
+                self.publish(publication, metadata, finished)
+            except Exception as error:
+                is_published = is_published and not is_unpublished(error)
+                raise
             finally:
                 self.end_save(committed=is_published)
 
@@ -457,6 +479,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 hint='use staging="blocking", or the split functions',
             )
         timeline = self._staging_timeline = Timeline()
+        self._is_staged = True
         try:
             if not overlapped:
                 copied, self._guard = _taking.stage_copy(state_dict, engine, timeline), None
@@ -467,7 +490,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 raise
             _log.error("the snapshot could not be taken path=%s: %s", self.path, error)
             nothing, self._guard = _taking.stage_nothing(
-                state_dict, error, rank=dist.get_rank(), path=str(self.path)
+                state_dict, error, rank=_rank(), path=str(self.path)
             )
             if not overlapped:
                 return nothing

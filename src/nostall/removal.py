@@ -66,9 +66,9 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
 def _remove(directory: str, contents: _Contents) -> None:
     for name in contents.metadata:
         remove_file(os.path.join(directory, name))
-    _directories.forget(directory)
     # Also if there was none: whoever was interrupted may not have come here.
     sync_directory(directory)
+    _directories.forget(directory)
     for name in contents.rest:
         remove_file(os.path.join(directory, name))
     if not contents.others:

@@ -313,7 +313,7 @@ def _finalize(
         changed_plan=session.changed_plan if session else None,
         took_s=storage_writer.took_s,
     )
-    is_committed = False
+    is_committed = True  # for all that can be told, if other ranks are lost now
     try:
         with storage_writer.timeline.measure("commit"):
             outcomes = coordination.gather(outcome)

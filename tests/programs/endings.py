@@ -88,7 +88,7 @@ def gets_sigterm(out: Path, how: str) -> None:
             "too late": 2.0,
             "too late at exit": 2.0,
             "without a poll": 4.0,
-            "after a failure": 4.0,
+            "after a failure": 20.0,
         }.get(how, 60.0)
     )
     if how == "in a synchronous save":

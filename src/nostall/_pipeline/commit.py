@@ -69,10 +69,10 @@ def commit(
             replace_file(final, by=temporary)
         except OSError as error:
             # Network file systems may answer so to a request that they have heard twice, and done once.
-            if not _has_become(final, identity, error):
+            if not _is_published(final, identity, metadata, refusal=error):
                 raise
         else:
-            _require_ours(final, identity, metadata)
+            _is_published(final, identity, metadata)
     except NotDurableError:
         raise
     except BaseException as error:
@@ -109,46 +109,44 @@ def commit(
     )
 
 
-def _has_become(path: str, identity: tuple[int, int], refusal: OSError) -> bool:
-    """Whether a refused rename was done all the same.
+def _is_published(
+    path: str,
+    identity: tuple[int, int],
+    content: Sequence[bytes],
+    *,
+    refusal: OSError | None = None,
+) -> bool:
+    """Whether the metadata that was written has its name now; false only after a refusal, if it has not.
 
     Raises:
-        NotDurableError: That cannot be told, so nothing that the metadata may refer to must be removed.
+        NotDurableError: That cannot be told, or another process has put its own in place of it. What the metadata may refer
+            to must not be removed.
     """
+    cause: Exception | None = refusal
     try:
-        return identity_of(path) == identity
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise NotDurableError(
-            f"it cannot be told whether the metadata was published: {_reason(refusal)}, and then {_reason(error)}",
-            errno=refusal.errno,
-            phase="commit",
-            path=path,
-            hint="look at the directory when the storage answers again",
-        ) from refusal
-
-
-def _require_ours(path: str, identity: tuple[int, int], content: Sequence[bytes]) -> None:
-    """Refuse to go on if what was published is another process's, which has made its file in place of this one's.
-
-    Raises:
-        NotDurableError: It is; or it cannot be told.
-    """
-    try:
+        if identity_of(path) == identity:
+            return True
+        if refusal is not None and not os.path.isfile(path):
+            return False
         # A file system that renames by copying gives the file another number.
-        if identity_of(path) == identity or read_metadata_file(path) == b"".join(content):
-            return
-        reason, code = "what was published is not what was written", None
-    except OSError as error:
-        reason, code = f"what was published cannot be found: {_reason(error)}", error.errno
+        if read_metadata_file(path) == b"".join(content):
+            return True
+        if refusal is not None:
+            return False
+        reason = "what was published is not what was written"
+    except Exception as error:
+        if refusal is not None and isinstance(error, FileNotFoundError):
+            return False
+        before = f"{_reason(refusal)}, and then " if refusal is not None else ""
+        reason = f"it cannot be told whether the metadata was published: {before}{_reason(error)}"
+        cause = cause or error
     raise NotDurableError(
         reason,
-        errno=code,
+        errno=cause.errno if isinstance(cause, OSError) else None,
         phase="commit",
         path=path,
-        hint="another process saves to this directory or changes it; its checkpoint may be the one that is there",
-    )
+        hint="look at the directory when storage answers again; another process may save to it, too",
+    ) from cause
 
 
 def _reason(error: Exception) -> str:

@@ -25,6 +25,7 @@ from itertools import groupby
 from nostall._values import page_aligned
 
 _LARGE_PIECE_NBYTES = 64 << 10
+_AS_GOOD_AS_ANY = 1 << 20
 _MOST_TO_HOLD = 256
 """Files of one replaced checkpoint; a rank has a few, and a process may have open about a thousand."""
 _NOTHING_WRITTEN = "the system wrote nothing and gave no reason"
@@ -222,8 +223,8 @@ def write_file(path: str, content: Iterable[bytes], *, sync: bool) -> int:
         sync: Whether to wait for the device.
 
     Returns:
-        A descriptor that is good for nothing but :func:`identity_of`; until the caller closes it no other file can be taken
-        for this one, even if it is removed.
+        A descriptor that is good for nothing but :func:`identity_of`; until the caller closes it no other file of this machine
+        can be taken for this one, even if it is removed.
     """
     fd = _create(path)
     try:
@@ -239,14 +240,23 @@ def write_file(path: str, content: Iterable[bytes], *, sync: bool) -> int:
         if sync:
             os.fsync(fd)
         held = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        if identity_of(held) != identity_of(fd):
-            os.close(held)
+    except BaseException:
+        os.close(fd)
+        raise
+    try:
+        is_that = identity_of(held) == identity_of(fd)
+    except BaseException:
+        close_all([held, fd])
+        raise
+    try:
+        # Before anybody gets to see the file: some file systems store it, and find no room for it, only now.
+        os.close(fd)
+        if not is_that:
             raise OSError(errno.ESTALE, "another process has replaced the file", path)
-        return held
-    finally:
-        os.close(
-            fd
-        )  # before anybody else gets to see the file: some file systems store it only now
+    except BaseException:
+        os.close(held)
+        raise
+    return held
 
 
 def _large_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
@@ -295,9 +305,14 @@ def remove_files(paths: Iterable[str]) -> None:
 
 
 def most_to_hold() -> int:
-    """How many files to keep open that are removed: few of those that this process may have open."""
+    """How many files to keep open at a time that are removed: few of those that this process may have open."""
+    return min(_MOST_TO_HOLD, allowed_descriptors() // 4)
+
+
+def allowed_descriptors() -> int:
+    """How many files this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST_TO_HOLD if soft == resource.RLIM_INFINITY else min(_MOST_TO_HOLD, soft // 4)
+    return _AS_GOOD_AS_ANY if soft == resource.RLIM_INFINITY else soft
 
 
 def remove_and_hold(paths: Iterable[str], held: list[int], *, most: int) -> None:

@@ -184,6 +184,8 @@ class ChildProcess(ABC, Generic[T]):
             return
         try:
             with self._sending():
+                if self._socket.fileno() < 0:  # it is dead, and that was noticed
+                    return
                 poller = select.poll()
                 poller.register(self._socket, select.POLLOUT)
                 if poller.poll(0):
@@ -201,7 +203,7 @@ class ChildProcess(ABC, Generic[T]):
         """Kill the process if what is sent inside does not get there as a whole."""
         try:
             yield
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a ValueError, if the socket is closed meanwhile
             self.kill(f"it no longer takes messages ({type(error).__name__}: {error})")
         except BaseException as error:
             # Half a message may be under way, or an announcement noted that was not sent.

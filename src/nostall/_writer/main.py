@@ -1,8 +1,9 @@
 """What runs in the writer process: take jobs off the socket, write them, answer.
 
-The main thread only listens, so that it notices at once when the trainer is gone (see ``parent``). It then leaves,
+The main thread listens, so that it notices at once when the trainer is gone (see ``parent``). It then leaves,
 whatever the other threads are doing; an unfinished file is not part of any checkpoint. Jobs are written one after the
-other by a second thread; a third one closes what is left of replaced checkpoints. SIGINT and SIGTERM are ignored: a
+other by a second thread; a third one closes what is left of replaced checkpoints, and the main thread itself does where
+that would be more than this process may hold. SIGINT and SIGTERM are ignored: a
 signal to the whole process group must not lose a save, and the trainer decides when the writer ends.
 """
 
@@ -22,7 +23,7 @@ import traceback
 from collections.abc import Callable
 
 from nostall._checksum import use_fastest_from
-from nostall._storage.posix import close_all, most_to_hold
+from nostall._storage.posix import allowed_descriptors, close_all
 from nostall._storage.streams import StreamTarget
 from nostall._values import Failure, RankFailed, RankReport, SealTable, WriteJob, page_aligned
 from nostall._writer.files import perform
@@ -75,7 +76,7 @@ class _Closing:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
         self._left = 0
-        self._most = most_to_hold()
+        self._most = allowed_descriptors() // 2
         self._changed = threading.Condition()
 
     def take(self, descriptors: list[int]) -> None:
