@@ -43,10 +43,11 @@ def schedule(
     planner: SavePlanner | None = None,
     cache: CheckpointMetadataCache | None = None,
     group: dist.ProcessGroup | None = None,
+    kind: type[FileSystemWriterAsync] = FileSystemWriterAsync,
     **options: Any,
 ) -> int:
     """One split save through a queue, as a framework does it; returns the call index."""
-    writer = FileSystemWriterAsync(path, **options)
+    writer = kind(path, **options)
     planned = save_state_dict_async_plan(
         state,
         writer,

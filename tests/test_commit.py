@@ -31,7 +31,7 @@ from nostall._runtime import default_engine
 from nostall._storage import posix
 from nostall._writer.framing import send
 from nostall._writer.handle import WriterProcess
-from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.core import AsyncCallsQueue
 from nostall.errors import (
     CheckpointExistsError,
     IncompleteSaveError,
@@ -41,7 +41,6 @@ from nostall.errors import (
 )
 from nostall.filesystem_async import FileSystemWriterAsync, _files_of
 from nostall.integrity import verify
-from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from nostall.testing import Fault, Hold, inject, writer_pids
 from states import blobs, read_metadata, schedule, small_state
 
@@ -380,12 +379,8 @@ def test_what_fails_after_the_commit_removes_nothing(tmp_path: Path) -> None:
             super().publish(*args, **kwargs)
             raise LookupError("nobody to tell")
 
-    writer = Announcing(tmp_path / "saved")
-    planned = save_state_dict_async_plan(small_state(1), writer)
-    save_fn, preload_fn, args = writer.get_save_function_and_args()
-    finalize = [lambda: save_state_dict_async_finalize(*planned)]
     with AsyncCallsQueue() as queue:
-        queue.schedule_async_request(AsyncRequest(save_fn, args, finalize, {}, preload_fn))
+        schedule(queue, tmp_path / "saved", small_state(1), kind=Announcing)
         with pytest.raises(CheckpointException, match="nobody to tell"):
             queue.wait()
     assert verify(tmp_path / "saved").ok

@@ -282,12 +282,8 @@ def test_a_failure_before_the_commit_leaves_no_file(tmp_path: Path) -> None:
                 raise LookupError("no name today")
             return super().storage_meta()
 
-    writer = Nameless(tmp_path / "save")
-    planned = save_state_dict_async_plan(small_state(1), writer)
-    save_fn, preload_fn, args = writer.get_save_function_and_args()
-    finalize = [lambda: save_state_dict_async_finalize(*planned)]
     with AsyncCallsQueue() as queue:
-        queue.schedule_async_request(AsyncRequest(save_fn, args, finalize, {}, preload_fn))
+        schedule(queue, tmp_path / "save", small_state(1), kind=Nameless)
         with pytest.raises(CheckpointException, match="no name today"):
             queue.wait()
     assert os.listdir(tmp_path / "save") == []

@@ -1,7 +1,8 @@
 """What becomes of saves that are not finalised when the interpreter ends.
 
 They are completed, with the other ranks if there are any, for a limited time. If one is lost all the same, the process says
-which and ends with exit status 1, or that of SIGTERM if it ends because of that: a job scheduler must not take a run for a success whose last checkpoint is not there.
+which and ends with exit status 1, or that of SIGTERM if it ends because of that: a job scheduler must not take a run for a
+success whose last checkpoint is not there.
 """
 
 from __future__ import annotations

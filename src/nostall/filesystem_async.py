@@ -356,19 +356,19 @@ class FileSystemWriterAsync(FileSystemWriter):
             WriteError: The metadata could not be published.
         """
         written = [getattr(of_rank, "written", None) for of_rank in results]
-        is_published = False
+        is_committed = False
         with preemption.deferred(then_end=False), loss_is_told(str(self.path)):
             try:
                 self.require_written_here(written)
                 publication = self.publication_of(metadata, results)
                 finished = self.finished(publication, written)
-                is_published = True
+                is_committed = True  # from here on, until the contrary is known
                 self.publish(publication, metadata, finished)
             except Exception as error:
-                is_published = is_published and not is_unpublished(error)
+                is_committed = is_committed and not is_unpublished(error)
                 raise
             finally:
-                self.end_save(committed=is_published)
+                self.end_save(committed=is_committed)
 
     def require_written_here(self, written: Sequence[RankFiles | None]) -> None:
         """Refuse to commit files that are elsewhere. Coordinator only.

@@ -226,8 +226,9 @@ def write_file(path: str, content: Iterable[bytes], *, sync: bool) -> int:
         A descriptor that is good for nothing but :func:`identity_of`; until the caller closes it no other file of this machine
         can be taken for this one, even if it is removed.
     """
-    fd = _create(path)
+    opened = [_create(path)]
     try:
+        (fd,) = opened
         at = 0
         for piece in _large_pieces(content):
             rest = memoryview(piece)
@@ -239,24 +240,15 @@ def write_file(path: str, content: Iterable[bytes], *, sync: bool) -> int:
                 rest = rest[written:]
         if sync:
             os.fsync(fd)
-        held = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except BaseException:
-        os.close(fd)
-        raise
-    try:
-        is_that = identity_of(held) == identity_of(fd)
-    except BaseException:
-        close_all([held, fd])
-        raise
-    try:
-        # Before anybody gets to see the file: some file systems store it, and find no room for it, only now.
-        os.close(fd)
-        if not is_that:
+        opened.insert(0, os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
+        if identity_of(opened[0]) != identity_of(fd):
             raise OSError(errno.ESTALE, "another process has replaced the file", path)
+        # Before anybody gets to see the file: some file systems store it, and find no room for it, only now.
+        os.close(opened.pop())
     except BaseException:
-        os.close(held)
+        close_all(opened)
         raise
-    return held
+    return opened[0]
 
 
 def _large_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:

@@ -104,17 +104,15 @@ class Receiver:
         mine: list[int] = []
         while self._descriptors and self._descriptors[0][0] <= self._taken_nbytes:
             mine += self._descriptors.pop(0)[1]
-        come = len(mine)
-        if type(count) is int and come >= count >= 0:
-            wanted = count
-        elif type(count) is int and count > come and message["type"] in _MAY_LOSE_SOME:
-            wanted = come
-        else:
-            wanted = -1
-        for fd in mine[max(wanted, 0) :]:
+        is_number = type(count) is int and count >= 0
+        is_true = is_number and (count <= len(mine) or message["type"] in _MAY_LOSE_SOME)
+        wanted = min(count, len(mine)) if is_true else 0
+        for fd in mine[wanted:]:
             os.close(fd)
-        if wanted < 0:
-            raise ProtocolError(f"a message claims {count!r:.20} descriptors, {come} have come")
+        if not is_true:
+            raise ProtocolError(
+                f"a message claims {count!r:.20} descriptors, {len(mine)} have come"
+            )
         return mine[:wanted]
 
     def _read(self) -> tuple[bytes, list[int]]:
