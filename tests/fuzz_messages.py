@@ -14,8 +14,8 @@ from functools import lru_cache
 from random import Random
 
 from fuzz_inputs import NUMBERS, VALUES, changed_bytes, changed_json
+from nostall._jobs import Failure, RankReport
 from nostall._storage.posix import close_all
-from nostall._values import Failure, RankReport
 from nostall._writer.child import _Waiting
 from nostall._writer.chunks import _FileTask
 from nostall._writer.faults import Faults

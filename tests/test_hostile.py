@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 import nostall
 from fuzz_inputs import _METADATA, _named, _text
+from nostall._jobs import RankFailed
 from nostall._metadata import load_metadata
 from nostall._pickle_scan import ScanError, scan
 from nostall._storage.reading import damage_of_container
-from nostall._values import RankFailed
 from nostall._writer.framing import Receiver, encode, send
 from nostall._writer.main import _Writer
 from nostall._writer.messages import report_from_message

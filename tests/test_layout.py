@@ -16,16 +16,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from nostall._jobs import PAGE_NBYTES, Seal, page_aligned
 from nostall._pipeline.layout import FileNaming, Packing, lay_out
-from nostall._values import (
-    PAGE_NBYTES,
-    Container,
-    FileLayout,
-    ItemShape,
-    Layout,
-    Seal,
-    page_aligned,
-)
+from nostall._values import Container, FileLayout, ItemShape, Layout
 
 
 def bytes_item(fqn: str, nbytes: int) -> ItemShape:

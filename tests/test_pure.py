@@ -37,9 +37,19 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from nostall import errors
+from nostall._jobs import (
+    Failure,
+    FileImage,
+    FileReceipt,
+    RankFailed,
+    RankReport,
+    RankWritten,
+    Seal,
+    SealTable,
+    WriteJob,
+)
 from nostall._lifecycle import TRANSITIONS, Lifecycle, State
 from nostall._pipeline.collect import collect, require_all_present, require_one_result_each
-from nostall._pipeline.container import Sealer, seal_patches
 from nostall._pipeline.plan_cache import (
     CachedPlans,
     Changed,
@@ -51,19 +61,8 @@ from nostall._pipeline.plan_cache import (
     same_plan,
 )
 from nostall._runtime import Engine
-from nostall._values import (
-    Abort,
-    Commit,
-    Failure,
-    FileImage,
-    FileReceipt,
-    RankFailed,
-    RankReport,
-    RankWritten,
-    Seal,
-    SealTable,
-    WriteJob,
-)
+from nostall._sealing import Sealer, seal_patches
+from nostall._values import Abort, Commit
 from nostall._writer import seals
 from nostall._writer.crc import combine
 from nostall._writer.framing import MAX_MESSAGE_NBYTES, Message, Receiver, encode, send

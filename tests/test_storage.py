@@ -23,9 +23,9 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
+from nostall._jobs import FileImage, RankFailed, RankReport, RankWritten, SealTable, WriteJob
 from nostall._rank_save import RankSave
 from nostall._storage.posix import ImageFile
-from nostall._values import FileImage, RankFailed, RankReport, RankWritten, SealTable, WriteJob
 from nostall._writer.files import perform
 from nostall._writer.images import WholeImage
 from nostall.core import AsyncCallsQueue

@@ -8,10 +8,10 @@ from contextlib import suppress
 from typing import Any
 
 from nostall._failures import failure_of
+from nostall._jobs import Failure, RankFailed, RankReport
 from nostall._reports import CANCEL_TIMEOUT_S, await_report
 from nostall._runtime import Engine, default_engine
 from nostall._status import Progress
-from nostall._values import Failure, RankFailed, RankReport
 from nostall.errors import OptionError, StagingError
 
 

@@ -17,12 +17,12 @@ from typing import Any
 from nostall._background import BackgroundSave
 from nostall._coordination import coordination_for
 from nostall._failures import error_of, failure_of
+from nostall._jobs import Failure, RankFailed, RankReport
 from nostall._lifecycle import Lifecycle, State
 from nostall._python_worker import Outcome, PythonWorker, serialize_call
 from nostall._reports import is_done
 from nostall._requests import AsyncRequest
 from nostall._runtime import default_engine
-from nostall._values import Failure, RankFailed, RankReport
 from nostall.errors import SaveTimeoutError
 
 

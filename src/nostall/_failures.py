@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 from nostall import _torch, errors
 from nostall._coordination import Coordination
-from nostall._values import Failure, RankFailed
+from nostall._jobs import Failure, RankFailed
 from nostall.errors import NostallError, SaveError, WriteError, WriterDiedError
 
 T = TypeVar("T")

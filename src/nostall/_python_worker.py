@@ -23,7 +23,7 @@ from dataclasses import asdict
 from types import FunctionType
 from typing import Any
 
-from nostall._values import Failure
+from nostall._jobs import Failure
 from nostall._writer.child import ChildProcess
 from nostall._writer.framing import Message, send
 from nostall._writer.messages import failure_from_plain

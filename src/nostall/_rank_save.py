@@ -10,12 +10,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from nostall import _save, _taking, _writing
 from nostall._background import BackgroundSave
 from nostall._failures import failure_of
+from nostall._jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._lifecycle import State
 from nostall._pipeline.snapshot import Snapshot
 from nostall._reports import CANCEL_TIMEOUT_S, is_done
 from nostall._staging import Guard, changed_too_early
 from nostall._storage.posix import remove_files
-from nostall._values import FileReceipt, RankFailed, RankFiles, RankReport, RankWritten
+from nostall._values import RankFiles
 from nostall.errors import SaveAbortedError, SaveTimeoutError
 
 

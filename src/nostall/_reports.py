@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
-from nostall._values import Failure, FileReceipt, RankFailed, RankReport, RankWritten
+from nostall._jobs import Failure, FileReceipt, RankFailed, RankReport, RankWritten
 
 CANCEL_TIMEOUT_S = 5.0
 """A writer drops a job between two chunks, so well within this; one that does not is killed."""

@@ -19,15 +19,10 @@ import torch
 from nostall import _taking, _writing
 from nostall._arena import Lease, address_of
 from nostall._copying import copy_bytes, in_payload_order
+from nostall._jobs import RankReport, page_aligned
 from nostall._runtime import Engine
 from nostall._save import PreparedSave
-from nostall._values import (
-    FileLayout,
-    ItemShape,
-    RankReport,
-    Slot,
-    page_aligned,
-)
+from nostall._values import FileLayout, ItemShape, Slot
 from nostall._writer.files import perform
 from nostall._writer.images import Window
 from nostall.errors import StagingError

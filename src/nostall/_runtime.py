@@ -23,17 +23,13 @@ from torch.utils.hooks import RemovableHandle
 from nostall import _torch
 from nostall._arena import Arena, Block, Lease, address_of
 from nostall._checksum import use_fastest
+from nostall._jobs import RankReport, WriteJob
 from nostall._pipeline.layout import FileNaming, Packing, lay_out
 from nostall._reports import is_done, joined, when_done
 from nostall._staging import any_under_way, wait_for_all
 from nostall._status import SaveStatus, UnderWay
 from nostall._storage.posix import close_all, most_to_hold, remove_and_hold, remove_files
-from nostall._values import (
-    ItemShape,
-    Layout,
-    RankReport,
-    WriteJob,
-)
+from nostall._values import ItemShape, Layout
 from nostall._writer.framing import MAX_DESCRIPTORS
 from nostall._writer.handle import WriterProcess
 from nostall._writer.priority import lower_priority

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from nostall import _torch
 from nostall._directories import Claim
 from nostall._failures import error_of
+from nostall._jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._pipeline.collect import require_one_result_each
 from nostall._pipeline.layout import FileNaming, Packing, renamed
 from nostall._pipeline.plan import Resolver, plan_rank
@@ -37,18 +38,7 @@ from nostall._runtime import Engine
 from nostall._status import Progress
 from nostall._storage.posix import require_file
 from nostall._storage.streams import StreamTarget
-from nostall._values import (
-    FileReceipt,
-    ItemShape,
-    Layout,
-    PlannedSave,
-    RankFailed,
-    RankFiles,
-    RankReport,
-    RankWritten,
-    Share,
-    WrittenFile,
-)
+from nostall._values import ItemShape, Layout, PlannedSave, RankFiles, Share, WrittenFile
 from nostall.errors import IncompleteSaveError, WriteError
 from nostall.options import WriterOptions
 from nostall.stats import Timeline

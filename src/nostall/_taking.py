@@ -14,6 +14,7 @@ import torch
 from nostall._arena import Lease
 from nostall._copying import Copies, Places
 from nostall._failures import error_of, failure_of
+from nostall._jobs import RankFailed, RankReport
 from nostall._lifecycle import State
 from nostall._pipeline.layout import waves
 from nostall._pipeline.restage import (
@@ -30,11 +31,7 @@ from nostall._reports import CANCEL_TIMEOUT_S, joined, when_done
 from nostall._runtime import Engine
 from nostall._save import PreparedSave, SaveTarget
 from nostall._staging import Guard, Marks, stage_behind
-from nostall._values import (
-    Layout,
-    RankFailed,
-    RankReport,
-)
+from nostall._values import Layout
 from nostall._writer.faults import Faults
 from nostall._writing import write_in_background
 from nostall.errors import NostallError, SaveAbortedError, StagingError

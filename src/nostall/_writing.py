@@ -10,21 +10,14 @@ from concurrent.futures import Future
 
 from nostall import _torch
 from nostall._failures import failure_of
+from nostall._jobs import NO_BLOCK, FileImage, RankFailed, RankReport, WriteJob, page_aligned
 from nostall._lifecycle import State
 from nostall._pipeline.snapshot import Snapshot
 from nostall._reports import CANCEL_TIMEOUT_S, await_report, joined, when_done
 from nostall._runtime import Engine
 from nostall._save import SaveTarget
 from nostall._storage.streams import StreamTarget
-from nostall._values import (
-    NO_BLOCK,
-    FileImage,
-    Layout,
-    RankFailed,
-    RankReport,
-    WriteJob,
-    page_aligned,
-)
+from nostall._values import Layout
 from nostall._writer.files import perform
 from nostall._writer.images import WholeImage
 

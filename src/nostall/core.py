@@ -30,13 +30,13 @@ from nostall._callers import (
 from nostall._coordination import Coordination, SingleProcess, coordination_for
 from nostall._ending import FAILURE_STATUS, finish_at_exit, prepare_for_exit
 from nostall._failures import raise_everywhere
+from nostall._jobs import Failure
 from nostall._lifecycle import State
 from nostall._preemption import STATUS as PREEMPTED_STATUS
 from nostall._preemption import preemption
 from nostall._reports import is_done
 from nostall._requests import AsyncRequest
 from nostall._runtime import default_engine
-from nostall._values import Failure
 from nostall.errors import OptionError, RankLostError, SaveTimeoutError
 from nostall.options import EngineOptions, is_possible_wait
 

@@ -35,6 +35,7 @@ from torch.futures import Future as TorchFuture
 
 from nostall import _directories, _ring, _save, _taking, _torch, _writing
 from nostall._ending import loss_is_told
+from nostall._jobs import FileReceipt, RankReport, RankWritten
 from nostall._manifest import files_in_manifest, with_manifest
 from nostall._metadata import (
     Publication,
@@ -56,7 +57,7 @@ from nostall._staging import Guard
 from nostall._storage.posix import is_same, make_directory, may_be_there
 from nostall._storage.reading import open_to_read, read_metadata_file
 from nostall._storage.streams import StreamTarget
-from nostall._values import FileReceipt, RankFiles, RankReport, RankWritten
+from nostall._values import RankFiles
 from nostall._writer.faults import Faults
 from nostall.errors import (
     CheckpointExistsError,

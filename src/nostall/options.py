@@ -6,7 +6,7 @@ import os
 import threading
 from dataclasses import dataclass
 
-from nostall._values import MOST_IO_THREADS
+from nostall._jobs import MOST_IO_THREADS
 from nostall.errors import OptionError
 
 

@@ -13,10 +13,7 @@ import torch
 
 from nostall._arena import Lease
 from nostall._background import BackgroundSave
-from nostall._lifecycle import State
-from nostall._runtime import default_engine
-from nostall._storage.posix import remove_files, sync_directory
-from nostall._values import (
+from nostall._jobs import (
     Failure,
     FileImage,
     RankFailed,
@@ -25,6 +22,9 @@ from nostall._values import (
     WriteJob,
     page_aligned,
 )
+from nostall._lifecycle import State
+from nostall._runtime import default_engine
+from nostall._storage.posix import remove_files, sync_directory
 from nostall._writer.files import perform
 from nostall._writer.images import WholeImage
 from nostall.core import AsyncCallsQueue, AsyncRequest

@@ -12,8 +12,9 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from nostall._jobs import Seal, SealTable, page_aligned
 from nostall._names import SHARD_SUFFIX
-from nostall._values import FileLayout, ItemShape, Layout, Seal, SealTable, Slot, page_aligned
+from nostall._values import FileLayout, ItemShape, Layout, Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,8 @@ import torch
 from nostall import _torch
 from nostall._arena import Block, Lease, address_of
 from nostall._copying import Copies, Places
-from nostall._values import Layout, PlannedSave, RankReport, Share, TensorForm
+from nostall._jobs import RankReport
+from nostall._values import Layout, PlannedSave, Share, TensorForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 
+from nostall._jobs import Failure, RankFailed, RankReport, RankWritten, WriteJob
 from nostall._storage.posix import (
     make_directory,
     remove_files,
@@ -18,13 +19,6 @@ from nostall._storage.posix import (
     sync_directory,
 )
 from nostall._storage.streams import StreamTarget
-from nostall._values import (
-    Failure,
-    RankFailed,
-    RankReport,
-    RankWritten,
-    WriteJob,
-)
 from nostall._writer.chunks import write_images
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image

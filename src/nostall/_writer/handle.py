@@ -12,8 +12,8 @@ from pathlib import Path
 
 from nostall import _checksum
 from nostall._arena import Block
+from nostall._jobs import Failure, RankFailed, RankReport, SealTable, WriteJob
 from nostall._storage.posix import remove_files
-from nostall._values import Failure, RankFailed, RankReport, SealTable, WriteJob
 from nostall._writer.child import Addressed, ChildProcess
 from nostall._writer.framing import Message
 from nostall._writer.messages import (

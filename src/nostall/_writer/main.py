@@ -23,9 +23,9 @@ import traceback
 from collections.abc import Callable
 
 from nostall._checksum import use_fastest_from
+from nostall._jobs import Failure, RankFailed, RankReport, SealTable, WriteJob, page_aligned
 from nostall._storage.posix import allowed_descriptors, close_all
 from nostall._storage.streams import StreamTarget
-from nostall._values import Failure, RankFailed, RankReport, SealTable, WriteJob, page_aligned
 from nostall._writer.files import perform
 from nostall._writer.framing import Message, send
 from nostall._writer.images import WholeImage

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from nostall._values import (
+from nostall._jobs import (
     MOST_IO_THREADS,
     Failure,
     FileImage,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from nostall import _checksum
-from nostall._pipeline.container import Sealer, seal_patches
-from nostall._values import Seal, SealTable
+from nostall._jobs import Seal, SealTable
+from nostall._sealing import Sealer, seal_patches
 from nostall._writer.crc import combine
 from nostall._writer.images import Window
 

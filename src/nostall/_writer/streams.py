@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Mapping
 
+from nostall._jobs import FileReceipt, WriteJob, WriteWork
 from nostall._storage.streams import StreamTarget, write_stream
-from nostall._values import FileReceipt, WriteJob, WriteWork
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image
 from nostall._writer.position import Cancelled, Position
