@@ -337,13 +337,14 @@ def test_what_a_trainer_never_says_is_a_protocol_error(
         _Writer(wire[0]).take(message, [])
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, 1 << 62])
 def test_a_job_in_memory_that_is_not_there_fails(
-    wire: tuple[socket.socket, socket.socket],
+    wire: tuple[socket.socket, socket.socket], nbytes: int
 ) -> None:
-    """Before room is made for as many chunks as it claims to have."""
+    """Also an empty file's, and before room is made for as many chunks as it claims to have."""
     writer = _Writer(wire[0])
     job, *_, seals = example_messages()
-    job["files"][0]["nbytes"] = 1 << 62
+    job["files"][0]["nbytes"] = nbytes
     writer.take(seals, [])
     writer.take(job, [])
     taken, _ = writer._jobs.get()

@@ -241,18 +241,14 @@ class _Writer:
             os._exit(0)
 
     def _images(self, job: WriteJob) -> dict[str, WholeImage]:
+        images = {}
         for image in job.files:
-            block = self._blocks.get(image.block, b"")
-            if image.block_offset + page_aligned(image.nbytes) > len(block):
+            block = self._blocks.get(image.block)
+            end = image.block_offset + page_aligned(image.nbytes)
+            if block is None or end > len(block):
                 raise ProtocolError(f"{image.name} is said to be where there is no memory")
-        return {
-            image.name: WholeImage(
-                memoryview(self._blocks[image.block])[
-                    image.block_offset : image.block_offset + page_aligned(image.nbytes)
-                ]
-            )
-            for image in job.files
-        }
+            images[image.name] = WholeImage(memoryview(block)[image.block_offset : end])
+        return images
 
 
 def _stream_target(job: WriteJob) -> StreamTarget | None:

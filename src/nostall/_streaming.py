@@ -1,0 +1,110 @@
+"""A copy that does not read what it overwrites.
+
+An ordinary store fetches the cache line it goes to, so copying a gigabyte moves three: one that is read, and one that is fetched
+and written back. A non-temporal store moves two. libc's ``memcpy`` uses those from a length on that depends on the cache, tens
+or hundreds of megabytes for one call, which tensors seldom have; torch's copies never do. This module has the loop as machine
+code, because a compiler is not to be expected where nostall is installed::
+
+            endbr64
+    next:   vmovdqu  ymm0, [rsi]            ; 128 bytes at a time
+            vmovdqu  ymm1, [rsi + 32]
+            vmovdqu  ymm2, [rsi + 64]
+            vmovdqu  ymm3, [rsi + 96]
+            vmovntdq [rdi], ymm0            ; past the cache
+            vmovntdq [rdi + 32], ymm1
+            vmovntdq [rdi + 64], ymm2
+            vmovntdq [rdi + 96], ymm3
+            sub      rsi, -128
+            sub      rdi, -128
+            add      rdx, -128
+            jnz      next
+            sfence                          ; other cores, and the writer process, see all of it from here on
+            vzeroupper
+            ret
+
+It lies in memory that this process can read and execute, and not write. Where the system gives no such memory, or the processor
+is another one, there is no such copy, and callers use ``memcpy``. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import platform
+from collections.abc import Callable
+
+_log = logging.getLogger("nostall")
+
+_CODE = bytes.fromhex(
+    "f30f1efa"
+    "c5fe6f06 c5fe6f4e20 c5fe6f5640 c5fe6f5e60"
+    "c5fde707 c5fde74f20 c5fde75740 c5fde75f60"
+    "4883ee80 4883ef80 4883c280 75cc"
+    "0faef8 c5f877 c3"
+)
+_STEP_NBYTES = 128
+_ALIGNMENT = 32
+"""Of the address that ``vmovntdq`` stores to."""
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+Copy = Callable[[int, int, int], object]
+"""Copies to an address, from an address, as many bytes."""
+
+
+def streaming_copy(memcpy: Copy) -> Copy | None:
+    """A copy with non-temporal stores, which gives up the interpreter's lock meanwhile; for a processor with AVX.
+
+    Args:
+        memcpy: Copies what is in front of the first aligned address and behind the last whole step.
+
+    Returns:
+        ``None`` if there can be none here.
+    """
+    if platform.machine() != "x86_64":
+        return None
+    try:
+        address = _executable(_CODE)
+    except OSError as error:  # a hardened system
+        _log.debug("no memory to execute, snapshots are copied with memcpy: %s", error)
+        return None
+    loop = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(address)
+
+    def copy(to: int, of: int, nbytes: int) -> None:
+        head = min(-to % _ALIGNMENT, nbytes)
+        steps = (nbytes - head) // _STEP_NBYTES * _STEP_NBYTES
+        done = head + steps
+        memcpy(to, of, head)
+        if steps:
+            loop(to + head, of + head, steps)
+        memcpy(to + done, of + done, nbytes - done)
+
+    return copy
+
+
+def _executable(code: bytes) -> int:
+    """The address of a mapping that holds this code for as long as the process lives.
+
+    Raises:
+        OSError: There is none to be had.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+        ctypes.c_int64,
+    )
+    fd = os.memfd_create("nostall-copy", os.MFD_CLOEXEC)
+    try:
+        os.pwrite(fd, code, 0)
+        address: int | None = libc.mmap(
+            None, len(code), mmap.PROT_READ | mmap.PROT_EXEC, mmap.MAP_PRIVATE, fd, 0
+        )
+        if address in (None, _MAP_FAILED):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+    finally:
+        os.close(fd)
+    assert address is not None
+    return address
