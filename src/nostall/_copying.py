@@ -2,8 +2,8 @@
 
 Large CPU tensors are cut into pieces, and a few threads each take the next piece until none is left. torch's own copy cuts
 every tensor into as many parts as it has threads and waits for the slowest of them, tensor by tensor; when anything else
-wants a core, that costs several times the copy. Small tensors are copied in one call. Tensors on an accelerator are
-copied on a side stream.
+wants a core, that costs several times the copy. Many pieces go past the cache (``_streaming``), which could not hold them.
+Small tensors are copied in one call. Tensors on an accelerator are copied on a side stream.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ import ctypes
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
 import torch
 
 from nostall import _torch
+from nostall._streaming import Copy, streaming_copy
 from nostall._values import TensorForm
 
 _LARGE_NBYTES = 128 << 10
 """From here on torch copies with several threads."""
 _PIECE_NBYTES = 4 << 20
 """Takes a fraction of a millisecond, so threads end together; and far more than handing it out."""
+_MORE_THAN_CACHES_HOLD_NBYTES = 64 << 20
+"""Less than this may still be in a cache when it is checksummed and written, which is worth more than a faster copy."""
 
 _memcpy = ctypes.CDLL(None).memcpy  # not ctypes.memmove(), whose argument conversion costs more
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -33,6 +37,14 @@ _memcpy.restype = None
 _memcpy_at_once = ctypes.PyDLL(None).memcpy
 _memcpy_at_once.argtypes = _memcpy.argtypes
 _memcpy_at_once.restype = None
+
+
+@lru_cache(maxsize=1)
+def _copy_of_much() -> Copy:
+    """The fastest copy of more than caches hold."""
+    streaming = streaming_copy(_memcpy_at_once) if _torch.runs_avx() else None
+    return streaming or _memcpy
+
 
 _on_cpu = attrgetter("is_cpu")
 
@@ -121,9 +133,13 @@ class Places:
             else:
                 to.append(_as_copyable(view))
                 of.append(source)
+        much = sum(nbytes for _, _, nbytes in pieces) >= _MORE_THAN_CACHES_HOLD_NBYTES
+        copy = _copy_of_much() if much else _memcpy
         with ExitStack() as joins:
             for _ in range(1, min(threads, len(pieces))):
-                thread = threading.Thread(target=_copy, args=(pieces,), name="nostall-copy")
+                thread = threading.Thread(
+                    target=_take_turns, args=(copy, pieces), name="nostall-copy"
+                )
                 try:
                     thread.start()
                 except RuntimeError:  # the system has no thread to give; this one does it all
@@ -134,7 +150,7 @@ class Places:
                 torch._foreach_copy_(
                     to, [_as_copyable(each) for each in of] if self._any_odd else of
                 )
-            _copy(pieces)
+            _take_turns(copy, pieces)
 
 
 def _lie_alike(view: torch.Tensor, source: torch.Tensor) -> bool:
@@ -177,14 +193,14 @@ def _pieces(to: int, of: int, nbytes: int) -> list[_Piece]:
     ]
 
 
-def _copy(pieces: list[_Piece]) -> None:
+def _take_turns(copy: Copy, pieces: list[_Piece]) -> None:
     """Copy pieces as long as there are any; other threads take from the same list."""
     while pieces:
         try:
             piece = pieces.pop()
         except IndexError:  # another thread was faster
             return
-        _memcpy(*piece)
+        copy(*piece)
 
 
 def _as_copyable(tensor: torch.Tensor) -> torch.Tensor:

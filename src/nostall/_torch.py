@@ -109,6 +109,11 @@ def container_skeleton(
     )
 
 
+def runs_avx() -> bool:
+    """Whether torch runs AVX instructions here: the processor and the system have them, and nobody has told it not to."""
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX")
+
+
 def default_store() -> dist.Store | None:
     """The store through which the ranks of this job found each other; ``None`` where it cannot be had."""
     try:
