@@ -20,6 +20,7 @@ from nostall import _taking, _writing
 from nostall._arena import Lease, address_of
 from nostall._copying import copy_bytes, in_payload_order
 from nostall._jobs import RankReport, page_aligned
+from nostall._pipeline.snapshot import write_over
 from nostall._runtime import Engine
 from nostall._save import PreparedSave
 from nostall._values import FileLayout, ItemShape, Slot
@@ -70,7 +71,7 @@ def _ring_size(prepared: PreparedSave, engine: Engine) -> tuple[int, int]:
 def _write(
     prepared: PreparedSave, engine: Engine, lease: Lease, threads: int, buffer_nbytes: int
 ) -> RankReport:
-    lease.block.primed = None  # its containers are written over
+    write_over(lease.block)
     base = address_of(lease.block)
     buffers = [
         _Buffer(memory=lease.block.image(at, buffer_nbytes), address=base + at)

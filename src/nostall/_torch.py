@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -39,6 +40,8 @@ StorageInfo = _StorageInfo
 StoragePrefix = _StoragePrefix
 DistWrapper = _DistWrapper
 WrappedException = tuple[BaseException, Any]
+Place = tuple[int, torch.dtype, Sequence[int], Sequence[int]]
+"""Offset in memory in bytes, dtype, size, stride in elements."""
 
 
 def wrap_exception(error: BaseException) -> WrappedException:
@@ -221,17 +224,20 @@ def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 @torch.inference_mode(mode=False)  # a view made in inference mode could not be written to outside
-def view_of(
+def views_of(memory: Any, places: Iterable[Place]) -> list[torch.Tensor]:
+    """Tensors over raw memory, one per place; addresses need not be aligned to element sizes."""
+    return [_view_of(memory, *place) for place in places]
+
+
+def _view_of(
     memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
-    """A tensor over raw memory; the address need not be aligned to the element size."""
-    count = 1
-    for extent in size:
-        count *= extent
+    count = math.prod(size)
     if count == 0:
         return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="cpu")
     flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
-    return flat.as_strided(tuple(size), tuple(stride))
+    is_flat = len(size) == 1 and stride[0] == 1
+    return flat if is_flat else flat.as_strided(tuple(size), tuple(stride))
 
 
 def private_copy(tensor: torch.Tensor) -> torch.Tensor:

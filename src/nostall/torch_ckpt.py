@@ -23,6 +23,7 @@ from nostall._jobs import (
     page_aligned,
 )
 from nostall._lifecycle import State
+from nostall._pipeline.snapshot import write_over
 from nostall._runtime import default_engine
 from nostall._storage.posix import remove_files, sync_directory
 from nostall._writer.files import perform
@@ -57,8 +58,7 @@ class _FileSave(BackgroundSave):
         nbytes = self._archive_nbytes()
         self.progress.expect(nbytes)
         lease = self.engine.lease(nbytes)
-        # The archive goes over the containers of whatever layout was in there.
-        lease.block.primed = None
+        write_over(lease.block)
         try:
             sink = _Memory(lease.block.image(0, nbytes))
             torch.save(self._state_dict, sink, *self._args, **self._kwargs)

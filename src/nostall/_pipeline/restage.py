@@ -164,10 +164,13 @@ def _copied(
     offsets: list[int],
     lease: Lease,
 ) -> tuple[dict[str, Any], Places]:
-    views = [
-        _torch.view_of(lease.block.memory, offset, x.tensor.dtype, x.tensor.shape, x.stride)
-        for x, offset in zip(leaves, offsets, strict=True)
-    ]
+    views = _torch.views_of(
+        lease.block.memory,
+        (
+            (offset, leaf.tensor.dtype, leaf.tensor.shape, leaf.stride)
+            for leaf, offset in zip(leaves, offsets, strict=True)
+        ),
+    )
     lease.block.primed = None
     lease.block.is_shown = True
     remaining = iter(views)
@@ -249,7 +252,7 @@ class _PlaceUnpickler(pickle.Unpickler):
 
     def persistent_load(self, place: Any) -> torch.Tensor:
         offset, dtype, shape, stride, requires_grad = place
-        view = _torch.view_of(self._memory, offset, dtype, shape, stride)
+        (view,) = _torch.views_of(self._memory, [(offset, dtype, shape, stride)])
         return view.requires_grad_(requires_grad)
 
 

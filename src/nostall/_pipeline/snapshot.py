@@ -46,6 +46,8 @@ class _Primed:
     """Which item goes where."""
     runs: list[tuple[int, int]]
     """Items that are bytes, and where they begin."""
+    is_laid_down: bool = True
+    """Whether what surrounds the payloads is there."""
 
 
 def begin_snapshot(
@@ -102,15 +104,31 @@ def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot
     return Snapshot(rank=planned.share.rank, layout=layout, lease=lease)
 
 
+def write_over(block: Block) -> None:
+    """Note that a block is used for something else: what surrounds payloads is lost then, views on their places are not."""
+    if block.primed is not None:
+        block.primed = replace(block.primed, is_laid_down=False)
+
+
 def _prime(share: Share, layout: Layout, block: Block) -> _Primed:
     """Make a block ready for a layout, once: lay down what surrounds the payloads, and views on their places."""
     primed: _Primed | None = block.primed
-    if primed and primed.layout_key == layout.key and primed.forms == share.forms:
-        if primed.forms is not share.forms:  # the next comparison is one of identities
-            block.primed = replace(primed, layout_key=layout.key, forms=share.forms)
-        return primed
-    _lay_down_containers(layout, block)
-    views, items, runs = [], [], []
+    fits = primed and primed.layout_key == layout.key and primed.forms == share.forms
+    if not (primed and fits and primed.is_laid_down):
+        _lay_down_containers(layout, block)
+    if not (primed and fits):
+        block.primed = primed = _views(share, layout, block)
+    elif primed.forms is not share.forms or not primed.is_laid_down:
+        # The next comparison is one of identities.
+        block.primed = primed = replace(
+            primed, layout_key=layout.key, forms=share.forms, is_laid_down=True
+        )
+    return primed
+
+
+def _views(share: Share, layout: Layout, block: Block) -> _Primed:
+    places: list[_torch.Place] = []
+    items, runs = [], []
     for file in layout.files:
         for slot in file.slots:
             form = share.forms[slot.item]
@@ -118,12 +136,15 @@ def _prime(share: Share, layout: Layout, block: Block) -> _Primed:
             if form is None:
                 runs.append((slot.item, at))
             elif slot.payload_nbytes:
-                views.append(_torch.view_of(block.memory, at, form.dtype, form.size, form.stride))
+                places.append((at, form.dtype, form.size, form.stride))
                 items.append(slot.item)
-    block.primed = primed = _Primed(
-        layout_key=layout.key, forms=share.forms, places=Places(views), items=items, runs=runs
+    return _Primed(
+        layout_key=layout.key,
+        forms=share.forms,
+        places=Places(_torch.views_of(block.memory, places)),
+        items=items,
+        runs=runs,
     )
-    return primed
 
 
 def _lay_down_containers(layout: Layout, block: Block) -> None:
