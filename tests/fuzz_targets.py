@@ -29,6 +29,7 @@ import nostall.cached_metadata_filesystem_reader
 import nostall.integrity
 from fuzz_inputs import NUMBERS, TEXTS, VALUES, changed_bytes, changed_json, changed_program
 from fuzz_messages import MessagesTarget
+from nostall import _checksum
 from nostall._checksum import use_fastest
 from nostall._manifest import split, with_manifest
 from nostall._metadata import extents_of, local_plans_in, publication_of
@@ -122,7 +123,8 @@ class _OnDisk:
 
 
 def _with_manifest(pickled: bytes, files: list[WrittenFile]) -> bytes:
-    return b"".join(with_manifest([pickled], files, committed_at_s=0.0))
+    crc32 = _checksum.crc32(pickled)
+    return b"".join(with_manifest([pickled], files, crc32=crc32, committed_at_s=0.0))
 
 
 class MetadataTarget:

@@ -69,7 +69,10 @@ def test_metadata_is_published_whole_under_its_name(tmp_path: Path, *, sync: boo
 def test_a_file_written_in_pieces_holds_all_of_them(tmp_path: Path, sizes: list[int]) -> None:
     """In order, whatever their sizes."""
     pieces = [bytes([number]) * size for number, size in enumerate(sizes)]
-    os.close(posix.write_file(str(tmp_path / "file"), iter(pieces), sync=False))
+    file = posix.UnfinishedFile(str(tmp_path / "file"))
+    file.append(iter(pieces[:2]))
+    file.append(iter(pieces[2:]))
+    os.close(file.finish())
     assert (tmp_path / "file").read_bytes() == b"".join(pieces)
 
 

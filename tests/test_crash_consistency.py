@@ -14,13 +14,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 import nostall
 from crashes import Disk, Operation, rebuild, recorded
+from nostall import _ahead
 from nostall.core import AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
-from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
+from nostall.state_dict_saver import (
+    CheckpointMetadataCache,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -38,10 +44,16 @@ def by_save(path: Path, seed: int) -> None:
     )
 
 
-def by_split(path: Path, seed: int) -> None:
+def by_split(path: Path, seed: int, cache: CheckpointMetadataCache | None = None) -> None:
     """The split functions, with a snapshot; the request is run in this process, by the code that the writer runs."""
     writer = FileSystemWriterAsync(path, thread_count=2)
-    planned = save_state_dict_async_plan(state_of(seed), writer)
+    planned = save_state_dict_async_plan(
+        state_of(seed),
+        writer,
+        planner=DefaultSavePlanner(),
+        enable_cache=cache is not None,
+        metadata_cache=cache,
+    )
     save_fn, preload_fn, args = writer.get_save_function_and_args()
     request = AsyncRequest(
         save_fn, args, [lambda: save_state_dict_async_finalize(*planned)], {}, preload_fn
@@ -121,6 +133,26 @@ def test_a_new_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path, way:
     found = outcomes(before, root, operations, tmp_path)
     assert found[0] == {None}
     assert {1, None} in found
+    assert found[-1] == {1}
+    assert set().union(*found) == {None, 1}
+
+
+def test_a_new_checkpoint_whose_metadata_is_written_ahead_is_there_as_a_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread writes to it while the files are written; it has its name after they have theirs."""
+    monkeypatch.setattr(_ahead, "WORTH_IT_NBYTES", 0)
+    root, cache = tmp_path / "root", CheckpointMetadataCache()
+    root.mkdir()
+    for number in range(4):
+        by_split(tmp_path / f"known {number}", 0, cache)
+    before = Disk.holding(root)
+    with recorded() as operations:
+        by_split(root / "checkpoint", 1, cache)
+    made = [Path(each.path).name for each in operations if each.name == "create"]
+    assert len([name for name in made if name.endswith(".tmp") and name != ".metadata.tmp"]) == 1
+    found = outcomes(before, root, operations, tmp_path)
+    assert found[0] == {None}
     assert found[-1] == {1}
     assert set().union(*found) == {None, 1}
 

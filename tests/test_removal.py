@@ -37,7 +37,8 @@ def test_what_is_left_of_a_checkpoint_is_removed(tmp_path: Path, gone: list[str]
     path = saved(tmp_path / "save")
     for name in gone:
         (path / name).unlink()
-    (path / ".metadata.tmp").touch()
+    for name in (".metadata.tmp", ".0123abcd.metadata.tmp"):
+        (path / name).touch()
     nostall.remove_checkpoint(str(path))
     assert os.listdir(tmp_path) == []
 

@@ -102,6 +102,13 @@ class KnownResults:
             return None
         return last.publication.renamed(dict(zip(last.files, _files_of(told), strict=True)))
 
+    def expected(self, planned: Metadata) -> Publication | None:
+        """What there will be to publish if all ranks write what they wrote last, to files of the same names."""
+        last = self._published
+        if last is None or _attributes(planned) != last.attributes:
+            return None
+        return last.publication
+
     def note_published(
         self, told: Sequence[Told], planned: Metadata, publication: Publication
     ) -> None:

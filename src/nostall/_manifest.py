@@ -55,12 +55,16 @@ class Manifest:
 
 
 def with_manifest(
-    metadata: Sequence[bytes], files: Sequence[WrittenFile], *, committed_at_s: float
+    metadata: Sequence[bytes], files: Sequence[WrittenFile], *, crc32: int, committed_at_s: float
 ) -> tuple[bytes, ...]:
-    """The content of a ``.metadata`` file, in pieces: pickled metadata and the manifest of its checkpoint."""
-    crc32 = 0
-    for piece in metadata:
-        crc32 = _checksum.crc32(piece, crc32)
+    """The content of a ``.metadata`` file, in pieces: pickled metadata and the manifest of its checkpoint.
+
+    Args:
+        metadata: The pickle, in pieces.
+        files: All shard files of all ranks.
+        crc32: That of the pickle.
+        committed_at_s: Seconds since the epoch.
+    """
     plain = {
         "format": _FORMAT,
         "nostall": __version__,

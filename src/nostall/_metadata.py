@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from types import NoneType
 from typing import Any
 
@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from nostall import _torch
+from nostall import _checksum, _torch
 from nostall._metadata_pickle import MOST_NBYTES, unpickle
 from nostall._names import SHARD_SUFFIX, is_shard_name
 from nostall._pickle_scan import ScanError
@@ -126,6 +126,16 @@ class Publication:
     storage_data: Mapping[MetadataIndex, Any]
     files: frozenset[str]
     """Names of the shard files."""
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Length of the program."""
+        return sum(map(len, self.program))
+
+    @cached_property
+    def crc32(self) -> int:
+        """That of the program."""
+        return reduce(lambda crc32, piece: _checksum.crc32(piece, crc32), self.program, 0)
 
     def content(self, storage_meta: StorageMeta | None) -> tuple[bytes, ...]:
         """The content of a ``.metadata`` file, in pieces: to put them together would cost more than writing them.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _save, _taking, _writing
+from nostall._ahead import WrittenAhead
 from nostall._background import BackgroundSave
 from nostall._failures import failure_of
 from nostall._jobs import FileReceipt, RankFailed, RankReport, RankWritten
@@ -27,6 +28,8 @@ class RankSave(BackgroundSave):
         target = prepared.target
         super().__init__(rank=prepared.rank, job=target.job, progress=target.progress)
         self.prepared = prepared
+        self.ahead: WrittenAhead | None = None
+        """On the coordinator: metadata that is written while the files are."""
         self._guard: Guard | None = None
         self._collected: RankReport | None = None
         self._is_over = False
@@ -76,7 +79,13 @@ class RankSave(BackgroundSave):
         """Write a snapshot here and now, waiting for it if need be."""
         if isinstance(snapshot, Future):
             snapshot = self._await_snapshot(snapshot)
+        self._write_metadata_ahead()
         return _writing.write_here(snapshot, self.prepared.target, self.engine)
+
+    def _write_metadata_ahead(self) -> None:
+        # Not before the snapshot is taken: that is what training waits for, and wants all cores.
+        if self.ahead is not None:
+            self.ahead.start()
 
     def _await_snapshot(self, staging: Future[Snapshot]) -> Snapshot:
         timeout_s = self.engine.options.save_timeout_s
@@ -107,6 +116,7 @@ class RankSave(BackgroundSave):
             if self.aborted:
                 raise SaveAbortedError("the save was aborted", phase="stage")
             written = _writing.write_in_background(snapshot, self.prepared.target, self.engine)
+            self._write_metadata_ahead()
         except BaseException:
             _taking.give_up(snapshot, self.prepared.target, self.engine)
             raise
@@ -143,6 +153,8 @@ class RankSave(BackgroundSave):
     def _settle(self, report: RankReport) -> None:
         if isinstance(report, RankWritten):
             self.progress.to(State.WRITTEN)
+        elif self.ahead is not None:
+            self.ahead.drop()
         super()._settle(report)
 
     def discard(self) -> None:
@@ -158,6 +170,8 @@ class RankSave(BackgroundSave):
         """Nothing more is going to be done for this save: let the next one have its names, if they are not a checkpoint's."""
         self._is_over = True
         self.progress.end()
+        if self.ahead is not None:
+            self.ahead.drop()
         claim = self.prepared.target.claim
         if claim is None:
             return

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
-from nostall import _directories, _ring, _save, _taking, _torch, _writing
+from nostall import _ahead, _checksum, _directories, _ring, _save, _taking, _torch, _writing
 from nostall._ending import loss_is_told
 from nostall._jobs import FileReceipt, RankReport, RankWritten
 from nostall._manifest import files_in_manifest, with_manifest
@@ -46,7 +46,7 @@ from nostall._metadata import (
 )
 from nostall._names import is_ours_to_remove
 from nostall._pipeline.collect import require_all_present, require_one_directory
-from nostall._pipeline.commit import commit
+from nostall._pipeline.commit import Begun, commit
 from nostall._pipeline.layout import FileNaming
 from nostall._pipeline.structure import learn
 from nostall._preemption import preemption
@@ -401,11 +401,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         storage_meta = self.storage_meta()
         content = publication.content(storage_meta)
+        crc32 = _checksum.crc32(b"".join(content[len(publication.program) :]), publication.crc32)
         known = [each.files for each in written if each is not None and each.files is not None]
         # A manifest of some of the files would make the others look like strangers.
         if len(known) == len(written):
             every = tuple(chain.from_iterable(known))
-            content = with_manifest(content, every, committed_at_s=time.time())
+            content = with_manifest(content, every, crc32=crc32, committed_at_s=time.time())
         return FinishedMetadata(content=content, storage_meta=storage_meta)
 
     def publish(
@@ -434,6 +435,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 metadata_name=os.path.basename(path),
                 replaced_files=_files_of(path) - publication.files,
                 sync=self.sync_files,
+                begun=self._begun(publication, timeout_s=engine.options.save_timeout_s),
                 remove=engine.remove_files,
                 at=Faults(engine.faults).at,
             )
@@ -441,6 +443,12 @@ class FileSystemWriterAsync(FileSystemWriter):
             metadata.version = _torch.DCP_VERSION
             metadata.storage_data = publication.storage_data
             metadata.storage_meta = finished.storage_meta
+
+    def _begun(self, publication: Publication, *, timeout_s: float) -> Begun | None:
+        """What was written ahead of the metadata that is being published."""
+        ahead = self._save.ahead if self._save is not None else None
+        file = None if ahead is None else ahead.take(publication, timeout_s=timeout_s)
+        return None if file is None else Begun(file=file, pieces=len(publication.program))
 
     @staticmethod
     def _refuse_other_storage(path: object, *, use_msc: bool = False) -> None:
@@ -545,6 +553,22 @@ class FileSystemWriterAsync(FileSystemWriter):
         target = self._target(known.share.plan, engine)
         with self._over_if_it_fails(target):
             self._save = RankSave(_save.prepare_known(known, sources, target=target, engine=engine))
+
+    def write_ahead(self, expected: Publication) -> None:
+        """Write what is expected to be published while the files of the prepared save are written. Coordinator only.
+
+        Only what is worth it, and only where files have their plain names: those of the last save are not known to be right then.
+        """
+        if self._save is None or expected.nbytes < _ahead.WORTH_IT_NBYTES:
+            return
+        if not expected.files.issuperset(self._save.prepared.files):
+            return  # they have names of their own in this directory
+        self._save.ahead = _ahead.WrittenAhead(
+            str(self.path),
+            os.path.basename(self._metadata_path()),
+            expected,
+            sync=bool(self.sync_files),
+        )
 
     def learn(self, state_dict: dict[str, Any], flat: dict[str, Any]) -> _save.KnownSave | None:
         """What the next save can reuse of the one prepared, before it is staged; ``None`` if nothing is safe to reuse.

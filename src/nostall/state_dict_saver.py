@@ -187,7 +187,7 @@ def _plan_save(
     if session.cache is not None and silent:
         session.reused_plans = session.cache.all_plans
         metadata = _reusable(session.cache, coordination)
-        if _prepare_known(asked, session.cache, session, coordination):
+        if _prepare_known(asked, session.cache, metadata, session, coordination):
             return storage_writer, metadata, session
     return storage_writer, _plan(asked, session, coordination, silent=silent), session
 
@@ -208,10 +208,19 @@ class _Asked:
 def _prepare_known(
     asked: _Asked,
     cache: CheckpointMetadataCache,
+    metadata: Metadata | None,
     session: SaveSession,
     coordination: Coordination,
 ) -> bool:
-    """Prepare a save without planning, if the last one was planned alike and was of the same structure."""
+    """Prepare a save without planning, if the last one was planned alike and was of the same structure.
+
+    Args:
+        asked: What is to be saved.
+        cache: What is known of the last save.
+        metadata: On the coordinator, what it is going to publish if nothing has changed.
+        session: Becomes the save's.
+        coordination: With the ranks that save together.
+    """
     known, plans, writer = cache.known, cache.plans, asked.writer
     if known is None or plans is None or plans.planner != asked.configuration:
         return False
@@ -224,6 +233,9 @@ def _prepare_known(
             return False
         set_up_writer(writer, known.share.plan, session)
         writer.prepare_known(known, sources)
+        expected = None if metadata is None else cache.known_results.expected(metadata)
+        if expected is not None:
+            writer.write_ahead(expected)
     except Exception as error:  # told to every rank when the save is finalised
         writer.fail_later(as_save_error(error, coordination.rank))
     return True

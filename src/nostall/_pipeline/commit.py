@@ -1,8 +1,8 @@
 """Commit: publish the metadata of a save whose files are all durable. The last thing that happens to a save.
 
-Order: temporary metadata, fsync (of the name of a new directory, too), ``os.replace``, fsync of the directory. A crash
-before the replacement leaves what was there, a crash after it leaves the new checkpoint. Files of the checkpoint that was
-replaced are removed only when the replacement is durable.
+Order: temporary metadata, a large part of which may have been written before, fsync (of the name of a new directory, too),
+``os.replace``, fsync of the directory. A crash before the replacement leaves what was there, a crash after it leaves the new
+checkpoint. Files of the checkpoint that was replaced are removed only when the replacement is durable.
 """
 
 from __future__ import annotations
@@ -10,21 +10,33 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 from nostall._storage.posix import (
+    UnfinishedFile,
     close_all,
     identity_of,
     remove_files,
     replace_file,
     sync_directory,
-    write_file,
 )
 from nostall._storage.reading import read_metadata_file
 from nostall._values import CommittedCheckpoint
 from nostall.errors import NotDurableError, WriteError
 
 _log = logging.getLogger("nostall")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """Metadata of which a part has been written already."""
+
+    file: UnfinishedFile
+    """A temporary file in the checkpoint directory."""
+    pieces: int
+    """How many of the metadata's pieces are in it."""
 
 
 def commit(
@@ -34,6 +46,7 @@ def commit(
     metadata_name: str,
     replaced_files: Iterable[str],
     sync: bool,
+    begun: Begun | None = None,
     remove: Callable[[Iterable[str]], object] = remove_files,
     at: Callable[[str], None] = lambda _: None,
 ) -> CommittedCheckpoint:
@@ -45,6 +58,7 @@ def commit(
         metadata_name: ``.metadata``, or a rank's own name for saves without coordination.
         replaced_files: Names below ``directory`` that only the checkpoint being replaced refers to.
         sync: Whether to wait until the device has it.
+        begun: What has been written of it; the file is published or removed here.
         remove: Removes those files, given by their paths.
         at: Told before the metadata is written (``"commit"``) and before it is published (``"publish"``); may raise what
             storage could.
@@ -54,15 +68,19 @@ def commit(
         WriteError: Anything else went wrong; what was committed before still is.
     """
     final = os.path.join(directory, metadata_name)
-    temporary = f"{final}.tmp"
+    temporary, rest, file = f"{final}.tmp", metadata, None
+    if begun is not None:
+        temporary, rest, file = begun.file.path, metadata[begun.pieces :], begun.file
     opened: list[int] = []
     try:
         at("commit")
-        opened.append(
-            _write_durably(directory, temporary, metadata)
-            if sync
-            else write_file(temporary, metadata, sync=False)
-        )
+        if file is None:
+            file = UnfinishedFile(temporary)
+        with _durable_name(directory) if sync else nullcontext():
+            file.append(rest)
+            if sync:
+                file.sync()
+        opened.append(file.finish())
         identity = identity_of(opened[0])
         at("publish")
         try:
@@ -87,6 +105,8 @@ def commit(
             hint="the previous checkpoint, if there was one, is untouched",
         ) from error
     finally:
+        if file is not None:
+            file.close()
         close_all(opened)
     try:
         if sync:
@@ -153,8 +173,13 @@ def _reason(error: Exception) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
 
 
-def _write_durably(directory: str, path: str, content: Sequence[bytes]) -> int:
-    """As ``write_file``, and see to it that the directory's own name is durable; both wait for the same device."""
+@contextmanager
+def _durable_name(directory: str) -> Iterator[None]:
+    """Make the directory's own name durable meanwhile: what is done inside waits for the same device.
+
+    Raises:
+        OSError: It could not be made durable.
+    """
     parent = os.path.dirname(os.path.realpath(directory))
     failures: list[OSError] = []
 
@@ -171,13 +196,11 @@ def _write_durably(directory: str, path: str, content: Sequence[bytes]) -> int:
         thread.start()
     except RuntimeError:  # the interpreter is ending, or the system has no thread to give
         sync_name()
-        fd = write_file(path, content, sync=True)
+        yield
     else:
         try:
-            fd = write_file(path, content, sync=True)
+            yield
         finally:
             thread.join()
     if failures:
-        close_all([fd])
         raise failures[0]
-    return fd

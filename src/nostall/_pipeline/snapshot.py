@@ -148,13 +148,14 @@ def _views(share: Share, layout: Layout, block: Block) -> _Primed:
 
 
 def _lay_down_containers(layout: Layout, block: Block) -> None:
+    """Put everything but payloads in its place: blobs are without gaps, so what is between two payloads goes there in one go."""
     memory = block.memory
     for file in layout.files:
+        at, suffix = file.image_offset, b""
         for slot in file.slots:
             container = layout.shapes[slot.item].container
-            if container is None:
-                continue
-            at = file.image_offset + slot.offset
-            memory[at : at + len(container.prefix)] = container.prefix
-            at += len(container.prefix) + container.payload_nbytes
-            memory[at : at + len(container.suffix)] = container.suffix
+            prefix = b"" if container is None else container.prefix
+            memory[at : at + len(suffix) + len(prefix)] = suffix + prefix
+            at = file.image_offset + slot.payload_offset + slot.payload_nbytes
+            suffix = b"" if container is None else container.suffix
+        memory[at : at + len(suffix)] = suffix

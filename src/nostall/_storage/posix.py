@@ -214,41 +214,62 @@ def require_file(path: str, nbytes: int) -> None:
         raise OSError(errno.EIO, f"the file has {found} bytes instead of {nbytes}", path)
 
 
-def write_file(path: str, content: Iterable[bytes], *, sync: bool) -> int:
-    """Make a file in one go, in place of what has that name; the device has it on return if asked.
+class UnfinishedFile:
+    """A new file, in place of what has that name, that is written from front to back."""
 
-    Args:
-        path: Its name.
-        content: What is to be in it, in pieces.
-        sync: Whether to wait for the device.
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._at = 0
+        self._opened = [_create(path)]
 
-    Returns:
-        A descriptor that is good for nothing but :func:`identity_of`; until the caller closes it no other file of this machine
-        can be taken for this one, even if it is removed.
-    """
-    opened = [_create(path)]
-    try:
-        (fd,) = opened
-        at = 0
+    def append(self, content: Iterable[bytes]) -> None:
+        """Write what comes next, in pieces.
+
+        Raises:
+            OSError: The system refused, or took nothing without saying why.
+        """
+        (fd,) = self._opened
         for piece in _large_pieces(content):
             rest = memoryview(piece)
             while rest:
-                written = os.pwrite(fd, rest, at)
+                written = os.pwrite(fd, rest, self._at)
                 if written == 0:
-                    raise OSError(errno.EIO, _NOTHING_WRITTEN, path)
-                at += written
+                    raise OSError(errno.EIO, _NOTHING_WRITTEN, self.path)
+                self._at += written
                 rest = rest[written:]
-        if sync:
-            os.fsync(fd)
-        opened.insert(0, os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
-        if identity_of(opened[0]) != identity_of(fd):
-            raise OSError(errno.ESTALE, "another process has replaced the file", path)
-        # Before anybody gets to see the file: some file systems store it, and find no room for it, only now.
-        os.close(opened.pop())
-    except BaseException:
-        close_all(opened)
-        raise
-    return opened[0]
+
+    def sync(self) -> None:
+        """Wait until the device has what was written so far."""
+        (fd,) = self._opened
+        os.fsync(fd)
+
+    def has_its_name(self) -> bool:
+        """Whether it is what has its name; nobody else is asked to leave it alone."""
+        try:
+            return identity_of(self._opened[0]) == identity_of(self.path)
+        except OSError:
+            return False
+
+    def finish(self) -> int:
+        """Close it, as some file systems store it, and find no room for it, only then.
+
+        Returns:
+            A descriptor that is good for nothing but :func:`identity_of`; until the caller closes it no other file of this
+            machine can be taken for this one, even if it is removed.
+
+        Raises:
+            OSError: The system refused, or another file has its name.
+        """
+        (fd,) = self._opened
+        self._opened.insert(0, os.open(self.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
+        if identity_of(self._opened[0]) != identity_of(fd):
+            raise OSError(errno.ESTALE, "another process has replaced the file", self.path)
+        os.close(self._opened.pop())
+        return self._opened.pop()
+
+    def close(self) -> None:
+        """Close what is open; idempotent."""
+        close_all(self._opened)
 
 
 def _large_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:

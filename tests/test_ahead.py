@@ -1,0 +1,333 @@
+"""Metadata that is written ahead: it makes the commit short, and nothing that goes wrong with it is seen in a checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+import nostall
+from crashes import RecordingOs
+from nostall import _ahead
+from nostall._ahead import WrittenAhead
+from nostall._metadata import Publication, complete_metadata, publication_of
+from nostall._storage import posix
+from nostall.core import AsyncCallsQueue
+from nostall.state_dict_saver import CheckpointMetadataCache
+from nostall.testing import Fault, Hold, inject
+from ranks import run_ranks
+from states import schedule
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def worth_it_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the metadata of these few tensors were long."""
+    monkeypatch.setattr(_ahead, "WORTH_IT_NBYTES", 0)
+
+
+class Saves:
+    """Saves of one structure, whose metadata is known."""
+
+    def __init__(self, root: Path, queue: AsyncCallsQueue) -> None:
+        self.root = root
+        self._queue = queue
+        self._cache = CheckpointMetadataCache()
+        self.state: dict[str, Any] = {f"layer {n}": torch.zeros(300) for n in range(9)}
+        for number in range(4):
+            self.start(f"known {number}", number)
+            queue.maybe_finalize_async_calls(blocking=True)
+
+    def start(self, name: str, value: int, **options: Any) -> Path:
+        for tensor in self.state.values():
+            tensor.fill_(value)
+        schedule(self._queue, self.root / name, self.state, cache=self._cache, **options)
+        return self.root / name
+
+    def require(self, path: Path, value: int) -> None:
+        """A whole checkpoint with this value, and nothing beside it."""
+        found = {name: torch.empty(300) for name in self.state}
+        torch.distributed.checkpoint.load(found, checkpoint_id=path, no_dist=True)
+        assert all(torch.equal(each, torch.full((300,), value)) for each in found.values())
+        assert nostall.is_complete(path, deep=True)
+        assert temporary(path) == []
+
+
+@pytest.fixture
+def queue() -> Iterator[AsyncCallsQueue]:
+    with AsyncCallsQueue() as opened:
+        yield opened
+
+
+@pytest.fixture
+def saves(tmp_path: Path, queue: AsyncCallsQueue) -> Saves:
+    return Saves(tmp_path, queue)
+
+
+def temporary(path: Path) -> list[Path]:
+    return sorted(path.glob("*.tmp"))
+
+
+def is_written(path: Path) -> bool:
+    """Whether the thread that writes ahead has ended, and has left a file."""
+    for thread in threading.enumerate():
+        if thread.name == "nostall-ahead":
+            thread.join(DEADLINE_S)
+    return bool(temporary(path)) and temporary(path)[0].stat().st_size > 0
+
+
+@pytest.mark.parametrize("staging", ["blocking", "overlapped"])
+def test_what_is_published_was_written_while_the_files_were(
+    saves: Saves, queue: AsyncCallsQueue, staging: str
+) -> None:
+    """The commit gives the file its name and adds little to it."""
+    with Hold("fsync") as hold, inject(hold.fault):
+        path = saves.start("new", 5, staging=staging)
+        hold.wait_reached()
+        assert is_written(path)
+        (ahead,) = temporary(path)
+        before, inode = ahead.stat().st_size, ahead.stat().st_ino
+        assert not (path / ".metadata").exists()
+        hold.release()
+        queue.maybe_finalize_async_calls(blocking=True)
+    published = (path / ".metadata").stat()
+    assert published.st_ino == inode
+    assert before > (published.st_size - before)
+    saves.require(path, 5)
+
+
+def test_metadata_that_is_short_is_not_written_ahead(
+    saves: Saves, queue: AsyncCallsQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit writes it as fast as a thread would be started."""
+    monkeypatch.setattr(_ahead, "WORTH_IT_NBYTES", 1 << 20)
+    with Hold("fsync") as hold, inject(hold.fault):
+        path = saves.start("new", 5)
+        hold.wait_reached()
+        assert not is_written(path)
+        hold.release()
+        queue.maybe_finalize_async_calls(blocking=True)
+    saves.require(path, 5)
+
+
+def test_a_directory_that_has_a_checkpoint_gets_its_metadata_at_the_commit(
+    saves: Saves, queue: AsyncCallsQueue
+) -> None:
+    """Files have other names there, which are not known before all ranks have told them."""
+    with Hold("fsync") as hold, inject(hold.fault):
+        path = saves.start("known 3", 5)
+        hold.wait_reached()
+        assert not is_written(path)
+        hold.release()
+        queue.maybe_finalize_async_calls(blocking=True)
+    saves.require(path, 5)
+
+
+def test_a_structure_that_has_changed_is_published_as_it_is_now(
+    saves: Saves, queue: AsyncCallsQueue
+) -> None:
+    """What was expected is not used."""
+    saves.state["layer 3"] = torch.zeros(300, dtype=torch.float64)
+    path = saves.start("new", 5)
+    queue.maybe_finalize_async_calls(blocking=True)
+    saves.require(path, 5)
+    metadata = nostall.CachedMetadataFileSystemReader(path).read_metadata()
+    assert metadata.state_dict_metadata["layer 3"].properties.dtype is torch.float64
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault.errno("chunk", errno.ENOSPC), Fault.exit("fsync", 17)], ids=["full", "died"]
+)
+def test_a_save_that_fails_leaves_nothing(
+    saves: Saves, queue: AsyncCallsQueue, fault: Fault
+) -> None:
+    """Whatever fails; and the next save to the directory works."""
+    with inject(fault):
+        path = saves.start("new", 5)
+        with pytest.raises(CheckpointException):
+            queue.maybe_finalize_async_calls(blocking=True)
+    assert not is_written(path)
+    assert list(path.iterdir()) == []
+    saves.start("new", 6)
+    queue.maybe_finalize_async_calls(blocking=True)
+    saves.require(path, 6)
+
+
+@pytest.mark.parametrize("point", ["commit", "publish"])
+def test_a_commit_that_fails_leaves_nothing(
+    saves: Saves, queue: AsyncCallsQueue, point: str
+) -> None:
+    """The file is the commit's then."""
+    path = saves.start("new", 5)
+    with (
+        inject(Fault.errno(point, errno.EIO)),
+        pytest.raises(CheckpointException, match="could not be published"),
+    ):
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert temporary(path) == []
+    assert not (path / ".metadata").exists()
+    saves.start("new", 6)
+    queue.maybe_finalize_async_calls(blocking=True)
+    saves.require(path, 6)
+
+
+def test_a_save_that_is_aborted_leaves_nothing(saves: Saves, queue: AsyncCallsQueue) -> None:
+    """Although nobody finalises it."""
+    with Hold("fsync") as hold, inject(hold.fault):
+        path = saves.start("new", 5)
+        hold.wait_reached()
+        assert is_written(path)
+        queue.close(abort=True)
+    assert temporary(path) == []
+
+
+def tidied(ahead: Path) -> None:
+    ahead.unlink()
+
+
+def replaced(ahead: Path) -> None:
+    content = ahead.read_bytes()
+    ahead.unlink()
+    ahead.write_bytes(content[:7])
+
+
+@pytest.mark.parametrize("happens", [tidied, replaced])
+def test_a_file_that_somebody_has_removed_is_written_anew(
+    saves: Saves, queue: AsyncCallsQueue, happens: Callable[[Path], None]
+) -> None:
+    """Such as a script that removes temporary files; what it puts in its place is never published."""
+    with Hold("fsync") as hold, inject(hold.fault):
+        path = saves.start("new", 5)
+        hold.wait_reached()
+        assert is_written(path)
+        (ahead,) = temporary(path)
+        happens(ahead)
+        hold.release()
+        queue.maybe_finalize_async_calls(blocking=True)
+    ahead.unlink(missing_ok=True)
+    saves.require(path, 5)
+
+
+class _Refusing(RecordingOs):
+    """Storage on which nothing can be written ahead."""
+
+    def pwrite(self, fd: int, content: Any, offset: int) -> int:
+        if threading.current_thread().name == "nostall-ahead":
+            raise OSError(errno.ENOSPC, "no room for that")
+        return super().pwrite(fd, content, offset)
+
+
+def test_storage_that_refuses_it_is_asked_again_by_the_commit(
+    saves: Saves, queue: AsyncCallsQueue
+) -> None:
+    """Which tells of it if that fails, too."""
+    with patch.object(posix, "os", _Refusing()):
+        path = saves.start("new", 5)
+        queue.maybe_finalize_async_calls(blocking=True)
+    saves.require(path, 5)
+
+
+# --- by itself --------------------------------------------------------------------------------------------------------
+
+
+def a_publication() -> Publication:
+    return publication_of(complete_metadata(Metadata({}), []))
+
+
+def written_ahead(path: Path, publication: Publication) -> WrittenAhead:
+    return WrittenAhead(str(path), ".metadata", publication, sync=True)
+
+
+def test_one_that_was_not_started_is_not_waited_for(tmp_path: Path) -> None:
+    """A save may be finalised that nothing was scheduled for."""
+    publication = a_publication()
+    assert written_ahead(tmp_path, publication).take(publication, timeout_s=1e9) is None
+
+
+def test_one_that_is_over_is_not_started_any_more(tmp_path: Path) -> None:
+    """An abort may come before the snapshot is taken."""
+    ahead = written_ahead(tmp_path, a_publication())
+    ahead.drop()
+    ahead.start()
+    assert not is_written(tmp_path)
+    assert temporary(tmp_path) == []
+
+
+def test_another_publication_is_not_taken_for_the_expected_one(tmp_path: Path) -> None:
+    """However alike they are."""
+    ahead = written_ahead(tmp_path, a_publication())
+    ahead.start()
+    assert is_written(tmp_path)
+    assert ahead.take(a_publication(), timeout_s=DEADLINE_S) is None
+    assert temporary(tmp_path) == []
+
+
+class _Hanging(RecordingOs):
+    """Storage that hangs when something is written, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stands, self.go = threading.Event(), threading.Event()
+
+    def pwrite(self, fd: int, content: Any, offset: int) -> int:
+        self.stands.set()
+        self.go.wait(DEADLINE_S)
+        return os.pwrite(fd, content, offset)
+
+
+def test_storage_that_hangs_is_waited_for_up_to_a_deadline(tmp_path: Path) -> None:
+    """What it lets go of later is removed, and no descriptor is left."""
+    publication = a_publication()
+    ahead = written_ahead(tmp_path, publication)
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
+    storage = _Hanging()
+    with patch.object(posix, "os", storage):
+        ahead.start()
+        assert storage.stands.wait(DEADLINE_S)
+        assert ahead.take(publication, timeout_s=0.01) is None
+        assert len(temporary(tmp_path)) == 1
+        storage.go.set()
+        assert not is_written(tmp_path)
+    assert temporary(tmp_path) == []
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_system_without_a_thread_to_give_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit writes everything then."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    publication = a_publication()
+    ahead = written_ahead(tmp_path, publication)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ahead.start()
+    assert ahead.take(publication, timeout_s=DEADLINE_S) is None
+
+
+# --- two ranks --------------------------------------------------------------------------------------------------------
+
+
+def test_a_coordinator_writes_ahead_for_all_ranks(tmp_path: Path) -> None:
+    """What both have written is in it; if another rank fails, the file goes, and every rank is told."""
+    first, second = run_ranks(2, "ahead:saves", tmp_path / "out")
+    assert first["was written ahead"]
+    assert not second["was written ahead"]
+    for rank in (first, second):
+        assert rank["whole"] == [True, False, True]
+        assert "(RANK 1)" in rank["failure"]
+        assert rank["left"] == []
