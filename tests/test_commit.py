@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from crashes import RecordingOs
 from nostall._metadata import complete_metadata, load_metadata, publication_of
 from nostall._pipeline.commit import commit
+from nostall._publishing import files_of
 from nostall._runtime import default_engine
 from nostall._storage import posix
 from nostall._writer.framing import send
@@ -39,7 +40,7 @@ from nostall.errors import (
     UntrustedMetadataError,
     WriteError,
 )
-from nostall.filesystem_async import FileSystemWriterAsync, _files_of
+from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import verify
 from nostall.testing import Fault, Hold, inject, writer_pids
 from states import blobs, read_metadata, schedule, small_state
@@ -640,20 +641,20 @@ def test_only_names_below_the_directory_belong_to_a_checkpoint(tmp_path: Path) -
     """A name that leads out of it, or may through a link, is no name, or no shard file's, is never one to be removed."""
     strange = ["sub/b.distcp", "notes.txt", *OUTSIDE, *NO_SHARDS]
     metadata = metadata_naming("a.distcp", "./c.distcp", *strange)
-    found = _files_of(write_metadata(tmp_path, metadata))
+    found = files_of(write_metadata(tmp_path, metadata))
     assert found == {"a.distcp", "c.distcp"}
 
 
 def test_metadata_that_cannot_be_read_names_no_files(tmp_path: Path) -> None:
     """Absent, broken, of another kind or hostile: nothing is removed for it, and it does not stop a save."""
     path = tmp_path / ".metadata"
-    assert _files_of(str(path)) == set()
+    assert files_of(str(path)) == set()
     odd = metadata_naming("a.distcp")
     odd.storage_data = ["a.distcp"]
     hostile = Hostile(os.system, f"touch {tmp_path / 'ran'}")
     for content in (b"", b"garbage", pickle.dumps({}), pickle.dumps(odd), pickle.dumps(hostile)):
         path.write_bytes(content)
-        assert _files_of(str(path)) == set()
+        assert files_of(str(path)) == set()
     assert not (tmp_path / "ran").exists()
     save(tmp_path, small_state())
     assert_loads(tmp_path, small_state())

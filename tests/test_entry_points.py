@@ -398,7 +398,7 @@ def test_a_snapshot_that_could_not_be_taken_fails_one_save_only(tmp_path: Path) 
     no_memory = errors.ReservationError("no memory today", nbytes=1)
     with (
         patch.object(filesystem_async, "_has_peers", return_value=True),
-        patch("nostall._taking.stage_copy", side_effect=no_memory),
+        patch("nostall._stager._copy", side_effect=no_memory),
     ):
         saving: Any = dcp.async_save(
             small_state(1), checkpoint_id=path, storage_writer=writer, no_dist=True

@@ -1,32 +1,21 @@
-"""Take a snapshot: at once, behind the trainer's back, in waves, or by adopting what a stager has copied already."""
+"""Take a snapshot of a planned save: at once, behind the trainer's back, or in waves."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import compress
-from typing import Any
 
 import torch
 
 from nostall._arena import Lease
-from nostall._copying import Copies, Places
-from nostall._failures import error_of, failure_of
+from nostall._copying import Copies
+from nostall._failures import error_of
 from nostall._jobs import RankFailed, RankReport
 from nostall._lifecycle import State
 from nostall._pipeline.layout import waves
-from nostall._pipeline.restage import (
-    Leaf,
-    Spoiled,
-    StagedStateDict,
-    find_leaves,
-    stage_state_dict,
-    structure_of,
-    unstaged,
-)
-from nostall._pipeline.snapshot import Snapshot, adopt_staged, begin_snapshot
+from nostall._pipeline.snapshot import Snapshot, begin_snapshot
 from nostall._reports import CANCEL_TIMEOUT_S, joined, when_done
 from nostall._runtime import Engine
 from nostall._save import PreparedSave, SaveTarget
@@ -35,7 +24,6 @@ from nostall._values import Layout
 from nostall._writer.faults import Faults
 from nostall._writing import write_in_background
 from nostall.errors import NostallError, SaveAbortedError, StagingError
-from nostall.stats import Timeline
 
 
 def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False) -> Snapshot:
@@ -83,81 +71,6 @@ def stage_in_background(
         is_watched=True,
     )
     return done, guard
-
-
-def stage_copy(
-    state_dict: Mapping[str, Any], engine: Engine, timeline: Timeline
-) -> StagedStateDict:
-    """Copy a state dict into snapshot memory, as far as is known to where the save will want it; for a stager.
-
-    Raises:
-        SaveTimeoutError: Earlier saves still hold all snapshot memory.
-        ReservationError: There is not enough host memory.
-    """
-    with timeline.measure("stage"):
-        leaves, staged, places = _begin_copy(state_dict, engine)
-        try:
-            places.fill([leaf.tensor for leaf in leaves], threads=engine.copy_threads).wait()
-        except BaseException:
-            staged.lease.release()
-            raise
-    return staged
-
-
-def stage_copy_in_background(
-    state_dict: Mapping[str, Any], engine: Engine, timeline: Timeline
-) -> tuple[Future[StagedStateDict], Guard]:
-    """As :func:`stage_copy`, behind the trainer's back. The future ends well in any case.
-
-    DCP waits for it before it talks to other ranks, so an error would leave them waiting for this one; noted in the copy,
-    it is raised by the write, where DCP shares failures.
-    """
-    leaves, staged, places = _begin_copy(state_dict, engine)
-    tensors, threads, faults = [leaf.tensor for leaf in leaves], engine.copy_threads, engine.faults
-
-    def begin(after: Marks) -> tuple[None, Copies]:
-        Faults(faults).at("stage")
-        with timeline.measure("stage"):
-            return None, places.fill(tensors, threads=threads, after=after)
-
-    done, guard = stage_behind(
-        tensors,
-        [leaf.fqn for leaf in leaves],
-        begin=begin,
-        discard=lambda _: None,
-        is_watched=False,
-    )
-    future: Future[StagedStateDict] = Future()
-    future.set_running_or_notify_cancel()
-
-    def settle(_: Future[None]) -> None:
-        if guard.failure is not None:
-            staged.spoil(guard.failure)
-        guard.leave()
-        future.set_result(staged)
-
-    done.add_done_callback(settle)
-    return future, guard
-
-
-def _begin_copy(
-    state_dict: Mapping[str, Any], engine: Engine
-) -> tuple[list[Leaf], StagedStateDict, Places]:
-    leaves = find_leaves(state_dict)
-    placement = engine.placements.get(structure_of(leaves), {})
-    staged, places = stage_state_dict(state_dict, leaves, placement, engine.lease)
-    return leaves, staged, places
-
-
-def stage_nothing(
-    state_dict: Mapping[str, Any], error: Exception, *, rank: int, path: str
-) -> tuple[dict[str, Any], Guard]:
-    """What takes the place of a copy that could not be made, where other ranks have to hear of it: see ``Unstaged``."""
-    told = error_of(RankFailed(rank=rank, failure=failure_of(error, phase="stage")))
-    told.path = path
-    guard = Guard()
-    guard.end(told.message)
-    return unstaged(state_dict, told), guard
 
 
 def give_up(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> None:
@@ -258,53 +171,3 @@ def _require_unstaged(prepared: PreparedSave) -> None:
 def without_sources(prepared: PreparedSave) -> PreparedSave:
     """What is needed of a save once its snapshot is taken; holds no tensor, so the trainer's memory is its own again."""
     return replace(prepared, planned=replace(prepared.planned, sources=()))
-
-
-def take_over(prepared: PreparedSave, engine: Engine) -> Snapshot | None:
-    """The snapshot of items that a stager has copied, copied anew where they are not in place; ``None`` for other items.
-
-    Raises:
-        StagingError: The stager's copy cannot be used.
-        ReservationError: There is not enough host memory.
-    """
-    lease = _stager_lease(prepared, engine)
-    if lease is None:
-        return None
-    structure = lease.label
-    if isinstance(structure, Spoiled):
-        raise StagingError(structure.why, rank=prepared.rank, phase="stage")
-    adopted = adopt_staged(prepared.planned, prepared.layout, lease)
-    if adopted is not None:
-        # From here on the memory is the write's, however long it takes and whatever becomes of the staged dict.
-        return replace(adopted, lease=engine.arena.adopt(lease))
-    try:
-        snapshot = stage(prepared, engine, beyond_limit=True)
-    finally:
-        lease.release()
-    engine.remember_placement(structure, _placement(prepared))
-    return snapshot
-
-
-def _stager_lease(prepared: PreparedSave, engine: Engine) -> Lease | None:
-    if not engine.arena.anything_labelled:
-        return None
-    for source in prepared.planned.sources:
-        if not isinstance(source, bytes) and source.is_cpu and source.nbytes:
-            lease = engine.arena.lease_at(source.data_ptr())
-            if lease is not None and lease.label is not None:
-                return lease
-    return None
-
-
-def _placement(prepared: PreparedSave) -> dict[str, tuple[int, int]]:
-    """Where payloads belong in memory, and how long they are, by name; under ``""`` the whole image."""
-    shapes = prepared.layout.shapes
-    names = Counter(shape.fqn for shape in shapes)
-    placement = {"": (0, prepared.layout.image_nbytes)}
-    for file in prepared.layout.files:
-        for slot in file.slots:
-            fqn = shapes[slot.item].fqn
-            if names[fqn] == 1 and shapes[slot.item].container is not None:
-                offset = file.image_offset + slot.payload_offset
-                placement[fqn] = (offset, slot.payload_nbytes)
-    return placement

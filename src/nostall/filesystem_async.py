@@ -12,62 +12,46 @@ Three ways in, one pipeline (``nostall._save``):
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import queue
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
-from itertools import chain
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
-from nostall import _ahead, _checksum, _directories, _ring, _save, _taking, _torch, _writing
+from nostall import _ahead, _directories, _publishing, _ring, _save, _torch, _writing
+from nostall._destination import absolute, make_ready, require_file_system, require_possible
 from nostall._ending import loss_is_told
 from nostall._jobs import FileReceipt, RankReport, RankWritten
-from nostall._manifest import files_in_manifest, with_manifest
-from nostall._metadata import (
-    Publication,
-    complete_metadata,
-    planned_indices,
-    publication_of,
-    referenced_files,
-)
-from nostall._names import is_ours_to_remove
-from nostall._pipeline.collect import require_all_present, require_one_directory
-from nostall._pipeline.commit import Begun, commit
+from nostall._metadata import Publication
+from nostall._pipeline.collect import require_one_directory
 from nostall._pipeline.layout import FileNaming
 from nostall._pipeline.structure import learn
 from nostall._preemption import preemption
+from nostall._publishing import (
+    FinishedMetadata,
+    finish_metadata,
+    is_unpublished,
+    publication_of_results,
+)
 from nostall._rank_save import RankSave
 from nostall._reports import CANCEL_TIMEOUT_S, await_report
 from nostall._runtime import Engine, default_engine
+from nostall._stager import stage_for_later, take_over
 from nostall._staging import Guard
-from nostall._storage.posix import is_same, make_directory, may_be_there
-from nostall._storage.reading import open_to_read, read_metadata_file
+from nostall._storage.posix import is_same, may_be_there
 from nostall._storage.streams import StreamTarget
 from nostall._values import RankFiles
-from nostall._writer.faults import Faults
-from nostall.errors import (
-    CheckpointExistsError,
-    NostallError,
-    NotDurableError,
-    OptionError,
-    SaveTimeoutError,
-    StagingError,
-    WriteError,
-)
+from nostall.errors import NostallError, OptionError, StagingError
 from nostall.options import WriterOptions
 from nostall.stats import SaveStats, Timeline
 
@@ -76,48 +60,12 @@ _MSC_PREFIX = "msc://"
 
 T = TypeVar("T")
 
-_log = logging.getLogger("nostall")
-
 _results_queue: queue.SimpleQueue[Any] | None = None
 """Probed by frameworks; nostall's own results never pass through it, each save has its own channel."""
 
 
-def _why_no_directory(path: str) -> str | None:
-    """What is in the way, if it is a file or a link."""
-    while path and not os.path.lexists(path):
-        path = os.path.dirname(path)
-    if not os.path.exists(path):
-        return f"{path} is a link that leads nowhere"
-    return None if os.path.isdir(path) else f"{path} is a file"
-
-
-def _absolute(path: str | os.PathLike[str]) -> Path:
-    """Where a path leads now: the trainer may change its directory, and its writer process has one of its own."""
-    return Path(os.path.abspath(path))
-
-
-def _has_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _rank() -> int:
-    return dist.get_rank() if _has_group() else 0
-
-
-def _has_peers() -> bool:
-    return _has_group() and dist.get_world_size() > 1
-
-
-def _files_of(path: str) -> set[str]:
-    """Names of the shard files of the checkpoint whose metadata this is; empty if there is none that can be trusted."""
-    try:
-        with open_to_read(path) as stream:
-            files = files_in_manifest(stream)
-        if files is None:  # which takes a fraction of the time that metadata takes
-            files = referenced_files(read_metadata_file(path), path=path)
-    except OSError:
-        return set()
-    return set(filter(is_ours_to_remove, files))
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def get_write_results_queue(mp_mode: str = "spawn") -> queue.SimpleQueue[Any]:
@@ -126,23 +74,6 @@ def get_write_results_queue(mp_mode: str = "spawn") -> queue.SimpleQueue[Any]:
     if _results_queue is None:
         _results_queue = queue.SimpleQueue()
     return _results_queue
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedMetadata:
-    """What is going to stand in a metadata file."""
-
-    content: Sequence[bytes]
-    """In pieces."""
-    storage_meta: StorageMeta | None
-    """What DCP says there about this one save."""
-
-
-def is_unpublished(error: Exception) -> bool:
-    """Whether it is certain that no metadata refers to the files; what a subclass raises may come after the commit."""
-    return isinstance(error, WriteError | SaveTimeoutError) and not isinstance(
-        error, NotDurableError
-    )
 
 
 class FileSystemWriterAsync(FileSystemWriter):
@@ -180,20 +111,15 @@ class FileSystemWriterAsync(FileSystemWriter):
         **kwargs: Any,
     ) -> None:
         open_file = kwargs.pop("open_file", open)
-        if not os.fspath(path):
-            raise OptionError("the checkpoint path is empty", hint="'.' is the current directory")
-        if "\0" in str(path):
-            raise OptionError(
-                f"there is a null character in the checkpoint path {path!r}", hint="take it out"
-            )
+        require_possible(path)
         if not callable(open_file):
             raise OptionError(
                 f"open_file is a {type(open_file).__name__}",
                 hint="use a callable with the signature of open",
             )
         super().__init__(path, *args, **kwargs)
-        self._refuse_other_storage(path, use_msc=use_msc)
-        self.path = _absolute(self.path)
+        require_file_system(path, use_msc=use_msc)
+        self.path = absolute(self.path)
         if getattr(self, "serialization_format", None) == SerializationFormat.SAFETENSORS:
             raise OptionError(
                 "serialization_format=SAFETENSORS is not supported yet",
@@ -232,8 +158,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         self.require_free()
         super().reset(checkpoint_id)
-        self._refuse_other_storage(checkpoint_id)
-        self.path = _absolute(self.path)
+        require_file_system(checkpoint_id)
+        self.path = absolute(self.path)
         self._save = None
         self._failure = None
         self._claim = None
@@ -260,33 +186,16 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         if self._is_coordinator:
             with loss_is_told(str(self.path)):
-                self._make_ready()
+                make_ready(
+                    str(self.path),
+                    self._metadata_path(),
+                    overwrite=self.overwrite,
+                    rank=self.rank,
+                )
         if not self.use_collectives:
             prefix = _torch.StoragePrefix(f"__{self.rank}_")
             plan = dataclasses.replace(plan, storage_data=prefix)
         return plan
-
-    def _make_ready(self) -> None:
-        """Make the directory, and see whether there is a checkpoint that must not be replaced."""
-        try:
-            make_directory(str(self.path))
-        except OSError as error:
-            raise WriteError(
-                f"the checkpoint directory cannot be made: {error.strerror}",
-                errno=error.errno,
-                rank=self.rank,
-                phase="plan",
-                path=str(self.path),
-                hint=_why_no_directory(str(self.path)),
-            ) from error
-        if not self.overwrite and may_be_there(self._metadata_path()):
-            raise CheckpointExistsError(
-                "a committed checkpoint is there, or may be, and overwrite=False",
-                rank=self.rank,
-                phase="plan",
-                path=str(self.path),
-                hint="choose another directory or pass overwrite=True",
-            )
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
         """This rank's final plan where ranks plan alone: only the file prefix is added."""
@@ -334,7 +243,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     @staticmethod
     def _write(prepared: _save.PreparedSave, engine: Engine) -> RankReport:
         """Write what a stager has copied in the background, anything else from where it is."""
-        staged = _taking.take_over(prepared, engine)
+        staged = take_over(prepared, engine)
         if staged is None:
             return _ring.write_now(prepared, engine)
         written = _writing.write_in_background(staged, prepared.target, engine)
@@ -361,8 +270,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         with preemption.deferred(then_end=False), loss_is_told(str(self.path)):
             try:
                 self.require_written_here(written)
-                publication = self.publication_of(metadata, results)
-                finished = self.finished(publication, written)
+                publication = publication_of_results(metadata, results)
+                finished = finish_metadata(publication, written, self.storage_meta())
                 is_committed = True  # from here on, until the contrary is known
                 self.publish(publication, metadata, finished)
             except Exception as error:
@@ -380,35 +289,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         directories = [None if each is None else each.directory for each in written]
         require_one_directory(directories, str(self.path), rank=self.rank, is_same=is_same)
 
-    def publication_of(self, metadata: Metadata, results: list[list[WriteResult]]) -> Publication:
-        """What there is to publish once all ranks have written.
-
-        Raises:
-            IncompleteSaveError: An item of the metadata was written by no rank.
-        """
-        finished = complete_metadata(metadata, results)
-        require_all_present(planned_indices(finished), finished.storage_data)
-        return publication_of(finished)
-
-    def finished(
-        self, publication: Publication, written: Sequence[RankFiles | None]
-    ) -> FinishedMetadata:
-        """What is going to stand in the metadata file of this checkpoint. Coordinator only.
-
-        Args:
-            publication: What there is to publish.
-            written: What each rank has written, as far as that is known, for the manifest.
-        """
-        storage_meta = self.storage_meta()
-        content = publication.content(storage_meta)
-        crc32 = _checksum.crc32(b"".join(content[len(publication.program) :]), publication.crc32)
-        known = [each.files for each in written if each is not None and each.files is not None]
-        # A manifest of some of the files would make the others look like strangers.
-        if len(known) == len(written):
-            every = tuple(chain.from_iterable(known))
-            content = with_manifest(content, every, crc32=crc32, committed_at_s=time.time())
-        return FinishedMetadata(content=content, storage_meta=storage_meta)
-
     def publish(
         self, publication: Publication, metadata: Metadata, finished: FinishedMetadata
     ) -> None:
@@ -417,47 +297,26 @@ class FileSystemWriterAsync(FileSystemWriter):
         Args:
             publication: What there is to publish.
             metadata: The object that it was made from.
-            finished: What :meth:`finished` has made of it.
+            finished: What is going to stand in the file.
 
         Raises:
             WriteError: The metadata could not be published.
             SaveTimeoutError: Another save has been committing to the same directory all the time.
         """
         fresh = metadata.storage_data is None
-        engine, path, directory = default_engine(), self._metadata_path(), str(self.path)
-        with (
-            self.timeline.measure("publish"),
-            _directories.committing(directory, timeout_s=engine.options.save_timeout_s),
-        ):
-            commit(
-                directory,
-                finished.content,
-                metadata_name=os.path.basename(path),
-                replaced_files=_files_of(path) - publication.files,
-                sync=self.sync_files,
-                begun=self._begun(publication, timeout_s=engine.options.save_timeout_s),
-                remove=engine.remove_files,
-                at=Faults(engine.faults).at,
+        with self.timeline.measure("publish"):
+            _publishing.publish(
+                self._metadata_path(),
+                publication,
+                finished,
+                default_engine(),
+                sync=bool(self.sync_files),
+                ahead=None if self._save is None else self._save.ahead,
             )
         if fresh:
             metadata.version = _torch.DCP_VERSION
             metadata.storage_data = publication.storage_data
             metadata.storage_meta = finished.storage_meta
-
-    def _begun(self, publication: Publication, *, timeout_s: float) -> Begun | None:
-        """What was written ahead of the metadata that is being published."""
-        ahead = self._save.ahead if self._save is not None else None
-        file = None if ahead is None else ahead.take(publication, timeout_s=timeout_s)
-        return None if file is None else Begun(file=file, pieces=len(publication.program))
-
-    @staticmethod
-    def _refuse_other_storage(path: object, *, use_msc: bool = False) -> None:
-        if use_msc or "://" in str(path):
-            raise OptionError(
-                "object stores and the multi-storage client are not supported yet",
-                path=str(path),
-                hint="write to a file system path and copy from there",
-            )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -481,32 +340,17 @@ class FileSystemWriterAsync(FileSystemWriter):
             ReservationError: There is not enough host memory.
             OptionError: This torch cannot wait for a copy.
         """
-        overlapped, engine = self._staging == "overlapped", default_engine()
-        if overlapped and not _torch.async_save_takes_futures():
-            raise OptionError(
-                "this torch's dcp.async_save cannot stage behind the call",
-                hint='use staging="blocking", or the split functions',
-            )
         timeline = self._staging_timeline = Timeline()
         self._is_staged = True
-        try:
-            if not overlapped:
-                copied, self._guard = _taking.stage_copy(state_dict, engine, timeline), None
-                return copied
-            staged, self._guard = _taking.stage_copy_in_background(state_dict, engine, timeline)
-        except Exception as error:
-            if not _has_peers():
-                raise
-            _log.error("the snapshot could not be taken path=%s: %s", self.path, error)
-            nothing, self._guard = _taking.stage_nothing(
-                state_dict, error, rank=_rank(), path=str(self.path)
-            )
-            if not overlapped:
-                return nothing
-            failed: Future[dict[str, Any]] = Future()
-            failed.set_result(nothing)
-            return failed
-        return staged
+        staged = stage_for_later(
+            state_dict,
+            default_engine(),
+            timeline,
+            overlapped=self._staging == "overlapped",
+            path=str(self.path),
+        )
+        self._guard = staged.guard
+        return staged.copied
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process needs to write: not what belongs to this one."""

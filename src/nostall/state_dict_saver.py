@@ -45,10 +45,11 @@ from nostall._planning import (
     without_state,
 )
 from nostall._preemption import preemption
+from nostall._publishing import finish_metadata, is_unpublished, publication_of_results
 from nostall._save import KnownSave
 from nostall._values import Abort, Commit, RankFiles
 from nostall.errors import OptionError, SaveError
-from nostall.filesystem_async import FileSystemWriterAsync, is_unpublished
+from nostall.filesystem_async import FileSystemWriterAsync
 
 __all__ = [
     "CheckpointMetadataCache",
@@ -416,9 +417,9 @@ def _finish(
                 publication = None if changed else known.publication(told, metadata)
                 if publication is None:
                     everything = known.under_new_names(told, results)
-                    publication = writer.publication_of(metadata, everything)
+                    publication = publication_of_results(metadata, everything)
                     known.note_published(told, metadata, publication)
-                finished = writer.finished(publication, written)
+                finished = finish_metadata(publication, written, writer.storage_meta())
             except Exception as error:  # every rank has to hear of it
                 return _Ending(
                     failures=_failures(error, coordination), published=False, changed=changed
