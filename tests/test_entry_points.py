@@ -397,7 +397,7 @@ def test_a_snapshot_that_could_not_be_taken_fails_one_save_only(tmp_path: Path) 
     writer, path = FileSystemWriterAsync(tmp_path), tmp_path
     no_memory = errors.ReservationError("no memory today", nbytes=1)
     with (
-        patch.object(filesystem_async, "_has_peers", return_value=True),
+        patch.object(filesystem_async, "_rank_among_peers", return_value=0),
         patch("nostall._stager._copy", side_effect=no_memory),
     ):
         saving: Any = dcp.async_save(

@@ -13,8 +13,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch.distributed as dist
-
 from nostall import _torch
 from nostall._arena import Lease
 from nostall._copying import Copies, Places
@@ -57,6 +55,7 @@ def stage_for_later(
     timeline: Timeline,
     *,
     overlapped: bool,
+    rank: int | None,
     path: str,
 ) -> Staged:
     """Copy a state dict into snapshot memory, as far as is known to where the save will want it.
@@ -66,10 +65,12 @@ def stage_for_later(
         engine: Whose memory to copy to.
         timeline: Where to note how long it takes.
         overlapped: Whether to copy behind the trainer's back.
+        rank: This rank, if others save with it: what fails here has to fail there, too.
         path: The checkpoint directory, for errors.
 
     Returns:
-        Of several ranks, one that could not copy returns what makes the save fail on all of them, with one of the errors below.
+        If there are other ranks, a copy that could not be made is what makes the save fail on all of them, with one of the
+        errors below.
 
     Raises:
         SaveTimeoutError: Earlier saves still hold all snapshot memory.
@@ -86,10 +87,10 @@ def stage_for_later(
             return _copy_in_background(state_dict, engine, timeline)
         return Staged(copied=_copy(state_dict, engine, timeline), guard=None)
     except Exception as error:
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        if rank is None:
             raise
         _log.error("the snapshot could not be taken path=%s: %s", path, error)
-        return _nothing(state_dict, error, rank=dist.get_rank(), overlapped=overlapped, path=path)
+        return _nothing(state_dict, error, rank=rank, overlapped=overlapped, path=path)
 
 
 def _copy(state_dict: Mapping[str, Any], engine: Engine, timeline: Timeline) -> StagedStateDict:

@@ -68,6 +68,12 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+def _rank_among_peers() -> int | None:
+    """This rank, if it is not the only one."""
+    has_group = dist.is_available() and dist.is_initialized()
+    return dist.get_rank() if has_group and dist.get_world_size() > 1 else None
+
+
 def get_write_results_queue(mp_mode: str = "spawn") -> queue.SimpleQueue[Any]:
     """The process-wide queue that frameworks look for; ``mp_mode`` has no effect, as no process is involved."""
     global _results_queue
@@ -347,6 +353,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             default_engine(),
             timeline,
             overlapped=self._staging == "overlapped",
+            rank=_rank_among_peers(),
             path=str(self.path),
         )
         self._guard = staged.guard
