@@ -107,26 +107,24 @@ def test_what_is_published_was_written_while_the_files_were(
     saves.require(path, 5)
 
 
-def test_metadata_that_is_short_is_not_written_ahead(
-    saves: Saves, queue: AsyncCallsQueue, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "worth_it_nbytes"),
+    [
+        pytest.param("new", 1 << 20, id="short metadata"),
+        pytest.param("known 3", 0, id="a directory with a checkpoint"),
+    ],
+)
+def test_what_gains_nothing_or_is_not_known_is_left_to_the_commit(
+    saves: Saves,
+    queue: AsyncCallsQueue,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    worth_it_nbytes: int,
 ) -> None:
-    """A commit writes it as fast as a thread would be started."""
-    monkeypatch.setattr(_ahead, "WORTH_IT_NBYTES", 1 << 20)
+    """Short metadata it writes in no time; files have names of their own beside a checkpoint, known when ranks tell them."""
+    monkeypatch.setattr(_ahead, "WORTH_IT_NBYTES", worth_it_nbytes)
     with Hold("fsync") as hold, inject(hold.fault):
-        path = saves.start("new", 5)
-        hold.wait_reached()
-        assert not is_written(path)
-        hold.release()
-        queue.maybe_finalize_async_calls(blocking=True)
-    saves.require(path, 5)
-
-
-def test_a_directory_that_has_a_checkpoint_gets_its_metadata_at_the_commit(
-    saves: Saves, queue: AsyncCallsQueue
-) -> None:
-    """Files have other names there, which are not known before all ranks have told them."""
-    with Hold("fsync") as hold, inject(hold.fault):
-        path = saves.start("known 3", 5)
+        path = saves.start(name, 5)
         hold.wait_reached()
         assert not is_written(path)
         hold.release()
