@@ -76,16 +76,17 @@ def test_other_threads_run_meanwhile() -> None:
     """It gives the interpreter's lock up: a thread that waits for it gets it before the copy is over."""
     source = torch.ones(256 * MIB, dtype=torch.uint8)
     there = torch.empty_like(source)
+    copy = streaming()  # here, as what makes it gives up the lock, too
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000)  # nobody is made to give it up
     try:
         # The system may let the other thread wait for a core; not every time.
-        assert any(_is_seen_halfway(source, there) for _ in range(50))
+        assert any(_is_seen_halfway(copy, source, there) for _ in range(50))
     finally:
         sys.setswitchinterval(interval)
 
 
-def _is_seen_halfway(source: torch.Tensor, there: torch.Tensor) -> bool:
+def _is_seen_halfway(copy: _streaming.Copy, source: torch.Tensor, there: torch.Tensor) -> bool:
     there.zero_()
     copying, seen = threading.Event(), []
 
@@ -96,7 +97,7 @@ def _is_seen_halfway(source: torch.Tensor, there: torch.Tensor) -> bool:
     thread = threading.Thread(target=look)
     thread.start()
     copying.set()
-    streaming()(there.data_ptr(), source.data_ptr(), source.nbytes)
+    copy(there.data_ptr(), source.data_ptr(), source.nbytes)
     thread.join(30)
     assert int(there[-1]) == 1
     return seen == [0]

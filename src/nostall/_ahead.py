@@ -11,6 +11,8 @@ import logging
 import os
 import threading
 import uuid
+from enum import Enum, auto
+from weakref import WeakSet
 
 from nostall._metadata import Publication
 from nostall._storage.posix import UnfinishedFile, remove_files
@@ -19,6 +21,16 @@ _log = logging.getLogger("nostall")
 
 WORTH_IT_NBYTES = 1 << 20
 """Less than this a commit writes in about a millisecond."""
+
+
+class _State(Enum):
+    WAITING = auto()
+    """For the snapshot to be taken."""
+    WRITING = auto()
+    """The thread has the file."""
+    WRITTEN = auto()
+    """Whoever comes first may have it: the commit, or what removes it."""
+    OVER = auto()
 
 
 class WrittenAhead:
@@ -40,23 +52,28 @@ class WrittenAhead:
         self._publication = publication
         self._sync = sync
         self._lock = threading.Lock()
-        self._written = threading.Event()
-        self._was_started = False
-        self._is_over = False
+        self._state = _State.WAITING
+        self.settled = threading.Event()
+        """The thread does nothing more."""
         self._file: UnfinishedFile | None = None
+        _all.add(self)
+
+    @property
+    def is_going_on(self) -> bool:
+        """Whether it is going to be written, or is, or was, and nobody has taken or removed it."""
+        return self._state is not _State.OVER
 
     def start(self) -> None:
         """Begin to write. Once, and not any more when the save is over."""
-        with self._lock:
-            if self._was_started or self._is_over:
-                return
-            self._was_started = True
+        if not self._move(_State.WAITING, _State.WRITING):
+            return
         # Storage may hang, and the interpreter has to end all the same.
         thread = threading.Thread(target=self._write, name="nostall-ahead", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # the system has no thread to give
-            self._written.set()
+            self._end()
+            self.settled.set()
 
     def take(self, publication: Publication, *, timeout_s: float) -> UnfinishedFile | None:
         """The file with all of the publication's program in it, now the caller's; ``None`` if there is none.
@@ -65,43 +82,72 @@ class WrittenAhead:
             publication: What is going to be published. If it is not what was expected, the file is removed.
             timeout_s: How long to wait for the file.
         """
-        if not self._was_started or publication is not self._publication:
-            self.drop()
-            return None
-        self._written.wait(timeout_s)
-        file = self._end()
-        if file is not None and not file.has_its_name():  # somebody has tidied up
-            file.close()
-            return None
-        return file
+        if publication is self._publication and self._state is not _State.WAITING:
+            self.settled.wait(timeout_s)
+            if self._move(_State.WRITTEN, _State.OVER):
+                file, self._file = self._file, None
+                if file is not None and file.has_its_name():
+                    return file
+                self._file = file  # somebody has tidied up
+                self._discard()
+        self.drop()
+        return None
 
     def drop(self) -> None:
-        """Remove the file, now or as soon as storage lets go of it. Idempotent."""
-        _remove(self._end())
+        """Remove the file. Idempotent; a thread that is still at it closes it when storage lets go."""
+        was = self._end()
+        if was is _State.WRITTEN:
+            self._discard()
+        elif was is _State.WRITING:
+            remove_files([self._path])
 
-    def _end(self) -> UnfinishedFile | None:
+    def _move(self, before: _State, after: _State) -> bool:
         with self._lock:
-            file, self._file, self._is_over = self._file, None, True
-        return file
+            if self._state is not before:
+                return False
+            self._state = after
+            return True
+
+    def _end(self) -> _State:
+        with self._lock:
+            was, self._state = self._state, _State.OVER
+            return was
 
     def _write(self) -> None:
-        file: UnfinishedFile | None = None
+        is_whole = False
         try:
-            file = UnfinishedFile(self._path)
-            file.append(self._publication.program)
-            if self._sync:
-                file.sync()
+            file = self._file = UnfinishedFile(self._path)
+            if self._state is _State.WRITING:
+                file.append(self._publication.program)
+                if self._sync:
+                    file.sync()
+                is_whole = True
         except Exception as error:  # the commit writes it, and tells of what is wrong with storage
             _log.debug("metadata is not written ahead path=%s: %s", self._path, error)
-        else:
-            with self._lock:
-                if not self._is_over:
-                    self._file, file = file, None
-        _remove(file)
-        self._written.set()
+        finally:
+            if not is_whole or not self._move(_State.WRITING, _State.WRITTEN):
+                self._end()
+                self._discard()
+            self.settled.set()
+
+    def _discard(self) -> None:
+        remove_files([self._path])
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close the descriptor, if there is one; also in a forked child, which has one of its own."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
 
-def _remove(file: UnfinishedFile | None) -> None:
-    if file is not None:
-        remove_files([file.path])
-        file.close()
+_all: WeakSet[WrittenAhead] = WeakSet()
+
+
+def _let_go_after_fork() -> None:
+    """A data loader's worker would keep the blocks of removed metadata, and on network file systems its directory."""
+    for ahead in list(_all):
+        ahead.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_after_fork)

@@ -100,7 +100,11 @@ class KnownResults:
         same = list(map(token_of, told)) == last.tokens and _attributes(planned) == last.attributes
         if not same:
             return None
-        return last.publication.renamed(dict(zip(last.files, _files_of(told), strict=True)))
+        files = _files_of(told)
+        publication = last.publication.renamed(dict(zip(last.files, files, strict=True)))
+        if publication is not None:
+            self._published = replace(last, files=files, publication=publication)
+        return publication
 
     def expected(self, planned: Metadata) -> Publication | None:
         """What there will be to publish if all ranks write what they wrote last, to files of the same names."""

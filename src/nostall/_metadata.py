@@ -157,13 +157,14 @@ class Publication:
             return self
         if self._cut is None:
             return None
-        return Publication(
-            program=tuple(
-                _pickled(names[piece]) if isinstance(piece, str) else piece for piece in self._cut
-            ),
-            storage_data=_UnderNewNames(self.storage_data, names),
+        cut = [names[piece] if isinstance(piece, str) else piece for piece in self._cut]
+        renamed = Publication(
+            program=tuple(_pickled(each) if isinstance(each, str) else each for each in cut),
+            storage_data=_under_new_names(self.storage_data, names),
             files=frozenset(names.values()),
         )
+        vars(renamed)["_cut"] = cut  # which would be found again, at the cost of looking
+        return renamed
 
     @cached_property
     def _cut(self) -> list[bytes | str] | None:
@@ -194,22 +195,33 @@ def _pickled(text: str) -> bytes:
     return pickle.BINUNICODE + len(encoded).to_bytes(4, "little") + encoded
 
 
+def _under_new_names(
+    storage_data: Mapping[MetadataIndex, Any], names: Mapping[str, str]
+) -> _UnderNewNames:
+    if isinstance(
+        storage_data, _UnderNewNames
+    ):  # or it would look through one more of them with every save
+        first = {old: names[new] for old, new in storage_data.names.items()}
+        return _UnderNewNames(storage_data.storage_data, first)
+    return _UnderNewNames(storage_data, names)
+
+
 class _UnderNewNames(Mapping[MetadataIndex, Any]):
     """Storage data whose files are called otherwise by now; made anew when somebody looks, which is seldom."""
 
     def __init__(self, storage_data: Mapping[MetadataIndex, Any], names: Mapping[str, str]) -> None:
-        self._storage_data = storage_data
-        self._names = names
+        self.storage_data = storage_data
+        self.names = names
 
     def __getitem__(self, index: MetadataIndex) -> Any:
-        info = self._storage_data[index]
-        return replace(info, relative_path=self._names[info.relative_path])
+        info = self.storage_data[index]
+        return replace(info, relative_path=self.names[info.relative_path])
 
     def __iter__(self) -> Iterator[MetadataIndex]:
-        return iter(self._storage_data)
+        return iter(self.storage_data)
 
     def __len__(self) -> int:
-        return len(self._storage_data)
+        return len(self.storage_data)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)

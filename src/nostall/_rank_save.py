@@ -116,10 +116,10 @@ class RankSave(BackgroundSave):
             if self.aborted:
                 raise SaveAbortedError("the save was aborted", phase="stage")
             written = _writing.write_in_background(snapshot, self.prepared.target, self.engine)
-            self._write_metadata_ahead()
         except BaseException:
             _taking.give_up(snapshot, self.prepared.target, self.engine)
             raise
+        self._write_metadata_ahead()
         if self.aborted:  # meanwhile, by somebody who found no job to cancel
             self.engine.cancel(self.job, written, timeout_s=CANCEL_TIMEOUT_S)
         return written
@@ -153,9 +153,9 @@ class RankSave(BackgroundSave):
     def _settle(self, report: RankReport) -> None:
         if isinstance(report, RankWritten):
             self.progress.to(State.WRITTEN)
-        elif self.ahead is not None:
-            self.ahead.drop()
         super()._settle(report)
+        if self.ahead is not None and not isinstance(report, RankWritten):
+            self.ahead.drop()
 
     def discard(self) -> None:
         """Remove this rank's files of a save that will not be committed, and let the next one have their names.

@@ -49,6 +49,19 @@ class Staged:
     """Who knows whether the copy can be used and tensors may change; ``None`` if both is so."""
 
 
+def require_staged_futures() -> None:
+    """Refuse to stage behind a call that would not wait.
+
+    Raises:
+        OptionError: This torch cannot wait for a copy.
+    """
+    if not _torch.async_save_takes_futures():
+        raise OptionError(
+            "this torch's dcp.async_save cannot stage behind the call",
+            hint='use staging="blocking", or the split functions',
+        )
+
+
 def stage_for_later(
     state_dict: Mapping[str, Any],
     engine: Engine,
@@ -75,13 +88,7 @@ def stage_for_later(
     Raises:
         SaveTimeoutError: Earlier saves still hold all snapshot memory.
         ReservationError: There is not enough host memory.
-        OptionError: This torch cannot wait for a copy.
     """
-    if overlapped and not _torch.async_save_takes_futures():
-        raise OptionError(
-            "this torch's dcp.async_save cannot stage behind the call",
-            hint='use staging="blocking", or the split functions',
-        )
     try:
         if overlapped:
             return _copy_in_background(state_dict, engine, timeline)

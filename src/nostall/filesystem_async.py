@@ -46,7 +46,7 @@ from nostall._publishing import (
 from nostall._rank_save import RankSave
 from nostall._reports import CANCEL_TIMEOUT_S, await_report
 from nostall._runtime import Engine, default_engine
-from nostall._stager import stage_for_later, take_over
+from nostall._stager import require_staged_futures, stage_for_later, take_over
 from nostall._staging import Guard
 from nostall._storage.posix import is_same, may_be_there
 from nostall._storage.streams import StreamTarget
@@ -346,13 +346,16 @@ class FileSystemWriterAsync(FileSystemWriter):
             ReservationError: There is not enough host memory.
             OptionError: This torch cannot wait for a copy.
         """
+        overlapped = self._staging == "overlapped"
+        if overlapped:
+            require_staged_futures()
         timeline = self._staging_timeline = Timeline()
         self._is_staged = True
         staged = stage_for_later(
             state_dict,
             default_engine(),
             timeline,
-            overlapped=self._staging == "overlapped",
+            overlapped=overlapped,
             rank=_rank_among_peers(),
             path=str(self.path),
         )
@@ -398,28 +401,35 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         self._save = RankSave(self._prepare(plan, planner))
 
-    def prepare_known(self, known: _save.KnownSave, sources: list[torch.Tensor | bytes]) -> None:
-        """As :meth:`prepare_write_data`, for a structure that was saved before."""
+    def prepare_known(
+        self,
+        known: _save.KnownSave,
+        sources: list[torch.Tensor | bytes],
+        expected: Publication | None = None,
+    ) -> None:
+        """As :meth:`prepare_write_data`, for a structure that was saved before.
+
+        Args:
+            known: What follows from the structure.
+            sources: One per item of the plan: the live tensor, or the bytes.
+            expected: On the coordinator, what there will be to publish if files are called what they were called last time.
+        """
         engine = default_engine()
         target = self._target(known.share.plan, engine)
         with self._over_if_it_fails(target):
-            self._save = RankSave(_save.prepare_known(known, sources, target=target, engine=engine))
+            save = RankSave(_save.prepare_known(known, sources, target=target, engine=engine))
+            if expected is not None and expected.nbytes >= _ahead.WORTH_IT_NBYTES:
+                save.ahead = self._written_ahead(expected, save.prepared.files)
+        self._save = save
 
-    def write_ahead(self, expected: Publication) -> None:
-        """Write what is expected to be published while the files of the prepared save are written. Coordinator only.
-
-        Only what is worth it, and only where files have their plain names: those of the last save are not known to be right then.
-        """
-        if self._save is None or expected.nbytes < _ahead.WORTH_IT_NBYTES:
-            return
-        if not expected.files.issuperset(self._save.prepared.files):
-            return  # they have names of their own in this directory
-        self._save.ahead = _ahead.WrittenAhead(
-            str(self.path),
-            os.path.basename(self._metadata_path()),
-            expected,
-            sync=bool(self.sync_files),
-        )
+    def _written_ahead(
+        self, expected: Publication, files: tuple[str, ...]
+    ) -> _ahead.WrittenAhead | None:
+        """What is to be written ahead; nothing if this rank's files are called otherwise than expected."""
+        if not expected.files.issuperset(files):
+            return None
+        name = os.path.basename(self._metadata_path())
+        return _ahead.WrittenAhead(str(self.path), name, expected, sync=bool(self.sync_files))
 
     def learn(self, state_dict: dict[str, Any], flat: dict[str, Any]) -> _save.KnownSave | None:
         """What the next save can reuse of the one prepared, before it is staged; ``None`` if nothing is safe to reuse.

@@ -233,10 +233,8 @@ def _prepare_known(
         if sources is None:
             return False
         set_up_writer(writer, known.share.plan, session)
-        writer.prepare_known(known, sources)
         expected = None if metadata is None else cache.known_results.expected(metadata)
-        if expected is not None:
-            writer.write_ahead(expected)
+        writer.prepare_known(known, sources, expected)
     except Exception as error:  # told to every rank when the save is finalised
         writer.fail_later(as_save_error(error, coordination.rank))
     return True

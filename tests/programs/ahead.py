@@ -21,22 +21,26 @@ from states import schedule
 
 
 def saves(out: Path) -> dict[str, Any]:
-    """Four saves to learn the structure, then three: one that works, one that fails on rank 1, and one that works."""
+    """Saves to learn the structure, one that is written ahead, and one that fails on rank 1; the same once more, but that rank 1's
+    structure has changed by the last one."""
     _ahead.WORTH_IT_NBYTES = 0
     rank, cache = dist.get_rank(), CheckpointMetadataCache()
-    taken: list[UnfinishedFile | None] = []
+    taken: dict[int, bool] = {}
     take = _ahead.WrittenAhead.take
 
     def noted(*args: Any, **options: Any) -> UnfinishedFile | None:
-        taken.append(take(*args, **options))
-        return taken[-1]
+        file = take(*args, **options)
+        taken[number] = file is not None
+        return file
 
     _ahead.WrittenAhead.take = noted  # type: ignore[method-assign]  # to see what becomes of it
     state = {f"rank {rank}, {n}": torch.full((100,), float(n)) for n in range(5)}
     failure = ""
     with AsyncCallsQueue() as queue:
-        for number in range(7):
+        for number in range(12):
             fails = number == 5
+            if number == 11 and rank == 1:
+                state["rank 1, 3"] = torch.zeros(7, dtype=torch.float64)
             with ExitStack() as faults:
                 if fails and rank == 1:
                     faults.enter_context(inject(Fault.errno("chunk", errno.ENOSPC)))
@@ -48,8 +52,9 @@ def saves(out: Path) -> dict[str, Any]:
                 failure = str(error)
     dist.barrier()
     return {
-        "was written ahead": bool(taken) and taken[0] is not None,
-        "whole": [nostall.is_complete(out / str(number), deep=True) for number in (4, 5, 6)],
+        "taken": [n for n, is_taken in taken.items() if is_taken],
+        "left alone": [n for n, is_taken in taken.items() if not is_taken],
+        "broken": [n for n in range(12) if not nostall.is_complete(out / str(n), deep=True)],
         "failure": failure,
         "left": [str(path) for path in out.rglob("*.tmp")],
     }

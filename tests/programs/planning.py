@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from nostall import filesystem_async
+from nostall import _publishing
 from nostall._metadata import publication_of
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.core import AsyncCallsQueue
@@ -455,7 +455,7 @@ def over_itself(out: Path) -> Facts:
     cache, path = CheckpointMetadataCache(), out / "over itself"
     facts: Facts = {"made": [], "wrong": [], "names": [], "metadata": []}
     for number in range(6):
-        with patch.object(filesystem_async, "publication_of", wraps=publication_of) as made:
+        with patch.object(_publishing, "publication_of", wraps=publication_of) as made:
             planned = plan(path, make_state(number), cache)
             planned.finish()
         facts["made"].append(made.call_count)
