@@ -9,7 +9,6 @@ import pickle
 import resource
 import signal
 import struct
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -44,6 +43,7 @@ from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import verify
 from nostall.testing import Fault, Hold, inject, writer_pids
 from states import blobs, read_metadata, schedule, small_state
+from waiting import wait_until
 
 # --- the commit itself ------------------------------------------------------------------------------------------------
 
@@ -166,13 +166,6 @@ def held_by(pid: int, directory: Path) -> list[str]:
         with suppress(FileNotFoundError):  # closed meanwhile
             found.append(os.readlink(link))
     return [name for name in found if str(directory) in name]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        os.sched_yield()
 
 
 @pytest.mark.parametrize("files", [2, 150])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from nostall._runtime import default_engine
 from nostall.core import AsyncCallsQueue
 from nostall.testing import writer_pids
 from states import schedule
+from waiting import wait_until
 
 State = dict[str, Any]
 MIB = 1 << 20
@@ -42,7 +45,24 @@ def saves_again_and_again(out: Path, *structures: str) -> None:
             schedule(queue, out / f"{number % 2}", states[number % len(states)])
             queue.wait()
             measured.append(_held())
+        # Or the trainer sends some that nobody closes.
+        (writer,) = writer_pids()
+        wait_until(lambda: not any(map(_is_replaced, _open_in(writer))))
     print(json.dumps(measured))
+
+
+def _open_in(pid: int) -> list[str]:
+    """What the descriptors of a process lead to."""
+    links = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            links.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return links
+
+
+def _is_replaced(link: str) -> bool:
+    """Whether it leads to a file of a checkpoint that was replaced; the writer process gives its room back when it gets to it."""
+    return link.endswith(".distcp (deleted)")
 
 
 def _state_of(mib: int) -> State:
@@ -59,7 +79,9 @@ def _held() -> dict[str, int]:
         "writer": of_writer.rss,
         "reserved": default_engine().arena.reserved_nbytes,
         "trainer descriptors": trainer.num_fds(),
-        "writer descriptors": writer.num_fds(),
+        "writer descriptors": len(
+            [link for link in _open_in(writer.pid) if not _is_replaced(link)]
+        ),
         "trainer threads": trainer.num_threads(),
         "writer threads": writer.num_threads(),
         "children": len(trainer.children(recursive=True)),
