@@ -39,7 +39,7 @@ class _Trainer(WriterProcess):
         self._ready = threading.Event()
         self._on_progress = lambda _job, _nbytes: None
         future: Future[RankReport] = Future()
-        self._waiting = {"j": _Waiting(future=future, on_death=_nobody_dies)}
+        self._waiting = {"j": _Waiting(future=future, on_death=_nobody_dies, holds=None)}
 
 
 def _nobody_dies(failure: Failure) -> RankReport:

@@ -86,7 +86,7 @@ class WrittenAhead:
             self.settled.wait(timeout_s)
             if self._move(_State.WRITTEN, _State.OVER):
                 file, self._file = self._file, None
-                if file is not None and file.has_its_name():
+                if file is not None and file.is_untouched():
                     return file
                 self._file = file  # somebody has tidied up
                 self._discard()

@@ -25,7 +25,7 @@ from nostall._arena import Arena, Block, Lease, address_of
 from nostall._checksum import use_fastest
 from nostall._jobs import RankReport, WriteJob
 from nostall._pipeline.layout import FileNaming, Packing, lay_out
-from nostall._reports import is_done, joined, when_done
+from nostall._reports import CANCEL_TIMEOUT_S, is_done, joined, when_done
 from nostall._staging import any_under_way, wait_for_all
 from nostall._status import SaveStatus, UnderWay
 from nostall._storage.posix import close_all, most_to_hold, remove_and_hold, remove_files
@@ -144,7 +144,9 @@ class Engine:
             after: What was submitted of the same save before; becomes part of the report.
         """
         writers = self.writers(len(jobs))
-        parts = [writer.submit(job, lease.block) for writer, job in zip(writers, jobs, strict=True)]
+        # The jobs' from here on: an exception from outside, such as Ctrl-C, makes the caller give up what is being read already.
+        lease = self.arena.adopt(lease)
+        parts = [writer.submit(job, lease) for writer, job in zip(writers, jobs, strict=True)]
 
         def finish(reports: list[RankReport]) -> RankReport:
             lease.release()  # before the report, so that who waits for it finds the memory free
@@ -227,6 +229,16 @@ class Engine:
         if not is_done(done, timeout_s):
             for writer in writers:
                 writer.kill("it did not stop when the save was aborted", kind="SaveAbortedError")
+
+    def recall(self, job: str) -> None:
+        """Let no writer process go on with a save, whose files may soon be another one's.
+
+        For whoever handles an exception, which may have come from outside when a job was sent already.
+        """
+        with self._lock:
+            answers = [answer for writer in self._writers for answer in writer.answers_to(job)]
+        if answers:
+            self.cancel(job, when_done(answers, joined), timeout_s=CANCEL_TIMEOUT_S)
 
     @contextmanager
     def cancellable(self, job: str) -> Iterator[threading.Event]:

@@ -83,6 +83,7 @@ def _cancel(written: Sequence[Future[RankReport]], target: SaveTarget, engine: E
     # Nothing of a save that is given up may be written later, when its names can be another one's.
     if written:
         engine.cancel(target.job, when_done(written, joined), timeout_s=CANCEL_TIMEOUT_S)
+    engine.recall(target.job)
 
 
 def _begin_snapshot(

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 
 from nostall import _torch
 from nostall._failures import failure_of
@@ -82,6 +83,7 @@ def _pickled(stream: StreamTarget | None) -> bytes | None:
 def _write_in_thread(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> Future[RankReport]:
     future: Future[RankReport] = Future()
     future.set_running_or_notify_cancel()
+    snapshot = replace(snapshot, lease=engine.arena.adopt(snapshot.lease))  # as Engine.submit does
 
     def run() -> None:
         try:

@@ -418,15 +418,16 @@ class FileSystemWriterAsync(FileSystemWriter):
         target = self._target(known.share.plan, engine)
         with self._over_if_it_fails(target):
             save = RankSave(_save.prepare_known(known, sources, target=target, engine=engine))
-            if expected is not None and expected.nbytes >= _ahead.WORTH_IT_NBYTES:
-                save.ahead = self._written_ahead(expected, save.prepared.files)
+            if expected is not None:
+                save.ahead = self._written_ahead(expected, save.prepared)
         self._save = save
 
     def _written_ahead(
-        self, expected: Publication, files: tuple[str, ...]
+        self, expected: Publication, prepared: _save.PreparedSave
     ) -> _ahead.WrittenAhead | None:
-        """What is to be written ahead; nothing if this rank's files are called otherwise than expected."""
-        if not expected.files.issuperset(files):
+        """What is to be written ahead; nothing if it is short, or if this rank's results or files are others than expected."""
+        is_expected = prepared.known is not None and expected.files.issuperset(prepared.files)
+        if not is_expected or expected.nbytes < _ahead.WORTH_IT_NBYTES:
             return None
         name = os.path.basename(self._metadata_path())
         return _ahead.WrittenAhead(str(self.path), name, expected, sync=bool(self.sync_files))

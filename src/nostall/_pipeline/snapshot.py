@@ -93,8 +93,8 @@ def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot
                 and source.data_ptr() != base + file.image_offset + slot.payload_offset
             ):
                 return None
-    _lay_down_containers(layout, lease.block)
     lease.block.primed = None  # its views belong to tensors that the caller may still hold
+    _lay_down_containers(layout, lease.block)
     for file in layout.files:
         for slot in file.slots:
             source = planned.sources[slot.item]
@@ -115,6 +115,7 @@ def _prime(share: Share, layout: Layout, block: Block) -> _Primed:
     primed: _Primed | None = block.primed
     fits = primed and primed.layout_key == layout.key and primed.forms == share.forms
     if not (primed and fits and primed.is_laid_down):
+        write_over(block)  # before: half of it may be there if something comes in between
         _lay_down_containers(layout, block)
     if not (primed and fits):
         block.primed = primed = _views(share, layout, block)

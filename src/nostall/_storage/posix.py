@@ -195,8 +195,8 @@ def identity_of(path: str | int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def is_same(one: str, other: str) -> bool:
-    """Whether two paths lead to the same file or directory, which is there."""
+def is_same(one: str | int, other: str) -> bool:
+    """Whether two paths, or a descriptor and a path, lead to the same file or directory, which is there."""
     try:
         return identity_of(one) == identity_of(other)
     except OSError:
@@ -243,10 +243,11 @@ class UnfinishedFile:
         (fd,) = self._opened
         os.fsync(fd)
 
-    def has_its_name(self) -> bool:
-        """Whether it is what has its name; nobody else is asked to leave it alone."""
+    def is_untouched(self) -> bool:
+        """Whether it is what has its name, and as long as it was written; nobody else is asked to leave it alone."""
         try:
-            return identity_of(self._opened[0]) == identity_of(self.path)
+            named = os.stat(self.path)
+            return is_same(self._opened[0], self.path) and named.st_size == self._at
         except OSError:
             return False
 

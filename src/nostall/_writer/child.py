@@ -41,6 +41,8 @@ class _Waiting(Generic[T]):
     future: Future[T]
     on_death: Callable[[Failure], T]
     """What to answer if the process dies; runs once it is gone, so it may clean up after it."""
+    holds: object
+    """What the process uses until it answers, and nobody else may have before, whoever loses it meanwhile."""
 
 
 class ChildProcess(ABC, Generic[T]):
@@ -154,6 +156,8 @@ class ChildProcess(ABC, Generic[T]):
         job: str,
         on_death: Callable[[Failure], T],
         messages: Iterable[Addressed],
+        *,
+        holds: object = None,
     ) -> Future[T]:
         """Send messages, the last of which asks for a job to be done; the future always ends."""
         future: Future[T] = Future()
@@ -161,7 +165,7 @@ class ChildProcess(ABC, Generic[T]):
         with self._lock:
             death = self._death
             if death is None:
-                self._waiting[job] = _Waiting(future=future, on_death=on_death)
+                self._waiting[job] = _Waiting(future=future, on_death=on_death, holds=holds)
         if death is not None:
             future.set_result(on_death(death))
             return future

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nostall import _checksum
-from nostall._arena import Block
+from nostall._arena import Block, Lease
 from nostall._jobs import Failure, RankFailed, RankReport, SealTable, WriteJob
 from nostall._storage.posix import remove_files
 from nostall._writer.child import Addressed, ChildProcess
@@ -82,12 +82,12 @@ class WriterProcess(ChildProcess[RankReport]):
             io_priority=io_priority,
         )
 
-    def submit(self, job: WriteJob, block: Block) -> Future[RankReport]:
+    def submit(self, job: WriteJob, lease: Lease) -> Future[RankReport]:
         """Hand over a job.
 
         Args:
             job: The files to write; their images must not change before the future is done.
-            block: The arena block that its images lie in.
+            lease: On the arena block that its images lie in; not lost before the process has answered.
 
         Returns:
             A future that always ends: with the writer's report, or a failed one if the process dies; what it had
@@ -101,7 +101,7 @@ class WriterProcess(ChildProcess[RankReport]):
                 rank=job.rank, failure=replace(failure, path=paths[0] if paths else job.directory)
             )
 
-        return self._ask(job.job, on_death, self._messages(job, block))
+        return self._ask(job.job, on_death, self._messages(job, lease.block), holds=lease)
 
     def _messages(self, job: WriteJob, block: Block) -> Iterator[Addressed]:
         """A job, after what the process has to know of but was not told yet."""
@@ -117,6 +117,15 @@ class WriterProcess(ChildProcess[RankReport]):
         """Whether a job of this save is unanswered here."""
         with self._lock:
             return any(job.startswith(f"{save}/") for job in self._waiting)
+
+    def answers_to(self, save: str) -> list[Future[RankReport]]:
+        """The answers that are still to come to jobs of this save."""
+        with self._lock:
+            return [
+                waiting.future
+                for job, waiting in self._waiting.items()
+                if job.startswith(f"{save}/")
+            ]
 
     def cancel(self, save: str) -> None:
         """Ask the process to drop the jobs of a save; they are answered as aborted."""
