@@ -100,7 +100,8 @@ PLACES = [
 def test_an_interrupted_save_spoils_none_that_follows(
     saves: Saves, place: str, *, before: bool
 ) -> None:
-    """Neither one of the same structure, which finds memory as the interrupted one has left it, nor one of another."""
+    """Neither one of the same structure, which finds memory as the interrupted one has left it, nor one of another; and nothing is
+    left of it."""
     module, _, qualified = place.partition(":")
     *owner, name = qualified.split(".")
     target: Any = import_module(module)
@@ -114,10 +115,11 @@ def test_an_interrupted_save_spoils_none_that_follows(
             pytest.raises(KeyboardInterrupt),
         ):
             saves.start("b", f"interrupted {number}")
+        assert list((saves.root / f"interrupted {number}").iterdir()) == []
+        assert nostall.status() == ()
         for name_of_next in ("a", "b"):
             path = saves.save(name_of_next, f"{name_of_next} after {number}")
             saves.require_as_stock(name_of_next, path)
-        assert not (saves.root / f"interrupted {number}" / ".metadata").exists()
 
 
 def test_memory_that_is_being_written_is_nobody_elses(saves: Saves) -> None:

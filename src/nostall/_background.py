@@ -77,6 +77,14 @@ class BackgroundSave(ABC):
         self._settle(RankFailed(rank=self.rank, failure=failure))
         self.progress.end()
 
+    def give_up(self, interrupt: BaseException) -> None:
+        """Leave nothing of a save whose scheduling was interrupted, wherever that was."""
+        self.aborted = True
+        self.engine.recall(self.job)
+        self.fail(interrupt, phase="start")
+        self.discard()
+        self.progress.end()
+
     def await_report(self) -> RankReport:
         """What came of it, waiting if need be; a report that does not come in time is a failed one."""
         if not self._was_started and not self._report.done():

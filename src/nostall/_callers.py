@@ -89,6 +89,9 @@ class AsyncCaller(ABC):
             # The other ranks wait for this one; all of them raise when finalising.
             self._fail(call, error, phase="stage")
             return call
+        except BaseException as error:
+            self._forget(call, error)
+            raise
         call.life.to(State.STAGED)
         fd = None
         if call.native is None:
@@ -103,8 +106,17 @@ class AsyncCaller(ABC):
         except Exception as error:  # no process to be had, say; told to all ranks when finalising
             self._fail(call, error, phase="start")
             return call
+        except BaseException as error:
+            self._forget(call, error)
+            raise
         call.life.to(State.WRITING)
         return call
+
+    def _forget(self, call: Call, interrupt: BaseException) -> None:
+        """Leave nothing of a request that nobody gets to know of, as its scheduling was interrupted."""
+        self._calls.remove(call)
+        if call.native is not None:
+            call.native.give_up(interrupt)
 
     def _start(self, call: Call, args: list[Any], call_fd: int | None) -> None:
         if call.native is not None:
