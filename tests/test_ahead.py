@@ -82,8 +82,7 @@ def temporary(path: Path) -> list[Path]:
 def is_written(path: Path) -> bool:
     """Whether something is written ahead, or was."""
     for ahead in list(_ahead._all):
-        if ahead.is_going_on:
-            assert ahead.settled.wait(DEADLINE_S)
+        assert ahead.settled.wait(DEADLINE_S)
     return bool(temporary(path)) and temporary(path)[0].stat().st_size > 0
 
 
@@ -333,10 +332,12 @@ def test_one_that_was_not_started_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_one_that_is_over_is_not_started_any_more(tmp_path: Path) -> None:
     """An abort may come before the snapshot is taken."""
-    ahead = written_ahead(tmp_path, a_publication())
+    publication = a_publication()
+    ahead = written_ahead(tmp_path, publication)
     ahead.drop()
     ahead.start()
     assert not is_written(tmp_path)
+    assert ahead.take(publication, timeout_s=1e9) is None  # and not waited for
     assert temporary(tmp_path) == []
 
 

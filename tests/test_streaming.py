@@ -10,7 +10,6 @@ import platform
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,14 +33,6 @@ GUARD = 64
 has_avx = pytest.mark.skipif(
     platform.machine() != "x86_64" or not _torch.runs_avx(), reason="the processor has no AVX"
 )
-
-
-@pytest.fixture(autouse=True)
-def no_choice_is_kept() -> Iterator[None]:
-    """Which copy is used is found out once per process."""
-    _copying._copy_of_much.cache_clear()
-    yield
-    _copying._copy_of_much.cache_clear()
 
 
 def streaming() -> _streaming.Copy:
@@ -128,26 +119,36 @@ def save_twice(path: Path) -> dict[str, torch.Tensor]:
 
 @has_avx
 @pytest.mark.parametrize("threads", [1, 3])
-def test_snapshots_of_more_than_caches_hold_have_every_bit(tmp_path: Path, threads: int) -> None:
+def test_snapshots_of_more_than_caches_hold_have_every_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
     """As stock writes them."""
+    copied: list[int] = []
+
+    def noted(to: int, of: int, nbytes: int) -> None:
+        copied.append(nbytes)
+        streaming_now(to, of, nbytes)
+
+    assert _copying._copy_of_much.__wrapped__() is not _copying._memcpy
+    streaming_now = streaming()
+    monkeypatch.setattr(_copying, "_copy_of_much", lambda: noted)
     nostall.configure(EngineOptions(copy_threads=threads))
     try:
         state = save_twice(tmp_path)
     finally:
         nostall.configure(EngineOptions())
-    assert _copying._copy_of_much.cache_info().currsize == 1
-    assert _copying._copy_of_much() is not _copying._memcpy
+    assert sum(copied) == 2 * sum(tensor.nbytes for tensor in state.values())
     torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
     assert blobs(tmp_path / "1") == blobs(tmp_path / "stock")
 
 
-def test_little_is_copied_by_way_of_the_cache() -> None:
+def test_little_is_copied_by_way_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where what was copied is found when it is checksummed."""
+    monkeypatch.delattr(_copying, "_copy_of_much")  # whoever asks fails
     source = torch.ones(_copying._MORE_THAN_CACHES_HOLD_NBYTES - 1, dtype=torch.uint8)
     view = torch.zeros_like(source)
     Places([view]).fill([source], threads=2).wait()
     assert torch.equal(source, view)
-    assert not _copying._copy_of_much.cache_info().currsize
 
 
 def refuse(*_: object) -> int | None:
@@ -173,8 +174,10 @@ def test_without_it_snapshots_are_copied_all_the_same(
         case _:
             monkeypatch.setattr(_torch, "runs_avx", lambda: False)
     with caplog.at_level(logging.WARNING):
+        chosen = _copying._copy_of_much.__wrapped__()  # anew, as in a process of its own
+        monkeypatch.setattr(_copying, "_copy_of_much", lambda: chosen)
         state = save_twice(tmp_path)
-    assert _copying._copy_of_much() is _copying._memcpy
+    assert chosen is _copying._memcpy
     assert not caplog.records
     torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
     assert blobs(tmp_path / "1") == blobs(tmp_path / "stock")

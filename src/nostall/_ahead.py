@@ -54,14 +54,9 @@ class WrittenAhead:
         self._lock = threading.Lock()
         self._state = _State.WAITING
         self.settled = threading.Event()
-        """The thread does nothing more."""
+        """No thread does anything more."""
         self._file: UnfinishedFile | None = None
         _all.add(self)
-
-    @property
-    def is_going_on(self) -> bool:
-        """Whether it is going to be written, or is, or was, and nobody has taken or removed it."""
-        return self._state is not _State.OVER
 
     def start(self) -> None:
         """Begin to write. Once, and not any more when the save is over."""
@@ -82,24 +77,31 @@ class WrittenAhead:
             publication: What is going to be published. If it is not what was expected, the file is removed.
             timeout_s: How long to wait for the file.
         """
-        if publication is self._publication and self._state is not _State.WAITING:
-            self.settled.wait(timeout_s)
+        if publication is self._publication:
+            if self._state is _State.WRITING:
+                self.settled.wait(timeout_s)
             if self._move(_State.WRITTEN, _State.OVER):
-                file, self._file = self._file, None
-                if file is not None and file.is_untouched():
-                    return file
-                self._file = file  # somebody has tidied up
-                self._discard()
+                return self._handed_over()
         self.drop()
         return None
 
+    def _handed_over(self) -> UnfinishedFile | None:
+        file = self._file
+        if file is None or not file.is_untouched():  # somebody has tidied up
+            self._discard()
+            return None
+        self._file = None
+        return file
+
     def drop(self) -> None:
         """Remove the file. Idempotent; a thread that is still at it closes it when storage lets go."""
-        was = self._end()
-        if was is _State.WRITTEN:
-            self._discard()
-        elif was is _State.WRITING:
-            remove_files([self._path])
+        match self._end():
+            case _State.WAITING:
+                self.settled.set()
+            case _State.WRITING:
+                remove_files([self._path])
+            case _State.WRITTEN:
+                self._discard()
 
     def _move(self, before: _State, after: _State) -> bool:
         with self._lock:

@@ -198,9 +198,8 @@ def _pickled(text: str) -> bytes:
 def _under_new_names(
     storage_data: Mapping[MetadataIndex, Any], names: Mapping[str, str]
 ) -> _UnderNewNames:
-    if isinstance(
-        storage_data, _UnderNewNames
-    ):  # or it would look through one more of them with every save
+    if isinstance(storage_data, _UnderNewNames):
+        # Or it would look through one more of them with every save.
         first = {old: names[new] for old, new in storage_data.names.items()}
         return _UnderNewNames(storage_data.storage_data, first)
     return _UnderNewNames(storage_data, names)
