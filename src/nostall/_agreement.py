@@ -7,6 +7,8 @@ looked up where every rank has left word of how many requests it has scheduled.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -41,10 +43,18 @@ class Scheduled:
     def __init__(self) -> None:
         self._count = 0
 
-    def one_more(self, coordination: Coordination) -> None:
-        """Count one, and leave word of it."""
+    @contextmanager
+    def one_more(self, coordination: Coordination) -> Iterator[None]:
+        """Count one and leave word of it, before it is begun: afterwards its copy has the cores. Taken back if it fails."""
         self._count += 1
         coordination.announce(self._count)
+        try:
+            yield
+        except BaseException:
+            self._count -= 1
+            with suppress(RuntimeError):  # the store has gone; why the request failed matters more
+                coordination.announce(self._count)
+            raise
 
     def forget_after_fork(self) -> None:
         """In a forked child, which has scheduled nothing."""

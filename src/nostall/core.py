@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import wait
+from contextlib import AbstractContextManager, nullcontext
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -139,14 +140,19 @@ class AsyncCallsQueue:
             )
         with preemption.deferred():
             index = self._next_index
-            call = self._caller.begin(request.freeze()._replace(call_idx=index))
+            with self._counted():
+                call = self._caller.begin(request.freeze()._replace(call_idx=index))
             self._next_index += 1
             self._calls.append(call)
             _unfinished[self] = None
-            if self.is_distributed:
-                prepare_for_exit()
-                _scheduled.one_more(coordination_for(self._process_group))
             return index
+
+    def _counted(self) -> AbstractContextManager[None]:
+        """Where other ranks are to know of the request that is scheduled inside."""
+        if not self.is_distributed:
+            return nullcontext()
+        prepare_for_exit()
+        return _scheduled.one_more(coordination_for(self._process_group))
 
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False

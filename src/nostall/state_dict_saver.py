@@ -363,7 +363,7 @@ def _tell(writer: FileSystemWriterAsync, cache: CheckpointMetadataCache | None) 
 
 
 def _log_committed(writer: FileSystemWriterAsync) -> None:
-    stats = writer.stats
+    stats = writer.stats if _log.isEnabledFor(logging.INFO) else None
     if stats is not None:
         _log.info(
             "committed path=%s rank=%d bytes=%d files=%d staged=%.3fs written=%.3fs commit=%.3fs slowest_rank=%s",

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import nostall
 from nostall import _agreement, core
 from nostall.core import AsyncCallsQueue, AsyncRequest
-from nostall.errors import SaveTimeoutError
+from nostall.errors import SaveTimeoutError, StagingError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.testing import Fault, Hold, inject
@@ -225,7 +226,7 @@ def gets_sigterm_on_ranks(out: Path) -> dict[str, Any]:
 
 
 def does_not_poll(out: Path) -> str | None:
-    """Rank 1 does not take part in a poll, having scheduled nothing."""
+    """Rank 1 does not take part in a poll, having scheduled nothing but what was refused."""
     nostall.configure(EngineOptions(save_timeout_s=2.0))
     _agreement.PATIENCE_S = 0.0
     store = dist.distributed_c10d._get_default_store()
@@ -233,6 +234,9 @@ def does_not_poll(out: Path) -> str | None:
     said = None
     if dist.get_rank() == 0:
         queue.schedule_async_request(AsyncRequest(None, (), []))
+    else:
+        with suppress(StagingError):  # if it is not, it counts
+            queue.schedule_async_request(AsyncRequest(print, (threading.Lock(),), []))
     dist.barrier()
     if dist.get_rank() == 0:
         try:
