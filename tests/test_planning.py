@@ -23,7 +23,7 @@ from states import small_state
 
 Found = dict[str, Any]
 
-EXCHANGE = {"gather_object": 1, "scatter_object_list": 1}
+EXCHANGE = {"all_gather": 1, "scatter_object_list": 1}
 """All ranks plan together."""
 FIRST = {"all_reduce": 1, **EXCHANGE}
 """The same, after finding out that not all of them have loaded plans that fit."""
@@ -62,15 +62,15 @@ def test_a_failure_among_saves_of_a_known_structure_leaves_the_others_right(
         assert said["known"] == [False] * 2 + [True] * 10
 
 
-def test_a_poll_is_one_reduction_and_finalising_two_object_collectives(found: list[Found]) -> None:
+def test_a_poll_is_one_reduction_and_finalising_two_short_messages(found: list[Found]) -> None:
     """A queue reduces a few integers per request that it looks at, two more when it is finalised, and nothing while nothing
     is scheduled."""
     for facts in found:
         said = facts["steady_state"]
         assert said["poll and finalize"] == {
             "all_reduce": 2,
-            "gather_object": 1,
-            "broadcast_object_list": 1,
+            "all_gather": 1,
+            "broadcast": 1,
         }
         assert said["idle poll"] == NOTHING
 
@@ -150,7 +150,7 @@ def test_two_kinds_of_checkpoint_do_not_disturb_each_other(found: list[Found]) -
         for kind in ("model", "ema"):
             assert said["plan"][kind] == [FIRST, EXCHANGE, NOTHING, NOTHING]
         assert said["through one"][:2] == [NOTHING, NOTHING]
-        assert all(exchange["gather_object"] == 1 for exchange in said["through one"][2:])
+        assert all(exchange["all_gather"] == 1 for exchange in said["through one"][2:])
         assert said["wrong"] == []
 
 
@@ -244,7 +244,7 @@ def test_every_rank_learns_which_rank_could_not_plan(
         assert f"[rank={rank} phase=plan]" in failed["text"]
         assert ("Worker failure" in failed["text"]) == (here == 0)
         assert failed["left"] == []
-        assert failed["next"]["gather_object"] == 1
+        assert failed["next"]["all_gather"] == 1
         assert failed["wrong"] == []
 
 

@@ -6,6 +6,7 @@ All of it happens on the caller's thread, on a group that the caller named. ``ma
 
 from __future__ import annotations
 
+import pickle
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from nostall import _torch
+from nostall._rank_messages import broadcast_message, gather_messages
 from nostall.errors import RankLostError
 
 T = TypeVar("T")
@@ -175,18 +177,23 @@ class TorchGroup:
         return found
 
     def gather(self, value: T) -> list[T] | None:
-        """One gather_object."""
-        collected: list[Any] | None = [None] * self.world_size if self.is_coordinator else None
+        """One all_gather of short messages, and a gather of what is longer."""
+        message, device = pickle.dumps(value), _torch.device_for_collectives(self._group)
         with self._together():
-            dist.gather_object(value, collected, dst=self._coordinator_global, group=self._group)
-        return collected
+            gathered = gather_messages(
+                message, to=self.coordinator, group=self._group, device=device
+            )
+        return None if gathered is None else [pickle.loads(each) for each in gathered]
 
     def broadcast(self, value: T | None) -> T:
-        """One broadcast_object_list."""
-        holder: list[Any] = [value]
+        """One broadcast of a short message, and another one of what is longer."""
+        message = pickle.dumps(value) if self.is_coordinator else b""
+        device = _torch.device_for_collectives(self._group)
         with self._together():
-            dist.broadcast_object_list(holder, src=self._coordinator_global, group=self._group)
-        return holder[0]  # type: ignore[no-any-return]  # torch fills the list in place
+            told = broadcast_message(
+                message, source=self.coordinator, group=self._group, device=device
+            )
+        return pickle.loads(told)  # type: ignore[no-any-return]  # what the coordinator has sent
 
     def scatter(self, values: list[T] | None) -> T:
         """One scatter_object_list."""

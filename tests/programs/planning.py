@@ -60,8 +60,9 @@ _COLLECTIVES = (
 
 
 @contextmanager
-def collectives() -> Iterator[Counter[str]]:
-    """Count the calls of ``torch.distributed``'s collectives by name."""
+def collectives(*, by_message: bool = True) -> Iterator[Counter[str]]:
+    """Count the calls of ``torch.distributed``'s collectives by name; the gather that completes long messages to the
+    coordinator does not count ``by_message``."""
     seen: Counter[str] = Counter()
     originals = {name: getattr(dist, name) for name in _COLLECTIVES}
 
@@ -79,6 +80,8 @@ def collectives() -> Iterator[Counter[str]]:
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
+        if by_message and seen["gather"] <= seen["all_gather"]:
+            del seen["gather"]
 
 
 # --- states and their changes ---------------------------------------------------------------------------------------
