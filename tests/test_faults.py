@@ -202,7 +202,9 @@ def test_ranks_that_save_to_different_directories_are_told_so(
 def test_a_coordinator_that_cannot_publish_raises_on_every_rank(
     other_faults: list[dict[str, Report]], title: str
 ) -> None:
-    """Metadata that cannot be written fails the save everywhere, with path and errno, and publishes nothing."""
+    """Metadata that cannot be written fails the save everywhere, with path and errno, and on the rank itself with what
+    the system said as its cause; nothing is published."""
+    assert "IsADirectoryError" in only_failure(other_faults[0][title], 0)["causes"]
     for reports in other_faults:
         failure = only_failure(reports[title], 0)
         assert failure["kind"] == "WriteError"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -38,22 +38,24 @@ class View:
 
 
 class Scheduled:
-    """How many requests this process has scheduled with others, over all of its queues."""
+    """How many requests this process has scheduled with others, or is scheduling, over all of its queues."""
 
     def __init__(self) -> None:
         self._count = 0
 
     @contextmanager
     def one_more(self, coordination: Coordination) -> Iterator[None]:
-        """Count one and leave word of it, before it is begun: afterwards its copy has the cores. Taken back if it fails."""
+        """Count a request that is scheduled inside, unless that fails.
+
+        Word of it is left first: once its copy has begun, whose threads take the cores, that takes a millisecond.
+        """
         self._count += 1
-        coordination.announce(self._count)
         try:
+            coordination.announce(self._count)
             yield
         except BaseException:
             self._count -= 1
-            with suppress(RuntimeError):  # the store has gone; why the request failed matters more
-                coordination.announce(self._count)
+            coordination.announce(self._count)
             raise
 
     def forget_after_fork(self) -> None:
@@ -67,7 +69,7 @@ class Scheduled:
         who = (
             f"ranks {sorted(behind)} have scheduled fewer requests ({behind})"
             if behind
-            else "all ranks have scheduled as many requests, so some of them do not poll, or have ended"
+            else "all ranks have scheduled as many requests, so some of them do not poll, are still scheduling, or have ended"
         )
         return SaveTimeoutError(
             f"other ranks did not poll within {waited_s:.1f} s; this one has scheduled {self._count} requests; {who}",

@@ -6,6 +6,7 @@ All of it happens on the caller's thread, on a group that the caller named. ``ma
 
 from __future__ import annotations
 
+import logging
 import pickle
 import re
 import time
@@ -22,6 +23,8 @@ from nostall._rank_messages import broadcast_message, gather_messages
 from nostall.errors import RankLostError
 
 T = TypeVar("T")
+
+_log = logging.getLogger("nostall")
 
 _KEY = "nostall/scheduled/"
 _TIMED_OUT = re.compile(r"time(d )?-?out", re.IGNORECASE)
@@ -159,10 +162,14 @@ class TorchGroup:
             return [int(value) for value in tensor.tolist()]
 
     def announce(self, number: int) -> None:
-        """One entry in the store that the process group was made with."""
+        """One entry in the store that the process group was made with; a store that has gone costs only the word."""
         store = _torch.default_store()
-        if store is not None:
+        if store is None:
+            return
+        try:
             store.set(f"{_KEY}{dist.get_rank()}", str(number))
+        except RuntimeError:
+            _log.debug("other ranks cannot be told how far this one is", exc_info=True)
 
     def announced(self) -> dict[int, int]:
         """What is in that store."""
@@ -177,22 +184,24 @@ class TorchGroup:
         return found
 
     def gather(self, value: T) -> list[T] | None:
-        """One all_gather of short messages, and a gather of what is longer."""
+        """One all_gather of short messages; a gather follows if one is long."""
         message, device = pickle.dumps(value), _torch.device_for_collectives(self._group)
         with self._together():
-            gathered = gather_messages(
-                message, to=self.coordinator, group=self._group, device=device
+            messages = gather_messages(
+                message, receiver=self._coordinator_global, group=self._group, device=device
             )
-        return None if gathered is None else [pickle.loads(each) for each in gathered]
+        return None if messages is None else [pickle.loads(each) for each in messages]
 
     def broadcast(self, value: T | None) -> T:
-        """One broadcast of a short message, and another one of what is longer."""
+        """One broadcast of a short message; another one follows if it is long."""
         message = pickle.dumps(value) if self.is_coordinator else b""
         device = _torch.device_for_collectives(self._group)
         with self._together():
             told = broadcast_message(
-                message, source=self.coordinator, group=self._group, device=device
+                message, sender=self._coordinator_global, group=self._group, device=device
             )
+        if self.is_coordinator:  # what was sent has lost the causes of its errors
+            return value  # type: ignore[return-value]  # the coordinator never broadcasts None where T excludes it
         return pickle.loads(told)  # type: ignore[no-any-return]  # what the coordinator has sent
 
     def scatter(self, values: list[T] | None) -> T:

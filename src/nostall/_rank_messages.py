@@ -2,78 +2,101 @@
 
 torch's object collectives tell lengths first and contents then. What ranks say when they finalise a save of a structure
 that they know is a few hundred bytes (measured: 637 with eight files per rank, and 65 back), so here the first collective
-carries a block of a fixed size, which begins with the message's length, and only what does not fit needs a second one.
+carries a block of a fixed size, which begins with the message's length and has room for a short message. A long one
+follows in a second collective.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 BLOCK_NBYTES = 1024
-"""What every rank sends to every rank in any case; small beside what a collective costs among as many."""
+"""What every rank sends to every rank in any case; 10 MB arrive at each of 10,000 ranks."""
 _LENGTH = struct.Struct("<Q")
 ROOM_NBYTES = BLOCK_NBYTES - _LENGTH.size
-"""The length of the longest message that needs one collective."""
+"""The length of the longest short message."""
 
 
 def gather_messages(
-    message: bytes, *, to: int, group: dist.ProcessGroup | None, device: torch.device
-) -> list[bytes] | None:
-    """Every rank's message, in rank order, on one rank; ``None`` elsewhere. Collective.
+    message: bytes, *, receiver: int, group: dist.ProcessGroup | None, device: torch.device
+) -> list[memoryview] | None:
+    """Every rank's message, in the order of ranks, on the receiver; ``None`` elsewhere. Collective.
 
     Args:
         message: This rank's.
-        to: Who gets them, by its rank within the group.
+        receiver: Who gets them, by its rank in the default group.
         group: The ranks; the default group if ``None``.
         device: One on which the group can run a collective.
     """
-    here, size = dist.get_rank(group), dist.get_world_size(group)
-    firsts = torch.empty(size, BLOCK_NBYTES, dtype=torch.uint8, device=device)
-    dist.all_gather(list(firsts), _block(message).to(device), group=group)
-    blocks = _rows(firsts)
-    lengths = [_length(block) for block in blocks]
+    is_receiver, size = dist.get_rank() == receiver, dist.get_world_size(group)
+    blocks = _Rows(size, BLOCK_NBYTES, device)
+    dist.all_gather(blocks.to_fill, _block(message).to(device), group=group)
+    filled = blocks.filled()
+    lengths = [_length(block) for block in filled]
     longest = max(lengths)
-    rests: Sequence[bytes] = [b""] * size
-    if longest > ROOM_NBYTES:
-        mine = _padded(message[ROOM_NBYTES:], longest - ROOM_NBYTES).to(device)
-        parts = mine.new_empty(size if here == to else 0, len(mine))
-        target = to if group is None else dist.get_global_rank(group, to)
-        dist.gather(mine, list(parts) if here == to else None, dst=target, group=group)
-        rests = _rows(parts)
-    if here != to:
+    if longest <= ROOM_NBYTES:
+        return [_short(block) for block in filled] if is_receiver else None
+    mine = _padded(message, longest).to(device)
+    if not is_receiver:
+        dist.gather(mine, None, dst=receiver, group=group)
         return None
-    return [
-        _joined(block, rest, length)
-        for block, rest, length in zip(blocks, rests, lengths, strict=True)
-    ]
+    messages = _Rows(size, longest, device)
+    dist.gather(mine, messages.to_fill, dst=receiver, group=group)
+    return [row[:length] for row, length in zip(messages.filled(), lengths, strict=True)]
 
 
 def broadcast_message(
-    message: bytes, *, source: int, group: dist.ProcessGroup | None, device: torch.device
-) -> bytes:
+    message: bytes, *, sender: int, group: dist.ProcessGroup | None, device: torch.device
+) -> memoryview:
     """One rank's message on every rank. Collective.
 
     Args:
-        message: The source's; what others give is not looked at.
-        source: Whose it is, by its rank within the group.
+        message: The sender's; what others give is not looked at.
+        sender: Whose it is, by its rank in the default group.
         group: The ranks; the default group if ``None``.
         device: One on which the group can run a collective.
     """
-    sender = source if group is None else dist.get_global_rank(group, source)
-    first = _block(message).to(device)
-    dist.broadcast(first, src=sender, group=group)
-    (block,) = _rows(first.unsqueeze(0))
-    length = _length(block)
-    if length <= ROOM_NBYTES:
-        return _joined(block, b"", length)
-    rest = _padded(message[ROOM_NBYTES:], length - ROOM_NBYTES).to(device)
-    dist.broadcast(rest, src=sender, group=group)
-    (tail,) = _rows(rest.unsqueeze(0))
-    return _joined(block, tail, length)
+    block = _told(_block(message), sender, group, device)
+    if _length(block) <= ROOM_NBYTES:
+        return _short(block)
+    return _told(_padded(message, _length(block)), sender, group, device)
+
+
+def _told(
+    mine: torch.Tensor, sender: int, group: dist.ProcessGroup | None, device: torch.device
+) -> memoryview:
+    row = _Rows(1, len(mine), device)
+    (tensor,) = row.to_fill
+    tensor.copy_(mine)
+    dist.broadcast(tensor, src=sender, group=group)
+    (told,) = row.filled()
+    return told
+
+
+class _Rows:
+    """Room for as many bytes from each of some ranks, on the device of a group and then on the host."""
+
+    def __init__(self, count: int, nbytes: int, device: torch.device) -> None:
+        self._nbytes = nbytes
+        self._content = bytearray(count * nbytes)
+        self._here = torch.frombuffer(self._content, dtype=torch.uint8).view(count, nbytes)
+        self._there = self._here.to(device)
+        """On the CPU the same tensor, so that nothing is copied."""
+
+    @property
+    def to_fill(self) -> list[torch.Tensor]:
+        """A tensor for each row."""
+        return list(self._there)
+
+    def filled(self) -> list[memoryview]:
+        """The rows, once they are filled."""
+        self._here.copy_(self._there)
+        content = memoryview(self._content)
+        starts = range(0, len(content), self._nbytes)
+        return [content[start : start + self._nbytes] for start in starts]
 
 
 def _block(message: bytes) -> torch.Tensor:
@@ -81,22 +104,15 @@ def _block(message: bytes) -> torch.Tensor:
 
 
 def _padded(content: bytes, nbytes: int) -> torch.Tensor:
+    """Cut off, or filled up with zeros."""
     return torch.frombuffer(bytearray(content[:nbytes].ljust(nbytes, b"\0")), dtype=torch.uint8)
 
 
-def _length(block: bytes) -> int:
+def _length(block: memoryview) -> int:
+    """That of the message whose first block this is."""
     (length,) = _LENGTH.unpack_from(block)
     return int(length)
 
 
-def _joined(block: bytes, rest: bytes, length: int) -> bytes:
-    return (block[_LENGTH.size :] + rest)[:length]
-
-
-def _rows(tensor: torch.Tensor) -> Sequence[bytes]:
-    """The rows of a matrix of bytes, which may be on any device."""
-    rows, width = tensor.shape
-    content = bytearray(rows * width)
-    if content:
-        torch.frombuffer(content, dtype=torch.uint8).view(rows, width).copy_(tensor)
-    return [bytes(content[row * width : (row + 1) * width]) for row in range(rows)]
+def _short(block: memoryview) -> memoryview:
+    return block[_LENGTH.size :][: _length(block)]

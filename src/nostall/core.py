@@ -140,15 +140,15 @@ class AsyncCallsQueue:
             )
         with preemption.deferred():
             index = self._next_index
-            with self._counted():
+            with self._counting():
                 call = self._caller.begin(request.freeze()._replace(call_idx=index))
             self._next_index += 1
             self._calls.append(call)
             _unfinished[self] = None
             return index
 
-    def _counted(self) -> AbstractContextManager[None]:
-        """Where other ranks are to know of the request that is scheduled inside."""
+    def _counting(self) -> AbstractContextManager[None]:
+        """Let other ranks know of the request that is scheduled inside."""
         if not self.is_distributed:
             return nullcontext()
         prepare_for_exit()

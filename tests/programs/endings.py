@@ -235,7 +235,9 @@ def does_not_poll(out: Path) -> str | None:
     if dist.get_rank() == 0:
         queue.schedule_async_request(AsyncRequest(None, (), []))
     else:
-        with suppress(StagingError):  # if it is not, it counts
+        with suppress(
+            StagingError
+        ):  # where it is not refused, rank 0's message says that it was scheduled
             queue.schedule_async_request(AsyncRequest(print, (threading.Lock(),), []))
     dist.barrier()
     if dist.get_rank() == 0:

@@ -78,7 +78,12 @@ def outcome_of(save: Callable[[], object]) -> dict[str, Any]:
 
 def _plain(error: BaseException) -> dict[str, Any]:
     names = ("rank", "phase", "path", "errno", "exit_code", "message")
-    return {"kind": type(error).__name__, **{name: getattr(error, name, None) for name in names}}
+    causes, cause = [], error.__cause__
+    while cause is not None:
+        causes.append(type(cause).__name__)
+        cause = cause.__cause__
+    plain = {name: getattr(error, name, None) for name in names}
+    return {"kind": type(error).__name__, "causes": causes, **plain}
 
 
 def digest(path: Path) -> str:

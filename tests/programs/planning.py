@@ -60,9 +60,9 @@ _COLLECTIVES = (
 
 
 @contextmanager
-def collectives(*, by_message: bool = True) -> Iterator[Counter[str]]:
-    """Count the calls of ``torch.distributed``'s collectives by name; the gather that completes long messages to the
-    coordinator does not count ``by_message``."""
+def collectives(*, long_messages: bool = False) -> Iterator[Counter[str]]:
+    """Count the calls of ``torch.distributed``'s collectives by name; those gathers that come after an all_gather, to carry
+    what is too long for it, only with ``long_messages``."""
     seen: Counter[str] = Counter()
     originals = {name: getattr(dist, name) for name in _COLLECTIVES}
 
@@ -80,7 +80,7 @@ def collectives(*, by_message: bool = True) -> Iterator[Counter[str]]:
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
-        if by_message and seen["gather"] <= seen["all_gather"]:
+        if not long_messages and seen["gather"] <= seen["all_gather"]:
             del seen["gather"]
 
 
@@ -231,7 +231,7 @@ def steady_state(out: Path) -> Facts:
                 schedule(queue, path, make_state(number), cache=cache)
             facts["plan"].append(dict(said))
             facts["status"].append(cache.get_metadata_caching_status())
-            with collectives() as said:
+            with collectives(long_messages=True) as said:
                 queue.wait()
             facts["poll and finalize"] = dict(said)
             facts["wrong"] += loaded_wrong(path, make_state(number), make_state(0))

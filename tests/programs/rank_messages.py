@@ -1,15 +1,21 @@
-"""Ranks that send each other messages of all lengths."""
+"""Ranks that send each other messages of all lengths, and ranks that cannot leave word."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nostall import _torch
 from nostall._rank_messages import ROOM_NBYTES, broadcast_message, gather_messages
-from programs.planning import collectives
+from nostall.core import AsyncCallsQueue
+from programs.entry_points import loaded_wrong
+from programs.planning import collectives, make_state
+from states import schedule
 
 LENGTHS = (0, 1, ROOM_NBYTES - 1, ROOM_NBYTES, ROOM_NBYTES + 1, 3 * ROOM_NBYTES, 1_000_000)
 CPU = torch.device("cpu")
@@ -20,7 +26,39 @@ def message(rank: int, length: int) -> bytes:
     return bytes((7 * rank + position) % 251 for position in range(length))
 
 
-def everything(out: Path) -> dict[str, Any]:
+STORE = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def save_without_store(out: Path) -> dict[str, Any]:
+    """Two saves of ranks whose store has been killed."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
+    server.kill()
+    server.communicate()
+    _torch.default_store = lambda: store
+    with AsyncCallsQueue() as queue:
+        for number in (1, 2):
+            schedule(queue, out / str(number), make_state(number))
+            queue.wait()
+    try:
+        store.set("anything", "")
+    except RuntimeError:
+        gone = True
+    else:
+        gone = False
+    return {"gone": gone, "wrong": loaded_wrong(out / "2", make_state(2), make_state(0))}
+
+
+def send_all_lengths(out: Path) -> dict[str, Any]:
     """What arrives, of how many collectives, if all are of one length and if one rank's is longer; in a group of two of three
     ranks, too."""
     del out
@@ -32,13 +70,13 @@ def everything(out: Path) -> dict[str, Any]:
             lengths = [length if rank == longer else min(length, 5) for rank in range(size)]
             if longer is None:
                 lengths = [length] * size
-            with collectives(by_message=False) as seen:
+            with collectives(long_messages=True) as seen:
                 gathered = gather_messages(
-                    message(here, lengths[here]), to=1, group=None, device=CPU
+                    message(here, lengths[here]), receiver=1, group=None, device=CPU
                 )
                 told = broadcast_message(
                     message(1, lengths[1]) if here == 1 else b"not mine to say",
-                    source=1,
+                    sender=1,
                     group=None,
                     device=CPU,
                 )
@@ -48,8 +86,8 @@ def everything(out: Path) -> dict[str, Any]:
             found["rounds"][f"{length} {longer}"] = dict(seen)
     if here != 1:
         own = dist.get_rank(pair)
-        gathered = gather_messages(message(here, 2000), to=1, group=pair, device=CPU)
-        told = broadcast_message(message(here, 2000), source=1, group=pair, device=CPU)
+        gathered = gather_messages(message(here, 2000), receiver=2, group=pair, device=CPU)
+        told = broadcast_message(message(here, 2000), sender=2, group=pair, device=CPU)
         members = dist.get_process_group_ranks(pair)
         if gathered != ([message(rank, 2000) for rank in members] if own == 1 else None):
             found["wrong"].append("gathered in a pair")
