@@ -229,6 +229,10 @@ def test_reuse_is_verified_by_all_ranks(found: list[Found]) -> None:
         ("global plan", 0, "plan", "no luck in create_global_plan"),
         ("lookup", 1, "finalize", "no luck in lookup_object"),
         ("lookup with valid cache", 1, "finalize", "no luck in lookup_object"),
+        ("no cache, DCP's error", 1, "plan", "no luck in create_local_plan"),
+        ("valid cache, DCP's error", 0, "finalize", "no luck in create_local_plan"),
+        ("global plan, DCP's error", 0, "plan", "no luck in create_global_plan"),
+        ("lookup, DCP's error", 1, "finalize", "no luck in lookup_object"),
     ],
 )
 def test_every_rank_learns_which_rank_could_not_plan(

@@ -49,13 +49,14 @@ class Scheduled:
 
         Word of it is left first: once its copy has begun, whose threads take the cores, that takes a millisecond.
         """
-        self._count += 1
+        before = self._count
         try:
+            self._count = before + 1
             coordination.announce(self._count)
             yield
         except BaseException:
-            self._count -= 1
-            coordination.announce(self._count)
+            self._count = before
+            coordination.announce(before)
             raise
 
     def forget_after_fork(self) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import io
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -105,6 +107,22 @@ class _Told:
     failures: dict[int, _torch.WrappedException]
 
 
+@contextmanager
+def planner_failures() -> Iterator[None]:
+    """Where a planner is asked: what it raises is an ``Exception``, as all that is told to other ranks has to be.
+
+    DCP's ``CheckpointException`` is none; from elsewhere it is what all ranks have been told already.
+
+    Raises:
+        SaveError: The planner has raised DCP's.
+    """
+    try:
+        yield
+    except _torch.CheckpointException as error:
+        raise SaveError(f"the planner has raised {error!r}", phase="plan") from error
+
+
+@planner_failures()
 def local_plan(
     state_dict: dict[str, Any],
     writer: PlanningWriter,
@@ -230,6 +248,7 @@ def _same_plans(before: list[SavePlan] | None, plans: list[SavePlan]) -> bool:
     )
 
 
+@planner_failures()
 def _global_plan(plans: list[SavePlan], writer: PlanningWriter, planner: SavePlanner) -> GlobalPlan:
     """The same on whichever rank it is computed."""
     finals, metadata = planner.create_global_plan(list(plans))
@@ -263,6 +282,7 @@ def _keep(memory: PlanMemory, plans: CachedPlans, made: GlobalPlan | None) -> Me
     return _unsaved(made.metadata)
 
 
+@planner_failures()
 def replanned_metadata(
     changed: dict[int, SavePlan], before: list[SavePlan] | None, planner: SavePlanner | None
 ) -> Metadata:

@@ -142,9 +142,9 @@ class AsyncCallsQueue:
             index = self._next_index
             with self._counting():
                 call = self._caller.begin(request.freeze()._replace(call_idx=index))
-            self._next_index += 1
-            self._calls.append(call)
-            _unfinished[self] = None
+                self._next_index += 1
+                self._calls.append(call)
+                _unfinished[self] = None
             return index
 
     def _counting(self) -> AbstractContextManager[None]:

@@ -38,6 +38,7 @@ from nostall._planning import (
     is_stocks_own,
     local_plan,
     plan_together,
+    planner_failures,
     planner_key,
     replanned_metadata,
     serialize,
@@ -273,7 +274,8 @@ def _plan(
                 session.changed_plan = local_plan_now
             case _:
                 assert_never(route)
-        writer.prepare_write_data(planner.finish_plan(final), planner)
+        with planner_failures():
+            writer.prepare_write_data(planner.finish_plan(final), planner)
         if cache is not None and isinstance(route, Reuse) and is_stocks_own(planner):
             cache.known = _learn(writer, asked.state_dict, planner)
     except Exception as error:  # told to the others where they are going: to finalising

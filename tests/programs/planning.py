@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from nostall import _publishing
+from nostall import _publishing, _torch
 from nostall._metadata import publication_of
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.core import AsyncCallsQueue
@@ -500,16 +500,24 @@ def _average(seed: int) -> State:
     return {"ema": torch.full((5,), float(seed)), f"own {dist.get_rank()}": torch.ones(2) * seed}
 
 
-class FailingPlanner(DefaultSavePlanner):
-    """Fails on one rank, in one of its methods."""
+def dcps_error(text: str) -> BaseException:
+    """What a planner raises that talks to other ranks by DCP's means."""
+    return CheckpointException("talk", {1: _torch.wrap_exception(ValueError(text))})
 
-    def __init__(self, rank: int, method: str) -> None:
+
+class FailingPlanner(DefaultSavePlanner):
+    """Fails on one rank, in one of its methods, with an error of Python's or with DCP's, which is no ``Exception``."""
+
+    def __init__(
+        self, rank: int, method: str, error: Callable[[str], BaseException] = ValueError
+    ) -> None:
         super().__init__()
         self.fails: tuple[str, ...] = (method,) if dist.get_rank() == rank else ()
+        self.error = error
 
     def _maybe_fail(self, method: str) -> None:
         if method in self.fails:
-            raise ValueError(f"no luck in {method}")
+            raise self.error(f"no luck in {method}")
 
     def create_local_plan(self) -> SavePlan:
         self._maybe_fail("create_local_plan")
@@ -535,18 +543,22 @@ def planning_failures(out: Path) -> Facts:
         ("global plan", 0, "create_global_plan", None),
         ("lookup", 1, "lookup_object", None),
         ("lookup with valid cache", 1, "lookup_object", 3),
+        ("no cache, DCP's error", 1, "create_local_plan", None),
+        ("valid cache, DCP's error", 0, "create_local_plan", 3),
+        ("global plan, DCP's error", 0, "create_global_plan", None),
+        ("lookup, DCP's error", 1, "lookup_object", None),
     ):
+        error = dcps_error if "DCP" in name else ValueError
         cache = None if saves_before is None else CheckpointMetadataCache()
         for number in range(saves_before or 0):
             # The same class as later, so that the planner's configuration stays what it was.
             save(out / name / str(number), make_state(number), cache, FailingPlanner(-1, ""))
-        facts[name] = _fail_once(out / name, cache, rank, method)
+        facts[name] = _fail_once(out / name, cache, FailingPlanner(rank, method, error))
     return facts
 
 
-def _fail_once(out: Path, cache: CheckpointMetadataCache | None, rank: int, method: str) -> Facts:
+def _fail_once(out: Path, cache: CheckpointMetadataCache | None, planner: FailingPlanner) -> Facts:
     planned: list[Planned] = []
-    planner = FailingPlanner(rank, method)
     failed = failure(lambda: planned.append(plan(out / "failed", make_state(8), cache, planner)))
     step = "plan"
     if planned:
