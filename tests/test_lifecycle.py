@@ -166,9 +166,10 @@ def test_sigterm_ends_a_process_with_nothing_to_do_at_once(tmp_path: Path) -> No
     assert (done.returncode, done.stdout) == (143, "")
 
 
-@pytest.mark.parametrize("how", ["too late", "too late at exit"])
+@pytest.mark.parametrize("how", ["too late", "too late at exit", "too late, and slow to give up"])
 def test_sigterm_ends_a_process_whose_save_does_not_end(tmp_path: Path, how: str) -> None:
-    """When the grace period is over, with the status that SIGTERM gives; the save is not committed."""
+    """When the grace period is over, with the status that SIGTERM gives; the save is not committed. Nor does its failure,
+    which may end the script before, give the process another status."""
     done = run("gets_sigterm", tmp_path, how)
     assert done.returncode == 143
     assert not nostall.is_complete(tmp_path / "save")
@@ -216,7 +217,7 @@ def test_what_fails_at_once_is_not_tried_for_minutes(
 ) -> None:
     """And its cause is told."""
     ended: list[int] = []
-    monkeypatch.setattr(_ending, "_end_process", ended.append)
+    monkeypatch.setattr(_ending, "end_process", ended.append)
     queue = _Refusing()
     _ending.finish_at_exit([queue], timeout_s=60)
     assert (queue.tried, ended) == (1, [1])

@@ -114,7 +114,7 @@ def loss_is_told(path: str) -> Iterator[None]:
 
 def _tell_losses() -> None:
     if _losses.any:
-        _end_process(FAILURE_STATUS)
+        end_process(FAILURE_STATUS)
 
 
 atexit.register(_tell_losses)
@@ -145,7 +145,7 @@ def finish_at_exit(
     deadline = time.monotonic() + timeout_s
     done = [_finish(each, deadline) for each in unfinished]
     if not all(done):
-        _end_process(status)
+        end_process(status)
 
 
 def _finish(unfinished: Unfinished, deadline: float) -> bool:
@@ -187,7 +187,7 @@ def _wait(unfinished: Unfinished, deadline: float) -> str:
     return why
 
 
-def _end_process(status: int) -> None:
+def end_process(status: int) -> None:
     """End with this exit status, which a handler that runs at exit has no other way to set."""
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # what Python would run next
     logging.shutdown()

@@ -29,7 +29,7 @@ from nostall._callers import (
     asked_priority,
 )
 from nostall._coordination import Coordination, SingleProcess, coordination_for
-from nostall._ending import FAILURE_STATUS, finish_at_exit, prepare_for_exit
+from nostall._ending import FAILURE_STATUS, end_process, finish_at_exit, prepare_for_exit
 from nostall._failures import raise_everywhere
 from nostall._jobs import Failure
 from nostall._lifecycle import State
@@ -440,6 +440,8 @@ def _at_exit() -> None:
             timeout_s=min(default_engine().options.exit_timeout_s, preemption.left_s),
             status=PREEMPTED_STATUS if preemption.is_ending else FAILURE_STATUS,
         )
+    if preemption.is_too_late:  # the failure of what was given up may have come first
+        end_process(PREEMPTED_STATUS)
 
 
 def _after_fork_in_child() -> None:

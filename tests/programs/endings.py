@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall import _agreement, core
+from nostall._runtime import Engine
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import SaveTimeoutError, StagingError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -88,6 +89,7 @@ def gets_sigterm(out: Path, how: str) -> None:
         grace_s={
             "too late": 2.0,
             "too late at exit": 2.0,
+            "too late, and slow to give up": 2.0,
             "without a poll": 4.0,
             "after a failure": 20.0,
         }.get(how, 60.0)
@@ -104,14 +106,22 @@ def gets_sigterm(out: Path, how: str) -> None:
             schedule(queue, out / "save", small_state())
         os.kill(os.getpid(), signal.SIGTERM)
         _train_for_ever()
+    if how == "too late, and slow to give up":
+        give_up = Engine.abort
+
+        def abort(self: Engine, reason: str) -> None:
+            give_up(self, reason)
+            threading.Event().wait(30)
+
+        Engine.abort = abort  # type: ignore[method-assign]
     with AsyncCallsQueue() as queue:
         if how != "with nothing to do":
-            stuck = [Fault.kill("chunk", signal.SIGSTOP)] if how == "too late" else []
+            stuck = [Fault.kill("chunk", signal.SIGSTOP)] if "too late" in how else []
             with inject(*stuck):
                 schedule(queue, out / "save", small_state())
         os.kill(os.getpid(), signal.SIGTERM)
         print("training goes on", flush=True)
-        if how in ("without a poll", "too late"):
+        if how == "without a poll" or "too late" in how:
             _train_for_ever()
         if how == "from another thread":
             thread = threading.Thread(target=queue.wait)
