@@ -161,6 +161,31 @@ def test_a_save_that_fails_leaves_nothing(
     saves.require(path, 6)
 
 
+def test_nobody_hears_of_a_failure_before_the_file_is_gone(
+    saves: Saves, queue: AsyncCallsQueue
+) -> None:
+    """The thread that gets the report removes it; meanwhile the save is under way for whoever polls."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def remove(paths: list[str]) -> None:
+        reached.set()
+        assert go_on.wait(DEADLINE_S)
+        posix.remove_files(paths)
+
+    with Hold("fsync") as hold, inject(hold.fault, Fault.errno("fsync", errno.ENOSPC)):
+        path = saves.start("new", 5)
+        hold.wait_reached()
+        assert is_written(path)
+        with patch.object(_ahead, "remove_files", remove):
+            hold.release()
+            assert reached.wait(DEADLINE_S)
+            assert queue.poll() == []
+            go_on.set()
+            with pytest.raises(CheckpointException, match="No space left"):
+                queue.maybe_finalize_async_calls(blocking=True)
+    assert list(path.iterdir()) == []
+
+
 @pytest.mark.parametrize("point", ["commit", "publish"])
 def test_a_commit_that_fails_leaves_nothing(
     saves: Saves, queue: AsyncCallsQueue, point: str
@@ -410,35 +435,3 @@ def test_a_coordinator_writes_ahead_for_all_ranks(tmp_path: Path) -> None:
         assert rank["broken"] == [5]
         assert "(RANK 1)" in rank["failure"]
         assert rank["left"] == []
-
-
-def test_nothing_is_left_when_the_second_of_two_threads_has_dropped_it(tmp_path: Path) -> None:
-    """The trainer may drop what the thread of the report is dropping, and tells of a failure then."""
-    publication = a_publication()
-    ahead = written_ahead(tmp_path, publication)
-    ahead.start()
-    assert ahead.settled.wait(DEADLINE_S)
-    reached, go_on, second_is_back = threading.Event(), threading.Event(), threading.Event()
-
-    def remove(paths: list[str]) -> None:
-        reached.set()
-        assert go_on.wait(DEADLINE_S)
-        posix.remove_files(paths)
-
-    def drop_again() -> None:
-        ahead.drop()
-        left.extend(temporary(tmp_path))
-        second_is_back.set()
-
-    left: list[Path] = []
-    with patch.object(_ahead, "remove_files", remove):
-        threads = [threading.Thread(target=ahead.drop), threading.Thread(target=drop_again)]
-        threads[0].start()
-        assert reached.wait(DEADLINE_S)
-        threads[1].start()
-        assert not second_is_back.wait(0.2)
-        go_on.set()
-        for thread in threads:
-            thread.join(DEADLINE_S)
-    assert second_is_back.is_set()
-    assert left == []

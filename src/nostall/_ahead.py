@@ -52,8 +52,6 @@ class WrittenAhead:
         self._publication = publication
         self._sync = sync
         self._lock = threading.Lock()
-        # Of a save that fails, the report's thread drops it, and the trainer's; a signal handler may abort the save meanwhile.
-        self._dropping = threading.RLock()
         self._state = _State.WAITING
         self.settled = threading.Event()
         """No thread does anything more."""
@@ -96,18 +94,14 @@ class WrittenAhead:
         return file
 
     def drop(self) -> None:
-        """Remove the file. Idempotent; a call that comes second returns when the first has removed it.
-
-        A thread that is still at it closes it when storage lets go.
-        """
-        with self._dropping:
-            match self._end():
-                case _State.WAITING:
-                    self.settled.set()
-                case _State.WRITING:
-                    remove_files([self._path])
-                case _State.WRITTEN:
-                    self._discard()
+        """Remove the file. Idempotent; a thread that is still at it closes it when storage lets go."""
+        match self._end():
+            case _State.WAITING:
+                self.settled.set()
+            case _State.WRITING:
+                remove_files([self._path])
+            case _State.WRITTEN:
+                self._discard()
 
     def _move(self, before: _State, after: _State) -> bool:
         with self._lock:

@@ -57,8 +57,6 @@ class Preemption:
         """Whether the next signal comes from ourselves."""
         self.is_ending = False
         """Whether the process ends because of the signal."""
-        self.is_too_late = False
-        """Whether the grace period is over, and with it the process; from here on saves fail because they are given up."""
 
     @property
     def asked(self) -> bool:
@@ -74,6 +72,11 @@ class Preemption:
             if asked_at_s is None
             else max(0.0, asked_at_s + self._grace_s - time.monotonic())
         )
+
+    @property
+    def is_too_late(self) -> bool:
+        """Whether the grace period is over, and with it the process; saves fail then because they are given up."""
+        return self.left_s <= 0
 
     def install(
         self,
@@ -183,7 +186,6 @@ class Preemption:
             os.kill(os.getpid(), signal.SIGTERM)
         if self._is_anything_pending():
             _log.error("SIGTERM: what is scheduled could not be finished in time; it is lost")
-        self.is_too_late = True
         # In a thread of its own, as it may wait for a lock that the main thread holds.
         helper = threading.Thread(target=abandon, daemon=True)
         helper.start()

@@ -153,9 +153,9 @@ class RankSave(BackgroundSave):
     def _settle(self, report: RankReport) -> None:
         if isinstance(report, RankWritten):
             self.progress.to(State.WRITTEN)
+        elif self.ahead is not None:
+            self.ahead.drop()  # before anybody hears of the failure, and may look
         super()._settle(report)
-        if self.ahead is not None and not isinstance(report, RankWritten):
-            self.ahead.drop()
 
     def discard(self) -> None:
         """Remove this rank's files of a save that will not be committed, and let the next one have their names.
