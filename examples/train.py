@@ -338,15 +338,31 @@ def report_save(name: str, turn: int, directory: Path, timing: SaveTiming) -> No
     print(json.dumps(saved | asdict(timing)), flush=True)
 
 
+def warm_free_memory(scratch: Path, state_nbytes: int) -> None:
+    """Write and remove a file as large as this rank's copy of the state and the page cache of its files.
+
+    Hypervisors take back what a virtual machine has freed. Who writes through the page cache would pay for bringing it in
+    again, and that would depend on who saved before.
+    """
+    with scratch.open("wb") as stream:
+        for _ in range(2 * state_nbytes >> 20):
+            stream.write(bytes(1 << 20))
+        stream.flush()
+        os.fsync(stream.fileno())
+    scratch.unlink()
+
+
 def measure(args: argparse.Namespace) -> None:
     """Let nostall and stock PyTorch save the same state in turns; rank 0 prints a line per save.
 
-    Every save is durable, and deleted, before the next one starts. Round 0 is a warm-up.
+    Every save is durable, and deleted, before the next one starts, and each begins with free memory that was used a moment
+    ago. Round 0 is a warm-up.
     """
     model = build_model(args.width, args.layers)
     optimizer = build_optimizer(model)
     train_step(model, optimizer, batch_at(load_text(), step=0))
     state = training_state(model, optimizer, step=1)
+    shard_nbytes = sum(parameter.to_local().nbytes for parameter in model.parameters())
     with AsyncCallsQueue() as queue:
         saver = AsyncSaver(queue)
         contenders: list[tuple[str, Callable[[Path, State], SaveTiming]]] = [
@@ -357,6 +373,7 @@ def measure(args: argparse.Namespace) -> None:
         for turn in range(args.rounds + 1):
             for name, time_save in contenders:
                 directory = args.out / f"{name}-{turn}"
+                warm_free_memory(args.out / f"scratch-{dist.get_rank()}", 3 * shard_nbytes)
                 dist.barrier()
                 timing = slowest_rank(time_save(directory, state))
                 if dist.get_rank() == 0:

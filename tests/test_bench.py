@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,17 +19,18 @@ from hypothesis import strategies as st
 import nostall
 from nostall._bench import plot
 from nostall._bench.contender import Contender, Durable, Pending, PendingFuture, Setting
+from nostall._bench.free_memory import warm_free_memory
 from nostall._bench.limits import WRITE_SETTINGS, Limits, WriteSetting
 from nostall._bench.machine import file_system_of
 from nostall._bench.options import BenchOptions, chosen
 from nostall._bench.ours import own_contenders
-from nostall._bench.processes import memory_sampler, noise, tree_cpu_s
+from nostall._bench.processes import memory_sampler, noise, tree_cpu_time
 from nostall._bench.quantities import Spread, format_nbytes, median_of, parse_nbytes
 from nostall._bench.ranks import Ranks
 from nostall._bench.report import failed, render
-from nostall._bench.results import BenchReport, MemoryFigures
+from nostall._bench.results import BenchReport, FirstSaves, MemoryFigures
 from nostall._bench.run import run
-from nostall._bench.stock import TorchSave
+from nostall._bench.stock import DcpSave, TorchSave
 from nostall._bench.transformer import train_one_step, training_nbytes, width_for
 from nostall._bench.workloads import State, differences, make_workload, tensors_of
 from nostall.cli import main
@@ -44,6 +46,9 @@ def options(directory: Path, **changes: Any) -> BenchOptions:
         "nbytes": SMALL,
         "ranks": 1,
         "rounds": 1,
+        "idle_rounds": 0,
+        "idle_s": 0.0,
+        "plain_saves": 0,
         "memory_saves": 0,
         "slowdown_rounds": 0,
         "contenders": (),
@@ -228,6 +233,45 @@ def test_a_failing_contender_is_reported_and_the_run_goes_on(tmp_path: Path) -> 
     assert "FAILED: fails later: OSError: no space left on this fake" in render(report)
 
 
+def test_stock_is_compared_with_a_plain_loop_and_with_memory_that_was_taken_away(
+    tmp_path: Path,
+) -> None:
+    """Both are measured with the very same calls, and shown beside the rounds."""
+    report = measured(tmp_path, DcpSave(), idle_rounds=2, plain_saves=3)
+    (stock,) = report.contenders
+    assert [save.round for save in stock.idle_saves] == [0, 1]
+    assert [save.round for save in stock.plain_saves] == [0, 1, 2]
+    here, plain = stock.median("durable_s"), stock.median("durable_s", "plain_saves")
+    assert here is not None
+    assert plain is not None
+    assert stock.to_plain == pytest.approx(here / plain)
+    shown = render(report)
+    assert "freed memory was taken away by the hypervisor" in shown
+    (off,) = (each.measured for each in report.targets if "plain loop" in each.figure)
+    assert off is not None
+    assert stock.to_plain is not None
+    assert off == pytest.approx(abs(stock.to_plain - 1) * 100)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_scratch_file_is_as_large_as_a_copy_and_its_page_cache(tmp_path: Path) -> None:
+    """Free memory is warmed by a file of twice the saved bytes, of which nothing stays."""
+    before = psutil.Process().io_counters().write_chars
+    warm_free_memory(tmp_path, 3_000_001, rank=0)
+    assert psutil.Process().io_counters().write_chars - before >= 6_000_002
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_first_save_is_split_into_copy_memory_and_the_rest() -> None:
+    """What any program pays for new memory is not counted as the library's, and after a warm-up nothing is."""
+    figures = {"fresh_memory_found_s": 2.0, "fresh_memory_s": 0.5}
+    cold = FirstSaves(warmed_up=False, blocked_s=(1.0, 9, 9, 0.2, 0.1, 0.3), **figures)
+    warm = FirstSaves(warmed_up=True, blocked_s=(0.5, 9, 9, 0.2, 0.1, 0.3), **figures)
+    assert (cold.steady_s, cold.paid_for_memory_s) == (0.2, 0.5)
+    assert cold.rest_s == pytest.approx(0.3)
+    assert warm.rest_s == pytest.approx(0.3)
+
+
 def test_the_command_line_writes_all_samples_as_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,6 +279,7 @@ def test_the_command_line_writes_all_samples_as_json(
     file = tmp_path / "report.json"
     arguments = ["bench", "--bytes", "256KiB", "--rounds", "1", "--contenders", "nostall,dcp.save"]
     arguments += ["--memory-saves", "2", "--slowdown-rounds", "1", "--no-probes"]
+    arguments += ["--idle-rounds", "0", "--plain-saves", "1"]
     arguments += ["--directory", str(tmp_path), "--json", str(file), "--noise"]
     assert main(arguments) == 0
     stored = json.loads(file.read_text())
@@ -245,7 +290,7 @@ def test_the_command_line_writes_all_samples_as_json(
     assert stored["versions"]["torch"] == str(torch.__version__)
     assert [each["name"] for each in stored["contenders"]] == ["nostall", "dcp.save"]
     assert stored["contenders"][0]["saves"][0].keys() == {
-        *("round", "call_s", "finish_s", "blocked_s", "durable_s", "cpu_s")
+        *("round", "call_s", "finish_s", "blocked_s", "durable_s", "cpu_s", "system_s")
     }
     assert set(stored["limits"]["raw_write_s"]) == {str(each) for each in WRITE_SETTINGS}
     verdicts = {each["figure"]: each for each in stored["targets"]}
@@ -260,6 +305,7 @@ def test_two_ranks_start_themselves_and_agree(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "nostall", "bench", "--ranks", "2", "--bytes", "256KiB"]
     command += ["--rounds", "1", "--contenders", "nostall,nostall dcp.save,torch.save"]
     command += ["--memory-saves", "2", "--slowdown-rounds", "1", "--no-probes"]
+    command += ["--idle-rounds", "0", "--plain-saves", "1"]
     command += ["--directory", str(tmp_path), "--json", str(file)]
     root = str(Path(nostall.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
@@ -383,9 +429,10 @@ def test_the_memory_sampler_sees_a_peak_that_is_over() -> None:
 
 def test_cpu_time_of_ended_children_counts() -> None:
     """A child that has come and gone has left its CPU seconds in the sum; an excluded one has not while it runs."""
-    before = tree_cpu_s()
+    before = tree_cpu_time()
     subprocess.run([sys.executable, "-c", "sum(range(6_000_000))"], check=True)
-    assert tree_cpu_s() - before >= 0.03
+    used = tree_cpu_time().since(before)
+    assert used.user_s + used.system_s >= 0.03
 
 
 def test_the_noise_ends_with_the_run(tmp_path: Path) -> None:

@@ -108,6 +108,19 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add("--noise", action="store_true", help="with a second process that writes and computes")
     add("--overwrite", action="store_true", help="save over the contender's last checkpoint")
     add(
+        *("--idle-rounds",),
+        type=_checked(_not_negative),
+        default=2,
+        help="rounds in which each save follows on idle seconds, 0 for none (default: %(default)s)",
+    )
+    add("--idle-seconds", type=float, default=10, help="how many (default: %(default)s)")
+    add(
+        *("--plain-saves",),
+        type=_checked(_not_negative),
+        default=3,
+        help="saves of each contender in a plain loop, 0 for none (default: %(default)s)",
+    )
+    add(
         *("--memory-saves",),
         type=_checked(_not_negative),
         default=5,
@@ -134,6 +147,9 @@ def _bench(parsed: argparse.Namespace, given: Sequence[str]) -> int:
         nbytes=parsed.bytes or DEFAULT_NBYTES[parsed.shape],
         ranks=parsed.ranks or launched,
         rounds=parsed.rounds,
+        idle_rounds=parsed.idle_rounds,
+        idle_s=parsed.idle_seconds,
+        plain_saves=parsed.plain_saves,
         memory_saves=parsed.memory_saves,
         slowdown_rounds=parsed.slowdown_rounds,
         contenders=tuple(name.strip() for name in parsed.contenders.split(",") if name.strip()),

@@ -22,6 +22,8 @@ class Entry:
     unavailable: str | None
     error: str | None = None
     saves: list[SaveSample] = field(default_factory=list)
+    idle_saves: list[SaveSample] = field(default_factory=list)
+    plain_saves: list[SaveSample] = field(default_factory=list)
     memory: MemoryFigures | None = None
     slowdowns: list[SlowdownSample] = field(default_factory=list)
     verification: Verification | None = None
@@ -39,6 +41,8 @@ class Entry:
             unavailable=self.unavailable,
             error=self.error,
             saves=tuple(self.saves),
+            idle_saves=tuple(self.idle_saves),
+            plain_saves=tuple(self.plain_saves),
             memory=self.memory,
             slowdowns=tuple(self.slowdowns),
             verification=self.verification,

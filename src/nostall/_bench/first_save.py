@@ -1,6 +1,7 @@
-"""A fresh process that warms up and saves a few times, started as a module.
+"""A fresh process that saves a few times, after ``warmup()`` or without it, started as a module.
 
-Usage: ``python -m nostall._bench.first_save SHAPE NBYTES DIRECTORY SAVES``; prints the blocked seconds as JSON.
+Usage: ``python -m nostall._bench.first_save SHAPE NBYTES DIRECTORY SAVES warm|cold``; prints blocked seconds, and what fresh
+memory costs here, as JSON.
 """
 
 from __future__ import annotations
@@ -11,21 +12,27 @@ import sys
 from pathlib import Path
 
 from nostall._bench.contender import Setting
+from nostall._bench.free_memory import fresh_memory_s
 from nostall._bench.measure import Trial, time_save
-from nostall._bench.ours import own_contenders
+from nostall._bench.ours import SplitSave
 from nostall._bench.ranks import Ranks
 from nostall._bench.workloads import make_workload
 
 
-def blocked_s(shape: str, nbytes: int, directory: Path, saves: int) -> list[float]:
-    """Blocked seconds of the first saves of this process, in order."""
+def first_saves(
+    shape: str, nbytes: int, directory: Path, saves: int, *, warmed_up: bool
+) -> dict[str, float | list[float]]:
+    """Blocked seconds of the first saves of this process, in order, and the cost of fresh memory before them."""
     ranks = Ranks(0, 1, None)
     trial = Trial(
         ranks=ranks,
         workload=make_workload(shape, nbytes, rank=0, world_size=1),
         helpers=frozenset(),
+        directory=directory,
     )
-    contender = own_contenders()[0]
+    # The second time, the machine has the memory: what is left is what the kernel takes for it.
+    found_s, fresh_s = (fresh_memory_s(trial.workload.nbytes) for _ in range(2))
+    contender = SplitSave("nostall", "split save", warmed_up=warmed_up)
     contender.open(Setting(ranks=ranks, nbytes=trial.workload.nbytes, scratch=directory))
     blocked = []
     for number in range(saves):
@@ -33,9 +40,13 @@ def blocked_s(shape: str, nbytes: int, directory: Path, saves: int) -> list[floa
         blocked.append(time_save(trial, contender, path, number).blocked_s)
         shutil.rmtree(path)
     contender.close()
-    return blocked
+    return {"fresh_memory_found_s": found_s, "fresh_memory_s": fresh_s, "blocked_s": blocked}
 
 
 if __name__ == "__main__":
-    shape, nbytes, directory, saves = sys.argv[1:]
-    print(json.dumps(blocked_s(shape, int(nbytes), Path(directory), int(saves))))
+    shape, nbytes, directory, saves, kind = sys.argv[1:]
+    print(
+        json.dumps(
+            first_saves(shape, int(nbytes), Path(directory), int(saves), warmed_up=kind == "warm")
+        )
+    )

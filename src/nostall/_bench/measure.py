@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from nostall._bench.contender import Contender, Durable, Pending
-from nostall._bench.processes import MemorySampler, give_memory_back, tree_cpu_s
+from nostall._bench.free_memory import warm_free_memory
+from nostall._bench.processes import MemorySampler, give_memory_back, tree_cpu_time
 from nostall._bench.ranks import Ranks
 from nostall._bench.results import (
     MemoryFigures,
@@ -41,6 +42,12 @@ class Trial:
     workload: Workload
     helpers: frozenset[int]
     """Process ids whose consumption is not the contenders'."""
+    directory: Path
+    """On the file system that is measured."""
+
+    def warm_free_memory(self) -> None:
+        """Let whoever is next find free memory that is there."""
+        warm_free_memory(self.directory, self.workload.nbytes, rank=self.ranks.rank)
 
 
 def wait_durable(pending: Pending) -> float:
@@ -52,27 +59,36 @@ def wait_durable(pending: Pending) -> float:
         time.sleep(_POLL_EVERY_S)
 
 
-def time_save(trial: Trial, contender: Contender, path: Path, number: int) -> SaveSample:
-    """Time one save of fresh values."""
+def time_save(
+    trial: Trial,
+    contender: Contender,
+    path: Path,
+    number: int,
+    *,
+    prepare: Callable[[], None] = lambda: None,
+) -> SaveSample:
+    """Time one save of fresh values; ``prepare`` comes immediately before it."""
     trial.workload.advance()
     gc.collect()
-    used_before = tree_cpu_s(trial.helpers)
+    prepare()
+    used_before = tree_cpu_time(trial.helpers)
     trial.ranks.barrier()
     started = time.perf_counter()
     pending = contender.save(trial.workload.state, path)
     call_s = time.perf_counter() - started
     finish_s = 0.0 if isinstance(pending, Durable) else wait_durable(pending)
     durable_s = time.perf_counter() - started
-    used = tree_cpu_s(trial.helpers) - used_before
+    used = tree_cpu_time(trial.helpers).since(used_before)
     slowest = trial.ranks.maximum([call_s, finish_s, call_s + finish_s, durable_s])
-    (cpu_s,) = trial.ranks.total([used])
+    user_s, system_s = trial.ranks.total([used.user_s, used.system_s])
     return SaveSample(
         round=number,
         call_s=slowest[0],
         finish_s=slowest[1],
         blocked_s=slowest[2],
         durable_s=slowest[3],
-        cpu_s=cpu_s,
+        cpu_s=user_s + system_s,
+        system_s=system_s,
     )
 
 
@@ -152,6 +168,7 @@ def loop_slowdown(
     unit = LOOPS[loop]()
     trial.workload.advance()
     gc.collect()
+    trial.warm_free_memory()
     trial.ranks.barrier()
     until = time.perf_counter() + alone_s
     alone = _rate(unit, lambda: time.perf_counter() >= until)
@@ -168,6 +185,7 @@ def timeline(trial: Trial, contender: Contender, path: Path, *, durable_s: float
     """The durations of the steps of a matmul loop, with a save in the middle; this rank's."""
     unit = matmul_unit()
     trial.workload.advance()
+    trial.warm_free_memory()
     trial.ranks.barrier()
     origin = time.perf_counter()
     steps: list[Step] = []

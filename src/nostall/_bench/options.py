@@ -21,6 +21,11 @@ class BenchOptions:
     """Per rank."""
     ranks: int
     rounds: int
+    idle_rounds: int
+    """Rounds in which each save follows on idle seconds, without free memory being warmed."""
+    idle_s: float
+    plain_saves: int
+    """Saves in a plain loop, after one that does not count."""
     memory_saves: int
     slowdown_rounds: int
     contenders: tuple[str, ...]

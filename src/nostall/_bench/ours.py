@@ -51,10 +51,13 @@ class SplitSave:
 
     warmups = 3
 
-    def __init__(self, name: str, description: str, staging: str | None = None) -> None:
+    def __init__(
+        self, name: str, description: str, staging: str | None = None, *, warmed_up: bool = True
+    ) -> None:
         self.name = name
         self.description = description
         self._staging = staging
+        self._warmed_up = warmed_up
         self._queue: AsyncCallsQueue | None = None
         self._cache: CheckpointMetadataCache | None = None
 
@@ -66,7 +69,8 @@ class SplitSave:
         return None
 
     def open(self, setting: Setting) -> None:
-        nostall.warmup(setting.nbytes)
+        if self._warmed_up:
+            nostall.warmup(setting.nbytes)
         self._queue = AsyncCallsQueue()
         self._cache = CheckpointMetadataCache()
 

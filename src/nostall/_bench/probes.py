@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from nostall._bench.results import ProbeReport
+from nostall._bench.results import FirstSaves, ProbeReport
 from nostall._runtime import Engine
 
 _REPETITIONS = 5
@@ -27,8 +27,10 @@ def probe(shape: str, nbytes: int, directory: Path) -> ProbeReport:
         writer_start_s=tuple(seconds for seconds, _ in started),
         writer_resident_nbytes=tuple(nbytes for _, nbytes in started),
         import_s=_import_s(),
-        first_saves_s=tuple(
-            _first_saves(shape, nbytes, directory) for _ in range(_FRESH_PROCESSES)
+        first_saves=tuple(
+            _first_saves(shape, nbytes, directory, warmed_up=warmed_up)
+            for _ in range(_FRESH_PROCESSES)
+            for warmed_up in (True, False)
         ),
     )
 
@@ -62,9 +64,9 @@ def _interpreter_s(program: str) -> float:
     return time.perf_counter() - started
 
 
-def _first_saves(shape: str, nbytes: int, directory: Path) -> tuple[float, ...]:
+def _first_saves(shape: str, nbytes: int, directory: Path, *, warmed_up: bool) -> FirstSaves:
     command = [sys.executable, "-m", "nostall._bench.first_save", shape, str(nbytes)]
-    command += [str(directory), str(_SAVES_IN_EACH)]
+    command += [str(directory), str(_SAVES_IN_EACH), "warm" if warmed_up else "cold"]
     done = subprocess.run(
         command,
         env=_lone_environment(),
@@ -73,7 +75,13 @@ def _first_saves(shape: str, nbytes: int, directory: Path) -> tuple[float, ...]:
         check=True,
         timeout=_TIMEOUT_S,
     )
-    return tuple(json.loads(done.stdout.splitlines()[-1]))
+    found = json.loads(done.stdout.splitlines()[-1])
+    return FirstSaves(
+        warmed_up=warmed_up,
+        fresh_memory_found_s=found["fresh_memory_found_s"],
+        fresh_memory_s=found["fresh_memory_s"],
+        blocked_s=tuple(found["blocked_s"]),
+    )
 
 
 def _lone_environment() -> dict[str, str]:

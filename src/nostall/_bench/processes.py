@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -17,13 +18,25 @@ _INTERVAL_S = 0.02
 _HERE = Path(__file__).parent
 
 
-def tree_cpu_s(excluded: frozenset[int] = frozenset()) -> float:
-    """CPU seconds, user and system, that this process and its children have used so far, ended children included.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuTime:
+    """Seconds of processor time."""
+
+    user_s: float
+    system_s: float
+
+    def since(self, before: CpuTime) -> CpuTime:
+        """What was used in between."""
+        return CpuTime(user_s=self.user_s - before.user_s, system_s=self.system_s - before.system_s)
+
+
+def tree_cpu_time(excluded: frozenset[int] = frozenset()) -> CpuTime:
+    """What this process and its children have used so far, ended children included.
 
     A child that has ended and was waited for counts in its parent's totals, so that the sum never falls. The system
     counts in ticks, of 10 ms as a rule.
     """
-    used = 0.0
+    user_s = system_s = 0.0
     me = psutil.Process()
     for process in [me, *me.children(recursive=True)]:
         if process.pid not in excluded:
@@ -31,8 +44,9 @@ def tree_cpu_s(excluded: frozenset[int] = frozenset()) -> float:
                 times = process.cpu_times()
             except psutil.NoSuchProcess:
                 continue
-            used += times.user + times.system + times.children_user + times.children_system
-    return used
+            user_s += times.user + times.children_user
+            system_s += times.system + times.children_system
+    return CpuTime(user_s=user_s, system_s=system_s)
 
 
 def give_memory_back() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from nostall._bench.quantities import Spread, format_nbytes
+from nostall._bench.quantities import Spread, format_nbytes, median_of
 from nostall._bench.results import BenchReport, ContenderReport, TargetReport
 
 _MISSING = "-"
@@ -17,6 +17,8 @@ def render(report: BenchReport) -> str:
         _contender_table(report),
         _left_out(report),
         _limit_table(report),
+        _free_memory_table(report),
+        _first_saves_table(report),
         _target_table(report.targets),
         _verdict(report),
     ]
@@ -65,6 +67,7 @@ def _contender_table(report: BenchReport) -> str:
             "durable s [quartiles]",
             "/write",
             "CPU s",
+            "of it system",
             "memory MiB",
             "/bytes",
             "python",
@@ -96,6 +99,7 @@ def _contender_row(
         _with_spread(each.spread("durable_s"), 1, 3),
         _ratio(durable_s, write),
         _number(each.median("cpu_s"), 1, 2),
+        _number(each.median("system_s"), 1, 2),
         _number(peak, 1 / (1 << 20), 0),
         _ratio(peak, total_nbytes),
         _percent(each.slowdown("python")),
@@ -134,12 +138,62 @@ def _limit_table(report: BenchReport) -> str:
     return _table(rows)
 
 
-def _target_table(targets: Sequence[TargetReport]) -> str:
-    rows = [("figure", "target", "measured", "")]
-    for each in targets:
-        verdict = "not measured" if each.met is None else "met" if each.met else "MISSED"
-        rows.append((each.figure, each.target, _number(each.measured, 1, 2), verdict))
+def _free_memory_table(report: BenchReport) -> str:
+    """What others than the rounds measured: a plain loop, and saves whose memory was taken away before."""
+    rows = [
+        (
+            "contender",
+            *("durable s", "system s", "in a plain loop", "rounds / plain"),
+            *("freed memory was taken away by the hypervisor", "system s"),
+        )
+    ]
+    rows += [
+        (
+            each.name,
+            _number(each.median("durable_s"), 1, 3),
+            _number(each.median("system_s"), 1, 2),
+            _number(each.median("durable_s", "plain_saves"), 1, 3),
+            _number(each.to_plain, 1, 2),
+            _number(each.median("durable_s", "idle_saves"), 1, 3),
+            _number(each.median("system_s", "idle_saves"), 1, 2),
+        )
+        for each in report.contenders
+        if each.idle_saves or each.plain_saves
+    ]
+    return _table(rows) if len(rows) > 1 else ""
+
+
+def _first_saves_table(report: BenchReport) -> str:
+    """The first save of a process, and what of it is the price of fresh memory."""
+    if report.probes is None:
+        return ""
+    headings = ("blocked ms", "steady", "new memory", "the rest", "new memory, taken away before")
+    rows: list[tuple[str, ...]] = [("first save of a process", *headings)]
+    for warmed_up, name in ((True, "after warmup()"), (False, "without")):
+        processes = report.probes.of(warmed_up=warmed_up)
+        samples: list[list[float | None]] = [
+            [each.blocked_s[0] for each in processes],
+            [each.steady_s for each in processes],
+            [each.paid_for_memory_s for each in processes],
+            [each.rest_s for each in processes],
+            [each.fresh_memory_found_s for each in processes],
+        ]
+        rows.append((name, *(_number(median_of(column), 1e3, 0) for column in samples)))
     return _table(rows)
+
+
+def _target_table(targets: Sequence[TargetReport]) -> str:
+    rows = [
+        (each.figure, each.target, _number(each.measured, 1, 2), _verdict_of(each))
+        for each in targets
+    ]
+    return _table([("figure", "target", "measured", ""), *rows])
+
+
+def _verdict_of(each: TargetReport) -> str:
+    if each.met is None:
+        return "not measured" if each.measured is None else ""
+    return "met" if each.met else "MISSED"
 
 
 def _verdict(report: BenchReport) -> str:

@@ -23,6 +23,8 @@ class SaveSample:
     """From the call until everything was fsynced and committed."""
     cpu_s: float
     """User and system time of trainer and children from the call until durable."""
+    system_s: float
+    """The system's part of it; large where memory had to be brought back from the hypervisor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +75,23 @@ class ContenderReport:
     error: str | None
     """What it failed with; it was left out from there on."""
     saves: tuple[SaveSample, ...]
+    idle_saves: tuple[SaveSample, ...]
+    """After idle seconds, in which a hypervisor takes freed memory away."""
+    plain_saves: tuple[SaveSample, ...]
+    """One after the other, with nothing in between."""
     memory: MemoryFigures | None
     slowdowns: tuple[SlowdownSample, ...]
     verification: Verification | None
 
-    def median(self, figure: str) -> float | None:
-        """The median of a figure of :class:`SaveSample`."""
-        return median_of([getattr(save, figure) for save in self.saves])
+    def median(self, figure: str, among: str = "saves") -> float | None:
+        """The median of a figure of :class:`SaveSample` among ``saves``, ``idle_saves`` or ``plain_saves``."""
+        return median_of([getattr(save, figure) for save in getattr(self, among)])
+
+    @property
+    def to_plain(self) -> float | None:
+        """Time until durable in the rounds / in a plain loop."""
+        here, plain = self.median("durable_s"), self.median("durable_s", "plain_saves")
+        return here / plain if here and plain else None
 
     def spread(self, figure: str) -> Spread | None:
         """Its spread."""
@@ -117,6 +129,39 @@ class LimitReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FirstSaves:
+    """The first saves of a fresh process."""
+
+    warmed_up: bool
+    """Whether ``warmup()`` came before them."""
+    fresh_memory_found_s: float
+    """What reserving and mapping new memory of the size of the state took at the process's start."""
+    fresh_memory_s: float
+    """The same right afterwards, when the machine has the memory."""
+    blocked_s: tuple[float, ...]
+    """Of its saves, in order."""
+
+    @property
+    def steady_s(self) -> float | None:
+        """The median of the saves from the fourth on."""
+        return median_of(self.blocked_s[3:])
+
+    @property
+    def paid_for_memory_s(self) -> float:
+        """The part of the first save that any program would pay for new memory; ``warmup()`` has paid for it before."""
+        return 0.0 if self.warmed_up else self.fresh_memory_s
+
+    @property
+    def rest_s(self) -> float | None:
+        """The part of the first save that is neither the copy nor the memory."""
+        return (
+            None
+            if self.steady_s is None
+            else self.blocked_s[0] - self.steady_s - self.paid_for_memory_s
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeReport:
     """Figures of nostall that no save shows."""
 
@@ -124,17 +169,19 @@ class ProbeReport:
     writer_resident_nbytes: tuple[int, ...]
     import_s: tuple[float, ...]
     """``import nostall`` in a fresh interpreter, less what the bare interpreter takes."""
-    first_saves_s: tuple[tuple[float, ...], ...]
-    """Blocked seconds of the saves of fresh processes after ``warmup()``, in order."""
+    first_saves: tuple[FirstSaves, ...]
+    """Of several fresh processes of each kind."""
 
     @property
     def first_to_steady(self) -> float | None:
-        """Median over the processes of first save / median of the saves from the fourth on."""
-        ratios = []
-        for saves in self.first_saves_s:
-            steady = median_of(saves[3:])
-            ratios.append(saves[0] / steady if steady else None)
-        return median_of(ratios)
+        """Median over the processes that have warmed up of first save / steady state."""
+        return median_of(
+            [each.blocked_s[0] / each.steady_s for each in self.of(warmed_up=True) if each.steady_s]
+        )
+
+    def of(self, *, warmed_up: bool) -> list[FirstSaves]:
+        """The processes of one kind."""
+        return [each for each in self.first_saves if each.warmed_up is warmed_up]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

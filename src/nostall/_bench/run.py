@@ -53,13 +53,15 @@ def run(
         workload = make_workload(
             options.shape, options.nbytes, rank=ranks.rank, world_size=ranks.world_size
         )
-        trial = Trial(ranks=ranks, workload=workload, helpers=helpers)
+        trial = Trial(ranks=ranks, workload=workload, helpers=helpers, directory=directory)
         session = Session(options, contenders, trial, directory)
         stack.callback(session.close)
         if options.memory_saves:
             session.memory()
         session.warm_up()
         limits = session.rounds(Limits(workload.tensors))
+        session.idle_rounds()
+        session.plain_loops()
         session.slowdowns()
         session.verification()
         steps = session.timeline() if options.plot else ()

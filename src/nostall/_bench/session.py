@@ -1,7 +1,7 @@
 """The phases of one run: who is measured when, and what happens to those that fail.
 
-Memory (every contender alone, fresh), timed rounds (contenders and limits in turns, in an order that rotates), slowdown
-rounds, verification. A contender that fails anywhere, on any rank, is left out from there on.
+Memory (every contender alone, fresh), timed rounds (contenders and limits in turns, in an order that rotates), rounds after
+idle seconds, plain loops, slowdown rounds, verification. A contender that fails anywhere, on any rank, is left out from there on.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import gc
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,6 +132,25 @@ class Session:
             direct=all(write.direct for sample in samples for write in sample.writes),
         )
 
+    def idle_rounds(self) -> None:
+        """Saves after idle seconds, in which a hypervisor may take away what the machine has freed."""
+        idle = partial(time.sleep, self.options.idle_s)
+        for number in range(self.options.idle_rounds):
+            self._say(f"idle round {number + 1} of {self.options.idle_rounds}")
+            for entry in self.standing():
+                sample = self._timed(entry, number, prepare=idle)
+                if sample is not None:
+                    entry.idle_saves.append(sample)
+
+    def plain_loops(self) -> None:
+        """Each contender's saves one after the other, as a user's plain loop makes them."""
+        for entry in self.standing() if self.options.plain_saves else ():
+            self._say(f"plain loop of {entry.contender.name}")
+            for number in range(-1, self.options.plain_saves):
+                sample = self._timed(entry, number, prepare=lambda: None) if entry.stands else None
+                if sample is not None and number >= 0:
+                    entry.plain_saves.append(sample)
+
     def slowdowns(self) -> None:
         """What compute loops lose while a save is under way, in turns."""
         for number in range(self.options.slowdown_rounds):
@@ -169,9 +189,12 @@ class Session:
 
     # --- steps ----------------------------------------------------------------------------------
 
-    def _timed(self, entry: Entry, number: int) -> SaveSample | None:
+    def _timed(
+        self, entry: Entry, number: int, prepare: Callable[[], None] | None = None
+    ) -> SaveSample | None:
+        prepare = prepare or self.trial.warm_free_memory
         with self._directory_of_a_turn(entry.contender.name) as path:
-            save = partial(time_save, self.trial, entry.contender, path, number)
+            save = partial(time_save, self.trial, entry.contender, path, number, prepare=prepare)
             return self._attempt(entry, save)
 
     def _slowdown(self, entry: Entry, number: int, loop: str) -> SlowdownSample | None:
@@ -182,6 +205,7 @@ class Session:
 
     def _limits_once(self, limits: Limits) -> _LimitSample:
         self.trial.workload.advance()
+        self.trial.warm_free_memory()
         writes = []
         for setting in WRITE_SETTINGS:
             with self._fresh_directory("raw") as path:
