@@ -147,9 +147,7 @@ class Places:
                 joins.callback(thread.join)
             joins.callback(pieces.clear)  # on an error nobody goes on
             if to:
-                torch._foreach_copy_(
-                    to, [_as_copyable(each) for each in of] if self._any_odd else of
-                )
+                _torch.copy_each(to, [_as_copyable(each) for each in of] if self._any_odd else of)
             _take_turns(copy, pieces)
 
 

@@ -20,9 +20,9 @@ from types import MappingProxyType, NoneType
 from typing import Any, Final, NoReturn
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata, planner
-from torch.serialization import _get_layout
+from torch.distributed.checkpoint import metadata, planner
 
+from nostall import _torch
 from nostall._pickle_scan import scan
 from nostall.errors import UntrustedMetadataError
 
@@ -134,7 +134,7 @@ _TYPES: Final[Mapping[type, Mapping[str, tuple[type, ...]]]] = MappingProxyType(
     }
 )
 """What the attributes of instances that can be hashed are, so that none of their hashes visits more than a few parts."""
-_PROPERTIES = (torch.dtype, torch.layout, bool, metadata._MEM_FORMAT_ENCODING, bool)
+_PROPERTIES = (torch.dtype, torch.layout, bool, _torch.MemoryFormat, bool)
 
 
 def _typed_stand_in(kind: type, types: Mapping[str, tuple[type, ...]]) -> _StandIn:
@@ -211,7 +211,7 @@ def _known() -> dict[tuple[str, str], Any]:
     plain = [
         *(metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.Metadata),
         *(metadata.StorageMeta, metadata.TensorStorageMetadata),
-        *(filesystem._StorageInfo, filesystem._StoragePrefix),
+        *(_torch.StorageInfo, _torch.StoragePrefix),
     ]
     known |= {(kind.__module__, kind.__name__): _stand_in(kind) for kind in plain}
     for kind, types in _TYPES.items():
@@ -219,9 +219,9 @@ def _known() -> dict[tuple[str, str], Any]:
     properties = metadata.TensorProperties
     known[properties.__module__, properties.__name__] = _properties_stand_in(properties)
     for function in (
-        metadata._MEM_FORMAT_ENCODING,
+        _torch.MemoryFormat,
         planner.WriteItemType,
-        _get_layout,
+        _torch.layout_called,
         torch.device,
     ):
         known[function.__module__, function.__name__] = _of_simple(function)

@@ -342,7 +342,7 @@ def is_stocks_own(planner: SavePlanner) -> bool:
         type(planner) is DefaultSavePlanner
         and planner.flatten_state_dict
         and planner.flatten_sharded_tensors
-        and not getattr(planner, "_enable_plan_caching", False)
+        and not _torch.caches_plans(planner)
     )
 
 

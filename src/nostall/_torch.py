@@ -1,6 +1,8 @@
-"""The only file that imports private torch names; differences between torch versions end here.
+"""The only file that uses private names of torch; differences between torch versions end here.
 
-Everything else of nostall reaches torch through its public API or through this file.
+Everything else of nostall reaches torch through its public API or through this file. Private names are looked up at one place,
+below. Without one of the first group nostall cannot work, and importing it raises :class:`UnsupportedTorchError`. Each of the
+second group has a slower substitute.
 """
 
 from __future__ import annotations
@@ -9,35 +11,96 @@ import copy
 import io
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from operator import attrgetter
 from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor import ShardedTensor as ShardedTensor
-from torch.distributed.checkpoint.api import (
-    CheckpointException as CheckpointException,
+from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
+from torch.distributed.tensor import DTensor
+
+from nostall.errors import UnsupportedTorchError
+
+# --- private names that nostall cannot work without -------------------------------------------------------------------
+
+
+def _unsupported(why: object) -> UnsupportedTorchError:
+    return UnsupportedTorchError(
+        f"nostall does not work with torch {torch.__version__}: {why}",
+        hint="this nostall supports torch 2.9 to 2.15, a newer one may support a newer torch",
+    )
+
+
+try:
+    from torch import _neg_view
+    from torch.distributed._shard.sharded_tensor import ShardedTensor as ShardedTensor
+    from torch.distributed.checkpoint.api import _is_wrapped_exception, _wrap_exception
+    from torch.distributed.checkpoint.filesystem import (
+        CURRENT_DCP_VERSION,
+        _metadata_fn,
+        _StorageInfo,
+        _StoragePrefix,
+    )
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+    from torch.distributed.checkpoint.utils import _DistWrapper
+    from torch.serialization import _get_layout
+
+    if not hasattr(torch.Tensor, "_version"):
+        raise ImportError("torch.Tensor has no attribute '_version'")
+except ImportError as error:
+    raise _unsupported(error) from error
+
+# --- private names that are replaced by slower, public ways where they are missing ------------------------------------
+
+
+def _optional(name: str, module: str) -> Any:
+    """What a private name stands for, or ``None`` if this torch does not have it."""
+    try:
+        return getattr(import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+# Without it tensors are copied one by one.
+_foreach_copy: Callable[..., Any] | None = _optional("_foreach_copy_", "torch")
+# Without it ranks do not learn how far others are, and an error message says less.
+_get_default_store: Callable[[], dist.Store] | None = _optional(
+    "_get_default_store", "torch.distributed.distributed_c10d"
 )
-from torch.distributed.checkpoint.api import (
-    _is_wrapped_exception,
-    _wrap_exception,
-)
-from torch.distributed.checkpoint.filesystem import (
-    CURRENT_DCP_VERSION,
-    _metadata_fn,
-    _StorageInfo,
-    _StoragePrefix,
-)
-from torch.distributed.checkpoint.utils import _DistWrapper
+# Without it the properties of tensors are compared one by one.
+_TensorGuards: Any = _optional("TensorGuards", "torch._C._dynamo.guards")
+# Without it stock's checkpoint process lives until the interpreter ends.
+_process_executor: Any = _optional("_async_process_executor", "torch.distributed.checkpoint")
+KNOWS_DTENSORS: bool = hasattr(DTensor, "_spec") and hasattr(DTensor, "_local_tensor")
+"""Whether DTensors can be recognised from save to save; without it, what holds some is planned each time."""
+spec_of: Callable[[DTensor], Any] = attrgetter("_spec")
+"""Mesh, placements, sizes and strides of a DTensor; only if :data:`KNOWS_DTENSORS`."""
+local_tensor_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
+"""This rank's part of a DTensor, unknown to autograd; only if :data:`KNOWS_DTENSORS`."""
+
+
+def _device_types_of(group: dist.ProcessGroup | None) -> set[str]:
+    """The kinds of devices that a process group has backends for."""
+    kinds = getattr(group or dist.group.WORLD, "_device_types", None)
+    if kinds is None:
+        # As in "cpu:gloo,cuda:nccl", which torch knows of the groups that it has made itself only.
+        kinds = [each.partition(":")[0] for each in dist.get_backend_config(group).split(",")]
+    return {torch.device(kind).type for kind in kinds}
+
+
+# --- what they are called here ----------------------------------------------------------------------------------------
 
 METADATA_NAME: str = _metadata_fn
 DCP_VERSION: str = CURRENT_DCP_VERSION
 StorageInfo = _StorageInfo
 StoragePrefix = _StoragePrefix
+MemoryFormat = _MEM_FORMAT_ENCODING
+layout_called = _get_layout
 DistWrapper = _DistWrapper
 WrappedException = tuple[BaseException, Any]
 Place = tuple[int, torch.dtype, Sequence[int], Sequence[int]]
@@ -120,10 +183,8 @@ def runs_avx() -> bool:
 def default_store() -> dist.Store | None:
     """The store through which the ranks of this job found each other; ``None`` where it cannot be had."""
     try:
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        return _get_default_store()
-    except (ImportError, RuntimeError, ValueError):
+        return None if _get_default_store is None else _get_default_store()
+    except (RuntimeError, ValueError):
         return None
 
 
@@ -193,19 +254,17 @@ _is_nested = attrgetter("is_nested")
 
 def _guards_for(tensors: Sequence[torch.Tensor]) -> Any:
     """What torch.compile checks before it reuses a graph, in one call, about 0.1 us per tensor; or ``None``."""
-    if any(tensor.layout != torch.strided for tensor in tensors):
+    if _TensorGuards is None or any(tensor.layout != torch.strided for tensor in tensors):
         return None  # it would read strides that are not there
     try:
-        from torch._C._dynamo.guards import TensorGuards
-
         sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
         strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
-        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         if any(map(_is_nested, tensors)):
             return None  # it ends the process
         # It wants every tensor to be another object.
         return guards if guards.check(*tensors) else None
-    except (ImportError, TypeError, RuntimeError):
+    except (TypeError, RuntimeError):
         return None
 
 
@@ -247,8 +306,36 @@ def private_copy(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_conj():
         return private_copy(tensor.conj()).conj()
     if tensor.is_neg():
-        return torch._neg_view(private_copy(torch._neg_view(tensor)))
+        return _neg_view(private_copy(_neg_view(tensor)))
     return copy.deepcopy(tensor) if tensor.is_cpu else tensor.cpu()
+
+
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy tensors, each into the one of the same position."""
+    if _foreach_copy is not None:
+        _foreach_copy(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def with_other_shards(
+    tensor: ShardedTensor, replace: Callable[[int, torch.Tensor], torch.Tensor]
+) -> ShardedTensor:
+    """A twin of a sharded tensor, with what ``replace`` returns for the number and the tensor of each local shard."""
+    twin = copy.copy(tensor)
+    shards = [copy.copy(shard) for shard in tensor.local_shards()]
+    for number, shard in enumerate(shards):
+        shard.tensor = replace(number, shard.tensor)
+    twin._local_shards = shards
+    if twin.local_shards() is not shards:
+        raise _unsupported("ShardedTensor does not keep its shards in '_local_shards'")
+    return twin
+
+
+def caches_plans(planner: object) -> bool:
+    """Whether DCP's planner is set to keep its plans, so that they depend on earlier saves; older ones never do."""
+    return bool(getattr(planner, "_enable_plan_caching", False))
 
 
 def which_count(tensors: Sequence[torch.Tensor]) -> list[bool]:
@@ -382,9 +469,14 @@ def unpin(address: int) -> None:
 
 def device_for_collectives(group: dist.ProcessGroup | None) -> torch.device:
     """A device on which ``group`` can run a collective: the CPU if it has a backend for it, else its own."""
-    ranks = group or dist.distributed_c10d._get_default_group()
-    types = {torch.device(kind).type for kind in ranks._device_types}
+    types = _device_types_of(group)
     if "cpu" in types:
         return torch.device("cpu")
     kind = min(types)
     return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def forget_checkpoint_process() -> None:
+    """Let go of the process that stock's ``async_save`` has started, which ends it."""
+    if _process_executor is not None:
+        _process_executor._CHECKPOINT_PROCESS = None

@@ -19,7 +19,8 @@
     ├── ProtocolError                                trainer and writer process disagree about a message
     ├── DamagedCheckpointError                       a checkpoint on storage is not what was committed
     ├── IllegalTransitionError                       a request was moved to a state it cannot reach
-    └── UntrustedMetadataError                       ``.metadata`` asks for something DCP never needs
+    ├── UntrustedMetadataError                       ``.metadata`` asks for something DCP never needs
+    └── UnsupportedTorchError (also ImportError)     the installed torch lacks something that nostall is built on
 
 Every one of them survives pickling with its attributes and notes: errors cross process and rank boundaries.
 """
@@ -185,3 +186,9 @@ class IllegalTransitionError(NostallError):
 
 class UntrustedMetadataError(NostallError):
     """A ``.metadata`` file names a class, path or size that DCP metadata never needs."""
+
+
+class UnsupportedTorchError(NostallError, ImportError):
+    """The installed torch lacks something that nostall is built on; raised when nostall is imported."""
+
+    __str__ = NostallError.__str__

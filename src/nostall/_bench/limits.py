@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nostall import _torch
+
 _CHUNK_NBYTES = 8 << 20
 _ALIGNMENT = 64
 _COPIES = 3
@@ -75,7 +77,7 @@ class Limits:
 
     def foreach_copy_s(self) -> float:
         """Seconds of ``torch._foreach_copy_`` of the very tensors into warm ones; the best of a few."""
-        return _least_s(lambda: torch._foreach_copy_(self._copies, self._tensors))
+        return _least_s(lambda: _torch.copy_each(self._copies, self._tensors))
 
     def raw_write(self, path: Path, setting: WriteSetting) -> RawWrite:
         """Write all bytes to a new file and fsync it, in 8 MiB chunks from page-aligned memory."""

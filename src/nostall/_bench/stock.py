@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter, _async_process_executor
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from nostall import _torch
 from nostall._bench.contender import (
     Contender,
     Durable,
@@ -157,7 +158,7 @@ class DcpProcessSave(DcpAsyncSave):
     def close(self) -> None:
         super().close()
         # Stock never ends this process before the interpreter does, and its memory would count for whoever comes next.
-        _async_process_executor._CHECKPOINT_PROCESS = None
+        _torch.forget_checkpoint_process()
 
 
 @contextmanager

@@ -208,11 +208,9 @@ def _rebuild(
             stride=value.stride(),
         )
     if isinstance(value, _torch.ShardedTensor):
-        twin = copy.copy(value)
-        twin._local_shards = [copy.copy(shard) for shard in value.local_shards()]
-        for number, shard in enumerate(twin._local_shards):
-            shard.tensor = on_tensor(f"{path}#{number}", shard.tensor)
-        return twin
+        return _torch.with_other_shards(
+            value, lambda number, shard: on_tensor(f"{path}#{number}", shard)
+        )
     if isinstance(value, torch.Tensor):
         return on_tensor(path, value)
     if isinstance(value, Mapping):

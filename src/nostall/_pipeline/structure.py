@@ -114,7 +114,7 @@ class KnownStructure:
         self._runs = [item for item, form in enumerate(share.forms) if form is None]
         self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         self._specs = [
-            (position, leaf._spec, leaf.requires_grad)
+            (position, _torch.spec_of(leaf), leaf.requires_grad)
             for position, leaf in enumerate(leaves)
             if isinstance(leaf, DTensor)
         ]
@@ -137,9 +137,8 @@ class KnownStructure:
             return None
         for position, spec, requires_grad in self._specs:
             leaf = leaves[position]
-            if leaf.requires_grad != requires_grad or not (
-                leaf._spec is spec or leaf._spec == spec
-            ):
+            now = _torch.spec_of(leaf)
+            if leaf.requires_grad != requires_grad or not (now is spec or now == spec):
                 return None
         _open(leaves, self._specs)
         if not self._kinds.match(list(compress(leaves, self._is_tensor))):
@@ -186,11 +185,15 @@ def learn(
 
 def _is_recognizable(leaf: Any) -> bool:
     if isinstance(leaf, DTensor):
-        return type(leaf) is DTensor and type(leaf._local_tensor) in _PLAIN
+        return (
+            type(leaf) is DTensor
+            and _torch.KNOWS_DTENSORS
+            and type(_torch.local_tensor_of(leaf)) in _PLAIN
+        )
     return not isinstance(leaf, torch.Tensor) or (type(leaf) in _PLAIN and not leaf.is_quantized)
 
 
 def _open(leaves: list[Any], specs: Sequence[tuple[int, Any, bool]]) -> None:
     """Put local tensors in the places of DTensors."""
     for position, _, _ in specs:
-        leaves[position] = leaves[position]._local_tensor
+        leaves[position] = _torch.local_tensor_of(leaves[position])
