@@ -271,3 +271,23 @@ def test_kinds_are_recognised_without_torchs_guards_alike(monkeypatch: pytest.Mo
     slow = [[_torch.TensorKinds([one]).match([other]) for other in some] for one in some]
     assert fast == slow
     assert any(not each for row in fast for each in row)
+
+
+def test_a_tensor_that_says_its_place_is_planned_every_time(tmp_path: Path) -> None:
+    """Since torch 2.15 a plain tensor can say which parts of a larger one it holds; they may be others with every save."""
+    pytest.importorskip("torch.distributed.checkpoint.protocol", reason="torch has it since 2.15")
+
+    def state(row: int) -> State:
+        tensor: Any = torch.arange(24.0).reshape(4, 6) + row
+        tensor.global_shape, tensor.global_offsets = (8, 6), ((row, 0), (6, 0))
+        tensor.local_offsets, tensor.local_sizes = ((0, 0), (2, 0)), ((2, 6), (2, 6))
+        return {"parts": tensor}
+
+    cache = CheckpointMetadataCache()
+    with AsyncCallsQueue() as queue:
+        for number, row in enumerate((0, 0, 0, 0, 2, 4)):
+            ours, stock = tmp_path / f"{number}", tmp_path / f"{number} by stock"
+            schedule(queue, ours, state(row), cache=cache)
+            queue.maybe_finalize_async_calls(blocking=True)
+            dcp.save(state(row), checkpoint_id=stock)
+            assert blobs(ours) == blobs(stock)

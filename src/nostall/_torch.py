@@ -74,6 +74,10 @@ _get_default_store: Callable[[], dist.Store] | None = _optional(
 )
 # Without it the properties of tensors are compared one by one.
 _TensorGuards: Any = _optional("TensorGuards", "torch._C._dynamo.guards")
+# Older torch has none: a plain tensor that says of which part of a larger one it is.
+_CheckpointableTensor: Any = _optional(
+    "CheckpointableTensor", "torch.distributed.checkpoint.protocol"
+)
 # Without it stock's checkpoint process lives until the interpreter ends.
 _process_executor: Any = _optional("_async_process_executor", "torch.distributed.checkpoint")
 KNOWS_DTENSORS: bool = hasattr(DTensor, "_spec") and hasattr(DTensor, "_local_tensor")
@@ -243,13 +247,19 @@ class TensorKinds:
         self._kinds = [_kind(tensor) for tensor in tensors] if self._guards is None else []
 
     def match(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are of the same kinds, in the same order."""
+        """Whether these are of the same kinds, in the same order; never if one says that it is part of a larger tensor."""
+        if _CheckpointableTensor is not None and any(map(_says_its_place, tensors)):
+            return False
         if self._guards is not None:
             return not any(map(_is_nested, tensors)) and bool(self._guards.check(*tensors))
         return [_kind(tensor) for tensor in tensors] == self._kinds
 
 
 _is_nested = attrgetter("is_nested")
+
+
+def _says_its_place(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "global_shape") and isinstance(tensor, _CheckpointableTensor)
 
 
 def _guards_for(tensors: Sequence[torch.Tensor]) -> Any:

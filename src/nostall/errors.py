@@ -192,3 +192,7 @@ class UnsupportedTorchError(NostallError, ImportError):
     """The installed torch lacks something that nostall is built on; raised when nostall is imported."""
 
     __str__ = NostallError.__str__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # ImportError keeps the path outside of __dict__.
+        return (_rebuild, (type(self), self.message, {**self.__dict__, "path": self.path}))
