@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from nostall._jobs import PAGE_NBYTES, Seal, page_aligned
 from nostall._pipeline.layout import FileNaming, Packing, lay_out
+from nostall._runtime import Engine
 from nostall._values import Container, FileLayout, ItemShape, Layout
 
 
@@ -185,6 +187,18 @@ def test_the_key_is_that_of_the_places_not_of_the_names(
     other = lay_out(shapes, FileNaming(prefix="__0_", mark="-deadbeef"), packing)
     assert one.key == other.key
     assert hash(one.key) == hash(other.key)
+
+
+@given(shapes=ITEMS, naming=NAMINGS, packing=PACKINGS)
+def test_what_was_laid_out_for_one_checkpoint_serves_the_next_one(
+    shapes: list[ItemShape], naming: FileNaming, packing: Packing
+) -> None:
+    """Saves that replace each other have file names of their own, and are laid out once."""
+    engine = Engine()
+    other = replace(naming, mark="-deadbeef")
+    one, two = (engine.lay_out(shapes, each, packing) for each in (naming, other))
+    assert two.key is one.key
+    assert (one, two) == tuple(lay_out(shapes, each, packing) for each in (naming, other))
 
 
 @given(shapes=ITEMS, packing=PACKINGS, other=PACKINGS)

@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
+from nostall._known_results import KnownResults, Results
+from nostall._metadata import publication_of
 from nostall.state_dict_saver import (
     CheckpointMetadataCache,
     get_metadata_caching_status,
@@ -321,6 +324,28 @@ def test_one_process_plans_with_a_cache(tmp_path: Path) -> None:
 
 def _grown(seed: int) -> dict[str, Any]:
     return {**small_state(seed), "new": torch.full((3,), float(seed))}
+
+
+def test_an_integer_of_any_length_is_saved(tmp_path: Path) -> None:
+    """Also one that Python refuses to print, in a save whose structure is known."""
+    cache = CheckpointMetadataCache()
+    for number in range(4):
+        planning.save(tmp_path / str(number), {"seed": 10**5000 + number}, cache)
+    assert loaded_wrong(tmp_path / "3", {"seed": 10**5000 + 3}, {"seed": 0}) == []
+
+
+def test_metadata_made_of_other_objects_is_not_taken_for_what_was_published_last() -> None:
+    """Also if the new objects lie where the old ones, which are gone, lay in memory."""
+    known = KnownResults()
+    written = Results(items=[], files=(), token="token")
+    first = Metadata(state_dict_metadata={"first": BytesStorageMetadata()}, storage_data={})
+    known.note_published([written], first, publication_of(first))
+    item = BytesStorageMetadata()
+    del first
+    entries = [{"other": item} for _ in range(1000)]  # nothing else takes the place meanwhile
+    others = [Metadata(state_dict_metadata=each, storage_data={}) for each in entries]
+    assert all(known.expected(other) is None for other in others)
+    assert all(known.publication([written], other) is None for other in others)
 
 
 def test_a_checkpoint_with_plans_in_it_is_an_ordinary_one(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from nostall.core import AsyncCallsQueue
 from nostall.errors import SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
+from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.testing import Hold, inject, writer_pids
 from ranks import TESTS
 from states import blobs, read_metadata, schedule, small_state
@@ -87,6 +89,22 @@ def test_memory_and_descriptors_stay_flat_over_many_saves(
     for name in ("trainer descriptors", "writer descriptors", "writer threads", "children"):
         assert len({each[name] for each in steady}) == 1, (name, [each[name] for each in steady])
     assert max(each["reserved"] for each in measured) < (2 * 64 + 8) << 20
+
+
+def test_a_long_text_that_changes_is_not_kept(tmp_path: Path) -> None:
+    """A log in the state dict costs memory while it is saved, not for the rest of the process."""
+    cache, held = CheckpointMetadataCache(), []
+    tracemalloc.start()
+    try:
+        with AsyncCallsQueue() as queue:
+            for number in range(8):
+                state = {"weight": torch.ones(8), "log": f"{number}" * (4 << 20)}
+                schedule(queue, tmp_path / "save", state, cache=cache)
+                queue.wait()
+                held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert held[-1] - held[3] < 4 << 20
 
 
 def test_a_writer_made_for_a_checkpoint_costs_no_process(tmp_path: Path) -> None:

@@ -348,19 +348,29 @@ def is_stocks_own(planner: SavePlanner) -> bool:
 
 def serialize(value: Any) -> bytes:
     """The bytes that DCP's planner makes of an object."""
-    if type(value) in _SCALARS:
+    if type(value) in _SCALARS and _is_short(value):
         return _serialize_scalar(type(value).__name__, repr(value), value)
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+    return _saved(value)
 
 
 _SCALARS = (bool, int, float, str, type(None))
+_LONGEST_KEPT = 256
+"""Characters of a text, or bits of an integer, whose bytes are kept: all that are kept together are a few megabytes."""
+
+
+def _is_short(value: bool | float | str | None) -> bool:  # noqa: FBT001  # a value of the user's
+    if isinstance(value, str):
+        return len(value) <= _LONGEST_KEPT
+    return not isinstance(value, int) or value.bit_length() <= _LONGEST_KEPT
 
 
 @lru_cache(maxsize=4096)
 def _serialize_scalar(_kind: str, _text: str, value: Any) -> bytes:
     # The key holds more than the value, because 1 == 1.0 == True and 0.0 == -0.0.
+    return _saved(value)
+
+
+def _saved(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

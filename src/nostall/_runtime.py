@@ -24,7 +24,7 @@ from nostall import _torch
 from nostall._arena import Arena, Block, Lease, address_of
 from nostall._checksum import use_fastest
 from nostall._jobs import RankReport, WriteJob
-from nostall._pipeline.layout import FileNaming, Packing, lay_out
+from nostall._pipeline.layout import FileNaming, Packing, lay_out, renamed
 from nostall._reports import CANCEL_TIMEOUT_S, is_done, joined, when_done
 from nostall._staging import any_under_way, wait_for_all
 from nostall._status import SaveStatus, UnderWay
@@ -87,7 +87,8 @@ class Engine:
 
     def lay_out(self, shapes: Sequence[ItemShape], naming: FileNaming, packing: Packing) -> Layout:
         """The layout of these items, from the cache if they were laid out before."""
-        key = (tuple(shapes), naming, packing)
+        # Not the whole names: those of a save that replaces a checkpoint are used once.
+        key = (tuple(shapes), naming.separation_hint, packing)
         with self._lock:
             layout = self._layouts.get(key)
             if layout is None:
@@ -96,7 +97,7 @@ class Engine:
                     self._layouts.popitem(last=False)
             else:
                 self._layouts.move_to_end(key)
-        return layout
+        return renamed(layout, naming)
 
     def lease(self, nbytes: int, *, beyond_limit: bool = False) -> Lease:
         """Snapshot memory; see :meth:`nostall._arena.Arena.lease`."""
