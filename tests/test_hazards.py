@@ -24,7 +24,7 @@ from nostall.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
-from nostall.testing import Fault, Hold, inject
+from nostall.testing import Fault, Hold, inject, reset
 from states import blobs, schedule, small_state
 
 
@@ -306,6 +306,42 @@ def test_a_writer_process_that_cannot_be_started_is_a_typed_error(
             nostall.warmup()
     assert caught.value.path == str(tmp_path / "none")
     nostall.warmup()
+
+
+class RefusingDriver:
+    """A CUDA runtime that locks no memory, as under a limit on locked memory."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.asked += 1
+        return 2
+
+    def cudaHostUnregister(self, address: int) -> int:
+        raise AssertionError("nothing was registered")
+
+
+def test_memory_that_cannot_be_pinned_is_used_unpinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Slower copies are no reason to fail a save; one warning says why they are slow."""
+    driver = RefusingDriver()
+    reset()
+    with monkeypatch.context() as patch, caplog.at_level("WARNING", "nostall"):
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "cudart", lambda: driver)
+        with AsyncCallsQueue() as queue:
+            for number in range(3):
+                schedule(queue, tmp_path / f"{number}", small_state(number))
+        reset()
+    for number in range(3):
+        stock = saved_by_stock(tmp_path / f"stock {number}", small_state(number))
+        assert blobs(tmp_path / f"{number}") == stock
+    assert driver.asked == 1
+    (warning,) = [each for each in caplog.records if each.name == "nostall"]
+    assert "not pinned" in warning.getMessage()
 
 
 @pytest.mark.parametrize(

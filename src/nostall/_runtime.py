@@ -7,6 +7,7 @@ come and go without touching it.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import OrderedDict
@@ -36,6 +37,8 @@ from nostall._writer.priority import lower_priority
 from nostall._writer.seals import Cuts
 from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError
 from nostall.options import EngineOptions, is_possible_wait, require_integer
+
+_log = logging.getLogger("nostall")
 
 _LAYOUTS_KEPT = 8
 _CONTAINERS_NBYTES = 2 << 20
@@ -67,6 +70,8 @@ class Engine:
         self._writers: list[WriterProcess] = []
         self._layouts: OrderedDict[Any, Layout] = OrderedDict()
         self._pinned: set[int] = set()
+        self._may_pin = True
+        """Whether nothing was refused yet; each try takes long, and the next one would most likely be refused, too."""
         self._held: dict[int, list[int]] = {}
         """Descriptors of files that are being removed."""
         self._lock = threading.RLock()
@@ -103,13 +108,22 @@ class Engine:
         """Snapshot memory; see :meth:`nostall._arena.Arena.lease`."""
         timeout_s = self.options.save_timeout_s
         lease = self.arena.lease(nbytes, timeout_s=timeout_s, beyond_limit=beyond_limit)
+        # Not when the block is made: a warmed-up block may be older than the CUDA context.
         with self._lock:
-            # Not when the block is made: a warmed-up block may be older than the CUDA context.
-            if lease.block.id not in self._pinned and _torch.pin(
-                address_of(lease.block), lease.block.nbytes
-            ):
-                self._pinned.add(lease.block.id)
+            self._pin(lease.block)
         return lease
+
+    def _pin(self, block: Block) -> None:
+        if block.id in self._pinned or not self._may_pin:
+            return
+        try:
+            if _torch.pin(address_of(block), block.nbytes):
+                self._pinned.add(block.id)
+        except RuntimeError as error:
+            self._may_pin = False
+            _log.warning(
+                "snapshot memory is not pinned, copies off the device are slower: %s", error
+            )
 
     def remember_placement(self, structure: Any, placement: dict[str, tuple[int, int]]) -> None:
         """Keep where the payloads of a staged structure belong, for the next time it is staged."""

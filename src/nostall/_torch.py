@@ -12,7 +12,7 @@ import io
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -463,10 +463,18 @@ _CUDA_ALREADY_REGISTERED = 712
 
 
 def pin(address: int, nbytes: int) -> bool:
-    """Lock host memory for the CUDA copy engines; false where CUDA is absent or not in use (yet)."""
+    """Lock host memory for the CUDA copy engines; false where CUDA is absent or not in use (yet).
+
+    Raises:
+        RuntimeError: CUDA refuses.
+    """
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return False
     code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+    if code:
+        # torch asks for this thread's last error after every launch: the next kernel would be blamed for it.
+        with suppress(RuntimeError):
+            torch.ones((), device="cuda")
     if code not in (0, _CUDA_ALREADY_REGISTERED):
         raise RuntimeError(f"cudaHostRegister of {nbytes} bytes failed with code {code}")
     return True
