@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -25,6 +26,7 @@ from nostall.state_dict_saver import (
     save_state_dict_async_plan,
 )
 from nostall.testing import Fault, Hold, inject, reset
+from nostall.torch_ckpt import TorchAsyncCheckpoint
 from states import blobs, schedule, small_state
 
 
@@ -349,9 +351,23 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(
     [
         lambda: EngineOptions(io_threads="4"),  # type: ignore[arg-type]  # on purpose
         lambda: EngineOptions(io_threads=2000),
-        lambda: EngineOptions(direct_io=1),  # type: ignore[arg-type]  # on purpose
+        lambda: EngineOptions(io_threads=True),
+        lambda: EngineOptions(chunk_nbytes=8192.0),  # type: ignore[arg-type]  # on purpose
+        lambda: EngineOptions(direct_io="no"),  # type: ignore[arg-type]  # on purpose
+        lambda: EngineOptions(cpu_priority=3.0),  # type: ignore[arg-type]  # on purpose
+        lambda: EngineOptions(io_priority=True),
         lambda: EngineOptions(save_timeout_s="1"),  # type: ignore[arg-type]  # on purpose
+        lambda: EngineOptions(save_timeout_s=True),
         lambda: FileSystemWriterAsync("unused", thread_count="2"),
+        lambda: FileSystemWriterAsync("unused", thread_count=True),
+        lambda: FileSystemWriterAsync("unused", sync_files="no"),
+        lambda: FileSystemWriterAsync("unused", sync_files=None),
+        lambda: FileSystemWriterAsync("unused", overwrite="no"),
+        lambda: FileSystemWriterAsync("unused", overwrite=torch.tensor([True, False])),
+        lambda: FileSystemWriterAsync("unused", single_file_per_rank=[]),
+        lambda: FileSystemWriterAsync("unused", is_multiproc_io="no"),  # type: ignore[arg-type]  # on purpose
+        lambda: FileSystemWriterAsync("unused", separation_hint=3, thread_count=2),  # type: ignore[arg-type]  # on purpose
+        lambda: FileSystemWriterAsync("unused", staging=True),  # type: ignore[arg-type]  # on purpose
         lambda: FileSystemWriterAsync("unused", open_file=3),
         lambda: FileSystemWriterAsync(""),
         lambda: FileSystemWriterAsync("a\0b"),
@@ -360,13 +376,63 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(
         lambda: nostall.warmup("1G"),  # type: ignore[arg-type]  # on purpose
         lambda: nostall.configure({"io_threads": 2}),  # type: ignore[arg-type]  # on purpose
     ],
-    ids=range(12),
+    ids=range(26),
 )
 def test_an_argument_of_the_wrong_kind_is_refused_where_it_is_passed(wrong: Any) -> None:
     """With an error that says what to use instead."""
     with pytest.raises(OptionError) as caught:
         wrong()
     assert caught.value.hint
+
+
+def test_options_take_numbers_of_numpys_and_0_and_1_as_stock_does(tmp_path: Path) -> None:
+    """What a configuration file or an array hands over means what it means to stock."""
+    options = {"thread_count": np.int64(2), "sync_files": np.False_, "overwrite": 1}
+    writer = FileSystemWriterAsync(tmp_path / "ours", single_file_per_rank=0, **options)
+    stock = dcp.FileSystemWriter(tmp_path / "stock", single_file_per_rank=0, **options)  # type: ignore[arg-type]  # on purpose
+    for each in (writer, stock):
+        dcp.save(small_state(1), storage_writer=each, no_dist=True)
+    assert blobs(tmp_path / "ours") == blobs(tmp_path / "stock")
+    before = default_engine().options
+    number = np.int64(2)
+    given: dict[str, Any] = {"io_threads": number, "direct_io": 0, "save_timeout_s": np.float32(9)}
+    nostall.configure(EngineOptions(**given))
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path / "behind", small_state(1), thread_count=number)
+    nostall.configure(before)
+    assert blobs(tmp_path / "behind") == blobs(tmp_path / "stock")
+
+
+def test_a_relative_path_without_a_working_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says what is gone and what to do; an absolute path needs no working directory."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for use in (
+        FileSystemWriterAsync,
+        nostall.remove_checkpoint,
+        lambda path: TorchAsyncCheckpoint().async_save({}, path),
+    ):
+        with pytest.raises(OptionError, match="working directory is gone") as caught:
+            use("save")
+        assert caught.value.path == "save"
+        assert "absolute" in str(caught.value.hint)
+    writer = FileSystemWriterAsync(tmp_path / "save")
+    dcp.save(small_state(1), storage_writer=writer, no_dist=True)
+    assert blobs(tmp_path / "save") == saved_by_stock(tmp_path / "stock", small_state(1))
+
+
+def test_the_multi_storage_client_is_not_asked_for_a_local_path(tmp_path: Path) -> None:
+    """Megatron passes ``use_msc=True`` wherever the client is installed; the path says where to write."""
+    writer = FileSystemWriterAsync(tmp_path / "save", use_msc=True)
+    dcp.save(small_state(1), storage_writer=writer, no_dist=True)
+    assert blobs(tmp_path / "save") == saved_by_stock(tmp_path / "stock", small_state(1))
+    with pytest.raises(OptionError, match="not supported yet") as caught:
+        FileSystemWriterAsync("msc://profile/save", use_msc=True)
+    assert caught.value.path == "msc://profile/save"
 
 
 def test_a_file_where_the_directory_should_be_is_named(tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ def test_metadata_made_of_other_objects_is_not_taken_for_what_was_published_last
     written = Results(items=[], files=(), token="token")
     first = Metadata(state_dict_metadata={"first": BytesStorageMetadata()}, storage_data={})
     known.note_published([written], first, publication_of(first))
-    item = BytesStorageMetadata()
+    item: Any = BytesStorageMetadata()
     del first
     entries = [{"other": item} for _ in range(1000)]  # nothing else takes the place meanwhile
     others = [Metadata(state_dict_metadata=each, storage_data={}) for each in entries]

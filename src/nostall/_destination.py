@@ -23,13 +23,13 @@ def require_possible(path: str | os.PathLike[str]) -> None:
         )
 
 
-def require_file_system(path: object, *, use_msc: bool = False) -> None:
+def require_file_system(path: object) -> None:
     """Refuse what is not on a file system.
 
     Raises:
         OptionError: It is in an object store.
     """
-    if use_msc or "://" in str(path):
+    if "://" in str(path):
         raise OptionError(
             "object stores and the multi-storage client are not supported yet",
             path=str(path),
@@ -38,8 +38,19 @@ def require_file_system(path: object, *, use_msc: bool = False) -> None:
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """Where a path leads now: the trainer may change its directory, and its writer process has one of its own."""
-    return Path(os.path.abspath(path))
+    """Where a path leads now: the trainer may change its directory, and its writer process has one of its own.
+
+    Raises:
+        OptionError: The path is relative to a working directory that is gone.
+    """
+    try:
+        return Path(os.path.abspath(path))
+    except OSError as error:
+        raise OptionError(
+            f"the path is relative, and the working directory is gone: {error.strerror}",
+            path=os.fsdecode(path),
+            hint="pass an absolute path, or change to a directory that is there",
+        ) from error
 
 
 def make_ready(directory: str, metadata_path: str, *, overwrite: bool, rank: int | None) -> None:

@@ -52,7 +52,7 @@ from nostall._storage.posix import is_same, may_be_there
 from nostall._storage.streams import StreamTarget
 from nostall._values import RankFiles
 from nostall.errors import NostallError, OptionError, StagingError
-from nostall.options import WriterOptions
+from nostall.options import WriterOptions, require_switch
 from nostall.stats import SaveStats, Timeline
 
 _PROCESSES_FOR_MULTIPROC_IO = 2
@@ -93,7 +93,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         staging: ``"blocking"``: the save call returns when the snapshot is taken, and everything may be changed.
             ``"overlapped"``: it returns at once; objects may be changed then, tensors only after :meth:`wait_staged`.
         separation_hint: Items whose name starts with this go to files of their own, named with it.
-        use_msc: Write through the multi-storage client. Not available yet.
+        use_msc: Accepted for compatibility; ``path`` says where to write, and ``msc://`` is not supported yet.
         is_multiproc_io: Spread the files over two writer processes.
         use_cached_data_structure: Accepted for compatibility; structure is always cached, values never.
         use_cpu_shm_for_gpu_tensors: Accepted for compatibility; snapshots are always in shared host memory.
@@ -124,7 +124,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 hint="use a callable with the signature of open",
             )
         super().__init__(path, *args, **kwargs)
-        require_file_system(path, use_msc=use_msc)
+        require_file_system(path)
         self.path = absolute(self.path)
         if getattr(self, "serialization_format", None) == SerializationFormat.SAFETENSORS:
             raise OptionError(
@@ -146,7 +146,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._receipts: tuple[FileReceipt, ...] = ()
         self._slowest_rank: int | None = None
         self._separation_hint = separation_hint
-        self._processes = _PROCESSES_FOR_MULTIPROC_IO if is_multiproc_io else 1
+        spread = require_switch("is_multiproc_io", is_multiproc_io)
+        self._processes = _PROCESSES_FOR_MULTIPROC_IO if spread else 1
         transforms = tuple(self.transforms.extensions)
         own_stream = open_file is not open or bool(transforms)
         self._stream = (
@@ -596,8 +597,8 @@ class FileSystemWriterAsync(FileSystemWriter):
     def _options(self) -> WriterOptions:
         return WriterOptions(
             thread_count=self.thread_count,
-            file_per_item=not self.single_file_per_rank,
-            sync_files=bool(self.sync_files),  # stock takes whatever is true
+            file_per_item=not require_switch("single_file_per_rank", self.single_file_per_rank),
+            sync_files=self.sync_files,
             overwrite=self.overwrite,
             separation_hint=self._separation_hint,
             processes=self._processes,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import TypeGuard
 
 from nostall._jobs import MOST_IO_THREADS
 from nostall.errors import OptionError
@@ -42,37 +44,28 @@ class EngineOptions:
     """Longest time for which an interpreter that ends completes what is scheduled."""
 
     def __post_init__(self) -> None:
-        if self.copy_threads is not None:
-            require_integer("copy_threads", self.copy_threads, at_least=1)
-        if self.io_threads is not None:
-            require_integer("io_threads", self.io_threads, at_least=1)
-            _require(
-                self.io_threads <= MOST_IO_THREADS,
-                f"io_threads={self.io_threads}",
-                f"at most {MOST_IO_THREADS}",
-            )
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                _set(self, name, require_integer(name, value, at_least=least))
         _require(
-            _is_number(self.chunk_nbytes)
-            and self.chunk_nbytes >= 4096
+            self.io_threads is None or self.io_threads <= MOST_IO_THREADS,
+            f"io_threads={self.io_threads}",
+            f"at most {MOST_IO_THREADS}",
+        )
+        _require(
+            _is_integer(self.chunk_nbytes)
+            and self.chunk_nbytes > 0
             and self.chunk_nbytes % 4096 == 0,
-            f"chunk_nbytes={self.chunk_nbytes}",
+            f"chunk_nbytes={self.chunk_nbytes!r}",
             "a positive multiple of 4096",
         )
-        _require(isinstance(self.direct_io, bool), f"direct_io={self.direct_io!r}", "True or False")
-        require_integer("write_retries", self.write_retries, at_least=0)
-        require_integer("max_in_flight", self.max_in_flight, at_least=1)
-        if self.max_staging_bytes is not None:
-            require_integer("max_staging_bytes", self.max_staging_bytes, at_least=1)
-        _require(
-            self.cpu_priority is None or self.cpu_priority in range(20),
-            f"cpu_priority={self.cpu_priority}",
-            "None or 0 to 19",
-        )
-        _require(
-            self.io_priority is None or self.io_priority in (0, 1, 2, 3),
-            f"io_priority={self.io_priority}",
-            "None or an ionice class: 0, 1, 2 or 3",
-        )
+        _set(self, "chunk_nbytes", int(self.chunk_nbytes))
+        _set(self, "direct_io", require_switch("direct_io", self.direct_io))
+        for name, classes, wanted in _PRIORITIES:
+            value = getattr(self, name)
+            possible = value is None or (_is_integer(value) and value in classes)
+            _require(possible, f"{name}={value!r}", wanted)
         for name in ("save_timeout_s", "exit_timeout_s"):
             seconds = getattr(self, name)
             _require(
@@ -80,6 +73,7 @@ class EngineOptions:
                 f"{name}={seconds!r}",
                 "a positive number of seconds that the system can wait for; 1e9 is as good as none",
             )
+            _set(self, name, float(seconds))
 
     @property
     def max_wave_nbytes(self) -> int | None:
@@ -88,6 +82,19 @@ class EngineOptions:
             return None
         return max(1, self.max_staging_bytes // self.max_in_flight)
 
+
+_LEAST = {
+    "copy_threads": 1,
+    "io_threads": 1,
+    "write_retries": 0,
+    "max_in_flight": 1,
+    "max_staging_bytes": 1,
+}
+_OPTIONAL = ("copy_threads", "io_threads", "max_staging_bytes")
+_PRIORITIES = (
+    ("cpu_priority", range(20), "None or 0 to 19"),
+    ("io_priority", range(4), "None or an ionice class: 0, 1, 2 or 3"),
+)
 
 STAGING = ("blocking", "overlapped")
 
@@ -105,19 +112,21 @@ class WriterOptions:
     staging: str = "blocking"
 
     def __post_init__(self) -> None:
-        require_integer("thread_count", self.thread_count, at_least=1)
+        thread_count = require_integer("thread_count", self.thread_count, at_least=1)
+        _set(self, "thread_count", thread_count)
+        for name in ("sync_files", "overwrite"):
+            _set(self, name, require_switch(name, getattr(self, name)))
         _require(self.staging in STAGING, f"staging={self.staging!r}", " or ".join(STAGING))
-        if self.separation_hint is not None:
+        hint: object = self.separation_hint
+        if hint is not None:
             _require(
                 self.thread_count >= 2,
-                f"separation_hint={self.separation_hint!r} with thread_count={self.thread_count}",
+                f"separation_hint={hint!r} with thread_count={self.thread_count}",
                 "thread_count >= 2, as each group gets half of the files",
             )
             _require(
-                bool(self.separation_hint)
-                and os.sep not in self.separation_hint
-                and not self.separation_hint.startswith("."),
-                f"separation_hint={self.separation_hint!r}",
+                isinstance(hint, str) and hint and os.sep not in hint and not hint.startswith("."),
+                f"separation_hint={hint!r}",
                 "a prefix of names that can begin a file name",
             )
 
@@ -127,23 +136,49 @@ def is_possible_wait(seconds: object) -> bool:
     return isinstance(seconds, int | float) and 0 <= seconds <= threading.TIMEOUT_MAX
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
-
-
-def require_integer(name: str, value: object, *, at_least: int) -> None:
-    """Refuse what is no integer, or too small a one.
+def require_integer(name: str, value: object, *, at_least: int) -> int:
+    """The value as a Python integer; numpy's are taken, too.
 
     Raises:
-        OptionError: It is not possible.
+        OptionError: It is not an integer, or too small.
     """
-    _require(
-        isinstance(value, int) and value >= at_least,
-        f"{name}={value!r}",
-        f"an integer of at least {at_least}",
-    )
+    if not _is_integer(value) or value < at_least:
+        raise _refusal(f"{name}={value!r}", f"an integer of at least {at_least}")
+    return int(value)
+
+
+def require_switch(name: str, value: object) -> bool:
+    """The value as ``True`` or ``False``; what equals one of them is taken, too, such as 0, 1 and ``numpy.True_``.
+
+    Raises:
+        OptionError: It is neither.
+    """
+    try:
+        chosen = {True: True, False: False}.get(value)  # type: ignore[call-overload]  # of any type
+    except TypeError:  # one that cannot be looked up
+        chosen = None
+    if chosen is None:
+        raise _refusal(f"{name}={value!r}", "True or False")
+    return bool(chosen)
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _set(options: object, name: str, value: object) -> None:
+    """Replace what was passed by the same value in Python's own type; options are frozen from then on."""
+    object.__setattr__(options, name, value)
 
 
 def _require(condition: object, given: str, wanted: str) -> None:
     if not condition:
-        raise OptionError(f"{given} is not possible", hint=f"use {wanted}")
+        raise _refusal(given, wanted)
+
+
+def _refusal(given: str, wanted: str) -> OptionError:
+    return OptionError(f"{given} is not possible", hint=f"use {wanted}")

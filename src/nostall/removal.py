@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nostall import _directories, _torch
+from nostall._destination import absolute
 from nostall._names import METADATA_SUFFIX, SHARD_SUFFIX
 from nostall._storage.posix import remove_directory, remove_file, sync_directory
 from nostall.errors import OptionError, WriteError
@@ -47,7 +48,7 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         raise OptionError(
             "this is no directory of this machine", path=os.fspath(path), hint="pass a path"
         )
-    directory = os.path.abspath(path)  # without a slash at its end, which would follow a link
+    directory = str(absolute(path))  # without a slash at its end, which would follow a link
     try:
         contents = _contents(directory)
         if contents is None:

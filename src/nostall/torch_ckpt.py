@@ -13,6 +13,7 @@ import torch
 
 from nostall._arena import Lease
 from nostall._background import BackgroundSave
+from nostall._destination import absolute
 from nostall._jobs import (
     Failure,
     FileImage,
@@ -46,7 +47,7 @@ class _FileSave(BackgroundSave):
     def __init__(
         self, state_dict: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        job, self._path = uuid.uuid4().hex, os.path.abspath(path)
+        job, self._path = uuid.uuid4().hex, str(absolute(path))
         progress = default_engine().under_way.begin(job, path=self._path, rank=0)
         super().__init__(rank=0, job=job, progress=progress)
         self._state_dict = state_dict
