@@ -28,7 +28,7 @@ from nostall.core import (
     TemporalAsyncCaller,
     abort_all,
 )
-from nostall.errors import OptionError, SaveTimeoutError, StagingError
+from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError, StagingError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from nostall.testing import Fault, Hold, inject, writer_pids
@@ -37,6 +37,7 @@ from programs import queueing
 from programs.entry_points import differing, loaded_wrong, spoil
 from ranks import run_ranks
 from states import blobs, read_metadata, schedule, small_state
+from waiting import stands_in, wait_until
 
 Found = dict[str, Any]
 
@@ -487,6 +488,45 @@ def test_abort_all_aborts_every_queue(tmp_path: Path) -> None:
         assert queue.wait() == [index] == [2]
         queue.close()
     assert finalized == []
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0])
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_wait_that_another_thread_aborts_says_so(
+    timeout: float | None, on_error: str, tmp_path: Path
+) -> None:
+    """The thread that waits gets an error of its own kind; what was scheduled after the abort had begun is finalised, and
+    nothing else."""
+    outcome: list[Any] = []
+    queue = AsyncCallsQueue(on_error=on_error)
+
+    def finalize() -> None:
+        try:
+            outcome.append(queue.wait(timeout))
+        except Exception as error:
+            outcome.append(error)
+
+    with Hold("report") as hold:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "aborted", small_state(1))
+        hold.wait_reached()
+        waiting = threading.Thread(target=finalize)
+        waiting.start()
+        wait_until(lambda: stands_in(waiting, threading.Event.wait))
+        aborting = threading.Thread(target=abort_all)
+        aborting.start()
+        wait_until(lambda: queue.pending == 0)
+        index = schedule(queue, tmp_path / "new", small_state(2))
+        hold.release()
+        waiting.join()
+        aborting.join()
+    assert [type(each) for each in outcome] == [SaveAbortedError], outcome
+    assert "request 0 was aborted by another thread" in str(outcome[0])
+    assert queue.pending == 1
+    assert queue.wait() == [index]
+    queue.close()
+    assert names(tmp_path / "aborted") == []
+    assert loaded_wrong(tmp_path / "new", small_state(2), small_state(0)) == []
 
 
 # --- torch.save -----------------------------------------------------------------------------------------------------

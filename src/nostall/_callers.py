@@ -99,7 +99,7 @@ class AsyncCaller(ABC):
                 fd = serialize_call(request.async_fn, args, request.async_fn_kwargs or {})
             except BaseException:
                 # What cannot travel on one rank cannot on any; said where it was scheduled.
-                self._calls.remove(call)
+                self.take_over(call)
                 raise
         try:
             self._start(call, args, fd)
@@ -114,7 +114,7 @@ class AsyncCaller(ABC):
 
     def _forget(self, call: Call, interrupt: BaseException) -> None:
         """Leave nothing of a request that nobody gets to know of, as its scheduling was interrupted."""
-        self._calls.remove(call)
+        self.take_over(call)
         if call.native is not None:
             call.native.give_up(interrupt)
 
@@ -161,8 +161,7 @@ class AsyncCaller(ABC):
             alive = not call.outcome.done()
             done = not alive if no_dist else self.sync_all_async_calls(alive)
             if done:
-                self._calls.popleft()
-                self._call_is_done(call)
+                self.take_over(call)
                 failure = call.failure()
                 if failure is not None and call.native is None:
                     raise error_of(RankFailed(rank=coordination_for(None).rank, failure=failure))
@@ -173,11 +172,17 @@ class AsyncCaller(ABC):
         """Whether all ranks are done, this one's part being unfinished if ``is_alive``. Collective."""
         return coordination_for(None).maximum([int(is_alive)]) == [0]
 
-    def take_over(self, call: Call) -> None:
-        """Forget a call that the queue has finalised, failed or aborted."""
-        if call in self._calls:
+    def take_over(self, call: Call) -> bool:
+        """Take a call that is done out of the caller; false if another thread has aborted it.
+
+        A call leaves the deque once, so that what is being finalised is not aborted, nor the other way round.
+        """
+        try:
             self._calls.remove(call)
-            self._call_is_done(call)
+        except ValueError:
+            return False
+        self._call_is_done(call)
+        return True
 
     @abstractmethod
     def close(self, abort: bool = False) -> None:
@@ -197,7 +202,14 @@ class AsyncCaller(ABC):
         self._calls.clear()
 
     def _abort_calls(self) -> None:
-        for call in list(self._calls):
+        calls, self._calls = self._calls, deque()  # what is scheduled from here on stays
+        while True:
+            try:
+                call = calls.popleft()
+            except IndexError:  # by now another thread may have taken the last one
+                return
+            if call.life.state is State.WRITING:  # else the thread that schedules it finds out
+                call.life.to(State.ABORTED)
             if call.native is not None and not call.outcome.done():
                 call.native.abort()
             call.settle(
@@ -205,7 +217,6 @@ class AsyncCaller(ABC):
             )
             if call.native is not None:
                 call.native.discard()
-        self._calls.clear()
 
 
 _LEGACY_CPU_PRIORITY = 10

@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -38,7 +38,7 @@ from nostall._preemption import preemption
 from nostall._reports import is_done
 from nostall._requests import AsyncRequest
 from nostall._runtime import default_engine
-from nostall.errors import OptionError, RankLostError, SaveTimeoutError
+from nostall.errors import OptionError, RankLostError, SaveAbortedError, SaveTimeoutError
 from nostall.options import EngineOptions, is_possible_wait
 
 __all__ = [
@@ -171,6 +171,8 @@ class AsyncCallsQueue:
             RankMismatchError: Ranks have scheduled different numbers of requests.
             RankLostError: Another rank has ended.
             SaveTimeoutError: Other ranks have not polled for a minute longer than a save may take.
+            SaveAbortedError: Another thread has aborted the queue meanwhile; raised on this rank, whatever ``on_error`` says.
+                What was scheduled after that stays scheduled.
         """
         with preemption.deferred():
             return self._finalize(blocking=blocking, no_dist=no_dist)
@@ -178,20 +180,20 @@ class AsyncCallsQueue:
     def _finalize(self, *, blocking: bool, no_dist: bool) -> list[int]:
         finalized = []
         coordination = coordination_for(self._process_group)
-        while self._calls:
-            call = self._calls[0]
-            if blocking or self._is_overdue():
+        while calls := self._calls:  # an abort by another thread puts another deque in its place
+            call = calls[0]
+            if blocking or self._is_overdue(call):
                 self._await(
                     call, longest_s=default_engine().options.save_timeout_s if blocking else 0.0
                 )
+            self._require_scheduled(call)  # before ranks talk: who aborts talks to nobody
             agreed = self._look_at(call, coordination, no_dist=no_dist)
             if agreed.hurry and not blocking:
                 blocking = True
                 continue
             if agreed.alive:
                 break
-            self._next()
-            self._caller.take_over(call)
+            self._take(call)
             try:
                 if agreed.failed:
                     self._raise_failure(call, coordination, no_dist=no_dist)
@@ -228,13 +230,30 @@ class AsyncCallsQueue:
             raise
         call.life.to(State.FINALIZED)
 
-    def _next(self) -> Call:
-        """Take the first request from the queue."""
+    def _take(self, call: Call) -> None:
+        """Take the first request from the queue, to finalise it.
+
+        Raises:
+            SaveAbortedError: Another thread has aborted it.
+        """
+        is_ours = self._caller.take_over(call)
         self._moved_s = time.monotonic()
-        call = self._calls.popleft()
+        with suppress(ValueError):  # aborted meanwhile, or too late for that
+            self._calls.remove(call)
         if not self._calls:
             _unfinished.pop(self, None)
-        return call
+        if not is_ours:
+            raise _aborted_by_another_thread(call)
+
+    def _require_scheduled(self, *calls: Call) -> None:
+        """Make sure that requests are still in the queue.
+
+        Raises:
+            SaveAbortedError: Another thread has aborted them.
+        """
+        for call in calls:
+            if call not in self._calls:
+                raise _aborted_by_another_thread(call)
 
     def poll(self) -> list[int]:
         """Finalise what is done on all ranks, without waiting. Collective."""
@@ -251,6 +270,7 @@ class AsyncCallsQueue:
             SaveTimeoutError: Some rank's part was not done within ``timeout`` seconds; raised on every rank, and nothing is
                 finalised.
             CheckpointException: A request failed on some rank.
+            SaveAbortedError: Another thread has aborted the queue meanwhile.
         """
         return self._wait(timeout, hint="wait again, or close(abort=True)")
 
@@ -258,14 +278,15 @@ class AsyncCallsQueue:
         """As :meth:`wait`; ``hint`` is what to do about what is not done in time."""
         if timeout is not None:
             _require_seconds(timeout)
-        if timeout is not None and self._calls:
+        if timeout is not None and (calls := list(self._calls)):
             coordination = coordination_for(self._process_group)
-            unfinished = len(wait([call.outcome for call in self._calls], timeout).not_done)
+            unfinished = len(wait([call.outcome for call in calls], timeout).not_done)
+            self._require_scheduled(*calls)
             most = most_unfinished(unfinished, coordination, _scheduled, timeout_s=timeout)
             if most:
                 raise SaveTimeoutError(
-                    f"{unfinished} of {len(self._calls)} requests are not done on this rank after {timeout:g} s,"
-                    f" and up to {most} on others{_how_far(self._calls)}",
+                    f"{unfinished} of {len(calls)} requests are not done on this rank after {timeout:g} s,"
+                    f" and up to {most} on others{_how_far(calls)}",
                     rank=coordination.rank,
                     phase="write",
                     hint=hint,
@@ -310,9 +331,6 @@ class AsyncCallsQueue:
             if abort or calls:
                 self._first_index = self._next_index
             self._caller.close(abort=abort or bool(calls))
-            for call in calls:
-                if not call.life.over:
-                    call.life.to(State.ABORTED)
 
     def abandon_after_fork(self) -> None:
         """In a forked child: forget what is scheduled; it is the parent's to finalise or to abort."""
@@ -333,9 +351,9 @@ class AsyncCallsQueue:
             if hasattr(error, "add_note"):
                 error.add_note(f"closing the queue failed, too: {second}")
 
-    def _is_overdue(self) -> bool:
+    def _is_overdue(self, first: Call) -> bool:
         """Whether the first request has been the first for longer than a save may take; nobody may ever wait for it."""
-        since_s = max(self._calls[0].begun_s, self._moved_s)
+        since_s = max(first.begun_s, self._moved_s)
         return time.monotonic() - since_s > default_engine().options.save_timeout_s
 
     def _await(self, call: Call, *, longest_s: float) -> None:
@@ -376,6 +394,15 @@ class AsyncCallsQueue:
         if call.native is not None:
             call.native.discard()
         raise_everywhere(call.failure(), coordination, only_here=no_dist)
+
+
+def _aborted_by_another_thread(call: Call) -> SaveAbortedError:
+    return SaveAbortedError(
+        f"request {call.request.call_idx} was aborted by another thread while this one was waiting for it",
+        rank=coordination_for(None).rank,
+        phase="write",
+        hint="nothing of it was committed; the queue can be used again",
+    )
 
 
 def _how_far(calls: Iterable[Call]) -> str:
@@ -423,7 +450,10 @@ def drain_on_sigterm(grace_s: float = 30.0) -> None:
 
 
 def abort_all() -> None:
-    """Abort every live queue: what is scheduled is given up and never finalised; each queue can be used again."""
+    """Abort every live queue: what is scheduled is given up and never finalised; each queue can be used again.
+
+    From any thread. One that waits for what is given up gets a :class:`~nostall.errors.SaveAbortedError`.
+    """
     for live in list(_live_queues):
         live.close(abort=True)
 
