@@ -291,6 +291,20 @@ def test_any_rank_can_coordinate(found: list[Found]) -> None:
         assert ("Worker failure" in said["failure"]["text"]) == (here == 1)
 
 
+def test_a_coordinator_that_is_not_in_the_group_is_refused_on_every_rank(
+    found: list[Found],
+) -> None:
+    """At once, before ranks talk: a rank beyond the group, a negative one, a global rank for one within the group, and a
+    group that the calling rank does not belong to."""
+    for here, facts in enumerate(found):
+        said = facts["impossible_coordinators"]
+        assert "coordinator_rank=2 is not a rank of the group, which has 2" in said["beyond"]
+        assert "use a rank within the group, 0 to 1" in said["beyond"]
+        assert "coordinator_rank=-1" in said["negative"]
+        assert "coordinator_rank='0'" in said["not a number"]
+        assert ("rank 0 is not in process_group", "coordinator_rank=1")[here] in said["global rank"]
+
+
 def test_some_of_the_ranks_save_in_a_group_of_their_own(tmp_path: Path) -> None:
     """Ranks 1 and 2 of three plan, save, fail, and resume among themselves; ranks are those within the group."""
     bystander, *members = run_ranks(3, "planning:sub_group", tmp_path)

@@ -14,6 +14,7 @@ import struct
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -37,6 +38,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from nostall import errors
+from nostall._failures import error_of, failure_of
 from nostall._jobs import (
     Failure,
     FileImage,
@@ -60,6 +62,7 @@ from nostall._pipeline.plan_cache import (
     nobody_talks,
     same_plan,
 )
+from nostall._reports import when_done
 from nostall._runtime import Engine
 from nostall._sealing import Sealer, seal_patches
 from nostall._values import Abort, Commit
@@ -469,7 +472,7 @@ OWN = {"errno": 28, "exit_code": -9, "nbytes": 1 << 40}
 
 def example(kind: type[BaseException]) -> BaseException:
     own = {name: value for name, value in OWN.items() if name in vars(kind("x"))}
-    if issubclass(kind, WriteError):
+    if issubclass(kind, WriteError | errors.NotDurableError):
         own["errno"] = OWN["errno"]
     return kind("what went wrong", **PLACE, **own)
 
@@ -536,8 +539,42 @@ def test_errors_are_caught_as_the_built_in_ones_they_also_are() -> None:
     assert issubclass(OptionError, ValueError)
     assert issubclass(errors.SaveTimeoutError, TimeoutError)
     assert issubclass(errors.ReservationError, MemoryError)
+    assert issubclass(errors.NotDurableError, OSError)
     assert issubclass(WriteError, SaveError)
     assert issubclass(SaveError, NostallError)
+
+
+def test_what_may_have_been_published_is_not_caught_as_a_save_that_failed() -> None:
+    """Who removes a directory because its save has failed must not remove a checkpoint that may be there; the error keeps its
+    kind and its errno on the way to other ranks."""
+    error = errors.NotDurableError("not durable", errno=5, path="/x")
+    assert isinstance(error, NostallError)
+    assert not isinstance(error, SaveError)
+    arrived = error_of(RankFailed(rank=1, failure=failure_of(error, phase="commit")))
+    assert (type(arrived), arrived.path) == (errors.NotDurableError, "/x")
+    assert isinstance(arrived, OSError)
+    assert arrived.errno == 5
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("comes", ["before", "later"])
+def test_a_report_that_cannot_be_finished_is_a_failed_one(comes: str) -> None:
+    """Whoever waits for a rank's report hears of an exception in what makes it, instead of waiting until the deadline."""
+
+    def finish(_: list[RankReport]) -> RankReport:
+        raise MemoryError("no luck")
+
+    part: Future[RankReport] = Future()
+    if comes == "before":
+        part.set_result(RankWritten(rank=3, receipts=()))
+    whole = when_done([part], finish)
+    if comes == "later":
+        part.set_result(RankWritten(rank=3, receipts=()))
+    report = whole.result(timeout=0)
+    assert isinstance(report, RankFailed)
+    assert (report.rank, report.failure.message) == (3, "MemoryError: no luck")
 
 
 # --- options ----------------------------------------------------------------------------------------------------------

@@ -630,8 +630,10 @@ def test_only_a_path_can_be_written_in_the_background(tmp_path: Path) -> None:
 def test_what_is_no_request_no_writer_or_no_time_is_refused_by_its_name(tmp_path: Path) -> None:
     """Where it is passed, and not by an attribute that it lacks."""
     with AsyncCallsQueue() as queue:
-        with pytest.raises(OptionError, match="NoneType cannot be scheduled"):
-            queue.schedule_async_request(None)  # type: ignore[arg-type]  # that is the point
+        with pytest.raises(
+            OptionError, match=r"type int cannot be scheduled.*pass an AsyncRequest"
+        ):
+            queue.schedule_async_request(3)  # type: ignore[arg-type]  # that is the point
         with pytest.raises(OptionError, match="FileSystemWriter does not write"):
             save_state_dict_async_plan({}, FileSystemWriter(tmp_path))  # type: ignore[arg-type]  # as above
         impossible: tuple[Any, ...] = (-1.0, float("nan"), "soon")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from nostall import _torch
 from nostall._rank_messages import broadcast_message, gather_messages
-from nostall.errors import RankLostError
+from nostall.errors import OptionError, RankLostError
 
 T = TypeVar("T")
 
@@ -219,6 +219,27 @@ class TorchGroup:
         with self._together():
             dist.all_gather_object(collected, value, group=self._group)
         return collected
+
+
+def require_members(group: dist.ProcessGroup | None, coordinator: int) -> None:
+    """Make sure that this rank and the coordinator belong to the group: ranks would wait for one that does not for ever.
+
+    Raises:
+        OptionError: One of them does not.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    if dist.get_rank(group) < 0:
+        raise OptionError(
+            f"rank {dist.get_rank()} is not in process_group",
+            hint="call this on the ranks of the group only",
+        )
+    world_size = dist.get_world_size(group)
+    if coordinator not in range(world_size):
+        raise OptionError(
+            f"coordinator_rank={coordinator!r} is not a rank of the group, which has {world_size}",
+            hint=f"use a rank within the group, 0 to {world_size - 1}",
+        )
 
 
 def coordination_of(wrapper: _torch.DistWrapper) -> Coordination:

@@ -15,7 +15,13 @@ from typing import Any, NoReturn, TypeVar
 from nostall import _torch, errors
 from nostall._coordination import Coordination
 from nostall._jobs import Failure, RankFailed
-from nostall.errors import NostallError, SaveError, WriteError, WriterDiedError
+from nostall.errors import (
+    NostallError,
+    NotDurableError,
+    SaveError,
+    WriteError,
+    WriterDiedError,
+)
 
 T = TypeVar("T")
 
@@ -93,7 +99,7 @@ def error_of(report: RankFailed, *, job: str | None = None) -> NostallError:
         "hint": failure.hint,
     }
     error: NostallError
-    if issubclass(kind, WriteError):
+    if issubclass(kind, WriteError | NotDurableError):
         error = kind(failure.message, errno=failure.errno, **place)
     elif kind is WriterDiedError:
         error = WriterDiedError(failure.message, exit_code=failure.exit_code, **place)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
+from nostall._failures import failure_of
 from nostall._jobs import Failure, FileReceipt, RankFailed, RankReport, RankWritten
 
 CANCEL_TIMEOUT_S = 5.0
@@ -16,7 +17,7 @@ CANCEL_TIMEOUT_S = 5.0
 def when_done(
     parts: Sequence[Future[RankReport]], finish: Callable[[list[RankReport]], RankReport]
 ) -> Future[RankReport]:
-    """What ``finish`` makes of all reports once the last one is there."""
+    """What ``finish`` makes of all reports once the last one is there; a failed one if it raises, so that nobody waits for it."""
     whole: Future[RankReport] = Future()
     whole.set_running_or_notify_cancel()
     left = len(parts)
@@ -28,7 +29,12 @@ def when_done(
             left -= 1
             if left:
                 return
-        whole.set_result(finish([part.result() for part in parts]))
+        reports = [part.result() for part in parts]
+        try:
+            report = finish(reports)
+        except Exception as error:
+            report = RankFailed(rank=reports[0].rank, failure=failure_of(error, phase="write"))
+        whole.set_result(report)
 
     for part in parts:
         part.add_done_callback(one_done)

@@ -324,7 +324,7 @@ def configure(options: EngineOptions) -> None:
     global _default
     if not isinstance(options, EngineOptions):
         raise OptionError(
-            f"configure() got a {type(options).__name__}",
+            f"configure() got an object of type {type(options).__name__}",
             hint="use configure(EngineOptions(name=value))",
         )
     with _default_lock:

@@ -132,11 +132,12 @@ class AsyncCallsQueue:
 
         Raises:
             StagingError: A callable that is not nostall's own cannot be sent to another process.
-            OptionError: This is no request.
+            OptionError: ``request`` is not an ``AsyncRequest``.
         """
         if not isinstance(request, AsyncRequest):
             raise OptionError(
-                f"a {type(request).__name__} cannot be scheduled", hint="make an AsyncRequest"
+                f"an object of type {type(request).__name__} cannot be scheduled",
+                hint="pass an AsyncRequest",
             )
         with preemption.deferred():
             index = self._next_index

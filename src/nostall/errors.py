@@ -4,10 +4,9 @@
 
     NostallError
     ├── OptionError              (also ValueError)   a wrong option, or two that exclude each other
-    ├── SaveError                                    a save went wrong; nothing was committed
+    ├── SaveError                                    a save went wrong; this rank has committed nothing
     │   ├── StagingError                             the snapshot could not be taken
     │   ├── WriteError           (also OSError)      storage refused a shard file or the metadata
-    │   │   └── NotDurableError                      the checkpoint may be there, but is not sure to stay
     │   ├── WriterDiedError                          the writer process ended before it answered
     │   ├── SaveTimeoutError     (also TimeoutError) a deadline passed
     │   ├── SaveAbortedError                         the save was abandoned on request
@@ -15,6 +14,7 @@
     │   ├── RankMismatchError    (also RuntimeError) ranks finalise different requests, or save to different directories
     │   ├── IncompleteSaveError                      a planned item has no result
     │   └── CheckpointExistsError                    a committed checkpoint is there and overwrite=False
+    ├── NotDurableError          (also OSError)      the checkpoint is there, or may be; it may not survive a power failure
     ├── ReservationError         (also MemoryError)  host memory for the snapshot is not to be had
     ├── ProtocolError                                trainer and writer process disagree about a message
     ├── DamagedCheckpointError                       a checkpoint on storage is not what was committed
@@ -79,7 +79,10 @@ class NostallError(Exception):
         return text
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.message, dict(self.__dict__)))
+        state = dict(self.__dict__)
+        if isinstance(self, OSError):  # which keeps the code outside of __dict__
+            state["errno"] = self.errno
+        return (_rebuild, (type(self), self.message, state))
 
 
 def _rebuild(cls: type[NostallError], message: str, state: dict[str, Any]) -> NostallError:
@@ -94,7 +97,11 @@ class OptionError(NostallError, ValueError):
 
 
 class SaveError(NostallError):
-    """A save failed. No ``.metadata`` was published for it."""
+    """A save failed, and this rank has published no ``.metadata`` for it.
+
+    Nor has another one, but for :class:`RankLostError` and :class:`SaveTimeoutError`: the ranks that this one no longer hears
+    of may include the coordinator. See :class:`NotDurableError` for metadata that may have been published.
+    """
 
 
 class StagingError(SaveError):
@@ -110,15 +117,20 @@ class WriteError(SaveError, OSError):
 
     __str__ = SaveError.__str__
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # OSError keeps the code outside of __dict__.
-        return (_rebuild, (type(self), self.message, {**self.__dict__, "errno": self.errno}))
 
+class NotDurableError(NostallError, OSError):
+    """Storage failed when the metadata was being published or made durable. Not a :class:`SaveError`: the checkpoint is there,
+    or may be, but may not survive a power failure.
 
-class NotDurableError(WriteError):
-    """Storage failed when the metadata was being published or made durable: the checkpoint is there, or may be, but is not sure to
-    survive a power failure. Nothing of it was removed.
+    Nothing of it was removed. Do not remove the directory; look with :func:`nostall.is_complete` when storage answers again.
+    ``errno`` is the system's code where there is one.
     """
+
+    def __init__(self, message: str, *, errno: int | None = None, **place: Any) -> None:
+        super().__init__(message, **place)
+        self.errno = errno
+
+    __str__ = NostallError.__str__
 
 
 class WriterDiedError(SaveError):

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from typing_extensions import assert_never
 
 from nostall import _torch
-from nostall._coordination import Coordination, coordination_of
+from nostall._coordination import Coordination, coordination_of, require_members
 from nostall._failures import exception_for, sendable
 from nostall._known_results import KnownResults, Results, SameResults, Told, token_of
 from nostall._metadata_cache import CheckpointMetadataCache
@@ -135,13 +135,15 @@ def save_state_dict_async_plan(
     Raises:
         CheckpointException: A rank could not plan; raised on every rank. Where nothing is communicated the failure is
             reported on every rank when the save is finalised.
-        OptionError: The writer has a save that is not finalised yet, or is not one of nostall's.
+        OptionError: The writer has a save that is not finalised yet, or is not one of nostall's; or this rank or
+            ``coordinator_rank`` is not in the group.
     """
     if not isinstance(storage_writer, FileSystemWriterAsync):
         raise OptionError(
-            f"a {type(storage_writer).__name__} does not write in the background",
+            f"an object of type {type(storage_writer).__name__} does not write in the background",
             hint="use a FileSystemWriterAsync",
         )
+    require_members(process_group, coordinator_rank)
     storage_writer.require_free()
     with preemption.deferred(then_end=False), storage_writer.timeline.measure("plan"):
         return _plan_save(

@@ -172,7 +172,7 @@ class TorchAsyncCheckpoint:
             args = tuple(rest)
         if not isinstance(target, str | os.PathLike):
             raise OptionError(
-                f"a {type(target).__name__} cannot be written in the background",
+                f"an object of type {type(target).__name__} cannot be written in the background",
                 hint="pass a path: async_save(state_dict, path)",
             )
         save = _FileSave(state_dict, os.fspath(target), args, kwargs)

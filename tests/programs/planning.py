@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -26,6 +26,7 @@ from nostall import _publishing, _torch
 from nostall._metadata import publication_of
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.core import AsyncCallsQueue
+from nostall.errors import OptionError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.state_dict_saver import (
     CheckpointMetadataCache,
@@ -654,6 +655,25 @@ def another_coordinator(out: Path) -> Facts:
     return facts
 
 
+def impossible_coordinators(out: Path) -> Facts:
+    """What each rank is told of a coordinator that is not in the group, and of a group that this rank is not in."""
+    group = dist.new_group([1])  # on rank 0 not a group
+    facts: Facts = {}
+    for name, its_group, coordinator in (
+        ("beyond", None, 2),
+        ("negative", None, -1),
+        ("not a number", None, "0"),
+        ("global rank", group, 1),
+    ):
+        try:
+            writer = FileSystemWriterAsync(out / name)
+            save_state_dict_async_plan(make_state(1), writer, its_group, cast("int", coordinator))
+        except OptionError as error:
+            facts[name] = str(error)
+    save(out / "possible", make_state(1))
+    return facts
+
+
 def verified(out: Path) -> Facts:
     """``verify_global_md_reuse`` for equal plans, a plan that differs on one rank, and no plans."""
     save(out / "1", make_state(1), CheckpointMetadataCache())
@@ -692,6 +712,7 @@ def two_ranks(out: Path) -> dict[str, Facts]:
             planning_failures,
             other_planners,
             another_coordinator,
+            impossible_coordinators,
             verified,
         )
     }
