@@ -27,6 +27,7 @@ from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.testing import Fault, Hold, inject
 from ranks import run_ranks
 from states import schedule
+from waiting import HangingOs, wait_until
 
 DEADLINE_S = 60.0
 
@@ -435,3 +436,29 @@ def test_a_coordinator_writes_ahead_for_all_ranks(tmp_path: Path) -> None:
         assert rank["broken"] == [5]
         assert "(RANK 1)" in rank["failure"]
         assert rank["left"] == []
+
+
+def test_storage_that_does_not_remove_what_was_written_ahead_does_not_hold_up_others(
+    saves: Saves, queue: AsyncCallsQueue
+) -> None:
+    """The failure of that save is told, and what comes in of another one; the file goes when storage lets go."""
+    storage = HangingOs("unlink", ".tmp")
+    with (
+        AsyncCallsQueue() as other,
+        Hold("fsync") as hold,
+        patch.object(posix, "os", storage),
+    ):
+        with inject(hold.fault, Fault.errno("report", errno.EIO)):
+            path = saves.start("failed", 5)
+        hold.wait_reached()
+        assert is_written(path)
+        schedule(other, saves.root / "other", {"x": torch.ones(9)})
+        hold.release()
+        assert storage.is_reached.wait(DEADLINE_S)
+        try:
+            assert other.wait(timeout=10) == [0]
+            with pytest.raises(CheckpointException, match="Input/output error"):
+                queue.wait(timeout=10)
+        finally:
+            storage.answer()
+        wait_until(lambda: temporary(path) == [])

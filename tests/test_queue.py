@@ -11,6 +11,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
+from crashes import RecordingOs
+from nostall._storage import posix
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.core import (
     AsyncCaller,
@@ -28,7 +31,13 @@ from nostall.core import (
     TemporalAsyncCaller,
     abort_all,
 )
-from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError, StagingError
+from nostall.errors import (
+    NotDurableError,
+    OptionError,
+    SaveAbortedError,
+    SaveTimeoutError,
+    StagingError,
+)
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from nostall.testing import Fault, Hold, inject, writer_pids
@@ -37,7 +46,7 @@ from programs import queueing
 from programs.entry_points import differing, loaded_wrong, spoil
 from ranks import run_ranks
 from states import blobs, read_metadata, schedule, small_state
-from waiting import stands_in, wait_until
+from waiting import HangingOs, stands_in, wait_until
 
 Found = dict[str, Any]
 
@@ -616,6 +625,90 @@ def test_an_aborted_file_does_not_appear(tmp_path: Path) -> None:
     checkpoint.close()
     checkpoint.close()
     assert names(tmp_path) == ["busy", "kept.pt"]
+
+
+class _Countdown:
+    """Is pickled in another way every time."""
+
+    def __init__(self, number: int, by: int) -> None:
+        self.number = number
+        self._by = by
+
+    def __reduce__(self) -> Any:
+        self.number -= self._by
+        return bytes, (b"x" * self.number,)
+
+
+def test_a_file_ends_where_its_archive_ends(tmp_path: Path) -> None:
+    """Of an object that is pickled longer or shorter each time: nothing of what was in memory before is in the file, and what
+    does not fit is an error that says why."""
+    path = tmp_path / "state.pt"
+    checkpoint = TorchAsyncCheckpoint()
+    checkpoint.async_save({"x": b"earlier" * 10_000}, path)
+    checkpoint.async_save({"x": _Countdown(30_000, by=10_000)}, path)
+    checkpoint.finalize_async_save(blocking=True)
+    assert path.read_bytes() == archive({"x": _Countdown(20_000, by=10_000)})
+    checkpoint.async_save({"x": _Countdown(30_000, by=-10_000)}, path)
+    with pytest.raises(CheckpointException, match=r"pickled differently each time") as raised:
+        checkpoint.finalize_async_save(blocking=True)
+    assert isinstance(raised.value.failures[0][0], StagingError)
+    assert path.read_bytes() == archive({"x": _Countdown(20_000, by=10_000)})
+    checkpoint.close()
+
+
+def test_a_file_in_new_directories_is_durable_with_their_names(tmp_path: Path) -> None:
+    """The names of directories that are made for it are on the device before the file has its own."""
+    checkpoint = TorchAsyncCheckpoint()
+    with patch.object(posix, "os", RecordingOs()) as recorded:
+        checkpoint.async_save(small_state(), tmp_path / "new" / "deep" / "state.pt")
+        checkpoint.close()
+    done = [(each.name, Path(each.path).name) for each in recorded.operations]
+    assert done == [("fsync", "new"), ("rename", done[1][1]), ("fsync", "deep")]
+
+
+def test_a_file_whose_name_does_not_get_to_the_device_does_not_hold_up_others(
+    tmp_path: Path,
+) -> None:
+    """While storage does not answer for one directory, saves to others are finalised."""
+    checkpoint = TorchAsyncCheckpoint()
+    storage = HangingOs("fsync", "/stuck")
+    (tmp_path / "stuck").mkdir()
+    with patch.object(posix, "os", storage), AsyncCallsQueue() as queue:
+        checkpoint.async_save(small_state(1), tmp_path / "stuck" / "state.pt")
+        assert storage.is_reached.wait(60)
+        schedule(queue, tmp_path / "other", small_state(2))
+        try:
+            assert queue.wait(timeout=10) == [0]
+            checkpoint.finalize_async_save()
+            assert checkpoint._queue.pending == 1
+        finally:
+            storage.answer()
+        checkpoint.close()
+    assert (tmp_path / "stuck" / "state.pt").read_bytes() == archive(small_state(1))
+
+
+class _RefusingOs(RecordingOs):
+    """A system that makes the names in one directory not durable."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._directory = directory
+
+    def fsync(self, fd: int) -> None:
+        if os.path.samefile(f"/proc/self/fd/{fd}", self._directory):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().fsync(fd)
+
+
+def test_a_file_that_may_not_last_says_so_by_its_type(tmp_path: Path) -> None:
+    """Where the device refuses to make its name durable, the new file is there."""
+    checkpoint = TorchAsyncCheckpoint()
+    with patch.object(posix, "os", _RefusingOs(tmp_path)):
+        checkpoint.async_save(small_state(1), tmp_path / "state.pt")
+        with pytest.raises(CheckpointException, match="may not survive") as raised:
+            checkpoint.finalize_async_save(blocking=True)
+    assert isinstance(raised.value.failures[0][0], NotDurableError)
+    assert names(tmp_path) == ["state.pt"]
 
 
 def test_only_a_path_can_be_written_in_the_background(tmp_path: Path) -> None:

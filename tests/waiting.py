@@ -12,6 +12,37 @@ from typing import Any
 DEADLINE_S = 60.0
 
 
+class HangingOs:
+    """``os`` as ``_storage.posix`` sees it, on storage that does not answer one kind of call until it is told to.
+
+    Args:
+        operation: Which function of ``os``.
+        path: How the path ends, or that behind the descriptor, for which it hangs.
+    """
+
+    def __init__(self, operation: str, path: str) -> None:
+        self._operation = operation
+        self._path = path
+        self._answers = threading.Event()
+        self.is_reached = threading.Event()
+        """Somebody waits for the answer, or has."""
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        return self._hang if name == self._operation else real
+
+    def _hang(self, target: str | int, *arguments: Any) -> Any:
+        path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else target
+        if path.endswith(self._path):
+            self.is_reached.set()
+            assert self._answers.wait(DEADLINE_S)
+        return getattr(os, self._operation)(target, *arguments)
+
+    def answer(self) -> None:
+        """Let all calls end."""
+        self._answers.set()
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     """Return when it holds; that it does not within a minute is a failure."""
     deadline = time.monotonic() + DEADLINE_S

@@ -151,11 +151,13 @@ class RankSave(BackgroundSave):
         return RankFailed(rank=self.rank, failure=failure)
 
     def _settle(self, report: RankReport) -> None:
-        if isinstance(report, RankWritten):
-            self.progress.to(State.WRITTEN)
-        elif self.ahead is not None:
-            self.ahead.drop()  # before anybody hears of the failure, and may look
-        super()._settle(report)
+        try:
+            if isinstance(report, RankWritten):
+                self.progress.to(State.WRITTEN)
+            elif self.ahead is not None:
+                self.ahead.drop()  # before anybody hears of the failure, and may look
+        finally:  # without memory, say, to remove a file with
+            super()._settle(report)
 
     def discard(self) -> None:
         """Remove this rank's files of a save that will not be committed, and let the next one have their names.

@@ -41,6 +41,21 @@ def when_done(
     return whole
 
 
+def start_apart(name: str, work: Callable[[], object]) -> threading.Thread | None:
+    """Do something that storage may keep from ending, so that whoever asks, such as the thread that all reports come in by, goes on.
+
+    Returns:
+        The thread that does it; ``None`` if there was none to be had, as when the interpreter ends, and it is done.
+    """
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        work()
+        return None
+    return thread
+
+
 def joined(reports: Sequence[RankReport]) -> RankReport:
     """One report for all parts of a rank's share: the first failure, or all receipts."""
     receipts: list[FileReceipt] = []

@@ -15,7 +15,6 @@ from nostall._arena import Lease
 from nostall._background import BackgroundSave
 from nostall._destination import absolute
 from nostall._jobs import (
-    Failure,
     FileImage,
     RankFailed,
     RankReport,
@@ -25,12 +24,19 @@ from nostall._jobs import (
 )
 from nostall._lifecycle import State
 from nostall._pipeline.snapshot import write_over
+from nostall._reports import start_apart
 from nostall._runtime import default_engine
-from nostall._storage.posix import remove_files, sync_directory
+from nostall._storage.posix import remove_files, replace_file, sync_directory, sync_name
 from nostall._writer.files import perform
 from nostall._writer.images import WholeImage
 from nostall.core import AsyncCallsQueue, AsyncRequest
-from nostall.errors import OptionError
+from nostall.errors import (
+    NotDurableError,
+    OptionError,
+    SaveAbortedError,
+    StagingError,
+    WriteError,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,25 +69,36 @@ class _FileSave(BackgroundSave):
         try:
             sink = _Memory(lease.block.image(0, nbytes))
             torch.save(self._state_dict, sink, *self._args, **self._kwargs)
+            if sink.tell() > nbytes:
+                raise StagingError(
+                    f"torch.save wrote {sink.tell()} bytes after {nbytes} when it was asked how long the archive is",
+                    phase="stage",
+                    path=self._path,
+                    hint="an object in it is pickled differently each time; make its pickle as long every time",
+                )
         except BaseException:
             lease.release()
             raise
         self._state_dict = None
-        return _Archive(lease=lease, nbytes=nbytes)
+        return _Archive(lease=lease, nbytes=sink.tell())  # which may be less, for the same reason
 
     def write(self, snapshot: _Archive) -> RankReport:
         try:
             job = self._job(snapshot)
             image = snapshot.lease.block.image(0, page_aligned(snapshot.nbytes))
-            return self._put_in_place(perform(job, {job.files[0].name: WholeImage(image)}))
+            return self._placed(perform(job, {job.files[0].name: WholeImage(image)}))
         finally:
             snapshot.lease.release()
 
     def submit(self, snapshot: _Archive) -> Future[RankReport]:
         self.progress.to(State.STAGED)
         placed: Future[RankReport] = Future()
+
+        def settle(done: Future[RankReport]) -> None:
+            placed.set_result(self._placed(done.result()))
+
         written = self.engine.submit([self._job(snapshot)], snapshot.lease)
-        written.add_done_callback(lambda done: placed.set_result(self._put_in_place(done.result())))
+        written.add_done_callback(lambda done: start_apart("nostall-placing", lambda: settle(done)))
         return placed
 
     def _archive_nbytes(self) -> int:
@@ -124,25 +141,51 @@ class _FileSave(BackgroundSave):
         self.progress.end()  # there are no other ranks, and no metadata
         super()._settle(report)
 
-    def _put_in_place(self, report: RankReport) -> RankReport:
+    def _placed(self, report: RankReport) -> RankReport:
+        """What came of it once the file has its name; never raises an ordinary exception."""
         if isinstance(report, RankFailed):
             return report
-        directory = os.path.dirname(self._path)
-        temporary = os.path.join(directory, report.receipts[0].name)
         try:
-            os.replace(temporary, self._path)
-            sync_directory(directory)
-        except OSError as error:
+            self._put_in_place(report.receipts[0].name)
+        except Exception as error:  # whoever waits must hear of it
+            return self.failed(error, phase="commit")
+        return report
+
+    def _put_in_place(self, temporary_name: str) -> None:
+        """Give the file its name, durably.
+
+        Raises:
+            WriteError: The earlier file of that name, if there is one, is as it was.
+            NotDurableError: The new one has the name.
+            SaveAbortedError: The save was given up before.
+        """
+        directory = os.path.dirname(self._path)
+        temporary = os.path.join(directory, temporary_name)
+        try:
+            sync_name(directory)
+            if self.aborted:
+                raise SaveAbortedError("the save was aborted", phase="commit", path=self._path)
+            replace_file(self._path, by=temporary)
+        except BaseException as error:
             remove_files([temporary])
-            failure = Failure(
-                kind="WriteError",
-                message=f"{type(error).__name__}: {error.strerror}",
+            if not isinstance(error, OSError):
+                raise
+            raise WriteError(
+                f"{type(error).__name__}: {error.strerror}",
+                errno=error.errno,
                 phase="commit",
                 path=self._path,
+            ) from error
+        try:
+            sync_directory(directory)
+        except OSError as error:
+            raise NotDurableError(
+                f"{type(error).__name__}: {error.strerror}",
                 errno=error.errno,
-            )
-            return RankFailed(rank=0, failure=failure)
-        return report
+                phase="commit",
+                path=self._path,
+                hint="the new file is there, but may not survive a power failure",
+            ) from error
 
 
 class TorchAsyncCheckpoint:
@@ -227,7 +270,7 @@ class _Counter(io.BytesIO):
 
 
 class _Memory(io.BytesIO):
-    """Writes into memory from its beginning."""
+    """Writes into memory from its beginning; of what is too much it says only how much."""
 
     def __init__(self, memory: memoryview) -> None:
         super().__init__()
@@ -239,7 +282,8 @@ class _Memory(io.BytesIO):
 
     def write(self, piece: Any) -> int:
         view = memoryview(piece).cast("B")
-        self._memory[self._at : self._at + view.nbytes] = view
+        if self._at + view.nbytes <= len(self._memory):
+            self._memory[self._at : self._at + view.nbytes] = view
         self._at += view.nbytes
         return view.nbytes
 

@@ -21,6 +21,7 @@ from nostall._storage.posix import (
     remove_files,
     replace_file,
     sync_directory,
+    sync_name,
 )
 from nostall._storage.reading import read_metadata_file
 from nostall._values import CommittedCheckpoint
@@ -180,22 +181,19 @@ def _durable_name(directory: str) -> Iterator[None]:
     Raises:
         OSError: It could not be made durable.
     """
-    parent = os.path.dirname(os.path.realpath(directory))
     failures: list[OSError] = []
 
-    def sync_name() -> None:
+    def sync() -> None:
         try:
-            sync_directory(parent)
-        except PermissionError:
-            return  # who may not read it has not made the directory either
+            sync_name(directory)
         except OSError as error:
             failures.append(error)
 
-    thread = threading.Thread(target=sync_name, name="nostall-commit")
+    thread = threading.Thread(target=sync, name="nostall-commit")
     try:
         thread.start()
     except RuntimeError:  # the interpreter is ending, or the system has no thread to give
-        sync_name()
+        sync()
         yield
     else:
         try:

@@ -298,6 +298,12 @@ def sync_directory(path: str) -> None:
         os.close(fd)
 
 
+def sync_name(directory: str) -> None:
+    """Make a directory's own name durable; who may not read its parent has not made it either."""
+    with suppress(PermissionError):
+        sync_directory(os.path.dirname(os.path.realpath(directory)))
+
+
 def remove_file(path: str) -> None:
     """Remove a file; one that is not there is no error."""
     with suppress(FileNotFoundError):
