@@ -166,7 +166,16 @@ def test_sigterm_ends_a_process_with_nothing_to_do_at_once(tmp_path: Path) -> No
     assert (done.returncode, done.stdout) == (143, "")
 
 
-@pytest.mark.parametrize("how", ["too late", "too late at exit", "too late, and slow to give up"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "too late",
+        "too late at exit",
+        "too late, and slow to give up",
+        "too late, and several are pending",
+        "too late, and asked twice",
+    ],
+)
 def test_sigterm_ends_a_process_whose_save_does_not_end(tmp_path: Path, how: str) -> None:
     """When the grace period is over, with the status that SIGTERM gives; the save is not committed. Nor does its failure,
     which may end the script before, give the process another status."""

@@ -130,9 +130,12 @@ def prepare_for_exit() -> None:
 
 
 def finish_at_exit(
-    queues: Iterable[Unfinished], *, timeout_s: float, status: int = FAILURE_STATUS
+    queues: Iterable[Unfinished],
+    *,
+    timeout_s: float,
+    status: Callable[[], int] = lambda: FAILURE_STATUS,
 ) -> None:
-    """Finalise what is pending; does not return, but ends the process with ``status``, if something is lost."""
+    """Finalise what is pending; does not return, but ends the process with what ``status`` says then, if something is lost."""
     unfinished = [queue for queue in queues if queue.pending]
     if not unfinished:
         return
@@ -145,7 +148,7 @@ def finish_at_exit(
     deadline = time.monotonic() + timeout_s
     done = [_finish(each, deadline) for each in unfinished]
     if not all(done):
-        end_process(status)
+        end_process(status())
 
 
 def _finish(unfinished: Unfinished, deadline: float) -> bool:

@@ -171,17 +171,17 @@ class Preemption:
     def _watch(self, asked: int, grace_s: float, abandon: Callable[[], object]) -> None:
         """Wait until this process is asked to end, and again if it goes on then."""
         while os.read(asked, 1):
-            _log.warning("SIGTERM: finishing what is scheduled within %g s", grace_s)
-            self._see_to_the_end(grace_s, abandon)
+            if self.asked:  # and was not before, when this waited for the end of the last time
+                _log.warning("SIGTERM: finishing what is scheduled within %g s", grace_s)
+                self._see_to_the_end(grace_s, abandon)
 
     def _see_to_the_end(self, grace_s: float, abandon: Callable[[], object]) -> None:
         """Let the handler look again from time to time, and end the process when there is no time left."""
-        asked_at_s = time.monotonic()
-        while (passed_s := time.monotonic() - asked_at_s) < grace_s:
-            time.sleep(min(_LOOK_AGAIN_S, grace_s / 4, grace_s - passed_s))
+        while (left_s := self.left_s) > 0:  # of the last signal: an earlier one may be dealt with
+            time.sleep(min(_LOOK_AGAIN_S, grace_s / 4, left_s))
             if not self.asked:
                 return
-            self._is_overdue = time.monotonic() - asked_at_s > grace_s / 2
+            self._is_overdue = self.left_s < grace_s / 2
             self._is_reminder = True
             os.kill(os.getpid(), signal.SIGTERM)
         if self._is_anything_pending():

@@ -464,12 +464,18 @@ def abort_nvrx_checkpoint() -> None:
     abort_all()
 
 
+def _status_of_a_loss() -> int:
+    # The failure of what was given up may have come before the exception that SIGTERM raises.
+    is_preempted = preemption.is_ending or preemption.is_too_late
+    return PREEMPTED_STATUS if is_preempted else FAILURE_STATUS
+
+
 def _at_exit() -> None:
     if _unfinished:
         finish_at_exit(
             list(_unfinished),
             timeout_s=min(default_engine().options.exit_timeout_s, preemption.left_s),
-            status=PREEMPTED_STATUS if preemption.is_ending else FAILURE_STATUS,
+            status=_status_of_a_loss,
         )
     if preemption.is_too_late:  # the failure of what was given up may have come first
         end_process(PREEMPTED_STATUS)

@@ -83,13 +83,15 @@ def ends_in_dcp(out: Path, how: str) -> None:
 def gets_sigterm(out: Path, how: str) -> None:
     """Be asked to end, at some moment, with something to do or not."""
     handled: list[int] = []
-    if how == "with a handler":
+    if how in ("with a handler", "too late, and asked twice"):
         signal.signal(signal.SIGTERM, lambda number, _: handled.append(int(number)))
     nostall.drain_on_sigterm(
         grace_s={
             "too late": 2.0,
             "too late at exit": 2.0,
             "too late, and slow to give up": 2.0,
+            "too late, and several are pending": 2.0,
+            "too late, and asked twice": 2.0,
             "without a poll": 4.0,
             "after a failure": 20.0,
         }.get(how, 60.0)
@@ -106,7 +108,7 @@ def gets_sigterm(out: Path, how: str) -> None:
             schedule(queue, out / "save", small_state())
         os.kill(os.getpid(), signal.SIGTERM)
         _train_for_ever()
-    if how == "too late, and slow to give up":
+    if "too late, and" in how:
         give_up = Engine.abort
 
         def abort(self: Engine, reason: str) -> None:
@@ -114,6 +116,16 @@ def gets_sigterm(out: Path, how: str) -> None:
             threading.Event().wait(30)
 
         Engine.abort = abort  # type: ignore[method-assign]
+    if how in ("too late, and several are pending", "too late, and asked twice"):
+        if how == "too late, and asked twice":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)  # the watch over the first signal has not come to an end
+        queue = AsyncCallsQueue()
+        with inject(Fault.kill("chunk", signal.SIGSTOP)):
+            schedule(queue, out / "save", small_state())
+            schedule(queue, out / "behind", small_state())
+        os.kill(os.getpid(), signal.SIGTERM)
+        queue.wait()
     with AsyncCallsQueue() as queue:
         if how != "with nothing to do":
             stuck = [Fault.kill("chunk", signal.SIGSTOP)] if "too late" in how else []
