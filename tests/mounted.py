@@ -52,8 +52,10 @@ class Mount:
         options = {**dict.fromkeys(timeouts, cache_s), "o_direct": o_direct}
         outside = os.stat(self.path).st_dev
         self._process = subprocess.Popen(
-            [sys.executable, str(_PROGRAM), str(directory), str(self.path)]
-            + [self.control, json.dumps(options)],
+            [
+                *(sys.executable, str(_PROGRAM), str(directory), str(self.path)),
+                *(self.control, json.dumps(options)),
+            ],
             stdin=subprocess.PIPE,
             env={**os.environ, "FUSE_LIBRARY_NAME": "fuse3"},
         )

@@ -101,8 +101,8 @@ def faulty(op: F) -> F:
 
     @wraps(op)
     def wrapped(self: Passthrough, path: str | None, *args: Any) -> Any:
-        handle = args[-1] if path is None and args else None
-        with self.faults.around(op.__name__, path or self.names.get(handle, "")):
+        name = self.names.get(args[-1], "") if path is None and args else path
+        with self.faults.around(op.__name__, name or ""):
             return op(self, path, *args)
 
     return wrapped  # type: ignore[return-value]
@@ -131,7 +131,9 @@ class Passthrough(mfusepy.Operations):  # type: ignore[misc]
 
     @faulty
     def getattr(self, path: str | None, fh: int | None = None) -> dict[str, Any]:
-        if path is None and fh is None:  # of a file without a name the library does not say which one
+        if (
+            path is None and fh is None
+        ):  # of a file without a name the library does not say which one
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         found = os.lstat(self._at(path)) if path is not None else os.fstat(fh or 0)
         attributes = {name: getattr(found, name) for name in _STAT}
@@ -234,11 +236,6 @@ class Passthrough(mfusepy.Operations):  # type: ignore[misc]
     @faulty
     def chmod(self, path: str, mode: int) -> int:
         os.chmod(self._at(path), mode)
-        return 0
-
-    @faulty
-    def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
-        os.utime(self._at(path), ns=times)
         return 0
 
 

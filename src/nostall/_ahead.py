@@ -14,16 +14,14 @@ import uuid
 from enum import Enum, auto
 from weakref import WeakSet
 
+from nostall._deadlines import remove_in_time
 from nostall._metadata import Publication
-from nostall._reports import start_apart
 from nostall._storage.posix import UnfinishedFile, remove_files
 
 _log = logging.getLogger("nostall")
 
 WORTH_IT_NBYTES = 1 << 20
 """Less than this a commit writes in about a millisecond."""
-_REMOVE_TIMEOUT_S = 1.0
-"""Storage that works removes a file in a fraction of this; who drops one may be what all reports come in by."""
 
 
 class _State(Enum):
@@ -101,11 +99,10 @@ class WrittenAhead:
         match self._end():
             case _State.WAITING:
                 self.settled.set()
-            case _State.WRITING | _State.WRITTEN as was:
-                remove = self._discard if was is _State.WRITTEN else self._remove
-                thread = start_apart("nostall-ahead", remove)
-                if thread is not None:
-                    thread.join(_REMOVE_TIMEOUT_S)
+            case _State.WRITING:
+                remove_in_time([self._path])
+            case _State.WRITTEN:
+                remove_in_time([self._path], remove=lambda _: self._discard())
 
     def _move(self, before: _State, after: _State) -> bool:
         with self._lock:
@@ -136,11 +133,8 @@ class WrittenAhead:
                 self._discard()
             self.settled.set()
 
-    def _remove(self) -> None:
-        remove_files([self._path])
-
     def _discard(self) -> None:
-        self._remove()
+        remove_files([self._path])
         self.let_go()
 
     def let_go(self) -> None:

@@ -96,7 +96,13 @@ class BackgroundSave(ABC):
             )
             return RankFailed(rank=self.rank, failure=failure)
         timeout_s = self.engine.options.save_timeout_s
-        return await_report(self._report, rank=self.rank, timeout_s=timeout_s, give_up=self.abort)
+        return await_report(
+            self._report,
+            rank=self.rank,
+            path=self.progress.path,
+            timeout_s=timeout_s,
+            give_up=self.abort,
+        )
 
     def failure(self) -> Failure | None:
         """Why it failed, if it has been written here and did."""

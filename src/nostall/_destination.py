@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from nostall._deadlines import in_time
 from nostall._storage.posix import make_directory, may_be_there
 from nostall.errors import CheckpointExistsError, OptionError, WriteError
 
@@ -53,13 +54,27 @@ def absolute(path: str | os.PathLike[str]) -> Path:
         ) from error
 
 
-def make_ready(directory: str, metadata_path: str, *, overwrite: bool, rank: int | None) -> None:
+def make_ready(
+    directory: str, metadata_path: str, *, overwrite: bool, rank: int | None, timeout_s: float
+) -> None:
     """Make a checkpoint directory, and see whether there is a checkpoint in it that must not be replaced.
 
     Raises:
         CheckpointExistsError: There is one, and ``overwrite`` is false.
         WriteError: The directory cannot be made.
+        SaveTimeoutError: Storage does not answer within ``timeout_s`` seconds.
     """
+    in_time(
+        lambda: _make_ready(directory, metadata_path, overwrite=overwrite, rank=rank),
+        timeout_s=timeout_s,
+        doing="making the checkpoint directory",
+        phase="plan",
+        path=directory,
+        rank=rank,
+    )
+
+
+def _make_ready(directory: str, metadata_path: str, *, overwrite: bool, rank: int | None) -> None:
     try:
         make_directory(directory)
     except OSError as error:

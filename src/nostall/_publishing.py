@@ -6,8 +6,9 @@ Runs on the coordinator. What may fail before the commit, so that the files are 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _checksum, _directories
 from nostall._ahead import WrittenAhead
+from nostall._deadlines import REMOVAL_TIMEOUT_S, in_time, remove_in_time
 from nostall._manifest import files_in_manifest, with_manifest
 from nostall._metadata import (
     Publication,
@@ -31,7 +33,10 @@ from nostall._runtime import Engine
 from nostall._storage.reading import open_to_read, read_metadata_file
 from nostall._values import RankFiles
 from nostall._writer.faults import Faults
-from nostall.errors import NotDurableError, SaveTimeoutError, WriteError
+from nostall.errors import NotDurableError, SaveAbortedError, SaveTimeoutError, WriteError
+
+_LOCK_GRACE_S = 1.0
+"""Who waits for another save's commit to end has the error that says so, not the one of storage that hangs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,23 +107,83 @@ def publish(
 
     Raises:
         WriteError: The metadata could not be published.
-        SaveTimeoutError: Another save has been committing to the same directory all the time.
+        SaveTimeoutError: Another save has been committing to the same directory all the time, or storage hangs; nothing is
+            published.
+        NotDurableError: Storage hangs, and something may be published.
     """
     directory, name = os.path.split(path)
     timeout_s = engine.options.save_timeout_s
-    with _directories.committing(directory, timeout_s=timeout_s):
-        replaced = files_of(path) - publication.files
-        file = None if ahead is None else ahead.take(publication, timeout_s=timeout_s)
-        commit(
-            directory,
-            finished.content,
-            metadata_name=name,
-            replaced_files=replaced,
-            sync=sync,
-            begun=None if file is None else Begun(file=file, pieces=len(publication.program)),
-            remove=engine.remove_files,
-            at=Faults(engine.faults).at,
+    point = _PointOfNoReturn(Faults(engine.faults).at)
+    to_remove: list[str] = []
+
+    def run() -> None:
+        with _directories.committing(directory, timeout_s=timeout_s):
+            replaced = files_of(path) - publication.files
+            file = None if ahead is None else ahead.take(publication, timeout_s=timeout_s)
+            commit(
+                directory,
+                finished.content,
+                metadata_name=name,
+                replaced_files=replaced,
+                sync=sync,
+                begun=None if file is None else Begun(file=file, pieces=len(publication.program)),
+                remove=to_remove.extend,
+                at=point.at,
+            )
+
+    began_s = time.monotonic()
+    try:
+        in_time(
+            run,
+            timeout_s=timeout_s + _LOCK_GRACE_S,
+            doing="publishing the metadata",
+            phase="commit",
+            path=path,
+            give_up=point.give_up,
         )
+    except SaveTimeoutError as error:
+        if point.give_up():
+            raise
+        raise NotDurableError(
+            f"it cannot be told whether the metadata was published: {error.message}",
+            phase="commit",
+            path=path,
+            hint="look at the directory when storage answers again",
+        ) from error
+    left_s = timeout_s - (time.monotonic() - began_s)
+    remove_in_time(to_remove, remove=engine.remove_files, timeout_s=max(REMOVAL_TIMEOUT_S, left_s))
+
+
+class _PointOfNoReturn:
+    """Between what can be given up and what may be published: nobody may take a checkpoint for lost that appears later.
+
+    Args:
+        at: Told where the commit is; may raise.
+    """
+
+    def __init__(self, at: Callable[[str], None]) -> None:
+        self._at = at
+        self._lock = threading.Lock()
+        self._is_given_up = False
+        self._is_passed = False
+
+    def at(self, point: str) -> None:
+        """Go on, unless it was given up.
+
+        Raises:
+            SaveAbortedError: It was.
+        """
+        self._at(point)
+        with self._lock:
+            if self._is_given_up:
+                raise SaveAbortedError("nobody waits for the commit any more", phase="commit")
+            self._is_passed = point == "publish"
+
+    def give_up(self) -> bool:
+        """Let nothing be published; false if that may have happened already."""
+        with self._lock:
+            self._is_given_up = not self._is_passed
+            return self._is_given_up
 
 
 def is_unpublished(error: Exception) -> bool:

@@ -10,13 +10,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from nostall import _save, _taking, _writing
 from nostall._ahead import WrittenAhead
 from nostall._background import BackgroundSave
+from nostall._deadlines import remove_in_time
 from nostall._failures import failure_of
 from nostall._jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._lifecycle import State
 from nostall._pipeline.snapshot import Snapshot
 from nostall._reports import CANCEL_TIMEOUT_S, is_done
 from nostall._staging import Guard, changed_too_early
-from nostall._storage.posix import remove_files
 from nostall._values import RankFiles
 from nostall.errors import SaveAbortedError, SaveTimeoutError
 
@@ -165,7 +165,9 @@ class RankSave(BackgroundSave):
         Of one that is over, whoever ended it has decided about its files.
         """
         if not self._is_over:
-            remove_files(_save.partial_files(self.prepared))
+            is_gone = remove_in_time(_save.partial_files(self.prepared))
+            # Else what has these names goes when storage answers, and must not be another save's by then.
+            self.aborted = self.aborted or not is_gone
             self.end(committed=False)
 
     def end(self, *, committed: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from nostall._failures import failure_of
 from nostall._jobs import Failure, FileReceipt, RankFailed, RankReport, RankWritten
 
-CANCEL_TIMEOUT_S = 5.0
+CANCEL_TIMEOUT_S = 4.0
 """A writer drops a job between two chunks, so well within this; one that does not is killed."""
 
 
@@ -76,16 +76,25 @@ def is_done(future: Future[Any], timeout_s: float) -> bool:
 
 
 def await_report(
-    future: Future[RankReport], *, rank: int, timeout_s: float, give_up: Callable[[], None]
+    future: Future[RankReport],
+    *,
+    rank: int,
+    path: str,
+    timeout_s: float,
+    give_up: Callable[[], None],
 ) -> RankReport:
     """Wait for a rank's report; one that does not come in time is a failed one, and the write is given up."""
     if is_done(future, timeout_s):
         return future.result()
     give_up()
+    hint = "the storage is slower than EngineOptions.save_timeout_s allows, or it is stuck"
+    if not future.done():
+        hint += "; what was written is removed when it answers, or stays"
     failure = Failure(
         kind="SaveTimeoutError",
         message=f"the files were not written within {timeout_s:g} s",
         phase="write",
-        hint="the storage is slower than EngineOptions.save_timeout_s allows, or it is stuck",
+        path=path,
+        hint=hint,
     )
     return RankFailed(rank=rank, failure=failure)

@@ -10,6 +10,7 @@ long enough for it, and its last bytes are handed over to the chunk that they be
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -51,10 +52,16 @@ def write_now(prepared: PreparedSave, engine: Engine) -> RankReport:
         snapshot = _taking.stage(prepared, engine, beyond_limit=beyond_limit)
         return _writing.write_here(snapshot, prepared.target, engine)
     lease = _taking.lease_for(prepared, engine, threads * buffer_nbytes, beyond_limit=beyond_limit)
-    try:
-        return _write(prepared, engine, lease, threads, buffer_nbytes)
-    finally:
-        lease.release()
+    target, lease = prepared.target, engine.arena.adopt(lease)
+
+    def write(cancelled: threading.Event) -> RankReport:
+        try:
+            return _write(prepared, engine, lease, threads, buffer_nbytes, cancelled)
+        finally:
+            lease.release()
+
+    written = _writing.in_thread(write, target, engine, rank=prepared.rank)
+    return _writing.wait_for(written, target, engine, rank=prepared.rank)
 
 
 def _ring_size(prepared: PreparedSave, engine: Engine) -> tuple[int, int]:
@@ -69,7 +76,12 @@ def _ring_size(prepared: PreparedSave, engine: Engine) -> tuple[int, int]:
 
 
 def _write(
-    prepared: PreparedSave, engine: Engine, lease: Lease, threads: int, buffer_nbytes: int
+    prepared: PreparedSave,
+    engine: Engine,
+    lease: Lease,
+    threads: int,
+    buffer_nbytes: int,
+    cancelled: threading.Event,
 ) -> RankReport:
     write_over(lease.block)
     base = address_of(lease.block)
@@ -86,6 +98,7 @@ def _write(
     return perform(
         replace(job, io_threads=threads),
         images,
+        cancelled=cancelled,
         cutter=engine.cuts.cut,
         on_progress=_writing.follow(prepared.target, job),
     )

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
+from nostall._deadlines import in_time
 from nostall._directories import Claim
 from nostall._failures import error_of
 from nostall._jobs import FileReceipt, RankFailed, RankReport, RankWritten
@@ -39,7 +40,7 @@ from nostall._status import Progress
 from nostall._storage.posix import require_file
 from nostall._storage.streams import StreamTarget
 from nostall._values import ItemShape, Layout, PlannedSave, RankFiles, Share, WrittenFile
-from nostall.errors import IncompleteSaveError, WriteError
+from nostall.errors import IncompleteSaveError, SaveTimeoutError, WriteError
 from nostall.options import WriterOptions
 from nostall.stats import Timeline
 
@@ -63,6 +64,8 @@ class SaveTarget:
     """Where the composer notes how long the stages take."""
     progress: Progress
     """Where everybody notes how far the save is."""
+    timeout_s: float
+    """How long storage may take to answer."""
     faults: tuple[dict[str, Any], ...]
     """What ``nostall.testing`` lets happen to this save."""
 
@@ -241,7 +244,15 @@ def _require_file(target: SaveTarget, receipt: FileReceipt) -> None:
     """
     path = os.path.join(target.directory, receipt.name)
     try:
-        require_file(path, receipt.nbytes)
+        in_time(
+            lambda: require_file(path, receipt.nbytes),
+            timeout_s=target.timeout_s,
+            doing="looking for the file that was written",
+            phase="collect",
+            path=path,
+        )
+    except SaveTimeoutError:
+        raise
     except OSError as error:
         raise WriteError(
             f"the file was written and is not there now: {error.strerror}",

@@ -47,7 +47,7 @@ class Progress:
     """What is known of a save's way; written by whoever moves it on, in any thread."""
 
     def __init__(self, *, path: str, rank: int) -> None:
-        self._path = path
+        self.path = path
         self._rank = rank
         self._state = State.QUEUED
         self._nbytes = 0
@@ -58,7 +58,7 @@ class Progress:
 
     def __reduce__(self) -> tuple[Callable[..., Progress], tuple[str, int]]:
         # Another process has a save of its own.
-        return _begin, (self._path, self._rank)
+        return _begin, (self.path, self._rank)
 
     def expect(self, nbytes: int) -> None:
         """Learn how large the rank's files are."""
@@ -90,7 +90,7 @@ class Progress:
             if self._is_over:
                 return None
             return SaveStatus(
-                path=self._path,
+                path=self.path,
                 rank=self._rank,
                 state=self._state.value,
                 nbytes=self._nbytes,

@@ -24,12 +24,34 @@ from nostall._writer.images import WholeImage
 
 
 def write_here(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> RankReport:
-    """Write on the calling thread; releases the snapshot."""
-    return _write(snapshot, target, engine, cancelled=None)
+    """Write in this process while the caller waits; releases the snapshot."""
+    written = _write_in_thread(snapshot, target, engine)
+    return wait_for(written, target, engine, rank=snapshot.rank)
+
+
+def wait_for(
+    written: Future[RankReport], target: SaveTarget, engine: Engine, *, rank: int
+) -> RankReport:
+    """A rank's report; the save is given up if it does not come in time, or if the caller is interrupted."""
+
+    def give_up() -> None:
+        engine.cancel(target.job, written, timeout_s=CANCEL_TIMEOUT_S)
+
+    try:
+        return await_report(
+            written,
+            rank=rank,
+            path=target.directory,
+            timeout_s=engine.options.save_timeout_s,
+            give_up=give_up,
+        )
+    except BaseException:
+        give_up()
+        raise
 
 
 def _write(
-    snapshot: Snapshot, target: SaveTarget, engine: Engine, *, cancelled: threading.Event | None
+    snapshot: Snapshot, target: SaveTarget, engine: Engine, *, cancelled: threading.Event
 ) -> RankReport:
     try:
         (job,) = _snapshot_jobs(snapshot, target, engine)
@@ -41,13 +63,7 @@ def _write(
         snapshot.lease.release()
     if not snapshot.earlier:
         return report
-    earlier = when_done(snapshot.earlier, joined)
-    before = await_report(
-        earlier,
-        rank=snapshot.rank,
-        timeout_s=engine.options.save_timeout_s,
-        give_up=lambda: engine.cancel(target.job, earlier, timeout_s=CANCEL_TIMEOUT_S),
-    )
+    before = wait_for(when_done(snapshot.earlier, joined), target, engine, rank=snapshot.rank)
     return joined([before, report])
 
 
@@ -81,19 +97,45 @@ def _pickled(stream: StreamTarget | None) -> bytes | None:
 
 
 def _write_in_thread(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> Future[RankReport]:
+    snapshot = replace(snapshot, lease=engine.arena.adopt(snapshot.lease))  # as Engine.submit does
+    return in_thread(
+        lambda cancelled: _write(snapshot, target, engine, cancelled=cancelled),
+        target,
+        engine,
+        rank=snapshot.rank,
+    )
+
+
+def in_thread(
+    write: Callable[[threading.Event], RankReport],
+    target: SaveTarget,
+    engine: Engine,
+    *,
+    rank: int,
+) -> Future[RankReport]:
+    """Write on a thread of its own, which is left behind if storage hangs; whatever the write holds is the thread's.
+
+    Args:
+        write: Gets an event that is set when the save is given up.
+        target: Where it is written to.
+        engine: Whose ``cancel`` sets the event.
+        rank: Whose files they are.
+    """
     future: Future[RankReport] = Future()
     future.set_running_or_notify_cancel()
-    snapshot = replace(snapshot, lease=engine.arena.adopt(snapshot.lease))  # as Engine.submit does
 
     def run() -> None:
         try:
             with engine.cancellable(target.job) as cancelled:
-                report = _write(snapshot, target, engine, cancelled=cancelled)
+                report = write(cancelled)
         except BaseException as error:  # whoever waits must hear of it
-            report = RankFailed(rank=snapshot.rank, failure=failure_of(error, phase="write"))
+            report = RankFailed(rank=rank, failure=failure_of(error, phase="write"))
         future.set_result(report)
 
-    threading.Thread(target=run, name="nostall-stream-writer", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="nostall-writer", daemon=True).start()
+    except RuntimeError:  # the interpreter is ending, or the system has no thread to give
+        run()
     return future
 
 

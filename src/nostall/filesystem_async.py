@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from nostall import _ahead, _directories, _publishing, _ring, _save, _torch, _writing
+from nostall._deadlines import in_time
 from nostall._destination import absolute, make_ready, require_file_system, require_possible
 from nostall._ending import loss_is_told
 from nostall._jobs import FileReceipt, RankReport, RankWritten
@@ -44,7 +45,6 @@ from nostall._publishing import (
     publication_of_results,
 )
 from nostall._rank_save import RankSave
-from nostall._reports import CANCEL_TIMEOUT_S, await_report
 from nostall._runtime import Engine, default_engine
 from nostall._stager import require_staged_futures, stage_for_later, take_over
 from nostall._staging import Guard
@@ -198,6 +198,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                     self._metadata_path(),
                     overwrite=self.overwrite,
                     rank=self.rank,
+                    timeout_s=default_engine().options.save_timeout_s,
                 )
         if not self.use_collectives:
             prefix = _torch.StoragePrefix(f"__{self.rank}_")
@@ -254,12 +255,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         if staged is None:
             return _ring.write_now(prepared, engine)
         written = _writing.write_in_background(staged, prepared.target, engine)
-        return await_report(
-            written,
-            rank=prepared.rank,
-            timeout_s=engine.options.save_timeout_s,
-            give_up=lambda: engine.cancel(prepared.target.job, written, timeout_s=CANCEL_TIMEOUT_S),
-        )
+        return _writing.wait_for(written, prepared.target, engine, rank=prepared.rank)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit: publish the metadata of a checkpoint whose files are all complete. Coordinator only.
@@ -294,7 +290,18 @@ class FileSystemWriterAsync(FileSystemWriter):
             RankMismatchError: A rank has written to another directory than this one's.
         """
         directories = [None if each is None else each.directory for each in written]
-        require_one_directory(directories, str(self.path), rank=self.rank, is_same=is_same)
+
+        def is_same_in_time(one: str, other: str) -> bool:
+            return in_time(
+                lambda: is_same(one, other),
+                timeout_s=default_engine().options.save_timeout_s,
+                doing="looking where other ranks have written",
+                phase="collect",
+                path=one,
+                rank=self.rank,
+            )
+
+        require_one_directory(directories, str(self.path), rank=self.rank, is_same=is_same_in_time)
 
     def publish(
         self, publication: Publication, metadata: Metadata, finished: FinishedMetadata
@@ -574,9 +581,14 @@ class FileSystemWriterAsync(FileSystemWriter):
     def _target(self, plan: SavePlan, engine: Engine) -> _save.SaveTarget:
         job, directory = uuid.uuid4().hex, str(self.path)
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self.rank or 0}_"
-        # Stock's names are for a save that has the directory to itself; any other one leaves the files there alone.
-        committed = any(map(may_be_there, self._metadata_paths()))
-        self._claim = _directories.claim(directory, prefix, committed=committed)
+        self._claim = in_time(
+            lambda: self._claimed(directory, prefix),
+            timeout_s=engine.options.save_timeout_s,
+            doing="looking for a checkpoint that is there",
+            phase="plan",
+            path=directory,
+            rank=self.rank,
+        )
         return _save.SaveTarget(
             job=job,
             directory=directory,
@@ -591,8 +603,14 @@ class FileSystemWriterAsync(FileSystemWriter):
             transform_descriptors=self._transform_descriptors(),
             timeline=self.timeline,
             progress=engine.under_way.begin(job, path=directory, rank=self.rank or 0),
+            timeout_s=engine.options.save_timeout_s,
             faults=engine.faults,
         )
+
+    def _claimed(self, directory: str, prefix: str) -> _directories.Claim | None:
+        # Stock's names are for a save that has the directory to itself; any other one leaves the files there alone.
+        committed = any(map(may_be_there, self._metadata_paths()))
+        return _directories.claim(directory, prefix, committed=committed)
 
     def _options(self) -> WriterOptions:
         return WriterOptions(

@@ -189,7 +189,7 @@ def _durable_name(directory: str) -> Iterator[None]:
         except OSError as error:
             failures.append(error)
 
-    thread = threading.Thread(target=sync, name="nostall-commit")
+    thread = threading.Thread(target=sync, name="nostall-commit", daemon=True)
     try:
         thread.start()
     except RuntimeError:  # the interpreter is ending, or the system has no thread to give

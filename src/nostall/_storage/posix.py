@@ -80,17 +80,27 @@ class ImageFile:
             begin += written
 
     def finish(self, *, sync: bool) -> None:
-        """Cut the file to its length and, if asked, wait until the device has it."""
+        """Cut the file to its length, wait until the device has it, if asked, and close it.
+
+        Raises:
+            OSError: The system refused; some file systems find no room for a file, or no server, only when it is closed.
+        """
         os.ftruncate(self._fd, self._nbytes)
         if sync:
             os.fsync(self._fd)
+        os.close(self._taken())
 
     def close(self) -> None:
-        """Close the descriptor; idempotent."""
+        """Close what is open of a file that is given up, whatever storage says to that; idempotent."""
+        fd = self._taken()
+        if fd >= 0:
+            close_all([fd])
+
+    def _taken(self) -> int:
+        """The descriptor, which is nobody else's any more."""
         with self._lock:
             fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        return fd
 
     def _go_through_page_cache(self) -> None:
         """Switch ``O_DIRECT`` off for all further writes; several threads may find out at once."""
@@ -270,9 +280,7 @@ class UnfinishedFile:
 
     def close(self) -> None:
         """Close what is open of a file that is given up, whatever storage says to that; idempotent."""
-        while self._opened:
-            with suppress(OSError):
-                os.close(self._opened.pop())
+        close_all(self._opened)
 
 
 def _large_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
@@ -355,6 +363,10 @@ def remove_and_hold(paths: Iterable[str], held: list[int], *, most: int) -> None
 
 
 def close_all(descriptors: list[int]) -> None:
-    """Close descriptors and take them out of the list, first of all: a child that is forked meanwhile closes the others."""
+    """Close descriptors of files that nobody needs, all of them, whatever storage says to each.
+
+    Each is taken out of the list first of all: a child that is forked meanwhile closes the others.
+    """
     while descriptors:
-        os.close(descriptors.pop())
+        with suppress(OSError):
+            os.close(descriptors.pop())

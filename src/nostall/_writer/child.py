@@ -30,6 +30,9 @@ from nostall.errors import NostallError, ProtocolError, WriterDiedError
 _SEND_TIMEOUT_S = 60.0
 """A child reads its socket all the time; one that does not for this long is stopped or broken."""
 _EXIT_TIMEOUT_S = 5.0
+_KILLED_TIMEOUT_S = 1.0
+"""One that was killed and has not ended by then stands in a system call; the receiving thread goes on waiting for it."""
+_SETTLE_TIMEOUT_S = 2.0
 
 T = TypeVar("T")
 Addressed: TypeAlias = tuple[Message, tuple[int, ...]]
@@ -123,7 +126,7 @@ class ChildProcess(ABC, Generic[T]):
         """End the process now; unanswered requests fail with ``reason``. Idempotent."""
         self._pronounce(kind, reason)
         self._process.kill()
-        self._reap(_EXIT_TIMEOUT_S)
+        self._reap(_KILLED_TIMEOUT_S)
 
     def terminate(self, reason: str, *, kill_after_s: float) -> None:
         """As :meth:`kill`, but with SIGTERM first."""
@@ -297,11 +300,12 @@ class ChildProcess(ABC, Generic[T]):
             self._process.wait(kill_after_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            # Stuck in the kernel; the receiving thread goes on waiting.
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_EXIT_TIMEOUT_S)
+                self._process.wait(_KILLED_TIMEOUT_S)
         if threading.current_thread() is not self._receiver:
-            self._receiver.join(_EXIT_TIMEOUT_S)
+            # It removes what was written, and storage may hang.
+            has_ended = self._process.returncode is not None
+            self._receiver.join(_SETTLE_TIMEOUT_S if has_ended else 0)
 
 
 def _how_it_ended(code: int) -> str:

@@ -131,7 +131,9 @@ def _work_through(
 
     count = min(thread_count, chunks.qsize())
     threads = [
-        threading.Thread(target=work, args=(n,), name=f"nostall-io-{n}") for n in range(1, count)
+        # Storage may hang, and the interpreter has to end all the same.
+        threading.Thread(target=work, args=(n,), name=f"nostall-io-{n}", daemon=True)
+        for n in range(1, count)
     ]
     try:
         for thread in threads:
@@ -257,7 +259,6 @@ class _FileTask:
             chunk.phase = "fsync"
             self._faults.at("fsync", self.path)
             self._file.finish(sync=self._job.sync_files)
-            self._file.close()
             self._finished_s = self._note("fsync", thread, started_s)
             self.is_done = True
 

@@ -64,6 +64,8 @@ def perform(
             at.move("fsync", job.directory)
             sync_directory(job.directory)
         faults.at("report")
+        if cancelled.is_set():  # too late for anybody to wait for the report
+            raise Cancelled("the save was aborted")
     except Cancelled as error:
         remove_files(os.path.join(job.directory, image.name) for image in job.files)
         failure = Failure(kind="SaveAbortedError", message=str(error), phase=at.phase, path=at.path)

@@ -133,8 +133,7 @@ class _Writer:
         except (ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
             raise ProtocolError(f"a message is malformed: {error!r:.200}") from error
         finally:
-            for fd in descriptors:
-                os.close(fd)
+            close_all(descriptors)
 
     def _act_on(self, message: Message, descriptors: list[int]) -> None:
         match message["type"]:
