@@ -151,6 +151,12 @@ def bench(session: nox.Session) -> None:
     session.run("python", "-m", "nostall", "bench", *session.posargs)
 
 
+@nox.session(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """What there is to find out on an accelerator, with the interpreter at hand: nothing is installed or fetched."""
+    session.run(sys.executable, str(ROOT / "tests" / "gpu.py"), *session.posargs)
+
+
 @nox.session
 def dist(session: nox.Session) -> None:
     """Build the wheel from the sdist, install it into a fresh environment, and look at what a user gets."""

@@ -2,80 +2,64 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
-import nostall
-from nostall._runtime import default_engine
-from nostall.core import AsyncCallsQueue
-from nostall.state_dict_saver import CheckpointMetadataCache
-from nostall.testing import writer_pids
-from states import blobs, schedule
+from programs import accelerator
+from ranks import TESTS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no accelerator here"),
-]
+BARE = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(("hypothesis", "isal", "nox", "pytest")))  # as if they were not installed
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
-def state_on(device: str, seed: int = 0) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    large = torch.randn(4 << 20, generator=generator)
-    return {
-        "large": large.to(device),
-        "transposed": torch.randn(30, 40, generator=generator).to(device).t(),
-        "half": torch.randn(1000, generator=generator).to(device, torch.bfloat16),
-        "step": torch.tensor(float(seed), device=device),
-        "on the host": torch.randn(300_000, generator=generator),
-    }
+def run_command(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-c", BARE, str(TESTS / "gpu.py"), *options]
+    return subprocess.run(
+        command, cwd=out, capture_output=True, text=True, timeout=100, check=False
+    )
 
 
-def by_stock(path: Path, state: dict[str, Any]) -> dict[tuple[str, tuple[int, ...]], bytes]:
-    dcp.save(state, checkpoint_id=path, no_dist=True)
-    return blobs(path)
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no accelerator here")
+@pytest.mark.parametrize(
+    "check", accelerator.ANYWHERE + accelerator.WITH_CUDA, ids=lambda check: check.__name__
+)
+def test_on_an_accelerator(check: accelerator.Check, tmp_path: Path) -> None:
+    """Each of these says in its own docstring what it promises."""
+    check(tmp_path, "cuda")
 
 
-@pytest.mark.parametrize("staging", ["blocking", "overlapped"])
-def test_what_is_saved_is_what_the_stream_had_come_to(tmp_path: Path, staging: str) -> None:
-    """Kernels told before the call are seen, those told after it is safe are not; first saves and known ones."""
-    cache = CheckpointMetadataCache()
-    with AsyncCallsQueue() as queue:
-        for number in range(5):
-            state = state_on("cuda", number)
-            for _ in range(20):  # the stream is busy when the save is asked for
-                state["large"].mul_(1.01)
-            schedule(queue, tmp_path / f"{number}", state, cache=cache, staging=staging)
-            nostall.wait_staged()
-            state["large"].zero_()
-            queue.wait()
-            expected = state_on("cuda", number)
-            for _ in range(20):
-                expected["large"].mul_(1.01)
-            assert blobs(tmp_path / f"{number}") == by_stock(tmp_path / f"stock {number}", expected)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator here")
+def test_the_command_for_accelerators_says_that_there_is_none(tmp_path: Path) -> None:
+    """With an exit status of its own, and without a file that could be taken for a result."""
+    done = run_command(tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert "no accelerator" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_no_device_memory_is_kept_and_the_writer_has_no_context(tmp_path: Path) -> None:
-    """After the save the device holds what it held before, and the writer process has not loaded the driver."""
-    state = state_on("cuda")
-    before = torch.cuda.memory_allocated()
-    with AsyncCallsQueue() as queue:
-        schedule(queue, tmp_path / "save", state, staging="overlapped")
-        nostall.wait_staged()
-        queue.wait()
-    assert torch.cuda.memory_allocated() == before
-    for pid in writer_pids():
-        assert "libcuda" not in Path(f"/proc/{pid}/maps").read_text()
-
-
-def test_snapshot_memory_is_pinned(tmp_path: Path) -> None:
-    """Copies off the device go at the speed of its copy engines."""
-    with AsyncCallsQueue() as queue:
-        schedule(queue, tmp_path / "save", state_on("cuda"))
-    lease = default_engine().lease(1)
-    memory = torch.frombuffer(lease.block.memory, dtype=torch.uint8, count=64)
-    assert memory.is_pinned()
-    lease.release()
+@pytest.mark.slow
+def test_the_command_for_accelerators_can_be_rehearsed(tmp_path: Path) -> None:
+    """Every step of it runs with torch, psutil and typing_extensions alone, and one file says what was found."""
+    done = run_command(tmp_path, "--device", "cpu", "--bytes", "64KiB", "--seconds", "0")
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.iterdir()
+    found = json.loads(file.read_text())
+    assert found["complete"]
+    assert found["device"] == "cpu, a rehearsal"
+    assert [each["failure"] for each in found["checks"].values()] == [None] * 5
+    assert list(found["benchmarks"]) == ["large", "many"]
+    for benchmark in found["benchmarks"].values():
+        assert len(benchmark["limits"]["pinned_copy_s"]) >= 1
+        assert {"nostall", "nostall overlapped", "dcp.save"} <= benchmark["ratios"].keys()
+        for row in benchmark["contenders"].values():
+            assert (row["wrong"], row["error"]) == ([], None)

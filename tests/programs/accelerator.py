@@ -1,0 +1,179 @@
+"""What holds for saves off an accelerator: plain functions, so that they run where torch is and nothing to run tests with.
+
+Each takes an empty directory and a device, and fails with an ``AssertionError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import nostall
+from nostall import _torch
+from nostall._runtime import default_engine
+from nostall.core import AsyncCallsQueue
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.state_dict_saver import CheckpointMetadataCache
+from nostall.testing import writer_pids
+from states import blobs, schedule
+
+Check = Callable[[Path, str], None]
+_ELEMENTS = {"cuda": 16 << 20, "cpu": 1 << 12}
+"""Enough to keep a device busy for milliseconds when a save is asked for."""
+
+
+def state_on(device: str, seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    large = torch.randn(_ELEMENTS[device], generator=generator)
+    return {
+        "large": large.to(device),
+        "transposed": torch.randn(30, 40, generator=generator).to(device).t(),
+        "half": torch.randn(1000, generator=generator).to(device, torch.bfloat16),
+        "step": torch.tensor(float(seed), device=device),
+        "on the host": torch.randn(300_000, generator=generator),
+    }
+
+
+def by_stock(path: Path, state: dict[str, Any]) -> dict[tuple[str, tuple[int, ...]], bytes]:
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return blobs(path)
+
+
+def grown(state: dict[str, Any]) -> dict[str, Any]:
+    """The state after many kernels, most of which are still to run when this returns."""
+    for _ in range(200):
+        state["large"].mul_(1.001)
+    return state
+
+
+def _saves_what_the_stream_had_come_to(out: Path, device: str, staging: str) -> None:
+    cache = CheckpointMetadataCache()
+    with AsyncCallsQueue() as queue:
+        for number in range(4):
+            state = grown(state_on(device, number))
+            schedule(queue, out / f"{number}", state, cache=cache, staging=staging)
+            nostall.wait_staged()
+            state["large"].zero_()
+            queue.wait()
+            stock = by_stock(out / f"stock {number}", grown(state_on(device, number)))
+            assert blobs(out / f"{number}") == stock
+
+
+def kernels_told_before_the_call_are_seen(out: Path, device: str) -> None:
+    """And those told after it are not; in first saves and in known ones."""
+    _saves_what_the_stream_had_come_to(out, device, "blocking")
+
+
+def kernels_told_after_it_is_safe_are_not_seen(out: Path, device: str) -> None:
+    """Overlapped staging is ordered between what the stream was told before the call and after the wait."""
+    _saves_what_the_stream_had_come_to(out, device, "overlapped")
+
+
+def a_stream_of_the_users_own_is_followed(out: Path, device: str) -> None:
+    """The copies come after what the stream that is current at the call was told, whichever it is."""
+    module = torch.get_device_module(device)
+    side = module.Stream() if device != "cpu" else None
+    for staging in ("blocking", "overlapped"):
+        with AsyncCallsQueue() as queue, nullcontext() if side is None else module.stream(side):
+            state = grown(state_on(device, 3))
+            schedule(queue, out / staging, state, staging=staging)
+            nostall.wait_staged()
+            state["large"].zero_()
+        module.synchronize()
+        assert blobs(out / staging) == by_stock(
+            out / f"stock {staging}", grown(state_on(device, 3))
+        )
+
+
+def stocks_calls_save_what_stock_saves(out: Path, device: str) -> None:
+    """``dcp.save`` and ``dcp.async_save``, and stock loads it back onto the device bit by bit."""
+    stock = by_stock(out / "stock", state_on(device, 7))
+    dcp.save(state_on(device, 7), storage_writer=FileSystemWriterAsync(out / "save"), no_dist=True)
+    state = state_on(device, 7)
+    saved: Any = dcp.async_save(
+        state, storage_writer=FileSystemWriterAsync(out / "async"), no_dist=True
+    )
+    state["large"].zero_()
+    saved.result()
+    for name in ("save", "async"):
+        assert blobs(out / name) == stock
+        loaded = state_on(device, 8)
+        dcp.load(loaded, checkpoint_id=out / name, no_dist=True)
+        assert all(torch.equal(loaded[key], each) for key, each in state_on(device, 7).items())
+
+
+def optimizers_wait_for_the_copy(out: Path, device: str) -> None:
+    """With the documented hook, training with a fused optimizer leaves every overlapped checkpoint as it was at its call."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(512, 512, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    hook = nostall.wait_staged_before_step(optimizer)
+    kept: list[dict[str, torch.Tensor]] = []
+    with AsyncCallsQueue() as queue:
+        for number in range(12):
+            model(torch.ones(8, 512, device=device)).square().sum().backward()
+            if number % 3 == 0:
+                state = {"model": model.state_dict()}
+                kept.append({name: each.clone() for name, each in model.state_dict().items()})
+                schedule(queue, out / f"{number}", state, staging="overlapped")
+            optimizer.step()
+            optimizer.zero_grad()
+    hook.remove()
+    for position, before in enumerate(kept):
+        loaded = {"model": {name: torch.zeros_like(each) for name, each in before.items()}}
+        dcp.load(loaded, checkpoint_id=out / f"{3 * position}", no_dist=True)
+        assert all(torch.equal(loaded["model"][name], each) for name, each in before.items())
+
+
+def no_device_memory_is_kept(out: Path, device: str) -> None:
+    """After the save the device holds what it held before, and the writer process has not loaded the driver."""
+    state = state_on(device)
+    before = torch.cuda.memory_allocated()
+    with AsyncCallsQueue() as queue:
+        schedule(queue, out / "save", state, staging="overlapped")
+        nostall.wait_staged()
+        queue.wait()
+    assert torch.cuda.memory_allocated() == before
+    for pid in writer_pids():
+        assert "libcuda" not in Path(f"/proc/{pid}/maps").read_text()
+
+
+def snapshot_memory_is_pinned(out: Path, device: str) -> None:
+    """Copies off the device go at the speed of its copy engines."""
+    with AsyncCallsQueue() as queue:
+        schedule(queue, out / "save", state_on(device))
+    lease = default_engine().lease(1)
+    memory = torch.frombuffer(lease.block.memory, dtype=torch.uint8, count=64)
+    assert memory.is_pinned()
+    lease.release()
+
+
+def memory_that_cannot_be_pinned_is_no_kernels_fault(out: Path, device: str) -> None:
+    """What CUDA refuses is forgotten by the time the next kernel is launched."""
+    refused = False
+    try:
+        _torch.pin(4096, 4096)  # nothing is mapped there
+    except RuntimeError:
+        refused = True
+    assert refused
+    assert torch.ones(3, device=device).add_(1).sum().item() == 6
+
+
+ANYWHERE: tuple[Check, ...] = (
+    kernels_told_before_the_call_are_seen,
+    kernels_told_after_it_is_safe_are_not_seen,
+    a_stream_of_the_users_own_is_followed,
+    stocks_calls_save_what_stock_saves,
+    optimizers_wait_for_the_copy,
+)
+"""These hold without an accelerator, too, where they say less."""
+WITH_CUDA: tuple[Check, ...] = (
+    no_device_memory_is_kept,
+    snapshot_memory_is_pinned,
+    memory_that_cannot_be_pinned_is_no_kernels_fault,
+)
