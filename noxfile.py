@@ -1,6 +1,7 @@
 """The checks of this repository; `python3 dev.py tests` runs the default ones.
 
-Every session installs with the pins of constraints.txt, so that a result depends on the commit and not on the day.
+Every session installs with the pins of constraints.txt, so that a result depends on the commit and not on the day; the
+sessions for other versions replace a few of them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import shutil
 import sys
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import nox
@@ -24,10 +26,12 @@ nox.options.error_on_missing_interpreters = True
 
 ROOT = Path(__file__).resolve().parent
 CONSTRAINTS = str(ROOT / "constraints.txt")
-GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
+PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+GROUPS = PYPROJECT["dependency-groups"]
 BUILD_BACKEND = "hatchling"
 RUNTIME_REQUIREMENTS = {"torch", "psutil", "typing-extensions"}
-SCRIPTS = ("noxfile.py", "dev.py")
+NEWEST = {"torch": "2.15.0"}
+"""The newest of what the library needs that it is known to work with."""
 
 IMPORT_CHECK = """
 import sys, nostall
@@ -37,6 +41,10 @@ assert "site-packages" in nostall.__file__, nostall.__file__
 nostall.FileSystemWriterAsync
 """
 
+# Two at a time: tests wait for other processes half of the time. Those of a file stay together, as they share what ranks
+# have done for them.
+SIDE_BY_SIDE = ("-n", "2", "--dist", "loadfile")
+
 os.environ.update(
     PIP_DISABLE_PIP_VERSION_CHECK="1",
     PIP_NO_WARN_SCRIPT_LOCATION="1",
@@ -45,24 +53,48 @@ os.environ.update(
 )
 
 
-def install(session: nox.Session, *requirements: str) -> None:
+def install(session: nox.Session, *requirements: str, pins: str = CONSTRAINTS) -> None:
     """Install from an index, held to the pins."""
-    session.install("-c", CONSTRAINTS, *requirements)
+    session.install("-c", pins, *requirements)
 
 
-def install_group(session: nox.Session, group: str) -> None:
+def other_pins(session: nox.Session, instead: Mapping[str, str]) -> str:
+    """A copy of constraints.txt in the session's directory, with other versions of some packages."""
+    lines = Path(CONSTRAINTS).read_text(encoding="utf-8").splitlines()
+    kept = [line for line in lines if line.partition("==")[0] not in instead]
+    path = Path(session.create_tmp()).resolve() / "constraints.txt"
+    others = [f"{name}=={version}" for name, version in instead.items()]
+    path.write_text("\n".join([*kept, *others, ""]), encoding="utf-8")
+    return str(path)
+
+
+def oldest() -> dict[str, str]:
+    """The lowest versions that pyproject.toml lets users have of what the library needs."""
+    needed = map(Requirement, PYPROJECT["project"]["dependencies"])
+    return {
+        canonicalize_name(requirement.name): specifier.version
+        for requirement in needed
+        for specifier in requirement.specifier
+        if specifier.operator == ">="
+    }
+
+
+def install_group(session: nox.Session, group: str, pins: str = CONSTRAINTS) -> None:
     """Install one dependency group of pyproject.toml."""
-    install(session, *nox.project.dependency_groups({"dependency-groups": GROUPS}, group))
+    wanted = nox.project.dependency_groups({"dependency-groups": GROUPS}, group)
+    install(session, *wanted, pins=pins)
 
 
-def install_package(session: nox.Session, *options: str, extra: str | None = None) -> None:
+def install_package(
+    session: nox.Session, *options: str, extra: str | None = None, pins: str = CONSTRAINTS
+) -> None:
     """Build nostall from this tree and install it, never as an editable: what is checked is what is shipped.
 
     Without build isolation: an isolated build would fetch a backend that no pin holds.
     """
-    install(session, BUILD_BACKEND)
+    install(session, BUILD_BACKEND, pins=pins)
     wanted = f"{ROOT}[{extra}]" if extra else str(ROOT)
-    install(session, "--no-build-isolation", *options, wanted)
+    install(session, "--no-build-isolation", *options, wanted, pins=pins)
 
 
 @nox.session
@@ -73,12 +105,35 @@ def tests(session: nox.Session) -> None:
     # Absolute and outside the tree: tests change the current directory, and so do the processes they start.
     session.env["COVERAGE_FILE"] = str(Path(session.create_tmp()).resolve() / "coverage")
     session.run("coverage", "erase")
-    # Two at a time: tests wait for other processes half of the time. Those of a file stay together, as they share what ranks
-    # have done for them.
-    side_by_side = ("-n", "2", "--dist", "loadfile")
-    session.run("coverage", "run", "-m", "pytest", *side_by_side, *session.posargs)
+    session.run("coverage", "run", "-m", "pytest", *SIDE_BY_SIDE, *session.posargs)
     session.run("coverage", "combine", "--quiet")
     session.run("coverage", "report")
+
+
+def run_tests_with(session: nox.Session, instead: Mapping[str, str]) -> None:
+    """Run the test suite against the installed package, with other versions than the pinned ones of what it needs."""
+    pins = other_pins(session, instead)
+    install_group(session, "test", pins)
+    install_package(session, pins=pins)
+    session.run("python", "-m", "pytest", *SIDE_BY_SIDE, *session.posargs)
+
+
+@nox.session(python="3.10")
+def tests_min(session: nox.Session) -> None:
+    """Run the test suite with the lowest versions that pyproject.toml allows: of Python, torch, psutil, typing_extensions."""
+    run_tests_with(session, oldest())
+
+
+@nox.session
+def tests_next(session: nox.Session) -> None:
+    """Run the test suite with the newest torch."""
+    run_tests_with(session, NEWEST)
+
+
+@nox.session(python=["3.10", "3.11", "3.12", "3.13", "3.14"])
+def tests_python(session: nox.Session) -> None:
+    """Run the test suite with the pinned torch on one version of Python, as in `nox -s tests_python-3.13`."""
+    run_tests_with(session, {})
 
 
 @nox.session
@@ -95,7 +150,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Type-check the package and its tests; torch is there because its types are part of ours."""
     install_group(session, "types")
-    install(session, *nox.project.load_toml(ROOT / "pyproject.toml")["project"]["dependencies"])
+    install(session, *PYPROJECT["project"]["dependencies"])
     session.run("mypy")
 
 

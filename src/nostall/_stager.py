@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nostall import _torch
 from nostall._arena import Lease
 from nostall._copying import Copies, Places
 from nostall._failures import error_of, failure_of
@@ -33,7 +32,7 @@ from nostall._save import PreparedSave
 from nostall._staging import Guard, Marks, stage_behind
 from nostall._taking import stage
 from nostall._writer.faults import Faults
-from nostall.errors import OptionError, StagingError
+from nostall.errors import StagingError
 from nostall.stats import Timeline
 
 _log = logging.getLogger("nostall")
@@ -47,19 +46,6 @@ class Staged:
     """With overlapped staging a future, which always ends well."""
     guard: Guard | None
     """Who knows whether the copy can be used and tensors may change; ``None`` if both is so."""
-
-
-def require_staged_futures() -> None:
-    """Refuse to stage behind a call that would not wait.
-
-    Raises:
-        OptionError: This torch cannot wait for a copy.
-    """
-    if not _torch.async_save_takes_futures():
-        raise OptionError(
-            "this torch's dcp.async_save cannot stage behind the call",
-            hint='use staging="blocking", or the split functions',
-        )
 
 
 def stage_for_later(

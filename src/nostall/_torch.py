@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
 from torch.distributed.tensor import DTensor
+from torch.utils.serialization import config
 
 from nostall.errors import UnsupportedTorchError
 
@@ -194,13 +195,7 @@ def default_store() -> dist.Store | None:
 
 def container_settings() -> tuple[bool, int]:
     """The process-wide settings of torch that change a container: checksums, payload alignment."""
-    return bool(torch.serialization.get_crc32_options()), _storage_alignment()
-
-
-def _storage_alignment() -> int:
-    from torch.utils.serialization import config
-
-    return int(getattr(config.save, "storage_alignment", 64))
+    return bool(torch.serialization.get_crc32_options()), int(config.save.storage_alignment)
 
 
 @lru_cache(maxsize=256)
@@ -394,13 +389,6 @@ def on_devices(devices: Sequence[torch.device]) -> Iterator[None]:
         for device in devices:
             entered.enter_context(torch.get_device_module(device).device(device))
         yield
-
-
-def async_save_takes_futures() -> bool:
-    """Whether this torch's ``dcp.async_save`` can be given a stager that is not done yet."""
-    from torch.distributed.checkpoint import state_dict_saver
-
-    return hasattr(state_dict_saver, "AsyncSaveResponse")
 
 
 class DeviceCopy:

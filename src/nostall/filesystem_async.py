@@ -46,7 +46,7 @@ from nostall._publishing import (
 )
 from nostall._rank_save import RankSave
 from nostall._runtime import Engine, default_engine
-from nostall._stager import require_staged_futures, stage_for_later, take_over
+from nostall._stager import stage_for_later, take_over
 from nostall._staging import Guard
 from nostall._storage.posix import is_same, may_be_there
 from nostall._storage.streams import StreamTarget
@@ -352,18 +352,14 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             SaveTimeoutError: Earlier saves still hold all snapshot memory.
             ReservationError: There is not enough host memory.
-            OptionError: This torch cannot wait for a copy.
         """
-        overlapped = self._staging == "overlapped"
-        if overlapped:
-            require_staged_futures()
         timeline = self._staging_timeline = Timeline()
         self._is_staged = True
         staged = stage_for_later(
             state_dict,
             default_engine(),
             timeline,
-            overlapped=overlapped,
+            overlapped=self._staging == "overlapped",
             rank=_rank_among_peers(),
             path=str(self.path),
         )
