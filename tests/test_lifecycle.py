@@ -215,7 +215,7 @@ class _Refusing:
 
     def maybe_finalize_async_calls(self, *, blocking: bool) -> object:
         del blocking
-        raise AssertionError
+        return []
 
     def close(self, *, abort: bool) -> None:
         assert abort

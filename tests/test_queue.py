@@ -7,7 +7,9 @@ import io
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ from nostall.errors import (
     StagingError,
 )
 from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import EngineOptions
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from nostall.testing import Fault, Hold, inject, writer_pids
 from nostall.torch_ckpt import TorchAsyncCheckpoint
@@ -369,17 +372,92 @@ def test_leaving_the_block_finalises_what_is_scheduled(tmp_path: Path) -> None:
 
 
 def test_an_error_in_the_block_is_the_one_that_is_raised(tmp_path: Path) -> None:
-    """What is scheduled is given up, and neither that nor a failed save hides the body's own exception."""
+    """Neither a failed save nor what is finalised behind it hides the body's own exception; a note says what is lost."""
     finalized: list[str] = []
     queue = AsyncCallsQueue()
     with inject(Fault.errno("chunk", errno.ENOSPC)):
         schedule(queue, tmp_path, small_state(1))
     queue.schedule_async_request(request(lambda: finalized.append("it")))
-    with pytest.raises(KeyError, match="mine"), queue:
+    with pytest.raises(KeyError, match="mine") as raised, queue:
         raise KeyError("mine")
     assert queue.pending == 0
-    assert finalized == []
+    assert finalized == ["it"]
     assert names(tmp_path) == []
+    if hasattr(raised.value, "__notes__"):  # from Python 3.11 on
+        assert "No space left on device" in raised.value.__notes__[0]
+
+
+@contextmanager
+def released_in(function: Callable[..., Any], hold: Hold) -> Iterator[None]:
+    """Release what is held when this thread has called a function."""
+    here = threading.current_thread()
+
+    def release() -> None:
+        wait_until(lambda: stands_in(here, function))
+        hold.release()
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    yield
+    thread.join()
+
+
+@pytest.mark.parametrize("when", ["written", "being written"])
+def test_an_error_in_the_block_does_not_cost_a_checkpoint(when: str, tmp_path: Path) -> None:
+    """One that is written is committed, and one that is being written as well when it is."""
+    queue = AsyncCallsQueue()
+    with Hold("chunk") as hold:
+        with inject(*[hold.fault] if when == "being written" else []):
+            schedule(queue, tmp_path, small_state(1))
+        if when == "written":
+            wait([call.outcome for call in queue._calls])
+        release = released_in(AsyncCallsQueue.__exit__, hold)
+        with (
+            release if when == "being written" else nullcontext(),
+            pytest.raises(KeyError, match="mine"),
+            queue,
+        ):
+            raise KeyError("mine")
+    assert queue.pending == 0
+    assert loaded_wrong(tmp_path, small_state(1), small_state(0)) == []
+
+
+@pytest.mark.parametrize("error", [KeyError, SaveTimeoutError])
+def test_an_error_in_the_block_is_not_held_up_by_storage_that_is(
+    error: type[Exception], tmp_path: Path
+) -> None:
+    """What is not written in ``exit_timeout_s`` is given up, and at once if a deadline has passed already; what was written
+    before is committed."""
+    nostall.configure(EngineOptions(exit_timeout_s=0.5 if error is KeyError else 60.0))
+    queue = AsyncCallsQueue()
+    with Hold("chunk") as hold:
+        schedule(queue, tmp_path / "written", small_state(1))
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "stuck", small_state(2))
+        hold.wait_reached()  # so the first one is written
+        began = time.monotonic()
+        with (
+            released_in(AsyncCallsQueue.close, hold),
+            pytest.raises(error, match="mine") as raised,
+            queue,
+        ):
+            raise error("mine")
+    assert time.monotonic() - began < 30
+    if hasattr(raised.value, "__notes__"):
+        assert "of 2 requests that were pending some are lost" in raised.value.__notes__[0]
+    assert queue.pending == 0
+    assert not (tmp_path / "stuck" / ".metadata").exists()
+    assert loaded_wrong(tmp_path / "written", small_state(1), small_state(0)) == []
+
+
+def test_errors_on_all_ranks_do_not_cost_a_checkpoint(found: list[Found]) -> None:
+    """Ranks that leave with an exception together commit what is written; one that leaves alone gives it up, talks to nobody
+    who goes on, and its exception gets to where it is handled."""
+    for facts in found:
+        together, alone = (facts["errors_in_the_block"][how] for how in ("together", "alone"))
+        assert together == {"raised": "mine", "is complete": True, "wrong": []}
+        assert (alone["raised"], alone["is complete"]) == ("mine", False)
+    assert "ranks [0] have not left" in found[1]["errors_in_the_block"]["alone"]["note"]
 
 
 def test_finalize_functions_never_run_after_a_failure(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from nostall.errors import RankLostError, RankMismatchError, SaveTimeoutError
 
 PATIENCE_S = 60.0
 """How much later than this one another rank may begin to wait."""
+_LOOK_AGAIN_S = 0.02
+_SCHEDULED = "scheduled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,7 @@ class Scheduled:
 
     def __init__(self) -> None:
         self._count = 0
+        self._times_left = 0
 
     @contextmanager
     def one_more(self, coordination: Coordination) -> Iterator[None]:
@@ -52,20 +55,39 @@ class Scheduled:
         before = self._count
         try:
             self._count = before + 1
-            coordination.announce(self._count)
+            coordination.announce(_SCHEDULED, self._count)
             yield
         except BaseException:
             self._count = before
-            coordination.announce(before)
+            coordination.announce(_SCHEDULED, before)
             raise
 
     def forget_after_fork(self) -> None:
         """In a forked child, which has scheduled nothing."""
         self._count = 0
 
+    def all_leave(self, coordination: Coordination, timeout_s: float) -> str:
+        """Why ranks cannot finish together what is scheduled, as this one leaves with an exception; empty if all of them do.
+
+        Others may be anywhere, so that a collective of ours could meet one of theirs. Each that leaves says so, and looks for
+        ``timeout_s`` seconds whether the others do.
+        """
+        self._times_left += 1
+        topic = f"leaving/{self._count}/{self._times_left}"
+        coordination.announce(topic, 1)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = coordination.announced(topic)
+            others = [rank for rank in range(coordination.world_size) if not left.get(rank)]
+            if not others:
+                return ""
+            if time.monotonic() > deadline:
+                return f"ranks {others} have not left with an exception as this one has, so they do not take part"
+            time.sleep(_LOOK_AGAIN_S)
+
     def others_missing(self, coordination: Coordination, waited_s: float) -> SaveTimeoutError:
         """Say which ranks have not come to a poll, as far as that can be told."""
-        announced = coordination.announced()
+        announced = coordination.announced(_SCHEDULED)
         behind = {rank: count for rank, count in announced.items() if count < self._count}
         who = (
             f"ranks {sorted(behind)} have scheduled fewer requests ({behind})"

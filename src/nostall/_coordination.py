@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger("nostall")
 
-_KEY = "nostall/scheduled/"
+_KEY = "nostall/"
 _TIMED_OUT = re.compile(r"time(d )?-?out", re.IGNORECASE)
 _LONGEST_S = 1e9
 """What a timedelta takes; as good as for ever."""
@@ -55,11 +55,11 @@ class Coordination(Protocol):
             TimeoutError: Not all ranks have called it within ``timeout_s`` seconds; the group cannot be used any more.
         """
 
-    def announce(self, number: int) -> None:
-        """Let other ranks look up how far this one is, should they wait for it in vain."""
+    def announce(self, topic: str, number: int) -> None:
+        """Let other ranks look something up, without asking for them."""
 
-    def announced(self) -> dict[int, int]:
-        """What every rank of the group has announced; 0 for one that has not."""
+    def announced(self, topic: str) -> dict[int, int]:
+        """What every rank of the group has announced; 0 for one that has not. Empty if that cannot be told."""
 
     def gather(self, value: T) -> list[T] | None:
         """Every rank's value, in rank order, on the coordinator; ``None`` elsewhere. Collective."""
@@ -87,11 +87,12 @@ class SingleProcess:
         del timeout_s
         return list(values)
 
-    def announce(self, number: int) -> None:
+    def announce(self, topic: str, number: int) -> None:
         """There is nobody to tell."""
 
-    def announced(self) -> dict[int, int]:
+    def announced(self, topic: str) -> dict[int, int]:
         """There is nobody to wait for."""
+        del topic
         return {}
 
     def gather(self, value: T) -> list[T] | None:
@@ -161,17 +162,17 @@ class TorchGroup:
                 raise TimeoutError(str(error)) from error
             return [int(value) for value in tensor.tolist()]
 
-    def announce(self, number: int) -> None:
+    def announce(self, topic: str, number: int) -> None:
         """One entry in the store that the process group was made with; a store that has gone costs only the word."""
         store = _torch.default_store()
         if store is None:
             return
         try:
-            store.set(f"{_KEY}{dist.get_rank()}", str(number))
+            store.set(f"{_KEY}{topic}/{dist.get_rank()}", str(number))
         except RuntimeError:
             _log.debug("other ranks cannot be told how far this one is", exc_info=True)
 
-    def announced(self) -> dict[int, int]:
+    def announced(self, topic: str) -> dict[int, int]:
         """What is in that store."""
         store = _torch.default_store()
         if store is None:
@@ -179,7 +180,7 @@ class TorchGroup:
         found = {}
         for rank in range(self.world_size):
             everywhere = rank if self._group is None else dist.get_global_rank(self._group, rank)
-            key = f"{_KEY}{everywhere}"
+            key = f"{_KEY}{topic}/{everywhere}"
             found[rank] = int(store.get(key)) if store.check([key]) else 0
         return found
 

@@ -25,6 +25,8 @@ from typing import Protocol
 _log = logging.getLogger("nostall")
 
 FAILURE_STATUS = 1
+LEAVING_S = 5.0
+"""How much later than this one another rank may leave with an exception, to finish together what is scheduled."""
 
 
 class Unfinished(Protocol):
@@ -72,6 +74,8 @@ class _Standby:
             return said.result(max(0.0, deadline - time.monotonic()))
         except (TimeoutError, FutureTimeoutError):
             return "other ranks did not take part in time"
+        except KeyboardInterrupt:
+            return "waiting for it was interrupted"
 
     def _serve(self) -> None:
         while True:
@@ -151,17 +155,43 @@ def finish_at_exit(
         end_process(status())
 
 
+def finish_after_error(
+    unfinished: Unfinished,
+    *,
+    timeout_s: float,
+    is_to_wait: bool,
+    all_leave: Callable[[float], str],
+) -> str:
+    """Finalise what is pending although the caller leaves with an exception.
+
+    Args:
+        unfinished: The queue.
+        timeout_s: Longest time for it.
+        is_to_wait: Whether to wait for what is not written yet.
+        all_leave: Why other ranks cannot be expected to do the same; empty if all of them do so within that many seconds.
+
+    Returns:
+        Why something is still pending, or has failed; empty if everything is committed.
+    """
+    _log.warning(
+        "an exception leaves %d requests that are not finalised; completing them within %g s",
+        unfinished.pending,
+        timeout_s,
+    )
+    if unfinished.is_distributed:
+        why = _standby.run(lambda: all_leave(LEAVING_S), time.monotonic() + 2 * LEAVING_S)
+        if why:
+            return why
+    return _complete(unfinished, time.monotonic() + timeout_s, is_to_wait=is_to_wait)
+
+
 def _finish(unfinished: Unfinished, deadline: float) -> bool:
     """Whether all that was pending is committed; what is not is given up."""
     before = unfinished.pending
-    why = ""
-    if not unfinished.is_distributed:
-        why = _wait(unfinished, deadline)
-    elif getattr(sys, "last_value", None) is not None:
+    if unfinished.is_distributed and getattr(sys, "last_value", None) is not None:
         why = "this rank ends with an exception, so others do not take part"
     else:
-        # Others may have ended already, and a collective cannot be interrupted.
-        why = _standby.run(lambda: _wait(unfinished, deadline), deadline)
+        why = _complete(unfinished, deadline, is_to_wait=True)
     if not why:
         return True
     _log.error("of %d requests that were pending at exit some are lost: %s", before, why)
@@ -172,21 +202,36 @@ def _finish(unfinished: Unfinished, deadline: float) -> bool:
     return False
 
 
-def _wait(unfinished: Unfinished, deadline: float) -> str:
+def _complete(unfinished: Unfinished, deadline: float, *, is_to_wait: bool) -> str:
     """Why not everything was finalised; empty if it was."""
+
+    def finalize() -> object:  # what others do that poll
+        return unfinished.maybe_finalize_async_calls(blocking=is_to_wait)
+
+    if unfinished.is_distributed:
+        # Others may have ended already, and a collective cannot be interrupted.
+        return _standby.run(lambda: _repeat(finalize, unfinished), deadline)
+    if not is_to_wait:
+        return _repeat(finalize, unfinished)
+    why = _repeat(lambda: unfinished.wait(max(0.0, deadline - time.monotonic())), unfinished)
+    if why:  # what is written is not to be lost with what is not
+        _repeat(lambda: unfinished.maybe_finalize_async_calls(blocking=False), unfinished)
+    return why
+
+
+def _repeat(finalize: Callable[[], object], unfinished: Unfinished) -> str:
+    """Finalise until nothing is pending, or it does not help; why not everything was finalised, empty if it was."""
     why = ""
     while before := unfinished.pending:
         try:
-            if unfinished.is_distributed:  # what others do that poll
-                unfinished.maybe_finalize_async_calls(blocking=True)
-            else:
-                unfinished.wait(max(0.0, deadline - time.monotonic()))
+            finalize()
         except KeyboardInterrupt:
             return why or "waiting for it was interrupted"
         except BaseException as error:  # DCP's is no Exception
             why = why or f"{type(error).__name__}: {error}"
-            if unfinished.pending == before:
-                return why  # it was not about one request, after which others may be in order
+        if unfinished.pending == before:
+            # It was not about one request, after which others may be in order.
+            return why or "it is not written yet"
     return why
 
 

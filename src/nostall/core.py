@@ -20,7 +20,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import Self
 
-from nostall._agreement import PATIENCE_S, Scheduled, View, agree, most_unfinished, share_failure
+from nostall._agreement import (
+    PATIENCE_S,
+    Scheduled,
+    View,
+    agree,
+    most_unfinished,
+    share_failure,
+)
 from nostall._callers import (
     AsyncCaller,
     Call,
@@ -29,7 +36,13 @@ from nostall._callers import (
     asked_priority,
 )
 from nostall._coordination import Coordination, SingleProcess, coordination_for
-from nostall._ending import FAILURE_STATUS, end_process, finish_at_exit, prepare_for_exit
+from nostall._ending import (
+    FAILURE_STATUS,
+    end_process,
+    finish_after_error,
+    finish_at_exit,
+    prepare_for_exit,
+)
 from nostall._failures import raise_everywhere
 from nostall._jobs import Failure
 from nostall._lifecycle import State
@@ -65,6 +78,10 @@ _scheduled = Scheduled()
 
 class AsyncCallsQueue:
     """Schedules requests and finalises them in order, each once all ranks are done with it.
+
+    As a context manager it finalises what is pending when the block ends; also when it ends with an exception, which goes on, but
+    for ``EngineOptions.exit_timeout_s`` at most, and where other ranks take part only if all of them leave with one within five
+    seconds. What cannot be finalised then is given up, and a note of the exception says why.
 
     Args:
         persistent: Keep one Python process for callables that are not nostall's own, instead of one per call.
@@ -347,10 +364,26 @@ class AsyncCallsQueue:
             self.close()
             return
         try:
-            self.close(abort=True)
+            try:
+                if self._calls:
+                    self._finish_after(error)
+            finally:
+                self.close(abort=True)
         except Exception as second:  # the error in the body is the one that matters
-            if hasattr(error, "add_note"):
-                error.add_note(f"closing the queue failed, too: {second}")
+            _add_note(error, f"closing the queue failed, too: {second}")
+
+    def _finish_after(self, error: BaseException) -> None:
+        """Commit what can be, although the block ended with an exception: that is not to cost a checkpoint."""
+        before = self.pending
+        coordination = coordination_for(self._process_group)
+        lost = finish_after_error(
+            self,
+            timeout_s=min(default_engine().options.exit_timeout_s, preemption.left_s),
+            is_to_wait=not isinstance(error, SaveTimeoutError),  # which is that of a wait in vain
+            all_leave=lambda timeout_s: _scheduled.all_leave(coordination, timeout_s),
+        )
+        if lost:
+            _add_note(error, f"of {before} requests that were pending some are lost: {lost}")
 
     def _is_overdue(self, first: Call) -> bool:
         """Whether the first request has been the first for longer than a save may take; nobody may ever wait for it."""
@@ -404,6 +437,12 @@ def _aborted_by_another_thread(call: Call) -> SaveAbortedError:
         phase="write",
         hint="nothing of it was committed; the queue can be used again",
     )
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    _log.error("after an exception: %s", note)
+    if hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(note)
 
 
 def _how_far(calls: Iterable[Call]) -> str:

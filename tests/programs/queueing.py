@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from nostall import _ending, is_complete
 from nostall.core import AsyncCallsQueue, AsyncRequest, abort_nvrx_checkpoint
 from nostall.errors import SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -250,6 +252,33 @@ def only_one_rank(out: Path) -> Facts:
     return {"loaded": torch.load(out / "one.pt")["a"].tolist()}
 
 
+def errors_in_the_block(out: Path) -> Facts:
+    """Both ranks leave with an exception, then only rank 1 does, while rank 0 is in a collective of its own."""
+    facts: Facts = {}
+    for how in ("together", "alone"):
+        leaves = how == "together" or dist.get_rank() == 1
+        queue = AsyncCallsQueue()
+        raised = KeyError("mine")
+        _ending.LEAVING_S = 60.0 if how == "together" else 0.2
+        try:
+            with queue if leaves else nullcontext():
+                schedule(queue, out / how, _state(1))
+                if leaves:
+                    raise raised
+        except KeyError:
+            pass
+        dist.barrier()  # where rank 0 waits meanwhile
+        queue.close(abort=True)
+        facts[how] = {
+            "raised": raised.args[0],
+            "is complete": is_complete(out / how),
+            "note": "".join(getattr(raised, "__notes__", [])),
+        }
+    facts["together"]["wrong"] = _wrong(out / "together", 1)
+    del facts["together"]["note"]
+    return facts
+
+
 def aborted_while_stuck(out: Path) -> Facts:
     """The writer hangs on every rank; everything is aborted, and saved again elsewhere."""
     finalized: list[str] = []
@@ -291,6 +320,7 @@ def two_ranks(out: Path) -> dict[str, Facts]:
             not_in_time,
             different_numbers,
             only_one_rank,
+            errors_in_the_block,
             aborted_while_stuck,
         )
     }
