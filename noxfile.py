@@ -190,6 +190,14 @@ def matrix(session: nox.Session) -> None:
 
 
 @nox.session
+def mounts(session: nox.Session) -> None:
+    """Save on mounted file systems with caches and faults; skipped, with the reason, where nothing can be mounted."""
+    install_group(session, "mounts")
+    install_package(session)
+    session.run("python", "-W", "ignore", "tests/mounted_saves.py", *session.posargs)
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Feed 1,000,000 hostile inputs to everything that reads, unless arguments after `--` say otherwise."""
     install_group(session, "test")

@@ -262,7 +262,7 @@ def _answer(listener: socket.socket, operations: Passthrough) -> None:
 
 
 def _end_with_input() -> None:
-    sys.stdin.buffer.read()
+    os.read(0, 1)
     os._exit(0)
 
 
