@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import IO, Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import nostall
 from nostall._jobs import FileImage, RankFailed, RankReport, RankWritten, SealTable, WriteJob
 from nostall._rank_save import RankSave
+from nostall._storage import posix
 from nostall._storage.posix import ImageFile
 from nostall._writer.files import perform
 from nostall._writer.images import WholeImage
@@ -565,3 +567,59 @@ def test_aborting_the_queue_in_mid_write_leaves_no_file(tmp_path: Path) -> None:
         assert os.listdir(tmp_path / "saved") == []
     split_save(tmp_path / "saved", odd_state())
     assert blobs(tmp_path / "saved") == stock(tmp_path / "stock", odd_state())
+
+
+class RefusingToClose:
+    """Storage that has no room for any file, and says so when it is closed; ``os`` to what writes."""
+
+    def __init__(self, times: int) -> None:
+        self._times = times
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+        if self._times:
+            self._times -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _open_below(directory: Path) -> list[str]:
+    opened = psutil.Process().open_files()
+    return [each.path for each in opened if each.path.startswith(str(directory))]
+
+
+def test_a_close_that_fails_is_a_write_that_fails_and_leaves_no_file_open(tmp_path: Path) -> None:
+    """The error names the file that could not be closed, and nothing of the others stays open."""
+    with (
+        patch.object(posix, "os", RefusingToClose(times=1000)),
+        pytest.raises(CheckpointException) as caught,
+    ):
+        save(tmp_path / "saved", odd_state(), thread_count=4)
+    failure = caught.value.failures[0][0]
+    assert isinstance(failure, WriteError)
+    assert (failure.errno, failure.phase) == (errno.EIO, "fsync")
+    assert str(failure.path).endswith(".distcp")
+    assert _open_below(tmp_path) == []
+
+
+def test_a_close_that_fails_once_is_tried_again(tmp_path: Path) -> None:
+    """As any failure of storage that may pass."""
+    with patch.object(posix, "os", RefusingToClose(times=1)):
+        save(tmp_path / "saved", odd_state(), thread_count=4)
+    assert nostall.verify(tmp_path / "saved").ok
+
+
+def test_a_close_that_fails_does_not_replace_the_cause(tmp_path: Path) -> None:
+    """A full disk stays a full disk, and the other files of the job are closed."""
+    with (
+        patch.object(posix, "os", RefusingToClose(times=1000)),
+        inject(Fault.errno("chunk", errno.ENOSPC, after=1)),
+        pytest.raises(CheckpointException) as caught,
+    ):
+        save(tmp_path / "saved", odd_state(), thread_count=4)
+    failure = caught.value.failures[0][0]
+    assert isinstance(failure, WriteError)
+    assert (failure.errno, failure.phase) == (errno.ENOSPC, "write")
+    assert _open_below(tmp_path) == []
