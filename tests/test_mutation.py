@@ -62,7 +62,7 @@ class Everything:
         self._step()
         base, tied = torch.randn(40), torch.randn(9, 4)
         self.own: State = {
-            "large": torch.randn(500_000),
+            "large": torch.randn(1_200_000),  # which overlapped staging copies behind the call
             "base": base,
             "view": base[8:24].view(4, 4),
             "tied": tied,
@@ -304,7 +304,7 @@ def test_checkpoints_hold_what_was_there_when_changes_were_allowed(
 def test_changes_that_do_not_wait_for_the_snapshot_are_an_error(tmp_path: Path) -> None:
     """The same thread let loose from the moment an overlapped call returns: each save fails, with the error that says so."""
     everything, queue = Everything(), AsyncCallsQueue()
-    with Changing(everything.change) as changing:
+    with Changing(everything.change_values) as changing:  # an optimizer's step would wait
         for number in range(5):
             with Hold("stage") as hold:
                 with inject(hold.fault):

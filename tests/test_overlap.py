@@ -1,4 +1,4 @@
-"""Overlapped staging: the save call returns at once, and a tensor that is changed too early fails the save."""
+"""Overlapped staging: the save call returns at once, optimizers wait, and a tensor that is changed too early fails the save."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import nostall
 from nostall._runtime import default_engine
+from nostall._staging import copied_at_once
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import OptionError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -32,9 +35,20 @@ from nostall.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
-from nostall.testing import Hold, inject
+from nostall.testing import Fault, Hold, inject
 from ranks import run_ranks
 from states import blobs, schedule, small_state
+
+MUCH = 1_200_000
+"""Elements of a tensor in float32 that is too large to be copied inside the call."""
+
+
+def large_state() -> dict[str, Any]:
+    """Tensors that are copied behind the call, and some that are not."""
+    base = torch.zeros(2, MUCH)
+    return {"weight": torch.zeros(MUCH), "view": base[0], "nested": {"list": [base[1]]}} | {
+        "small": small_state()
+    }
 
 
 @contextmanager
@@ -71,10 +85,10 @@ def test_the_call_returns_before_the_snapshot_is_taken(tmp_path: Path) -> None:
     assert blobs(tmp_path / "save") == by_stock(tmp_path / "stock", small_state(1))
 
 
-@pytest.mark.parametrize("name", ["weight", "view", "step", "nested.list.0"])
+@pytest.mark.parametrize("name", ["weight", "view", "nested.list.0"])
 def test_a_tensor_that_is_changed_too_early_fails_the_save(tmp_path: Path, name: str) -> None:
     """An error that names the tensor and the remedy, no checkpoint; and the next save works."""
-    state = small_state(1)
+    state = large_state()
     tensor: Any = state
     for key in name.split("."):
         tensor = tensor[int(key) if key.isdigit() else key]
@@ -101,32 +115,137 @@ def test_one_rank_that_forgets_to_wait_fails_the_save_on_all(tmp_path: Path) -> 
         assert facts["wrong"] == []
 
 
-def test_an_optimizer_step_waits_by_itself(tmp_path: Path) -> None:
-    """With the hook, training on right after the call is safe; without, it is noticed."""
-    model = torch.nn.Linear(64, 64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    queue = AsyncCallsQueue()
-    handle = nostall.wait_staged_before_step(optimizer)
-    for number in range(3):
-        expected = by_stock(tmp_path / f"stock {number}", model.state_dict())
-        schedule(queue, tmp_path / f"{number}", model.state_dict(), staging="overlapped")
-        model(torch.ones(1, 64)).sum().backward()
-        optimizer.step()
-        queue.wait()
-        assert blobs(tmp_path / f"{number}") == expected
-    handle.remove()
-    with staging_held_up(queue, tmp_path / "first") as hold:
-        schedule(queue, tmp_path / "forgotten", model.state_dict(), staging="overlapped")
-        optimizer.step()
+def test_small_tensors_may_be_changed_when_the_call_has_returned(tmp_path: Path) -> None:
+    """As forward does with running statistics, by means that torch does not count; and so may tensors that count nothing."""
+    state = small_state(1)
+    with torch.inference_mode():
+        state["uncounted"] = torch.ones(MUCH)
+    expected = by_stock(tmp_path / "stock", state)
+    with AsyncCallsQueue() as queue, staging_held_up(queue, tmp_path / "first") as hold:
+        schedule(queue, tmp_path / "save", state, staging="overlapped")
+        for name in ("weight", "view", "transposed", "step"):
+            state[name].numpy()[...] = -1
+        state["nested"]["list"][0].data.zero_()
+        with torch.inference_mode():
+            state["uncounted"].zero_()
         hold.release()
-        with pytest.raises(CheckpointException, match="changed while the snapshot was taken"):
-            queue.close()
+        queue.wait()
+    assert blobs(tmp_path / "save") == expected
+
+
+@given(st.lists(st.sampled_from([0, 4, 32 << 10, 33 << 10, 2 << 20, 5 << 20]), max_size=900))
+def test_what_is_copied_inside_the_call_is_bounded(sizes: list[int]) -> None:
+    """The smallest tensors; 4 MiB in all, or 16 MiB of those of up to 32 KiB."""
+    chosen = copied_at_once(sizes)
+    small = [at for at in chosen if sizes[at] <= 32 << 10]
+    assert sum(sizes[at] for at in small) <= 16 << 20
+    assert len(small) == len(chosen) or sum(sizes[at] for at in chosen) <= 4 << 20
+    left = [size for at, size in enumerate(sizes) if at not in chosen]
+    assert max((sizes[at] for at in chosen), default=0) <= min(left, default=5 << 20)
+    total = sum(sizes[at] for at in chosen)
+    assert not left or total + min(left) > (16 << 20 if min(left) <= 32 << 10 else 4 << 20)
+
+
+def sgd(*parameters: torch.Tensor) -> torch.optim.Optimizer:
+    """An optimizer whose changes no counter tells of."""
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    return torch.optim.SGD(parameters, lr=1.0, fused=True)
+
+
+def test_an_optimizers_step_waits_for_all_snapshots(tmp_path: Path) -> None:
+    """Of the whole process, whatever the optimizer; every one of them holds what was there when it was asked for."""
+    parameter = torch.nn.Parameter(torch.zeros(MUCH))
+    optimizer = sgd(parameter)
+    with AsyncCallsQueue() as queue, ThreadPoolExecutor(1) as pool, Hold("stage") as hold:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "one", {"p": parameter}, staging="overlapped")
+        hold.wait_reached()
+        schedule(queue, tmp_path / "two", {"p": parameter}, staging="overlapped")
+        stepping = pool.submit(optimizer.step)
+        with pytest.raises(TimeoutError):
+            stepping.result(0.05)
+        hold.release()
+        stepping.result(60)
+        assert parameter[0] == -1
+    for name in ("one", "two"):
+        assert torch.equal(loaded(tmp_path / name, "p", MUCH), torch.zeros(MUCH))
+
+
+def test_a_snapshot_that_fails_is_not_waited_for(tmp_path: Path) -> None:
+    """Training goes on, and the save says why there is no checkpoint."""
+    parameter = torch.nn.Parameter(torch.zeros(MUCH))
+    queue = AsyncCallsQueue()
+    with inject(Fault.raising("stage", "the copy failed")):
+        schedule(queue, tmp_path, {"p": parameter}, staging="overlapped")
+    sgd(parameter).step()
+    with pytest.raises(CheckpointException, match="the copy failed"):
+        queue.close()
+
+
+def test_a_step_waits_no_longer_than_a_save_may_take(tmp_path: Path) -> None:
+    """It is the save that fails, on time or later, with the reason; no checkpoint, and the next one is made."""
+    nostall.configure(EngineOptions(save_timeout_s=1.0))
+    parameter = torch.nn.Parameter(torch.zeros(MUCH))
+    queue = AsyncCallsQueue()
+    with Hold("stage") as hold:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "late", {"p": parameter}, staging="overlapped")
+        sgd(parameter).step()
+        hold.release()
+        with pytest.raises(CheckpointException, match="an optimizer's step has waited 1 s"):
+            queue.wait()
+    assert not list((tmp_path / "late").iterdir())
+    schedule(queue, tmp_path / "next", {"p": parameter}, staging="overlapped")
+    sgd(parameter).step()
+    queue.close()
+    assert torch.equal(loaded(tmp_path / "next", "p", MUCH), -torch.ones(MUCH))
+
+
+def test_steps_of_other_threads_are_not_disturbed_by_saves(tmp_path: Path) -> None:
+    """Snapshots that begin and end while optimizers go through their hooks: no step fails, and none is lost."""
+    parameters = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    optimizers = [sgd(each) for each in parameters]
+    stop = threading.Event()
+
+    def train(optimizer: torch.optim.Optimizer) -> int:
+        steps = 0
+        while not stop.is_set():
+            optimizer.step()
+            steps += 1
+        return steps
+
+    with ThreadPoolExecutor(2) as pool:
+        training = [pool.submit(train, each) for each in optimizers]
+        with AsyncCallsQueue() as queue:
+            for number in range(10):
+                schedule(queue, tmp_path / f"{number}", small_state(number), staging="overlapped")
+                queue.wait()
+        stop.set()
+        steps = [each.result(60) for each in training]
+    assert [-int(each[0]) for each in parameters] == steps
+
+
+def test_a_hook_of_ones_own_waits_too(tmp_path: Path) -> None:
+    """For what is no optimizer of torch's, and only has its way of registering hooks."""
+    parameter = torch.nn.Parameter(torch.zeros(MUCH))
+    optimizer = sgd(parameter)
+    handle = nostall.wait_staged_before_step(optimizer)
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path, {"p": parameter}, staging="overlapped")
+        (hook,) = optimizer._optimizer_step_pre_hooks.values()
+        hook(optimizer, (), {})
+        with torch.no_grad():
+            parameter.fill_(1)
+    assert torch.equal(loaded(tmp_path, "p", MUCH), torch.zeros(MUCH))
+    handle.remove()
+    assert not optimizer._optimizer_step_pre_hooks
 
 
 def test_a_change_that_is_counted_late_is_noticed(tmp_path: Path) -> None:
     """torch counts an operation when it is over, which may be after the copy that it has spoiled: so nobody who has not
     waited may have changed anything when the save is finalised."""
-    state = {"weight": torch.zeros(1 << 16)}
+    state = {"weight": torch.zeros(MUCH)}
     with AsyncCallsQueue() as queue, Hold("chunk") as hold:
         with inject(hold.fault):
             schedule(queue, tmp_path / "saved", state, staging="overlapped")
@@ -143,7 +262,7 @@ def test_waiting_counts_also_when_there_was_nothing_to_wait_for_any_more(
     tmp_path: Path, wait: str
 ) -> None:
     """A snapshot that is complete when somebody comes to wait is as safe as one that was waited for."""
-    state = {"weight": torch.zeros(1 << 16)}
+    state = {"weight": torch.zeros(MUCH)}
     writer = FileSystemWriterAsync(tmp_path / "saved", staging="overlapped")
     planned = save_state_dict_async_plan(state, writer)
     save_fn, preload_fn, args = writer.get_save_function_and_args()
@@ -155,7 +274,7 @@ def test_waiting_counts_also_when_there_was_nothing_to_wait_for_any_more(
         {"of the save": writer.wait_staged, "of all": nostall.wait_staged}[wait]()
         state["weight"].fill_(1)
         hold.release()
-    assert torch.equal(loaded(tmp_path / "saved", "weight", 1 << 16), torch.zeros(1 << 16))
+    assert torch.equal(loaded(tmp_path / "saved", "weight", MUCH), torch.zeros(MUCH))
 
 
 def loaded(path: Path, name: str, length: int) -> torch.Tensor:
@@ -164,18 +283,9 @@ def loaded(path: Path, name: str, length: int) -> torch.Tensor:
     return state[name]
 
 
-def test_tensors_that_count_nothing_are_saved_all_the_same(tmp_path: Path) -> None:
-    """Those made in inference mode have no version counter."""
-    with torch.inference_mode():
-        state = {"weight": torch.ones(1 << 16)}
-    with AsyncCallsQueue() as queue:
-        schedule(queue, tmp_path / "saved", state, staging="overlapped")
-    assert torch.equal(loaded(tmp_path / "saved", "weight", 1 << 16), torch.ones(1 << 16))
-
-
 def test_a_watched_snapshot_holds_no_memory(tmp_path: Path) -> None:
     """What is kept until the save is finalised counts changes, and keeps no tensor alive."""
-    tensor = torch.zeros(1 << 16)
+    tensor = torch.zeros(MUCH)
     gone = weakref.ref(tensor.untyped_storage())
     with AsyncCallsQueue() as queue, Hold("chunk") as hold:
         with inject(hold.fault):
@@ -283,7 +393,7 @@ def test_waves_of_a_save_that_fails_are_given_up_before_its_names_are_free(tmp_p
 
 def test_data_that_is_replaced_during_staging_is_not_what_is_saved(tmp_path: Path) -> None:
     """The copy is of what the parameter was when the save was asked for, however large the new one is."""
-    parameter = torch.nn.Parameter(torch.ones(300_000))
+    parameter = torch.nn.Parameter(torch.ones(MUCH))
     cache = CheckpointMetadataCache()
     queue = AsyncCallsQueue()
     for number in range(4):  # the last ones as a known structure
@@ -302,7 +412,7 @@ def test_nothing_of_the_trainers_is_kept_once_the_snapshot_is_taken(tmp_path: Pa
     gc.collect()
     gc.disable()
     try:
-        tensor = torch.ones(100)
+        tensor = torch.ones(MUCH)
         storage = weakref.ref(tensor.untyped_storage())
         queue = AsyncCallsQueue()
         schedule(queue, tmp_path / "save", {"t": tensor}, staging="overlapped")

@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from nostall._arena import Lease
 from nostall._copying import Copies, Places
 from nostall._failures import error_of, failure_of
@@ -106,19 +108,20 @@ def _copy_in_background(
     it is raised by the write, where DCP shares failures.
     """
     leaves, staged, places = _begin_copy(state_dict, engine)
-    tensors, threads, faults = [leaf.tensor for leaf in leaves], engine.copy_threads, engine.faults
+    threads, faults = engine.copy_threads, engine.faults
 
-    def begin(after: Marks) -> tuple[None, Copies]:
+    def begin(tensors: list[torch.Tensor], after: Marks) -> tuple[None, Copies]:
         Faults(faults).at("stage")
         with timeline.measure("stage"):
             return None, places.fill(tensors, threads=threads, after=after)
 
     done, guard = stage_behind(
-        tensors,
+        [leaf.tensor for leaf in leaves],
         [leaf.fqn for leaf in leaves],
         begin=begin,
         discard=lambda _: None,
         is_watched=False,
+        timeout_s=engine.options.save_timeout_s,
     )
     future: Future[StagedStateDict] = Future()
     future.set_running_or_notify_cancel()

@@ -1,9 +1,14 @@
 """A snapshot that is taken while the trainer goes on, and what keeps the trainer from spoiling it.
 
-The trainer may compute with its tensors but must not change them until :meth:`Guard.wait` has returned. Where it changes
-one all the same, the tensor's version counter tells, and the save fails instead of committing a torn snapshot. Changes
-that go past the version counter (through NumPy, ``Tensor.apply_``, or code outside of torch) cannot be seen; replacing a
-parameter's ``data`` does no harm, as the copy is of what was there.
+Three lines of defence, of which the first two need nobody's help:
+
+1. What forward changes (running statistics, counters, averages) is small: small tensors, and those without a version counter,
+   are copied before the call returns.
+2. What is left is changed by optimizers. No ``step()`` of the process begins before all copies are made: torch calls
+   :func:`_before_step` first, whatever the optimizer and the implementation.
+3. A tensor that is changed elsewhere without :meth:`Guard.wait` is noticed by its version counter, and the save fails instead of
+   committing a torn snapshot. Changes that go past the counter (through ``.data``, NumPy, ``Tensor.apply_``, or code outside of
+   torch) cannot be seen; replacing a parameter's ``data`` does no harm, as the copy is of what was there.
 
 torch counts an operation when it is over, so one that was at work during the copy may not be counted when the copy ends. The
 counters are therefore kept, without the memory, until the trainer itself comes to finalise: by then it has finished what it
@@ -22,9 +27,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import compress
 from operator import ne
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nostall import _torch
 from nostall._copying import Copies
@@ -33,6 +39,7 @@ from nostall.errors import SaveTimeoutError, StagingError
 _log = logging.getLogger("nostall")
 
 T = TypeVar("T")
+Source = TypeVar("Source", bound="torch.Tensor | bytes")
 
 Marks = Mapping[torch.device, Any]
 """Per accelerator, how far its stream had been told to go when the save was asked for."""
@@ -42,26 +49,41 @@ _under_way: set[Guard] = set()
 _under_way_lock = threading.Lock()
 
 
-class _Waits:
-    """When :func:`wait_for_all` was last called that has returned."""
+class _Process:
+    """What all snapshots of the process share, besides ``_under_way``."""
 
-    last_s = 0.0
+    waited_s = 0.0
+    """When somebody last began to wait for all snapshots who has waited since."""
+    is_hooked = False
+    """Whether optimizers wait. Once they do, they always do: a hook that is removed while some optimizer goes through its hooks
+    ends that optimizer's step with an error. Where nothing is under way it costs less than a microsecond."""
 
 
-_waits = _Waits()
+_process = _Process()
 _THREAD_NAME = "nostall-staging"
 _SECOND_LOOK_S = 0.1
 """An operation on one tensor is over in this time; those who wait for the snapshot wait for it, too."""
+_SMALL_NBYTES = 32 << 10
+"""Statistics of a batch norm over 8,192 channels; vectors of a spectral norm; what observers keep; counters."""
+_SMALL_AT_ONCE_NBYTES = 16 << 20
+_AT_ONCE_NBYTES = 4 << 20
+"""What copying inside the call may add up to, with small tensors only and in all: it takes a millisecond or two."""
 _AT_EXIT_TIMEOUT_S = 20.0
 """A hundred gigabytes and more are copied in this time; who waits for memory so long need not be waited for."""
 
 
 class Guard:
-    """What has to be waited for before tensors may change. Holds none of them itself."""
+    """What has to be waited for before tensors may change. Holds none of them itself.
 
-    def __init__(self) -> None:
-        self._is_safe = threading.Event()
-        self._lock = threading.Lock()
+    Args:
+        timeout_s: How long an optimizer's step waits for it.
+    """
+
+    def __init__(self, timeout_s: float = 0.0) -> None:
+        self._timeout_s = timeout_s
+        self._moved = threading.Condition()
+        self._is_safe = False
+        self._lost: str | None = None
         self._copies: Copies | None = None
         self._waiting = 0
         """How many have waited, or wait."""
@@ -79,29 +101,59 @@ class Guard:
         Raises:
             SaveTimeoutError: It is not safe yet after ``timeout`` seconds.
         """
-        # Counted before waiting: who is told that it is safe may change tensors that very moment.
-        with self._lock:
+        with self._moved:
+            # Counted before waiting: who is told that it is safe may change tensors that very moment.
             self._waiting += 1
-        if not self._is_safe.wait(timeout):
-            with self._lock:
+            self._moved.notify_all()
+            if not self._moved.wait_for(lambda: self._is_safe, timeout):
                 self._waiting -= 1
-            raise SaveTimeoutError(
-                f"the snapshot is still being taken after {timeout:g} s",
-                phase="stage",
-                hint="wait again before changing any tensor",
-            )
-        copies = self._copies
+                raise SaveTimeoutError(
+                    f"the snapshot is still being taken after {timeout:g} s",
+                    phase="stage",
+                    hint="wait again before changing any tensor",
+                )
+            copies = self._copies
         if copies is not None:
             copies.precede_what_follows()
 
+    def wait_or_lose(self) -> None:
+        """As :meth:`wait`, for somebody who goes on in any case: when its time is up, the save fails instead."""
+        try:
+            self.wait(self._timeout_s)
+        except SaveTimeoutError:
+            with self._moved:
+                if not self._is_safe:
+                    self._lost = f"an optimizer's step has waited {self._timeout_s:g} s for the snapshot and gone on without it"
+                    self._let_go()
+
+    def wait_awaited(self, timeout: float) -> None:
+        """Return when somebody waits, or the time is up."""
+        with self._moved:
+            self._moved.wait_for(lambda: self._waiting > 0, timeout)
+
     def open(self, copies: Copies) -> None:
-        """Let whoever waits change tensors, after copies that an accelerator has yet to make."""
-        self._copies = copies
-        self._is_safe.set()
+        """Let whoever waits change tensors, after copies that an accelerator has yet to make.
+
+        Raises:
+            SaveTimeoutError: Somebody has given up waiting before, and may have changed them.
+        """
+        with self._moved:
+            if self._lost is not None:
+                raise SaveTimeoutError(
+                    self._lost,
+                    phase="stage",
+                    hint="earlier saves may hold all snapshot memory, or EngineOptions.save_timeout_s is too short",
+                )
+            self._copies = copies
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._is_safe = True
+        self._moved.notify_all()
 
     def close(self, changed: Callable[[], list[str]]) -> list[str]:
         """The copies are made; what was changed until now although nobody has waited for them."""
-        with self._lock:  # who comes to wait now does so until this look is over
+        with self._moved:  # who comes to wait now does so until this look is over
             self._copies = None
             return [] if self._waiting else changed()
 
@@ -114,21 +166,25 @@ class Guard:
 
         Also what was changed when the snapshot was complete: nobody can tell, who does not wait.
         """
-        if self._changed is None or self._waiting or _waits.last_s >= self._entered_s:
+        if self._changed is None or self._waiting or _process.waited_s >= self._entered_s:
             return []
         return self._changed()
 
     def end(self, failure: str | None = None) -> None:
         """The snapshot is complete, or lost because of ``failure``: the tensors are the trainer's."""
-        self.failure = failure
-        self._copies = None
-        self._is_safe.set()
+        with self._moved:
+            self.failure = failure
+            self._copies = None
+            self._let_go()
 
     def enter(self) -> None:
-        """From now on the snapshot is under way; see :func:`any_under_way`."""
+        """From now on the snapshot is under way, and optimizers wait; see :func:`any_under_way`."""
         self._entered_s = time.monotonic()
         with _under_way_lock:
             _under_way.add(self)
+            if not _process.is_hooked:
+                register_optimizer_step_pre_hook(_before_step)
+                _process.is_hooked = True
 
     def leave(self) -> None:
         """What becomes of the snapshot is somebody else's business now. Idempotent."""
@@ -137,10 +193,9 @@ class Guard:
 
     def abandon_after_fork(self) -> None:
         """In a forked child, which does not have the thread: there is nothing to wait for."""
-        self._lock = threading.Lock()
+        self._moved = threading.Condition()
         self._copies = None
-        self._is_safe = threading.Event()
-        self._is_safe.set()
+        self._is_safe = True
 
 
 def any_under_way() -> bool:
@@ -158,13 +213,26 @@ def wait_for_all(timeout: float | None) -> None:
     Raises:
         SaveTimeoutError: One of them is not done yet.
     """
+    deadline_s = None if timeout is None else time.monotonic() + timeout
+    _wait_for_all(
+        lambda guard: guard.wait(
+            None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        )
+    )
+
+
+def _before_step(*_: object) -> None:
+    """Keep an optimizer from changing what has yet to be copied; torch calls this before every step of the process."""
+    _wait_for_all(Guard.wait_or_lose)
+
+
+def _wait_for_all(wait: Callable[[Guard], None]) -> None:
     called_s = time.monotonic()
     with _under_way_lock:
         guards = list(_under_way)
-    deadline_s = None if timeout is None else called_s + timeout
     for guard in guards:
-        guard.wait(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
-    _waits.last_s = max(_waits.last_s, called_s)
+        wait(guard)
+    _process.waited_s = max(_process.waited_s, called_s)
 
 
 def _after_fork_in_child() -> None:
@@ -196,66 +264,100 @@ def changed_too_early(names: Sequence[str]) -> StagingError:
     return StagingError(
         f"{len(names)} tensors were changed while the snapshot was taken, or without waiting for it: {names[:3]}",
         phase="stage",
-        hint="call wait_staged() before changing tensors, for example as a hook of the optimizer",
+        hint="what an optimizer's step does not change and is large has to wait: call wait_staged() before changing it, "
+        'or use staging="blocking"',
     )
 
 
+def copied_at_once(sizes: Sequence[int]) -> set[int]:
+    """Which tensors to copy inside the call, by their sizes in bytes: the smallest, up to a limit."""
+    chosen: set[int] = set()
+    total = 0
+    for position in sorted(range(len(sizes)), key=sizes.__getitem__):
+        total += sizes[position]
+        if total > (_SMALL_AT_ONCE_NBYTES if sizes[position] <= _SMALL_NBYTES else _AT_ONCE_NBYTES):
+            break
+        chosen.add(position)
+    return chosen
+
+
+def _detached(sources: Sequence[Source]) -> tuple[list[Source], list[int]]:
+    """Sources that are nobody else's objects, and which of them have the trainer's memory; that of the others is private.
+
+    A parameter's ``data`` can be replaced meanwhile, which does not concern a tensor that was detached from it.
+    """
+    tensors = {at: each for at, each in enumerate(sources) if isinstance(each, torch.Tensor)}
+    places = list(tensors)
+    small = {places[each] for each in copied_at_once([each.nbytes for each in tensors.values()])}
+    detached, live = list(sources), []
+    # On an accelerator the copy is made in the order of the current stream: what follows on it may change the original.
+    with torch.inference_mode(mode=False), torch.no_grad():
+        for at, tensor in tensors.items():
+            if at in small or tensor.is_inference():  # which has no version counter
+                detached[at] = cast("Source", tensor.clone())
+            else:
+                detached[at] = cast("Source", tensor.detach())
+                live.append(at)
+    return detached, live
+
+
 def stage_behind(
-    sources: Sequence[torch.Tensor],
+    sources: Sequence[Source],
     names: Sequence[str],
-    begin: Callable[[Marks], tuple[T, Copies]],
+    begin: Callable[[list[Source], Marks], tuple[T, Copies]],
     discard: Callable[[T], None],
     *,
     is_watched: bool,
+    timeout_s: float,
 ) -> tuple[Future[T], Guard]:
     """Take a snapshot on a thread of its own.
 
     Args:
-        sources: The live tensors.
+        sources: The live tensors, and bytes between them.
         names: What they are called, for messages.
-        begin: Makes the copies, ordered after the marks it is given, and what they are copies for.
+        begin: Makes the copies of what it is given in the place of ``sources``, ordered after the marks it is given, and what they
+            are copies for.
         discard: Gives up what ``begin`` has made, if it cannot be used.
-        is_watched: Whether the trainer is going to ask for :meth:`Guard.changed_unseen`. Sources are emptied then: they have
-            to be nobody else's.
+        is_watched: Whether the trainer is going to ask for :meth:`Guard.changed_unseen`.
+        timeout_s: How long an optimizer's step waits for it.
 
     Returns:
         What the snapshot is, once it is complete; and what to wait for before changing tensors.
     """
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
-    which = _torch.which_count(sources)
-    counted = list(compress(sources, which))
+    detached, live = _detached(sources)
+    counted = [cast("torch.Tensor", detached[at]) for at in live]
+    names = [names[at] for at in live]
     before = _torch.changes_of(counted)
-    marks, devices = _torch.stream_marks(sources), _torch.current_devices(sources)
-    guard = Guard()
+    tensors = [each for each in detached if isinstance(each, torch.Tensor)]
+    marks, devices = _torch.stream_marks(tensors), _torch.current_devices(tensors)
+    guard = Guard(timeout_s)
     is_wanted = threading.Event()
 
     def changed() -> list[str]:
         now = _torch.changes_of(counted)
-        if now == before:
-            return []
-        return list(compress(compress(names, which), map(ne, now, before)))
+        return [] if now == before else list(compress(names, map(ne, now, before)))
 
     def take() -> T:
         with _torch.on_devices(devices):
             began_s = time.monotonic()
-            made, copies = begin(marks)
+            made, copies = begin(detached, marks)
             try:
                 if not is_watched:
-                    time.sleep(min(time.monotonic() - began_s, _SECOND_LOOK_S))
+                    guard.wait_awaited(min(time.monotonic() - began_s, _SECOND_LOOK_S))
                 spoiled = changed()  # before anybody may change them
                 guard.open(copies)
                 copies.wait()
                 spoiled = spoiled or guard.close(changed)
+                if spoiled:
+                    raise changed_too_early(spoiled)
                 if is_watched:
                     _torch.empty_all(counted)
                     guard.keep_watch(changed)
             except BaseException:
                 discard(made)
                 raise
-        if spoiled:
-            discard(made)
-            raise changed_too_early(spoiled)
         return made
 
     def run() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import compress
 
 import torch
 
@@ -46,31 +45,23 @@ def stage_in_background(
 ) -> tuple[Future[Snapshot], Guard]:
     """Take the snapshot behind the trainer's back, which must not change a tensor until it has waited for the guard."""
     _require_unstaged(prepared)
-    # Not the parameters themselves, whose data can be replaced meanwhile; the version counter is the same.
-    sources = [
-        source.detach() if isinstance(source, torch.Tensor) else source
-        for source in prepared.planned.sources
-    ]
-    detached = replace(prepared, planned=replace(prepared.planned, sources=sources))
-    tensors = [source for source in sources if isinstance(source, torch.Tensor)]
-    of_tensors = (isinstance(source, torch.Tensor) for source in sources)
-    names = [shape.fqn for shape in compress(prepared.layout.shapes, of_tensors)]
-
     prepared.target.progress.to(State.STAGING)
+    bare = without_sources(prepared)  # what the thread refers to
 
-    def begin(after: Marks) -> tuple[Snapshot, Copies]:
-        Faults(prepared.target.faults).at("stage")
-        with prepared.target.timeline.measure("stage"):
+    def begin(sources: list[torch.Tensor | bytes], after: Marks) -> tuple[Snapshot, Copies]:
+        detached = replace(bare, planned=replace(bare.planned, sources=sources))
+        Faults(bare.target.faults).at("stage")
+        with bare.target.timeline.measure("stage"):
             return _begin_snapshot(detached, engine, after=after, is_aborted=is_aborted)
 
-    done, guard = stage_behind(
-        tensors,
-        names,
+    return stage_behind(
+        prepared.planned.sources,
+        [shape.fqn for shape in prepared.layout.shapes],
         begin=begin,
-        discard=lambda snapshot: give_up(snapshot, prepared.target, engine),
+        discard=lambda snapshot: give_up(snapshot, bare.target, engine),
         is_watched=True,
+        timeout_s=engine.options.save_timeout_s,
     )
-    return done, guard
 
 
 def give_up(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> None:

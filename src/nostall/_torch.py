@@ -343,13 +343,8 @@ def caches_plans(planner: object) -> bool:
     return bool(getattr(planner, "_enable_plan_caching", False))
 
 
-def which_count(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """For each tensor, whether torch counts how often it is changed in place."""
-    return [not tensor.is_inference() for tensor in tensors]
-
-
 def changes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often each tensor was changed in place, as far as torch knows; see :func:`which_count`."""
+    """How often each tensor was changed in place, as far as torch knows; those made in inference mode do not tell."""
     return [tensor._version for tensor in tensors]
 
 

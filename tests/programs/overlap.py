@@ -25,14 +25,14 @@ def one_rank_forgets(out: Path) -> dict[str, Any]:
     nostall.configure(EngineOptions(max_in_flight=1))
     queue = AsyncCallsQueue()
     facts: dict[str, Any] = {"failed ranks": []}
-    state = make_state(2)
+    state = {**make_state(2), f"large {dist.get_rank()}": torch.zeros(5 << 20, dtype=torch.uint8)}
     with Hold() as hold:
         with inject(hold.fault):
             schedule(queue, out / "before", make_state(1))
             hold.wait_reached()
         schedule(queue, out / "forgotten", state, staging="overlapped")
         if dist.get_rank() == 1:
-            state["own 1"].add_(1)
+            state["large 1"].add_(1)
         hold.release()
         try:
             queue.wait()
@@ -52,14 +52,17 @@ def one_rank_forgets(out: Path) -> dict[str, Any]:
 def one_rank_forgets_in_dcp(out: Path) -> dict[str, Any]:
     """The second rank changes a tensor that ``dcp.async_save`` is still staging."""
     facts: dict[str, Any] = {"failed ranks": []}
-    state = {f"own {dist.get_rank()}": torch.ones(30), "small": torch.ones(3)}
+    state = {
+        f"large {dist.get_rank()}": torch.zeros(5 << 20, dtype=torch.uint8),
+        "small": torch.ones(3),
+    }
     writer = FileSystemWriterAsync(out / "save", staging="overlapped")
     with Hold("stage") as hold:
         with inject(hold.fault):
             response: Any = dcp.async_save(state, storage_writer=writer)
         hold.wait_reached()
         if dist.get_rank() == 1:
-            state["small"].add_(1)
+            state["large 1"].add_(1)
         hold.release()
     try:
         response.upload_completion.result(100)
