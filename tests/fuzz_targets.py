@@ -35,7 +35,8 @@ from nostall._manifest import split, with_manifest
 from nostall._metadata import extents_of, local_plans_in, publication_of
 from nostall._storage.reading import ChecksumMissing, NoArchive, damage_of_container
 from nostall._values import WrittenFile
-from nostall.errors import DamagedCheckpointError, UntrustedMetadataError
+from nostall.errors import DamagedCheckpointError, UnknownMetadataError, UntrustedMetadataError
+from nostall.integrity import State
 
 
 class Target(Protocol):
@@ -109,17 +110,25 @@ class _OnDisk:
         (self.path / name).write_bytes(content)
 
     def verified(self) -> str:
-        """What the public functions say; they raise nothing."""
+        """What the public functions say; they raise only if the metadata is not understood and there is no manifest."""
         found = nostall.verify(self.path, threads=1)
-        complete = nostall.is_complete(self.path)
+        try:
+            complete = nostall.is_complete(self.path)
+        except UnknownMetadataError:
+            assert found.state is State.NOT_UNDERSTOOD, f"{found.state}, but is_complete() raised"
+            return f"verify: not understood{_memory(found.note)}"
         assert complete or not found.ok, "verify() found nothing, is_complete() did"
+        assert found.state is not State.NOT_UNDERSTOOD, "is_complete() knows more than verify()"
         if found.ok:
-            return "verify: whole"
+            return f"verify: whole{_memory(found.note)}"
         (kind, *_) = sorted(
             {"metadata" if d.file == ".metadata" else "shard" for d in found.damages}
         )
-        memory = next((d.what for d in found.damages if "MemoryError" in d.what), "")
-        return f"verify: damage of {kind}{memory}"
+        return f"verify: damage of {kind}{_memory(*(d.what for d in found.damages))}"
+
+
+def _memory(*texts: str | None) -> str:
+    return next((text for text in texts if text is not None and "MemoryError" in text), "")
 
 
 def _with_manifest(pickled: bytes, files: list[WrittenFile]) -> bytes:
@@ -132,7 +141,7 @@ class MetadataTarget:
 
     def __init__(self, root: str) -> None:
         self._disk = _OnDisk(root)
-        self._reader = nostall.CachedMetadataFileSystemReader(self._disk.path, cache_metadata=False)
+        self._reader = nostall.CachedMetadataFileSystemReader(self._disk.path)
 
     def make(self, chance: Random) -> bytes:
         pickles = corpus().pickles
@@ -148,6 +157,7 @@ class MetadataTarget:
 
     def prepare(self, content: bytes) -> None:
         self._disk.write(".metadata", content)
+        self._reader.clear_metadata_cache()  # the file is the same one
 
     def run(self, content: bytes) -> str:
         if zlib.crc32(content) % 8 == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +21,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 import nostall
 from nostall._manifest import files_in_manifest, split
+from nostall._storage import reading
+from nostall.cli import main
 from nostall.core import AsyncCallsQueue
-from nostall.errors import DamagedCheckpointError
+from nostall.errors import DamagedCheckpointError, ReadError, UnknownMetadataError
 from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.integrity import State
 from nostall.state_dict_saver import CheckpointMetadataCache
-from states import schedule, small_state
-
-COMMAND = [sys.executable, "-m", "nostall", "verify"]
+from states import read_metadata, schedule, small_state
 
 
 def by_queue(path: Path, state: dict[str, Any], **options: Any) -> None:
@@ -36,18 +42,26 @@ def by_queue(path: Path, state: dict[str, Any], **options: Any) -> None:
         schedule(queue, path, state, **options)
 
 
-def by_save(path: Path, state: dict[str, Any], **options: Any) -> None:
-    dcp.save(state, storage_writer=FileSystemWriterAsync(path, **options), no_dist=True)
-
-
-def by_async_save(path: Path, state: dict[str, Any], **options: Any) -> None:
+def by_save(
+    path: Path, state: dict[str, Any], planner: SavePlanner | None = None, **options: Any
+) -> None:
     writer = FileSystemWriterAsync(path, **options)
-    saved: Any = dcp.async_save(state, storage_writer=writer, no_dist=True)
+    dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+
+
+def by_async_save(
+    path: Path, state: dict[str, Any], planner: SavePlanner | None = None, **options: Any
+) -> None:
+    writer = FileSystemWriterAsync(path, **options)
+    saved: Any = dcp.async_save(state, storage_writer=writer, planner=planner, no_dist=True)
     saved.result(60)
 
 
-def by_stock(path: Path, state: dict[str, Any], **options: Any) -> None:
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(path, **options), no_dist=True)
+def by_stock(
+    path: Path, state: dict[str, Any], planner: SavePlanner | None = None, **options: Any
+) -> None:
+    writer = dcp.FileSystemWriter(path, **options)
+    dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
 
 
 WAYS = [by_queue, by_save, by_async_save, by_stock]
@@ -179,11 +193,6 @@ def made_a_directory(path: Path) -> str:
     return "__0_1.distcp"
 
 
-def metadata_removed(path: Path) -> str:
-    (path / ".metadata").unlink()
-    return ".metadata"
-
-
 def metadata_cut_off(path: Path) -> str:
     os.truncate(path / ".metadata", 100)
     return ".metadata"
@@ -202,7 +211,6 @@ def metadata_emptied(path: Path) -> str:
         emptied,
         removed,
         made_a_directory,
-        metadata_removed,
         metadata_cut_off,
         metadata_emptied,
     ],
@@ -262,31 +270,36 @@ def test_latest_is_what_was_committed_last(tmp_path: Path) -> None:
     assert nostall.latest_complete(tmp_path / "no checkpoint") is None
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-def test_the_command_says_what_is_wrong_and_exits_accordingly(tmp_path: Path) -> None:
-    """0 for a checkpoint that is whole, 1 for one that is not or is not there, 2 for wrong arguments."""
+def test_the_command_says_what_is_wrong_and_exits_accordingly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0 for a checkpoint that is whole, 1 for one that is not, 2 for wrong arguments, 3 where there is none, 4 for one of
+    which that cannot be said."""
     by_queue(tmp_path / "save", state_of(), thread_count=2)
-    whole = run(tmp_path / "save")
-    assert (whole.returncode, whole.stderr) == (0, "")
-    assert "as it was written" in whole.stdout
+    assert main(["verify", str(tmp_path / "save")]) == 0
+    assert "as it was written" in capsys.readouterr().out
     file = cut_off(tmp_path / "save")
-    damaged = run(tmp_path / "save")
-    assert damaged.returncode == 1
+    damaged = subprocess.run(
+        [sys.executable, "-m", "nostall", "verify", str(tmp_path / "save")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (damaged.returncode, damaged.stderr) == (1, "")
     assert f"damaged: {file}: it has " in damaged.stdout
-    as_json = run(tmp_path / "save", "--json")
-    assert as_json.returncode == 1
-    plain = json.loads(as_json.stdout)
-    assert plain["ok"] is False
+    assert main(["verify", str(tmp_path / "save"), "--json"]) == 1
+    plain = json.loads(capsys.readouterr().out)
+    assert (plain["ok"], plain["state"]) == (False, "damaged")
     assert plain["damages"][0]["file"] == file
-    nothing = run(tmp_path / "nothing")
-    assert nothing.returncode == 1
-    assert "no checkpoint was committed here" in nothing.stdout
-    assert run().returncode == 2
+    assert main(["verify", str(tmp_path / "nothing")]) == 3
+    assert "no checkpoint was committed here" in capsys.readouterr().out
+    by_stock(tmp_path / "other", small_state(), planner=PlannerOfOwn())
+    assert main(["verify", str(tmp_path / "other")]) == 4
+    assert "NOT UNDERSTOOD" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["verify"])
+    assert ended.value.code == 2
 
 
 def test_progress_reaches_the_end(tmp_path: Path) -> None:
@@ -390,26 +403,208 @@ def test_a_pickle_cannot_change_classes_for_the_whole_process(tmp_path: Path, na
     metadata = tmp_path / ".metadata"
     before = dict(vars(type(metadata)))
     metadata.write_bytes(poisoned(metadata.read_bytes(), type(metadata), name))
-    (damage,) = nostall.verify(tmp_path).damages
-    assert "which is no part of it" in damage.what
+    found = nostall.verify(tmp_path)
+    assert (found.ok, found.state, found.damages) == (False, State.NOT_UNDERSTOOD, ())
+    assert "changes what is no instance" in (found.note or "")
     assert dict(vars(type(metadata))) == before
 
 
-def test_what_is_no_archive_has_no_checksum(tmp_path: Path) -> None:
-    """Another serialisation format is not damage; an archive that was overwritten is."""
-    by_stock(tmp_path / "other", {"a": torch.ones(50), "b": torch.ones(60)})
-    by_stock(tmp_path / "zeros", {"a": torch.ones(50), "b": torch.ones(60)})
-    for path, names in ((tmp_path / "other", "ab"), (tmp_path / "zeros", "b")):
-        storage = dcp.FileSystemReader(path).read_metadata().storage_data
-        for index, info in storage.items():
-            if index.fqn in names:
-                with open(path / info.relative_path, "r+b") as stream:
-                    stream.seek(info.offset)
-                    stream.write(bytes(info.length))
-    other = nostall.verify(tmp_path / "other")
-    assert (other.damages, sorted(other.unchecked)) == ((), ["a", "b"])
+def overwrite(path: Path, *names: str) -> None:
+    """Put zeros in place of items."""
+    for index, info in read_metadata(path).storage_data.items():
+        if index.fqn in names:
+            with open(path / info.relative_path, "r+b") as stream:
+                stream.seek(info.offset)
+                stream.write(bytes(info.length))
+
+
+@pytest.mark.parametrize("names", ["ab", "b"])
+def test_a_tensor_that_was_overwritten_is_damage(tmp_path: Path, names: str) -> None:
+    """Also if nothing is left in any file that looks like what was written, as when a disk has lost all of it."""
+    path = tmp_path / "save"
+    by_stock(path, {"a": torch.ones(50), "b": torch.ones(60)})
+    overwrite(path, *names)
+    (damage,) = nostall.verify(path).damages
+    assert damage.items == tuple(names)
+    assert not nostall.is_complete(path, deep=True)
+    assert nostall.latest_complete(tmp_path, deep=True) is None
+
+
+class PlannerOfTexts(DefaultSavePlanner):
+    """Writes objects as JSON, as planners of frameworks may."""
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """As it says."""
+        if write_item.type != WriteItemType.BYTE_IO:
+            return super().resolve_data(write_item)
+        return io.BytesIO(json.dumps(self.state_dict[write_item.index.fqn]).encode())
+
+
+def test_an_object_in_another_form_has_no_checksum(tmp_path: Path) -> None:
+    """That is not damage; an archive that was overwritten is."""
+    by_stock(tmp_path / "texts", {"step": 7}, planner=PlannerOfTexts())
+    texts = nostall.verify(tmp_path / "texts")
+    assert (texts.ok, texts.damages, texts.unchecked) == (True, (), ("step",))
+    by_stock(tmp_path / "zeros", {"a": torch.ones(50), "step": 7})
+    overwrite(tmp_path / "zeros", "step")
     (damage,) = nostall.verify(tmp_path / "zeros").damages
-    assert damage.items == ("b",)
+    assert damage.items == ("step",)
+
+
+# --- metadata of others ---------------------------------------------------------------------------------------------------
+
+
+class Mode(Enum):
+    """Something of a planner's own."""
+
+    FAST = 1
+
+
+class PlannerOfOwn(DefaultSavePlanner):
+    """Puts into the metadata what nobody else knows."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """As it says."""
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.planner_data = {"mode": Mode.FAST, "names": {"a", "b"}}
+        return plans, metadata
+
+
+def planner_of_own(monkeypatch: pytest.MonkeyPatch) -> DefaultSavePlanner:
+    return PlannerOfOwn()
+
+
+def planner_that_keeps_keys(monkeypatch: pytest.MonkeyPatch) -> DefaultSavePlanner:
+    return DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+
+def planner_of_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> DefaultSavePlanner:
+    pickled: Any = TensorProperties.__getstate__
+    monkeypatch.setattr(
+        TensorProperties, "__getstate__", lambda properties: (*pickled(properties), (), (), ())
+    )
+    return DefaultSavePlanner()
+
+
+MakePlanner = Callable[[pytest.MonkeyPatch], DefaultSavePlanner]
+OTHERS: list[tuple[MakePlanner, dict[Any, Any]]] = [
+    (planner_of_own, {"a": torch.ones(4), "nested": {1: {2: torch.ones(3)}}}),
+    (planner_of_a_newer_torch, {"a": torch.ones(4), "step": 3}),
+    (planner_that_keeps_keys, {0: torch.ones(4), 7: 5}),
+    (planner_that_keeps_keys, {("a", 1): torch.ones(4)}),
+    (planner_that_keeps_keys, {None: torch.ones(3), 1.5: 2}),
+]
+
+
+@pytest.mark.parametrize(("make_planner", "state"), OTHERS)
+@pytest.mark.parametrize("way", [by_queue, by_save, by_async_save])
+def test_what_was_committed_is_never_denied(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    way: Way,
+    make_planner: MakePlanner,
+    state: dict[Any, Any],
+) -> None:
+    """Whatever a planner puts into the metadata, whatever keys are, whatever torch has saved it."""
+    path = tmp_path / "save"
+    way(path, state, planner=make_planner(monkeypatch))
+    assert nostall.is_complete(path)
+    assert nostall.is_complete(path, deep=True)
+    assert nostall.latest_complete(tmp_path) == str(path)
+    found = nostall.verify(path)
+    assert (found.state, found.damages, found.has_manifest) == (State.WHOLE, (), True)
+    (file,) = path.glob("*.distcp")
+    flip(file, file.stat().st_size // 2)
+    (damage,) = nostall.verify(path).damages
+    assert damage.file == file.name
+
+
+def test_what_is_not_understood_is_told_apart_from_damage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a manifest nothing can be said of it; whoever asks for the latest is not told to begin anew."""
+    other = tmp_path / "other"
+    by_stock(other, small_state(), planner=PlannerOfOwn())
+    found = nostall.verify(other)
+    assert (found.ok, found.state, found.damages) == (False, State.NOT_UNDERSTOOD, ())
+    for deep in (False, True):
+        with pytest.raises(UnknownMetadataError):
+            nostall.is_complete(other, deep)
+        with pytest.raises(UnknownMetadataError, match="1 are not understood") as caught:
+            nostall.latest_complete(tmp_path, deep)
+        assert str(other) in str(caught.value)
+    by_stock(tmp_path / "damaged", small_state())
+    (tmp_path / "damaged" / "__0_0.distcp").unlink()
+    with pytest.raises(UnknownMetadataError):
+        nostall.latest_complete(tmp_path)
+    by_stock(tmp_path / "old", small_state())
+    os.utime(tmp_path / "old" / ".metadata", (0, 0))
+    with caplog.at_level("WARNING", "nostall"):
+        assert nostall.latest_complete(tmp_path) == str(tmp_path / "old")
+    assert str(other) in caplog.text
+
+
+def test_metadata_of_a_newer_torch_is_read_where_nothing_is_lost(tmp_path: Path) -> None:
+    """The strides that torch 2.15 adds are left out by an older one; what is not known is named, with the class."""
+    by_stock(tmp_path, {"a": torch.ones(3, 4)})
+    reader = nostall.CachedMetadataFileSystemReader(tmp_path)
+    mine = reader.read_metadata()
+    pickled: Any = TensorProperties.__getstate__
+    for more in ((), ((4, 1),), (None,)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                TensorProperties, "__getstate__", lambda self, more=more: pickled(self)[:5] + more
+            )
+            content = pickle.dumps(mine)
+        (tmp_path / ".metadata").write_bytes(content)
+        reader.clear_metadata_cache()
+        tensor = reader.read_metadata().state_dict_metadata["a"]
+        assert isinstance(tensor, TensorStorageMetadata)
+        assert tensor.properties.dtype is torch.float32
+        assert (
+            pickled(tensor.properties)[5:]
+            == (more or (None,))[: len(pickled(tensor.properties)) - 5]
+        )
+        assert nostall.verify(tmp_path).ok
+        loaded = {"a": torch.zeros(3, 4)}
+        dcp.load(loaded, storage_reader=reader, no_dist=True)
+        assert torch.equal(loaded["a"], torch.ones(3, 4))
+
+
+def test_metadata_that_is_too_long_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a manifest it need not be."""
+    monkeypatch.setattr(reading, "MOST_METADATA_NBYTES", 100)
+    for way, state in ((by_queue, State.WHOLE), (by_stock, State.NOT_UNDERSTOOD)):
+        way(tmp_path / way.__name__, small_state())
+        found = nostall.verify(tmp_path / way.__name__)
+        assert (found.state, found.damages) == (state, ())
+        assert "more than 100 is not read" in (found.note or "")
+    assert nostall.is_complete(tmp_path / "by_queue", deep=True)
+    by_queue(tmp_path / "by_stock", small_state())  # nor by a save that replaces it
+
+
+def test_where_there_is_none_is_not_damage(tmp_path: Path) -> None:
+    """No directory, none that a save was committed to, or a file."""
+    by_queue(tmp_path / "uncommitted", small_state())
+    (tmp_path / "uncommitted" / ".metadata").unlink()
+    (tmp_path / "file").touch()
+    for name in ("nothing", "uncommitted", "file"):
+        found = nostall.verify(tmp_path / name)
+        assert (found.ok, found.state, found.damages) == (False, State.NOT_THERE, ()), name
+        assert "no checkpoint was committed here" in (found.note or "")
+        assert not nostall.is_complete(tmp_path / name)
+        assert not nostall.is_complete(tmp_path / name, deep=True)
+
+
+def test_the_latest_in_a_file_is_a_typed_error(tmp_path: Path) -> None:
+    """With the path and what to pass instead; where there is nothing there is no checkpoint."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ReadError, match="Not a directory") as caught:
+        nostall.latest_complete(tmp_path / "file")
+    assert (caught.value.path, caught.value.errno) == (str(tmp_path / "file"), errno.ENOTDIR)
+    assert nostall.latest_complete(tmp_path / "nothing") is None
 
 
 def test_newer_checkpoints_that_are_passed_over_are_named(

@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import nostall
 from crashes import RecordingOs
@@ -36,6 +37,7 @@ from nostall.core import (
 from nostall.errors import (
     NotDurableError,
     OptionError,
+    ReadError,
     SaveAbortedError,
     SaveTimeoutError,
     StagingError,
@@ -847,31 +849,91 @@ def test_metadata_is_read_once(reader: CachedMetadataFileSystemReader) -> None:
     first = reader.read_metadata()
     second = CachedMetadataFileSystemReader(reader.path).read_metadata()
     assert second.storage_data == first.storage_data
-    assert second.state_dict_metadata["weight"] is first.state_dict_metadata["weight"]
+    kept = _index(reader)
+    assert next(iter(second.storage_data)) is kept
     second.state_dict_metadata.clear()
     second.storage_data.clear()
     third = reader.read_metadata()
     assert third.state_dict_metadata == first.state_dict_metadata
     assert third.storage_data == first.storage_data
     CachedMetadataFileSystemReader.clear_metadata_cache(reader.path)
-    assert _weight(reader) is not first.state_dict_metadata["weight"]
-    kept = _weight(reader)
+    assert _index(reader) is not kept
+    kept = _index(reader)
     CachedMetadataFileSystemReader.clear_metadata_cache()
-    assert _weight(reader) is not kept
+    assert _index(reader) is not kept
+
+
+@pytest.mark.parametrize("reads", [0, 1])
+def test_what_a_caller_does_to_metadata_stays_with_it(
+    reader: CachedMetadataFileSystemReader, reads: int
+) -> None:
+    """Down to the chunks of a tensor, for the first one that reads it, too."""
+    for _ in range(reads):
+        reader.read_metadata()
+    changed = reader.read_metadata()
+    entry: Any = changed.state_dict_metadata["weight"]
+    entry.chunks[0].offsets = torch.Size([1, 1])
+    entry.chunks.clear()
+    entry.properties.dtype = torch.int8
+    for info in changed.storage_data.values():
+        info.relative_path = "elsewhere"
+    changed.planner_data.clear()
+    unchanged, there = reader.read_metadata(), read_metadata(Path(reader.path))
+    assert unchanged.state_dict_metadata == there.state_dict_metadata
+    assert unchanged.storage_data == there.storage_data
+    assert unchanged.planner_data == there.planner_data
+
+
+def test_metadata_of_few_checkpoints_is_kept(tmp_path: Path) -> None:
+    """Of the four that were read last."""
+    readers = []
+    for number in range(5):
+        path = tmp_path / str(number)
+        dcp.save({"a": torch.ones(3)}, storage_writer=FileSystemWriterAsync(path), no_dist=True)
+        readers.append(CachedMetadataFileSystemReader(path))
+    kept = [_index(reader) for reader in readers[:4]]
+    assert _index(readers[0]) is kept[0]
+    _index(readers[4])
+    assert [_index(readers[n]) is kept[n] for n in (0, 2, 3, 1)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory", "too long"])
+def test_what_cannot_be_metadata_is_not_read(
+    reader: CachedMetadataFileSystemReader, kind: str
+) -> None:
+    """A pipe would be waited for, a device has no end, and a long file no room; each is a typed error at once."""
+    path = Path(reader.path) / ".metadata"
+    path.unlink()
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "directory":
+            path.mkdir()
+        case _:
+            path.touch()
+            os.truncate(path, (2 << 30) + 1)
+    with pytest.raises(ReadError) as caught:
+        reader.read_metadata()
+    assert caught.value.path == str(path.resolve())
 
 
 def test_a_reader_that_does_not_cache_reads_each_time(
     reader: CachedMetadataFileSystemReader,
 ) -> None:
     """``cache_metadata=False`` neither uses nor fills the cache."""
-    cached = _weight(reader)
+    cached = _index(reader)
     plain = CachedMetadataFileSystemReader(reader.path, cache_metadata=False)
-    assert _weight(plain) is not _weight(plain)
-    assert _weight(reader) is cached
+    assert _index(plain) is not _index(plain)
+    assert _index(reader) is cached
 
 
-def _weight(reader: CachedMetadataFileSystemReader) -> Any:
-    return reader.read_metadata().state_dict_metadata["weight"]
+def _index(reader: CachedMetadataFileSystemReader) -> MetadataIndex:
+    """What cannot be changed, so that what was read from one file shares it."""
+    index = next(iter(reader.read_metadata().storage_data))
+    assert isinstance(index, MetadataIndex)
+    return index
 
 
 def test_an_overwritten_checkpoint_is_read_anew(reader: CachedMetadataFileSystemReader) -> None:

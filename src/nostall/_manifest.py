@@ -13,6 +13,7 @@ torch, or trusts what it reads.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -36,6 +37,10 @@ _MOST_NBYTES = 1 << 62
 """What no file system can hold."""
 _MARKS = (b'\n{"committed_at":', b"\n#nostall-manifest ")
 """One of them is left if the end of a file is cut off or damaged in one place."""
+_NO_END = "its end is damaged, or a part of its manifest is missing"
+_MOST_LINE_NBYTES = 1 << 30
+"""Room for millions of files."""
+_PIECE_NBYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,32 +90,50 @@ def with_manifest(
 
 
 def files_in_manifest(stream: BinaryIO) -> set[str] | None:
-    """Names of the shard files of the checkpoint whose ``.metadata`` file this is, from its manifest alone.
+    """Names of the shard files of the checkpoint whose ``.metadata`` file this is, from :func:`manifest_alone`."""
+    manifest = manifest_alone(stream)
+    return None if manifest is None else {file.name for file in manifest.files}
 
-    Returns:
-        ``None`` if there is no manifest, or not an intact one. Of the metadata before it nothing is read.
+
+def manifest_alone(stream: BinaryIO) -> Manifest | None:
+    """The manifest of a ``.metadata`` file, of whose pickle nothing is read; ``None`` if there is no intact one.
 
     Raises:
         OSError: It cannot be read.
     """
-    end = stream.seek(0, os.SEEK_END) - _FOOTER_NBYTES
-    footer = _FOOTER.match(_read_at(stream, end, _FOOTER_NBYTES))
-    if footer is None:
-        return None
-    nbytes = int(footer[1])
     try:
-        manifest = _manifest_in(_read_at(stream, end - nbytes, nbytes), footer, path="")
+        found = _find(stream, path="")
     except DamagedCheckpointError:
         return None
-    return {file.name for file in manifest.files}
+    return None if found is None else found[0]
 
 
-def _read_at(stream: BinaryIO, begin: int, nbytes: int) -> bytes:
-    """What is there, and nothing if that would begin before the file does."""
-    if begin < 0:
-        return b""
-    stream.seek(begin)
-    return stream.read(nbytes)
+def manifest_of(stream: BinaryIO, *, path: str) -> Manifest | None:
+    """The manifest of a ``.metadata`` file whose pickle is the one that it was written with; ``None`` if there is none.
+
+    The pickle is read in pieces, so that its length does not matter.
+
+    Args:
+        stream: The file.
+        path: For errors.
+
+    Raises:
+        DamagedCheckpointError: The end of the file is damaged, or the pickle is not what was written.
+        OSError: It cannot be read.
+    """
+    found = _find(stream, path=path)
+    if found is None:
+        if _read_at(stream, stream.seek(0, os.SEEK_END) - 1, 1) != pickle.STOP:
+            raise _damaged(_NO_END, path)
+        return None
+    manifest, begin = found
+    if (begin - 1, _crc32_of_first(stream, begin - 1), stream.read(1)) != (
+        manifest.metadata_nbytes,
+        manifest.metadata_crc32,
+        b"\n",
+    ):
+        raise _damaged("the metadata does not have the checksum that its manifest says", path)
+    return manifest
 
 
 def split(content: bytes, *, path: str) -> tuple[bytes, Manifest | None]:
@@ -123,22 +146,41 @@ def split(content: bytes, *, path: str) -> tuple[bytes, Manifest | None]:
     Raises:
         DamagedCheckpointError: There is a manifest, but it or the pickle is not what was written.
     """
-    footer = _FOOTER.match(content[-_FOOTER_NBYTES:])
+    manifest = manifest_of(io.BytesIO(content), path=path)
+    if manifest is not None:
+        return content[: manifest.metadata_nbytes], manifest
+    if any(mark in content for mark in _MARKS):
+        raise _damaged(_NO_END, path)
+    return content, None
+
+
+def _find(stream: BinaryIO, *, path: str) -> tuple[Manifest, int] | None:
+    """The manifest at the end of a file, and where its line begins."""
+    end = stream.seek(0, os.SEEK_END) - _FOOTER_NBYTES
+    footer = _FOOTER.match(_read_at(stream, end, _FOOTER_NBYTES))
     if footer is None:
-        if not content.endswith(pickle.STOP) or any(mark in content for mark in _MARKS):
-            raise _damaged("its end is damaged, or a part of its manifest is missing", path)
-        return content, None
-    begin = len(content) - _FOOTER_NBYTES - int(footer[1])
-    line = content[begin : len(content) - _FOOTER_NBYTES]
-    manifest = _manifest_in(line if begin > 0 else b"", footer, path)
-    pickled, between = content[: begin - 1], content[begin - 1 : begin]
-    if (len(pickled), _checksum.crc32(pickled), between) != (
-        manifest.metadata_nbytes,
-        manifest.metadata_crc32,
-        b"\n",
-    ):
-        raise _damaged("the metadata does not have the checksum that its manifest says", path)
-    return pickled, manifest
+        return None
+    nbytes = int(footer[1])
+    line = _read_at(stream, end - nbytes, nbytes) if nbytes <= _MOST_LINE_NBYTES else b""
+    return _manifest_in(line, footer, path), end - nbytes
+
+
+def _read_at(stream: BinaryIO, begin: int, nbytes: int) -> bytes:
+    """What is there, and nothing if that would begin before the file does."""
+    if begin < 0:
+        return b""
+    stream.seek(begin)
+    return stream.read(nbytes)
+
+
+def _crc32_of_first(stream: BinaryIO, nbytes: int) -> int:
+    """The CRC-32 of the first bytes of a file; the stream is behind them then."""
+    stream.seek(0)
+    crc32 = 0
+    while nbytes > 0 and (piece := stream.read(min(nbytes, _PIECE_NBYTES))):
+        crc32 = _checksum.crc32(piece, crc32)
+        nbytes -= len(piece)
+    return crc32
 
 
 def _manifest_in(line: bytes, footer: re.Match[bytes], path: str) -> Manifest:

@@ -35,29 +35,33 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _checksum, _torch
-from nostall._metadata_pickle import MOST_NBYTES, unpickle
+from nostall._metadata_pickle import HINT, MOST_NBYTES, NAMES, unpickle
 from nostall._names import SHARD_SUFFIX, is_shard_name
-from nostall._pickle_scan import ScanError
-from nostall.errors import UntrustedMetadataError
+from nostall._pickle_scan import BrokenProgramError, ScanError
+from nostall.errors import UnknownMetadataError, UntrustedMetadataError
 
 _PLANS_KEY = "nostall.all_local_plans"
-_HINT = "if you trust whoever wrote it, read it with torch's own FileSystemReader"
 
 
 def load_metadata(content: bytes, *, path: str) -> Metadata:
     """The metadata in a ``.metadata`` file.
 
     Raises:
-        UntrustedMetadataError: It holds something that DCP metadata does not consist of, or is no pickle of metadata.
+        UnknownMetadataError: It holds something that DCP metadata does not consist of.
+        UntrustedMetadataError: It is no pickle of metadata, or not a whole one, or cannot be true.
     """
     try:
         metadata = unpickle(content)  # which reads no further than the pickle
-    except UntrustedMetadataError as error:
+    except UnknownMetadataError as error:
         error.path = path
         raise
     except ScanError as error:
-        raise UntrustedMetadataError(
-            f"the pickle is not one of DCP metadata: {error}", phase="read", path=path, hint=_HINT
+        is_broken = isinstance(error, BrokenProgramError)
+        raise (UntrustedMetadataError if is_broken else UnknownMetadataError)(
+            f"the pickle is not one of DCP metadata: {error}",
+            phase="read",
+            path=path,
+            hint=None if is_broken else HINT,
         ) from error
     except Exception as error:  # a broken pickle can raise anything
         raise UntrustedMetadataError(
@@ -87,15 +91,15 @@ def _require_entries(metadata: Metadata, path: str) -> None:
     if not isinstance(metadata.storage_meta, StorageMeta | NoneType):
         raise _refused("it does not say which save it is of", path)
     for fqn, entry in entries.items():
-        if type(fqn) is not str:
-            raise _refused("the name of an item is no text", path)
+        if type(fqn) not in NAMES:
+            raise _refused(f"an item has a {type(fqn).__name__} as its name", path)
         if type(entry) is TensorStorageMetadata:
             _require_tensor(fqn, vars(entry), path)
         elif type(entry) is not BytesStorageMetadata:
             raise _refused(f"{fqn!r:.80} is neither a tensor nor bytes", path)
 
 
-def _require_tensor(fqn: str, tensor: Mapping[str, Any], path: str) -> None:
+def _require_tensor(fqn: Any, tensor: Mapping[str, Any], path: str) -> None:
     size, chunks = tensor.get("size"), tensor.get("chunks")
     if type(size) is not torch.Size or type(chunks) is not list:
         raise _refused(f"the tensor {fqn!r:.80} has no size or no chunks", path)
@@ -281,6 +285,8 @@ class Extent:
     offset: int
     length: int
     item: str
+    is_tensor: bool
+    """Whether it is a part of a tensor; else it is what a planner has made of some other object."""
     is_transformed: bool
     """Whether a stream transform has compressed or otherwise changed it."""
 
@@ -299,7 +305,8 @@ def extents_of(metadata: Metadata, *, path: str) -> list[Extent]:
     storage_data = metadata.storage_data
     if not isinstance(storage_data, Mapping):
         raise _refused("it does not say where its items are", path)
-    extents = sorted(_extent(index, info, path) for index, info in storage_data.items())
+    entries = metadata.state_dict_metadata
+    extents = sorted(_extent(index, info, entries, path) for index, info in storage_data.items())
     for one, other in itertools.pairwise(extents):
         if one.file == other.file and one.end > other.offset:
             raise _refused(
@@ -308,13 +315,13 @@ def extents_of(metadata: Metadata, *, path: str) -> list[Extent]:
     return extents
 
 
-def _extent(index: Any, info: Any, path: str) -> Extent:
-    item = getattr(index, "fqn", None)
+def _extent(index: Any, info: Any, entries: Mapping[Any, Any], path: str) -> Extent:
     name, offset, length = (
         getattr(info, attribute, None) for attribute in ("relative_path", "offset", "length")
     )
-    if type(index) is not MetadataIndex or not isinstance(item, str):
+    if type(index) is not MetadataIndex or type(getattr(index, "fqn", ())) not in NAMES:
         raise _refused("it says where something is that is no item", path)
+    item = str(index.fqn)
     if not isinstance(name, str) or not is_shard_name(name):
         where = f"in {name!r:.200}" if isinstance(name, str) else "nowhere"
         raise _refused(f"item {item!r:.80} is said to be {where}", path)
@@ -324,8 +331,14 @@ def _extent(index: Any, info: Any, path: str) -> Extent:
             raise _refused(f"item {item!r:.80} is said to be where nothing can be", path)
     assert isinstance(offset, int)
     assert isinstance(length, int)
-    transforms = getattr(info, "transform_descriptors", None)
-    return Extent(os.path.normpath(name), offset, length, item, bool(transforms))
+    return Extent(
+        file=os.path.normpath(name),
+        offset=offset,
+        length=length,
+        item=item,
+        is_tensor=isinstance(entries.get(index.fqn), TensorStorageMetadata),
+        is_transformed=bool(getattr(info, "transform_descriptors", None)),
+    )
 
 
 def _refused(why: str, path: str) -> UntrustedMetadataError:

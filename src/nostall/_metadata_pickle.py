@@ -24,12 +24,15 @@ from torch.distributed.checkpoint import metadata, planner
 
 from nostall import _torch
 from nostall._pickle_scan import scan
-from nostall.errors import UntrustedMetadataError
+from nostall.errors import UnknownMetadataError
 
 _MOST_DIMENSIONS = 64
 _MOST_PATH_NCHARS = 4096
 MOST_NBYTES = 1 << 62
 """What no file system can hold; a sum of two is still a file offset."""
+NAMES = (str, int, float, bool, NoneType)
+"""What an item can be called: with ``flatten_state_dict=False`` whatever the keys of the state dict are."""
+HINT = "a newer torch or a planner may have written it; if you trust it, read it with torch's own FileSystemReader"
 
 
 def unpickle(content: bytes) -> Any:
@@ -37,16 +40,16 @@ def unpickle(content: bytes) -> Any:
 
     Raises:
         ScanError: It is a program that DCP metadata has no use for.
-        UntrustedMetadataError: It names or calls something that DCP metadata does not consist of.
+        UnknownMetadataError: It names or calls something that DCP metadata does not consist of.
         Exception: Anything that a broken pickle can raise.
     """
     program = scan(content)
-    with _no_collection():
+    with no_collection():
         return _Unpickler(io.BytesIO(program)).load()
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Looking for cycles again and again takes most of the time when many objects are made and none is given up.
 
     Threads that read at the same time may let each other be interrupted by it, which does no harm.
@@ -80,16 +83,16 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         known = _KNOWN.get((module, name))
         if known is None:
-            raise UntrustedMetadataError(
-                f"the metadata names {module}.{name}, which DCP metadata does not consist of",
-                phase="read",
-                hint="if you trust whoever wrote it, read it with torch's own FileSystemReader",
-            )
+            _refuse("names", f"{module}.{name}")
         return known
 
 
-def _refuse(what: str) -> NoReturn:
-    raise UntrustedMetadataError(f"the metadata has {what}, which is no part of it", phase="read")
+def _refuse(verb: str, what: str) -> NoReturn:
+    raise UnknownMetadataError(
+        f"the metadata {verb} {what}, which is not part of DCP metadata in torch {torch.__version__}",
+        phase="read",
+        hint=HINT,
+    )
 
 
 # --- instances --------------------------------------------------------------------------------------------------------
@@ -99,7 +102,7 @@ class _StandIn(type):
     """A class that a pickle can make bare instances of and do nothing else with."""
 
     def __call__(cls, *_arguments: Any, **_named: Any) -> Any:
-        _refuse(f"a call of the class {cls.__name__}")
+        _refuse("has", f"a call of the class {cls.__name__}")
 
 
 def _stand_in(kind: type) -> _StandIn:
@@ -114,7 +117,7 @@ _BYTES_DATA: Final[type | None] = getattr(planner, "BytesIOWriteData", None)
 _TYPES: Final[Mapping[type, Mapping[str, tuple[type, ...]]]] = MappingProxyType(
     {
         metadata.MetadataIndex: {
-            "fqn": (str,),
+            "fqn": NAMES,
             "offset": (NoneType, torch.Size),
             "index": (NoneType, int),
         },
@@ -135,6 +138,8 @@ _TYPES: Final[Mapping[type, Mapping[str, tuple[type, ...]]]] = MappingProxyType(
 )
 """What the attributes of instances that can be hashed are, so that none of their hashes visits more than a few parts."""
 _PROPERTIES = (torch.dtype, torch.layout, bool, _torch.MemoryFormat, bool)
+"""What every torch pickles of them; newer ones add to it."""
+_PLAIN = (NoneType, bool, int, float, str)
 
 
 def _typed_stand_in(kind: type, types: Mapping[str, tuple[type, ...]]) -> _StandIn:
@@ -143,10 +148,12 @@ def _typed_stand_in(kind: type, types: Mapping[str, tuple[type, ...]]) -> _Stand
 
     def set_state(self: Any, state: Any) -> None:
         if type(state) is not dict:
-            _refuse(f"a {kind.__name__} without named attributes")
+            _refuse("has", f"a {kind.__name__} without named attributes")
         for name, wanted in needed:
             if name in state and type(state[name]) not in wanted:
-                _refuse(f"a {kind.__name__} with a {type(state[name]).__name__} as its {name}")
+                _refuse(
+                    "has", f"a {kind.__name__} with a {type(state[name]).__name__} as its {name}"
+                )
         self.__dict__.update(state)
         object.__setattr__(self, "__class__", kind)
 
@@ -155,12 +162,21 @@ def _typed_stand_in(kind: type, types: Mapping[str, tuple[type, ...]]) -> _Stand
 
 def _properties_stand_in(kind: type[metadata.TensorProperties]) -> _StandIn:
     def set_state(self: Any, state: Any) -> None:
-        if type(state) is not tuple or tuple(map(type, state)) != _PROPERTIES:
-            _refuse("tensor properties of another form")
+        if type(state) is not tuple or tuple(map(type, state[:5])) != _PROPERTIES:
+            _refuse("has", "tensor properties of another form")
+        own = _torch.own_properties(state)
+        if own is None or not all(map(_is_plain, own[5:])):
+            _refuse("has", f"tensor properties with {len(state)} values")
         self.__class__ = kind
-        self.__setstate__(state)
+        self.__setstate__(own)
 
     return _stand_in(type(kind.__name__, (kind,), {"__setstate__": set_state}))
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (
+        type(value) is tuple and all(type(each) is int for each in value)
+    )
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -168,10 +184,10 @@ def _properties_stand_in(kind: type[metadata.TensorProperties]) -> _StandIn:
 
 def _size(numbers: Any = ()) -> torch.Size:
     if type(numbers) is not tuple or len(numbers) > _MOST_DIMENSIONS:
-        _refuse("a size that is no row of a few numbers")
+        _refuse("has", "a size that is no row of a few numbers")
     for number in numbers:
         if type(number) is not int or not 0 <= number <= MOST_NBYTES:
-            _refuse("a size that cannot be")
+            _refuse("has", "a size that cannot be")
     return torch.Size(numbers)
 
 
@@ -180,7 +196,10 @@ def _of_simple(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*arguments: Any) -> Any:
         if len(arguments) > _MOST_DIMENSIONS or not all(map(_is_simple, arguments)):
-            _refuse(f"a call of {getattr(function, '__name__', function)} with what it never takes")
+            _refuse(
+                "has",
+                f"a call of {getattr(function, '__name__', function)} with what it never takes",
+            )
         return function(*arguments)
 
     return call
@@ -199,7 +218,7 @@ def _path(*parts: Any) -> pathlib.PurePath:
         sum(len(part) if type(part) is str else _MOST_PATH_NCHARS for part in parts)
         > _MOST_PATH_NCHARS
     ):
-        _refuse("a path of more than any path has")
+        _refuse("has", "a path of more than any path has")
     return pathlib.Path(*parts)
 
 

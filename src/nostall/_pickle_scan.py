@@ -32,6 +32,10 @@ class ScanError(ValueError):
     """A program does what the pickle of DCP metadata never does."""
 
 
+class BrokenProgramError(ScanError):
+    """It is not the whole of a program."""
+
+
 def scan(content: bytes) -> bytes:
     """The program that ``content`` begins with, without the frames that it may be cut into.
 
@@ -39,11 +43,11 @@ def scan(content: bytes) -> bytes:
         ScanError: It does what the pickle of DCP metadata never does.
     """
     if content[:1] != pickle.PROTO or int.from_bytes(content[1:2], "little") not in _PROTOCOLS:
-        raise ScanError("it is of a protocol that DCP does not use")
+        raise BrokenProgramError("it is of a protocol that DCP does not use")
     try:
         end, frames = _follow(content)
     except IndexError:
-        raise ScanError("it is cut off, or takes more than there is") from None
+        raise BrokenProgramError("it is cut off, or takes more than there is") from None
     begins = [0, *(at + _FRAME_NBYTES for at in frames)]
     return b"".join(content[i:j] for i, j in zip(begins, [*frames, end], strict=True))
 

@@ -22,6 +22,7 @@ from typing import IO, Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.tensor import DTensor
 from torch.utils.serialization import config
 
@@ -481,3 +482,17 @@ def forget_checkpoint_process() -> None:
     """Let go of the process that stock's ``async_save`` has started, which ends it."""
     if _process_executor is not None:
         _process_executor._CHECKPOINT_PROCESS = None
+
+
+_OWN_PROPERTIES = len(TensorProperties().__getstate__())
+"""How many values this torch pickles of a ``TensorProperties``: dtype, layout, requires_grad, memory format, pin_memory,
+and since 2.15 the strides that the tensor had."""
+_SPARE_PROPERTIES = 6
+"""So many are known here. Strides can be left out, as a reader makes tensors by size and dtype alone."""
+
+
+def own_properties(state: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The pickled state of a ``TensorProperties`` of any torch as this torch takes it; ``None`` if it has more than is known."""
+    if len(state) > max(_OWN_PROPERTIES, _SPARE_PROPERTIES):
+        return None
+    return state[:_OWN_PROPERTIES]

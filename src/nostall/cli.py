@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return the exit status: 0 for success, 1 for a failure, 2 for wrong arguments."""
+    """Run one subcommand and return the exit status: 0 for success, 1 for a failure, 2 for wrong arguments; ``verify`` has more."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser, bench_parser = _parsers()
     parsed = parser.parse_args(given)
@@ -46,7 +46,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         "verify",
         help="read a checkpoint from end to end and say what is wrong with it",
         description="Read a checkpoint from end to end and compare it with its checksums. Exit status: 0 if it is as it"
-        " was written, 1 if it is damaged, not complete or not there, 2 for wrong arguments.",
+        " was written, 1 if it is damaged or not complete, 2 for wrong arguments, 3 if there is none, 4 if it has no"
+        " manifest and its metadata is not understood.",
     )
     verify.add_argument("path", type=Path, metavar="PATH", help="checkpoint directory")
     verify.add_argument("--json", action="store_true", help="print what was found as JSON")
@@ -60,21 +61,26 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 
 
 def _verify(parsed: argparse.Namespace) -> int:
-    from nostall.integrity import verify
+    from nostall.integrity import State, verify
 
     progress = _show_progress if sys.stderr.isatty() else None
     found = verify(parsed.path, threads=parsed.threads, progress=progress)
     if progress is not None:
         print(end="\r\033[K", file=sys.stderr)
+    status = {State.WHOLE: 0, State.DAMAGED: 1, State.NOT_THERE: 3, State.NOT_UNDERSTOOD: 4}[
+        found.state
+    ]
     if parsed.json:
         print(json.dumps({"ok": found.ok, **asdict(found)}, indent=2))
-        return 0 if found.ok else 1
+        return status
+    if found.note is not None:
+        print(f"note: {found.note}")
     for damage in found.damages:
         print(f"damaged: {damage}")
     if found.unchecked:
         print(f"no checksum: {len(found.unchecked)} items, {found.unchecked[0]} for one")
     if not found.ok:
-        verdict = "DAMAGED"
+        verdict = found.state.value.upper()
     elif found.has_manifest:
         verdict = "as it was written"
     else:
@@ -84,7 +90,7 @@ def _verify(parsed: argparse.Namespace) -> int:
     print(
         f"{found.path}: {verdict} ({found.items} items, {found.files} files, {found.nbytes} bytes)"
     )
-    return 0 if found.ok else 1
+    return status
 
 
 def _show_progress(done: int, total: int) -> None:

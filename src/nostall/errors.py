@@ -17,9 +17,11 @@
     ├── NotDurableError          (also OSError)      the checkpoint is there, or may be; it may not survive a power failure
     ├── ReservationError         (also MemoryError)  host memory for the snapshot is not to be had
     ├── ProtocolError                                trainer and writer process disagree about a message
+    ├── ReadError                (also OSError)      a file or directory cannot be read
     ├── DamagedCheckpointError                       a checkpoint on storage is not what was committed
     ├── IllegalTransitionError                       a request was moved to a state it cannot reach
-    ├── UntrustedMetadataError                       ``.metadata`` asks for something DCP never needs
+    ├── UntrustedMetadataError                       ``.metadata`` cannot be true, or is not understood
+    │   └── UnknownMetadataError                     it is not understood: a newer torch's, a planner's own classes, or hostile
     └── UnsupportedTorchError (also ImportError)     the installed torch lacks something that nostall is built on
 
 Every one of them survives pickling with its attributes and notes: errors cross process and rank boundaries.
@@ -183,6 +185,19 @@ class ProtocolError(NostallError):
     """A message between trainer and writer process is not what the other side sends."""
 
 
+class ReadError(NostallError, OSError):
+    """A file or directory cannot be read: it is of another kind than it should be, or longer than is read."""
+
+    def __init__(self, message: str, *, errno: int | None = None, **place: Any) -> None:
+        super().__init__(message, **place)
+        self.errno = errno
+
+    __str__ = NostallError.__str__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, {**self.__dict__, "errno": self.errno}))
+
+
 class DamagedCheckpointError(NostallError):
     """A committed checkpoint is not what was written: bytes have changed, or files are missing."""
 
@@ -198,6 +213,13 @@ class IllegalTransitionError(NostallError):
 
 class UntrustedMetadataError(NostallError):
     """A ``.metadata`` file names a class, path or size that DCP metadata never needs."""
+
+
+class UnknownMetadataError(UntrustedMetadataError):
+    """A ``.metadata`` file is not understood: it has something that this nostall and this torch do not know.
+
+    A newer torch or a planner with classes of its own may have written it. It may be hostile, too; nothing of it has run.
+    """
 
 
 class UnsupportedTorchError(NostallError, ImportError):

@@ -9,46 +9,45 @@ from __future__ import annotations
 import logging
 import os
 import stat
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import Enum
+from typing import BinaryIO
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from nostall import _torch
+from nostall._checking import Damage, Progress, look_at
 from nostall._checksum import use_fastest
-from nostall._manifest import Manifest, split
+from nostall._manifest import Manifest, manifest_alone, manifest_of, split
 from nostall._metadata import Extent, extents_of, load_metadata, planned_indices
-from nostall._storage.reading import (
-    ChecksumMissing,
-    NoArchive,
-    crc32_of_file,
-    damage_of_container,
-    read_metadata_file,
+from nostall._storage.reading import open_to_read, read_metadata
+from nostall.errors import (
+    DamagedCheckpointError,
+    NostallError,
+    ReadError,
+    UnknownMetadataError,
+    UntrustedMetadataError,
 )
-from nostall.errors import DamagedCheckpointError, UntrustedMetadataError
 
-__all__ = ["Damage", "Verification", "is_complete", "latest_complete", "verify"]
+__all__ = ["Damage", "State", "Verification", "is_complete", "latest_complete", "verify"]
 
 _log = logging.getLogger("nostall")
 _THREADS = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Damage:
-    """Something that is not as it was written."""
+class State(str, Enum):
+    """What can be said of a checkpoint."""
 
-    file: str
-    """Path below the checkpoint directory."""
-    what: str
-    items: tuple[str, ...] = ()
-    """Names of the items concerned, as far as they can be told."""
-
-    def __str__(self) -> str:
-        items = f" (items {', '.join(self.items)})" if self.items else ""
-        return f"{self.file}: {self.what}{items}"
+    WHOLE = "whole"
+    """It is what was written, as far as there are checksums."""
+    DAMAGED = "damaged"
+    NOT_UNDERSTOOD = "not understood"
+    """There is no manifest, and the metadata has something that this nostall and this torch do not know."""
+    NOT_THERE = "not there"
+    """No checkpoint was committed here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,21 +55,25 @@ class Verification:
     """What :func:`verify` has found."""
 
     path: str
-    damages: tuple[Damage, ...]
+    state: State
+    note: str | None = None
+    """What is not there, or what of the metadata is not understood; with a manifest the files were compared all the same, but
+    their items have no names."""
+    damages: tuple[Damage, ...] = ()
     files: int = 0
     """Shard files that were looked at."""
     nbytes: int = 0
     """Their bytes, as far as they are there."""
     items: int = 0
     unchecked: tuple[str, ...] = ()
-    """Names of items for which there is no checksum anywhere."""
+    """Names of items for which there is no checksum anywhere; of files if their items are not known."""
     has_manifest: bool = False
     """Whether files were compared with a manifest, or items with the checksums inside them."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong, as far as there are checksums."""
-        return not self.damages
+        """Whether it is there, and nothing is wrong, as far as there are checksums."""
+        return self.state is State.WHOLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,20 +86,35 @@ class _Checkpoint:
     """Per file, in file order."""
     crc32: Mapping[str, int | None]
     """Per file, by the manifest."""
+    note: str | None = None
+    """Why ``extents`` is empty although the metadata has items."""
 
 
 def is_complete(path: str | os.PathLike[str], deep: bool = False) -> bool:
     """Whether there is a committed checkpoint, all of it.
 
+    With a manifest this rests on the manifest, the checksum of the metadata and the sizes of the files; the metadata need not
+    be understood.
+
     Args:
         path: Checkpoint directory.
         deep: Read every byte and compare it with its checksum, see :func:`verify`; else look at the metadata and at the sizes
             of the files only, which takes milliseconds.
+
+    Raises:
+        UnknownMetadataError: There is no manifest, and the metadata is not understood: a newer torch or a planner with classes
+            of its own may have written it.
     """
+    directory = os.fspath(path)
     if deep:
-        return verify(path).ok
+        found = verify(directory)
+        if found.state is State.NOT_UNDERSTOOD:
+            raise UnknownMetadataError(found.note or "", phase="verify", path=directory)
+        return found.ok
     try:
-        checkpoint = _read(os.fspath(path))
+        checkpoint = _read(directory, with_items=False)
+    except UnknownMetadataError:
+        raise
     except (OSError, DamagedCheckpointError, UntrustedMetadataError):
         return False
     return not any(_sizes(checkpoint))
@@ -105,31 +123,63 @@ def is_complete(path: str | os.PathLike[str], deep: bool = False) -> bool:
 def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | None:
     """The complete checkpoint that was committed last among the directories in ``root``; ``None`` if there is none, or no ``root``.
 
-    Directories that hold something else, or a checkpoint that is not complete, are passed over; those that are newer than
-    the one returned are named in a warning.
+    Directories that hold something else, or a checkpoint that is not complete or not understood, are passed over; those that
+    are newer than the one returned are named in a warning.
 
     Args:
         root: Directory of checkpoint directories.
         deep: As for :func:`is_complete`.
 
     Raises:
-        OSError: ``root`` cannot be read.
+        UnknownMetadataError: None is known to be complete, but one is not understood; to begin anew might lose it.
+        ReadError: ``root`` is not a directory, or cannot be read.
+    """
+    not_understood: list[UnknownMetadataError] = []
+    for path in _latest_first(os.fspath(root)):
+        try:
+            if is_complete(path, deep):
+                return path
+            _log.warning("passed over path=%s: the checkpoint is not complete", path)
+        except UnknownMetadataError as error:
+            _log.warning("passed over path=%s: %s", path, error.message)
+            not_understood.append(error)
+    if not_understood:
+        newest = not_understood[0]
+        raise UnknownMetadataError(
+            f"no complete checkpoint is known, and {len(not_understood)} are not understood; the newest: {newest.message}",
+            phase="read",
+            path=newest.path,
+            hint=newest.hint,
+        ) from newest
+    return None
+
+
+def _latest_first(root: str) -> list[str]:
+    """The directories in ``root`` that claim to be checkpoints.
+
+    Raises:
+        ReadError: It is not a directory, or cannot be read.
     """
     candidates = []
-    if not os.path.lexists(root):
-        return None
-    with os.scandir(root) as entries:
-        for entry in entries:
-            metadata = os.path.join(entry.path, _torch.METADATA_NAME)
-            if os.path.isfile(metadata):
-                # Of a directory and a link to it the directory.
-                rank = _committed_at_s(metadata), not entry.is_symlink()
-                candidates.append((rank, entry.path))
-    for _, path in sorted(candidates, reverse=True):
-        if is_complete(path, deep):
-            return path
-        _log.warning("passed over path=%s: the checkpoint is not complete", path)
-    return None
+    try:
+        with os.scandir(root) as entries:
+            for entry in entries:
+                metadata = os.path.join(entry.path, _torch.METADATA_NAME)
+                if os.path.isfile(metadata):
+                    # Of a directory and a link to it the directory.
+                    rank = _committed_at_s(metadata), not entry.is_symlink()
+                    candidates.append((rank, entry.path))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ReadError(
+            f"checkpoints cannot be looked for: {error.strerror}",
+            errno=error.errno,
+            phase="read",
+            path=root,
+            hint="pass the directory that the checkpoint directories are in",
+        ) from error
+    return [path for _, path in sorted(candidates, reverse=True)]
 
 
 def verify(
@@ -154,19 +204,40 @@ def verify(
     """
     directory = os.fspath(path)
     try:
-        checkpoint = _read(directory)
-    except FileNotFoundError:
-        return _not_readable(directory, "there is none: no checkpoint was committed here")
-    except OSError as error:
-        return _not_readable(directory, f"it cannot be read: {error.strerror}")
-    except (DamagedCheckpointError, UntrustedMetadataError) as error:
-        return _not_readable(directory, error.message)
+        checkpoint = _read(directory, with_items=True)
+    except (FileNotFoundError, NotADirectoryError):
+        note = f"no checkpoint was committed here: there is no {_torch.METADATA_NAME}"
+        return Verification(path=directory, state=State.NOT_THERE, note=note)
+    except UnknownMetadataError as error:
+        return Verification(path=directory, state=State.NOT_UNDERSTOOD, note=error.message)
+    except (OSError, DamagedCheckpointError, UntrustedMetadataError) as error:
+        what = error.message if isinstance(error, NostallError) else _unreadable(error)
+        damage = Damage(file=_torch.METADATA_NAME, what=what)
+        return Verification(path=directory, state=State.DAMAGED, damages=(damage,))
+    return _compared(checkpoint, threads, progress)
+
+
+def _compared(
+    checkpoint: _Checkpoint, threads: int, tell: Callable[[int, int], object] | None
+) -> Verification:
+    directory = checkpoint.path
     damages = {damage.file: damage for damage in _sizes(checkpoint)}
     whole = [name for name in _names(checkpoint) if name not in damages]
     use_fastest()
-    reading = _Progress(sum(_nbytes(directory, name) for name in whole), progress)
+    progress = Progress(sum(_nbytes(directory, name) for name in whole), tell)
     with ThreadPoolExecutor(max(1, threads), "nostall-verify") as pool:
-        looked_at = list(pool.map(lambda name: _look_at(checkpoint, name, reading), whole))
+        looked_at = list(
+            pool.map(
+                lambda name: look_at(
+                    directory,
+                    name,
+                    extents=checkpoint.extents.get(name, ()),
+                    crc32=checkpoint.crc32.get(name),
+                    progress=progress,
+                ),
+                whole,
+            )
+        )
     found = [each.damage for each in looked_at if each.damage is not None]
     unchecked = [item for each in looked_at for item in each.unchecked]
     written_as_archives = any(each.archives for each in looked_at)
@@ -181,6 +252,8 @@ def verify(
             unchecked += each.strangers
     return Verification(
         path=directory,
+        state=State.DAMAGED if damages or found else State.WHOLE,
+        note=checkpoint.note,
         damages=(*damages.values(), *found),
         files=len(whole) + len(damages),
         nbytes=sum(_nbytes(directory, name) for name in _names(checkpoint)),
@@ -190,30 +263,52 @@ def verify(
     )
 
 
-def _read(directory: str) -> _Checkpoint:
+def _read(directory: str, *, with_items: bool) -> _Checkpoint:
+    """What a checkpoint says of itself; where it has a manifest, of its items only if it is asked for them."""
     path = os.path.join(directory, _torch.METADATA_NAME)
-    pickled, manifest = split(read_metadata_file(path), path=path)
+    extents: Mapping[str, list[Extent]] = {}
+    note = None
+    with open_to_read(path) as stream:
+        manifest = manifest_of(stream, path=path)
+        if with_items or manifest is None:
+            try:
+                extents = _extents(stream, path)
+            except UntrustedMetadataError as error:
+                if manifest is None:
+                    raise
+                note = error.message  # but it is what was written
+    files = manifest.files if manifest is not None else ()
+    return _Checkpoint(
+        path=directory,
+        manifest=manifest,
+        extents=extents,
+        crc32={file.name: file.crc32 for file in files},
+        note=note,
+    )
+
+
+def _extents(stream: BinaryIO, path: str) -> Mapping[str, list[Extent]]:
+    """Where the items of a checkpoint are, by file."""
+    try:
+        content = read_metadata(stream, path)
+    except ReadError as error:
+        raise UnknownMetadataError(error.message, phase="read", path=path) from error
+    pickled, _ = split(content, path=path)
     metadata: Metadata = load_metadata(pickled, path=path)
     missing = set(planned_indices(metadata)).difference(metadata.storage_data or ())
     if missing:
-        named = sorted({index.fqn for index in missing})[:3]
+        named = sorted({str(index.fqn) for index in missing})[:3]
         raise DamagedCheckpointError(
             f"it does not say where {len(missing)} of its items are, {named} among them", path=path
         )
     by_file: dict[str, list[Extent]] = defaultdict(list)
     for extent in extents_of(metadata, path=path):
         by_file[extent.file].append(extent)
-    files = manifest.files if manifest is not None else ()
-    return _Checkpoint(
-        path=directory,
-        manifest=manifest,
-        extents=by_file,
-        crc32={file.name: file.crc32 for file in files},
-    )
+    return by_file
 
 
-def _not_readable(directory: str, what: str) -> Verification:
-    return Verification(path=directory, damages=(Damage(file=_torch.METADATA_NAME, what=what),))
+def _unreadable(error: OSError) -> str:
+    return f"it cannot be read: {error.strerror}"
 
 
 def _names(checkpoint: _Checkpoint) -> list[str]:
@@ -240,10 +335,10 @@ def _sizes(checkpoint: _Checkpoint) -> Iterator[Damage]:
             yield Damage(file=name, what="it is missing", items=items)
             continue
         except OSError as error:
-            yield Damage(file=name, what=f"it cannot be read: {error.strerror}", items=items)
+            yield Damage(file=name, what=_unreadable(error), items=items)
             continue
         if not stat.S_ISREG(status.st_mode):
-            yield Damage(file=name, what="it is no file", items=items)
+            yield Damage(file=name, what="it is not a regular file", items=items)
             continue
         there = status.st_size
         if there < nbytes or (exactly and there != nbytes):
@@ -252,98 +347,12 @@ def _sizes(checkpoint: _Checkpoint) -> Iterator[Damage]:
             yield Damage(file=name, what=what, items=tuple(beyond))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Looked:
-    """What was seen in one file of the right size."""
-
-    file: str
-    damage: Damage | None = None
-    unchecked: tuple[str, ...] = ()
-    """Items that were stored without checksums."""
-    strangers: tuple[str, ...] = ()
-    """Items that are no archives."""
-    archives: int = 0
-    """How many items are."""
-
-
-def _look_at(checkpoint: _Checkpoint, name: str, reading: _Progress) -> _Looked:
-    path = os.path.join(checkpoint.path, name)
-    extents = checkpoint.extents.get(name, [])
-    expected = checkpoint.crc32.get(name)
-    try:
-        if expected is None:
-            return _look_into(path, name, extents, reading)
-        found = crc32_of_file(path, reading.add)
-        if found == expected:
-            return _Looked(file=name)
-        inside = _look_into(path, name, extents, _Progress(0, None))
-    except OSError as error:
-        what = f"it cannot be read: {error.strerror}"
-        return _Looked(file=name, damage=Damage(file=name, what=what))
-    items = (*(inside.damage.items if inside.damage is not None else ()), *inside.strangers)
-    what = f"its CRC-32 is {found:08x} instead of {expected:08x}"
-    return _Looked(file=name, damage=Damage(file=name, what=what, items=items))
-
-
-def _look_into(path: str, name: str, extents: Iterable[Extent], reading: _Progress) -> _Looked:
-    """As :func:`_look_at`, by the checksums of the archives in the file."""
-    wrong: list[tuple[str, str]] = []
-    unchecked: list[str] = []
-    strangers: list[str] = []
-    archives = 0
-    with open(path, "rb") as stream:
-        for extent in extents:
-            if extent.is_transformed:
-                unchecked.append(extent.item)
-                continue
-            try:
-                why = damage_of_container(stream, extent.offset, extent.length)
-                archives += 1
-            except ChecksumMissing:
-                unchecked.append(extent.item)
-                archives += 1
-                continue
-            except NoArchive:
-                strangers.append(extent.item)
-                continue
-            finally:
-                reading.add(extent.length)
-            if why is not None:
-                wrong.append((extent.item, why))
-    items = tuple(item for item, _ in wrong)
-    return _Looked(
-        file=name,
-        damage=Damage(file=name, what=wrong[0][1], items=items) if wrong else None,
-        unchecked=tuple(unchecked),
-        strangers=tuple(strangers),
-        archives=archives,
-    )
-
-
 def _committed_at_s(metadata_path: str) -> float:
     try:
-        _, manifest = split(read_metadata_file(metadata_path), path=metadata_path)
+        with open_to_read(metadata_path) as stream:
+            manifest = manifest_alone(stream)
         if manifest is not None:
             return manifest.committed_at_s
-    except (OSError, DamagedCheckpointError):
-        pass  # it will be passed over, and named if it is newer than what is taken
-    try:
         return os.stat(metadata_path).st_mtime
     except OSError:
-        return 0.0
-
-
-@dataclass(slots=True)
-class _Progress:
-    """Counts what several threads have read."""
-
-    total: int
-    tell: Callable[[int, int], object] | None
-    done: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, nbytes: int) -> None:
-        with self.lock:
-            self.done += nbytes
-            if self.tell is not None:
-                self.tell(self.done, self.total)
+        return 0.0  # it will be passed over, and named if it is newer than what is taken

@@ -11,14 +11,15 @@ from collections.abc import Callable
 from typing import IO, BinaryIO
 
 from nostall import _checksum
+from nostall.errors import ReadError
 
 _PIECE_NBYTES = 8 << 20
 _BEGIN = b"PK\x03\x04"
 _END = b"PK\x05\x06"
 _END_NBYTES = 22
 """Of the last record of an archive without a comment."""
-_MOST_METADATA_NBYTES = 16 << 30
-"""Some hundred bytes per item, so more items than any model has, a hundred times over."""
+MOST_METADATA_NBYTES = 2 << 30
+"""How long metadata may be that is read. It takes some hundred bytes per item, so this is for millions of them."""
 
 
 class ChecksumMissing(Exception):  # an answer, not an error
@@ -30,15 +31,16 @@ class NoArchive(Exception):
 
 
 def open_to_read(path: str) -> BinaryIO:
-    """Open a file for reading.
+    """Open a regular file for reading; a pipe would be waited for, and a device may have no end.
 
     Raises:
-        OSError: It cannot be read, or is none; a pipe of that name would be waited for.
+        ReadError: It is not a regular file.
+        OSError: It cannot be opened.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "it is no file", path)
+        raise ReadError("it is not a regular file", errno=errno.EINVAL, phase="read", path=path)
     return open(fd, "rb")
 
 
@@ -46,18 +48,32 @@ def read_metadata_file(path: str) -> bytes:
     """The content of a file that should hold metadata.
 
     Raises:
-        OSError: It cannot be read, or is none; or it is too long for that, and for memory.
+        ReadError: It is not a regular file, or too long (:func:`read_metadata`).
+        OSError: It cannot be read.
     """
     with open_to_read(path) as stream:
-        nbytes = os.fstat(stream.fileno()).st_size
-        if nbytes > _MOST_METADATA_NBYTES:
-            raise OSError(errno.EFBIG, f"it has {nbytes} bytes, which is no metadata", path)
-        try:
-            return stream.read()
-        except MemoryError as error:
-            raise OSError(
-                errno.ENOMEM, f"there is no memory for its {nbytes} bytes", path
-            ) from error
+        return read_metadata(stream, path)
+
+
+def read_metadata(stream: BinaryIO, path: str) -> bytes:
+    """As :func:`read_metadata_file`, for a file that is open.
+
+    Raises:
+        ReadError: It is longer than :data:`MOST_METADATA_NBYTES`, or than there is memory for.
+        OSError: It cannot be read.
+    """
+    nbytes = os.fstat(stream.fileno()).st_size
+    if nbytes > MOST_METADATA_NBYTES:
+        what = (
+            f"it has {nbytes} bytes, and metadata of more than {MOST_METADATA_NBYTES} is not read"
+        )
+        raise ReadError(what, errno=errno.EFBIG, phase="read", path=path)
+    stream.seek(0)
+    try:
+        return stream.read(nbytes)  # and no more if it grows
+    except MemoryError as error:
+        what = f"there is no memory for its {nbytes} bytes"
+        raise ReadError(what, errno=errno.ENOMEM, phase="read", path=path) from error
 
 
 def crc32_of_file(path: str, progress: Callable[[int], object]) -> int:
