@@ -32,7 +32,7 @@ from nostall._storage.reading import damage_of_container
 from nostall._writer.framing import Receiver, encode, send
 from nostall._writer.main import _Writer
 from nostall._writer.messages import report_from_message
-from nostall.errors import ProtocolError, UntrustedMetadataError
+from nostall.errors import ProtocolError, UnknownMetadataError, UntrustedMetadataError
 from nostall.integrity import State
 from states import small_state
 from test_integrity import by_queue, with_manifest_of
@@ -100,6 +100,9 @@ CALLS: dict[str, tuple[str, str, Any]] = {
     "member of another kind": (_METADATA, "_MEM_FORMAT_ENCODING", [[1]]),
     "path without a measure": ("pathlib", "PosixPath", "a" * 100_000),
     "device of another kind": ("torch", "device", [1]),
+    "device of a newer torch": ("torch", "device", "abacus"),
+    "member of a newer torch": (_METADATA, "_MEM_FORMAT_ENCODING", 99),
+    "layout of a newer torch": ("torch.serialization", "_get_layout", "torch.woven"),
 }
 
 
@@ -108,7 +111,7 @@ def test_calls_take_what_metadata_gives_them(call: tuple[str, str, Any]) -> None
     """Whatever else a function or class could be made to do with its arguments."""
     module, name, argument = call
     plain = pickle.dumps(argument, protocol=3)[2:-1]
-    with pytest.raises(UntrustedMetadataError):
+    with pytest.raises(UnknownMetadataError):
         load_metadata(
             TWO + _named(module, name) + plain + pickle.TUPLE1 + pickle.REDUCE + END, path="p"
         )

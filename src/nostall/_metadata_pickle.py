@@ -83,13 +83,13 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         known = _KNOWN.get((module, name))
         if known is None:
-            _refuse("names", f"{module}.{name}")
+            _refuse(f"the name {module}.{name}")
         return known
 
 
-def _refuse(verb: str, what: str) -> NoReturn:
+def _refuse(what: str) -> NoReturn:
     raise UnknownMetadataError(
-        f"the metadata {verb} {what}, which is not part of DCP metadata in torch {torch.__version__}",
+        f"the metadata has {what}, which is not part of DCP metadata in torch {torch.__version__}",
         phase="read",
         hint=HINT,
     )
@@ -102,7 +102,7 @@ class _StandIn(type):
     """A class that a pickle can make bare instances of and do nothing else with."""
 
     def __call__(cls, *_arguments: Any, **_named: Any) -> Any:
-        _refuse("has", f"a call of the class {cls.__name__}")
+        _refuse(f"a call of the class {cls.__name__}")
 
 
 def _stand_in(kind: type) -> _StandIn:
@@ -148,12 +148,10 @@ def _typed_stand_in(kind: type, types: Mapping[str, tuple[type, ...]]) -> _Stand
 
     def set_state(self: Any, state: Any) -> None:
         if type(state) is not dict:
-            _refuse("has", f"a {kind.__name__} without named attributes")
+            _refuse(f"a {kind.__name__} without named attributes")
         for name, wanted in needed:
             if name in state and type(state[name]) not in wanted:
-                _refuse(
-                    "has", f"a {kind.__name__} with a {type(state[name]).__name__} as its {name}"
-                )
+                _refuse(f"a {kind.__name__} with a {type(state[name]).__name__} as its {name}")
         self.__dict__.update(state)
         object.__setattr__(self, "__class__", kind)
 
@@ -163,10 +161,10 @@ def _typed_stand_in(kind: type, types: Mapping[str, tuple[type, ...]]) -> _Stand
 def _properties_stand_in(kind: type[metadata.TensorProperties]) -> _StandIn:
     def set_state(self: Any, state: Any) -> None:
         if type(state) is not tuple or tuple(map(type, state[:5])) != _PROPERTIES:
-            _refuse("has", "tensor properties of another form")
+            _refuse("tensor properties of another form")
         own = _torch.own_properties(state)
         if own is None or not all(map(_is_plain, own[5:])):
-            _refuse("has", f"tensor properties with {len(state)} values")
+            _refuse(f"tensor properties with {len(state)} values")
         self.__class__ = kind
         self.__setstate__(own)
 
@@ -184,23 +182,24 @@ def _is_plain(value: Any) -> bool:
 
 def _size(numbers: Any = ()) -> torch.Size:
     if type(numbers) is not tuple or len(numbers) > _MOST_DIMENSIONS:
-        _refuse("has", "a size that is no row of a few numbers")
+        _refuse("a size that is no row of a few numbers")
     for number in numbers:
         if type(number) is not int or not 0 <= number <= MOST_NBYTES:
-            _refuse("has", "a size that cannot be")
+            _refuse("a size that cannot be")
     return torch.Size(numbers)
 
 
 def _of_simple(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, for a few numbers and short texts as arguments."""
+    name = getattr(function, "__name__", function)
 
     def call(*arguments: Any) -> Any:
         if len(arguments) > _MOST_DIMENSIONS or not all(map(_is_simple, arguments)):
-            _refuse(
-                "has",
-                f"a call of {getattr(function, '__name__', function)} with what it never takes",
-            )
-        return function(*arguments)
+            _refuse(f"a call of {name} with what it never takes")
+        try:
+            return function(*arguments)
+        except (KeyError, ValueError, RuntimeError):  # a member that another torch has added
+            _refuse(f"a call of {name} with what it does not know")
 
     return call
 
@@ -218,7 +217,7 @@ def _path(*parts: Any) -> pathlib.PurePath:
         sum(len(part) if type(part) is str else _MOST_PATH_NCHARS for part in parts)
         > _MOST_PATH_NCHARS
     ):
-        _refuse("has", "a path of more than any path has")
+        _refuse("a path of more than any path has")
     return pathlib.Path(*parts)
 
 

@@ -273,7 +273,7 @@ def _read(directory: str, *, with_items: bool) -> _Checkpoint:
         if with_items or manifest is None:
             try:
                 extents = _extents(stream, path)
-            except UntrustedMetadataError as error:
+            except (DamagedCheckpointError, UntrustedMetadataError) as error:
                 if manifest is None:
                     raise
                 note = error.message  # but it is what was written
@@ -312,7 +312,7 @@ def _unreadable(error: OSError) -> str:
 
 
 def _names(checkpoint: _Checkpoint) -> list[str]:
-    return sorted({*checkpoint.extents, *checkpoint.crc32})
+    return sorted(checkpoint.extents if checkpoint.manifest is None else checkpoint.crc32)
 
 
 def _nbytes(directory: str, name: str) -> int:
@@ -324,10 +324,12 @@ def _nbytes(directory: str, name: str) -> int:
 
 def _sizes(checkpoint: _Checkpoint) -> Iterator[Damage]:
     """Files that are missing, or too short or too long to be what was written."""
-    wanted = {name: (extents[-1].end, False) for name, extents in checkpoint.extents.items()}
-    if checkpoint.manifest is not None:
-        wanted |= {file.name: (file.nbytes, True) for file in checkpoint.manifest.files}
-    for name, (nbytes, exactly) in sorted(wanted.items()):
+    if checkpoint.manifest is None:
+        wanted = {name: extents[-1].end for name, extents in checkpoint.extents.items()}
+    else:
+        wanted = {file.name: file.nbytes for file in checkpoint.manifest.files}
+    exactly = checkpoint.manifest is not None
+    for name, nbytes in sorted(wanted.items()):
         items = tuple(extent.item for extent in checkpoint.extents.get(name, ()))
         try:
             status = os.stat(os.path.join(checkpoint.path, name))
