@@ -22,7 +22,7 @@ from nostall._writer.faults import Faults
 from nostall._writer.framing import Message, Receiver, encode
 from nostall._writer.handle import WriterProcess
 from nostall._writer.main import _Writer
-from nostall._writer.messages import progress_to_message
+from nostall._writer.messages import created_to_message, progress_to_message
 from nostall._writer.position import Position
 from nostall._writer.seals import cut
 from nostall.errors import ProtocolError
@@ -38,6 +38,7 @@ class _Trainer(WriterProcess):
         self._lock = threading.Lock()
         self._ready = threading.Event()
         self._on_progress = lambda _job, _nbytes: None
+        self._created = {"j/0/0": lambda _name: None}
         future: Future[RankReport] = Future()
         self._waiting = {"j": _Waiting(future=future, on_death=_nobody_dies, holds=None)}
 
@@ -137,7 +138,8 @@ def _good_messages() -> tuple[list[Message], list[Message]]:
         {"type": "close", "descriptors": 2},
     ]
     progress = progress_to_message("j/0/0", 4096)
-    return to_writer, [written, written, failed, progress, {"type": "ready", "pid": 1}]
+    created = created_to_message("j/0/0", "__0_0.distcp")
+    return to_writer, [written, written, failed, progress, created, {"type": "ready", "pid": 1}]
 
 
 def _framed(side: int, chance: Random) -> bytes:

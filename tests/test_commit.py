@@ -36,6 +36,7 @@ from nostall.errors import (
     CheckpointExistsError,
     IncompleteSaveError,
     NotDurableError,
+    SaveError,
     UntrustedMetadataError,
     WriteError,
 )
@@ -287,13 +288,13 @@ def test_descriptors_that_the_system_does_not_take_are_closed_here(tmp_path: Pat
 class RefusedRename(RecordingOs):
     """A system that refuses renames and, if asked, then does not know what is there either."""
 
-    def __init__(self, *, knows: bool) -> None:
+    def __init__(self, code: int, *, knows: bool) -> None:
         super().__init__()
-        self._knows, self._refused = knows, False
+        self._code, self._knows, self._refused = code, knows, False
 
     def replace(self, source: str, target: str) -> None:
         self._refused = True
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(self._code, os.strerror(self._code))
 
     def stat(self, path: str) -> os.stat_result:
         if self._refused and not self._knows:
@@ -304,7 +305,7 @@ class RefusedRename(RecordingOs):
 def test_a_rename_that_was_refused_is_told_with_its_own_reason(tmp_path: Path) -> None:
     """Not with that of the look at what it has led to."""
     with (
-        patch.object(posix, "os", RefusedRename(knows=True)),
+        patch.object(posix, "os", RefusedRename(errno.ENOSPC, knows=True)),
         pytest.raises(WriteError) as caught,
     ):
         publish(tmp_path)
@@ -361,11 +362,11 @@ def test_files_are_removed_although_the_writer_process_dies_meanwhile(tmp_path: 
 def test_a_commit_of_which_nobody_knows_counts_as_one_that_may_be_there(tmp_path: Path) -> None:
     """So nothing that the metadata may refer to is removed."""
     with (
-        patch.object(posix, "os", RefusedRename(knows=False)),
+        patch.object(posix, "os", RefusedRename(errno.EIO, knows=False)),
         pytest.raises(NotDurableError, match="cannot be told") as caught,
     ):
         publish(tmp_path)
-    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.errno == errno.EIO
 
 
 def test_what_fails_after_the_commit_removes_nothing(tmp_path: Path) -> None:
@@ -604,9 +605,10 @@ def test_a_checkpoint_with_a_missing_item_is_not_published(tmp_path: Path, lost:
     missing = results.pop(lost)
     with pytest.raises(IncompleteSaveError, match=missing.index.fqn):
         writer.finish(metadata, [results])
-    assert not (tmp_path / ".metadata").exists()
-    writer.finish(metadata, [[*results, missing]])
-    assert_loads(tmp_path, small_state())
+    assert names_in(tmp_path) == set()
+    with pytest.raises(SaveError, match="were removed"):
+        writer.finish(metadata, [[*results, missing]])
+    assert names_in(tmp_path) == set()
 
 
 # --- which files belong to a checkpoint -------------------------------------------------------------------------------

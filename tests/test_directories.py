@@ -207,7 +207,6 @@ def test_a_checkpoint_that_cannot_be_seen_for_a_moment_is_not_overwritten(tmp_pa
     with AsyncCallsQueue() as before:
         schedule(before, path, small_state(1))
     reset()
-    _directories.forget(str(path))
     with patch.object(posix, "os", Unreachable()):
         schedule(queue, path, small_state(2))
     written(queue)

@@ -16,7 +16,7 @@ import nostall
 from nostall.core import AsyncCallsQueue
 from nostall.errors import WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
-from states import schedule
+from states import read_metadata, schedule
 
 Save = Callable[[Path, float], None]
 
@@ -68,7 +68,7 @@ def test_a_link_to_nowhere_is_an_error(tmp_path: Path, save: Save) -> None:
 def test_what_a_name_leads_to_is_never_written_into(
     tmp_path: Path, save: Save, link: Callable[[Path, Path], None]
 ) -> None:
-    """Where a symbolic or a hard link has the name of a file that a save makes, the link goes and its other end stays."""
+    """Where a symbolic or a hard link has the name of a file that a save makes, the file gets another name."""
     (tmp_path / "saved").mkdir()
     for name in ("__0_0.distcp", ".metadata.tmp"):
         (tmp_path / f"precious {name}").write_text("of somebody else")
@@ -77,7 +77,11 @@ def test_what_a_name_leads_to_is_never_written_into(
     assert value_in(tmp_path / "saved") == 1.0
     for name in ("__0_0.distcp", ".metadata.tmp"):
         assert (tmp_path / f"precious {name}").read_text() == "of somebody else"
-    mode = (tmp_path / "saved" / "__0_0.distcp").lstat()
+    (name,) = {
+        info.relative_path for info in read_metadata(tmp_path / "saved").storage_data.values()
+    }
+    assert name.startswith("__0_0-")
+    mode = (tmp_path / "saved" / name).lstat()
     assert stat.S_ISREG(mode.st_mode)
     assert mode.st_nlink == 1
 

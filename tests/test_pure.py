@@ -51,6 +51,7 @@ from nostall._jobs import (
     WriteJob,
 )
 from nostall._lifecycle import TRANSITIONS, Lifecycle, State
+from nostall._names import is_shard_name
 from nostall._pipeline.collect import collect, require_all_present, require_one_result_each
 from nostall._pipeline.plan_cache import (
     CachedPlans,
@@ -663,7 +664,7 @@ FAILURES = st.builds(
 )
 RECEIPTS = st.builds(
     FileReceipt,
-    name=TEXT,
+    name=TEXT.filter(is_shard_name),
     nbytes=NUMBERS,
     packed_crc32=st.lists(CRCS, max_size=4).map(lambda crcs: array("I", crcs).tobytes()),
     crc32_of_file=st.none() | CRCS,
@@ -845,6 +846,7 @@ def example_messages() -> list[dict[str, Any]]:
     )
     receipt = FileReceipt(
         name="f",
+        planned_name="f",
         nbytes=1,
         packed_crc32=bytes(4),
         crc32_of_file=7,

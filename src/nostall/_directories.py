@@ -1,48 +1,70 @@
-"""What this process is doing in checkpoint directories: which saves may use plain file names, and who commits.
+"""What this process is doing in checkpoint directories: which files its saves have made there, and who commits.
 
-A directory is known by where its path leads, not by how that is written, and whichever engine a save belongs to.
+A directory that is committed to is known by where its path leads, not by how that is written, and whichever engine a save
+belongs to.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from nostall.errors import SaveTimeoutError
 
-_KEPT = 4096
-"""Directories with a checkpoint of ours that are remembered."""
+_UNTOLD = 64
+"""Saves of whose end nobody has told that are remembered: some files each."""
 
 
-class Claim:
-    """The right to plain file names in a directory, for as long as somebody holds it and it is not released.
+class Visit:
+    """One rank's part of one save in a checkpoint directory, as long as the save may be under way.
 
-    Two saves that are under way in one directory must not share names, and neither may use those of a committed checkpoint.
+    Args:
+        directory: The checkpoint directory.
+        created: Paths of the files that the save has made there so far.
     """
 
-    def __init__(self, key: tuple[str, str]) -> None:
-        self._key = key
-
-    def release(self) -> None:
-        """Let the next save have the names. Idempotent."""
+    def __init__(self, directory: str, created: Set[str]) -> None:
+        self._directory = directory
+        self._created = created
+        self._thread: threading.Thread | None = None
         with _state.lock:
-            if _state.claims.get(self._key) is self:  # and not a later save's
-                del _state.claims[self._key]
+            _state.visits.add(self)
 
-    def keep(self) -> None:
-        """Let no other save of this process have the names: a committed checkpoint has them now.
+    def wait_untold(self) -> None:
+        """All is written, in this thread, which goes on when other ranks and the commit are done, and is not told how."""
+        self._thread = threading.current_thread()
+        with _state.lock:
+            _state.untold.append(self)
 
-        Its metadata would tell as well, but a network file system may say for a while that it is not there.
+    def end(self) -> None:
+        """It is known what became of the save's files. Idempotent."""
+        with _state.lock:
+            _state.visits.discard(self)
+            if self in _state.untold:
+                _state.untold.remove(self)
+
+    def left_before(self) -> tuple[str, ...]:
+        """Names of what earlier saves of this process have made in the same directory, if nobody has told of their end.
+
+        They are over, as their threads do something else; what became of them may be known to the coordinator.
         """
         with _state.lock:
-            _state.claims.setdefault(self._key, self)
-            _state.kept[self._key] = self
-            while len(_state.kept) > _KEPT:
-                _state.kept.popitem(last=False)
+            visits, untold = list(_state.visits), list(_state.untold)
+        here = {visit for visit in untold if visit._directory == self._directory}
+        over = {visit for visit in here if visit is not self and visit._is_over()}
+        busy = set().union(*(visit._created for visit in visits if visit not in over))
+        left = set().union(*(visit._created for visit in over)) - busy
+        return tuple(sorted(map(os.path.basename, left)))
+
+    def _is_over(self) -> bool:
+        thread = self._thread
+        return thread is not None and (
+            thread is threading.current_thread() or not thread.is_alive()
+        )
 
 
 class _State:
@@ -52,28 +74,21 @@ class _State:
     def start_over(self) -> None:
         """Also in a forked child, where a lock may be held by a thread that the child does not have."""
         self.lock = threading.Lock()
-        self.claims: WeakValueDictionary[tuple[str, str], Claim] = WeakValueDictionary()
-        self.kept: OrderedDict[tuple[str, str], Claim] = OrderedDict()
+        self.visits: WeakSet[Visit] = WeakSet()
+        self.untold: deque[Visit] = deque(maxlen=_UNTOLD)
         self.committing: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 
 
 _state = _State()
 
 
-def claim(directory: str, prefix: str, *, committed: bool) -> Claim | None:
-    """The right to plain file names in a directory, or ``None`` if somebody has it.
-
-    Args:
-        directory: The checkpoint directory, which need not be there yet.
-        prefix: What this rank's file names begin with.
-        committed: Whether a checkpoint is there, or may be.
-    """
-    key = (os.path.realpath(directory), prefix)
+def names_in_use(directory: str) -> set[str]:
+    """Names of the files of saves of this process that are under way in a directory."""
     with _state.lock:
-        if committed or key in _state.claims:
-            return None
-        made = _state.claims[key] = Claim(key)
-        return made
+        visits = [visit for visit in _state.visits if not visit._is_over()]
+    where = os.path.realpath(directory)
+    here = [visit for visit in visits if os.path.realpath(visit._directory) == where]
+    return {os.path.basename(path) for visit in here for path in set(visit._created)}
 
 
 @contextmanager
@@ -97,15 +112,6 @@ def committing(directory: str, *, timeout_s: float) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def forget(directory: str) -> None:
-    """There is no checkpoint in this directory any more."""
-    where = os.path.realpath(directory)
-    with _state.lock:
-        for key in [key for key in _state.kept if key[0] == where]:
-            del _state.kept[key]
-            _state.claims.pop(key, None)
 
 
 os.register_at_fork(after_in_child=_state.start_over)

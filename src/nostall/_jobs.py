@@ -84,6 +84,8 @@ class FileReceipt:
 
     name: str
     """Path below the checkpoint directory; also DCP's storage key."""
+    planned_name: str
+    """The name in the job: another one, if something had that."""
     nbytes: int
     packed_crc32: bytes
     """Four bytes per slot, see :attr:`crc32`: tens of thousands of numbers that are seldom asked for."""
@@ -115,7 +117,7 @@ class RankWritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailed:
-    """A rank could not do its part; its partial files are removed."""
+    """A rank could not do its part; the files that it had made for it are removed."""
 
     rank: int
     failure: Failure
@@ -137,6 +139,7 @@ class FileImage:
     """One file to write: its name, and the memory that already holds all but the sealed bytes."""
 
     name: str
+    """A similar one is taken if something has it."""
     nbytes: int
     block: int
     """Identifier of the arena block that holds the image."""

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -195,7 +195,7 @@ def plan_together(
             raise
         final = made.final[coordination.rank]
         plans = CachedPlans(
-            group=identity[0], planner=identity[1], local=local, final=final, validated=True
+            group=identity[0], planner=identity[1], local=local, final=_kept(final), validated=True
         )
         return final, _keep(memory, plans, made if coordination.is_coordinator else None)
     gathered = coordination.gather(local if isinstance(local, SavePlan) else sendable(local))
@@ -211,10 +211,19 @@ def plan_together(
         group=identity[0],
         planner=identity[1],
         local=local,
-        final=mine.final,
+        final=_kept(mine.final),
         validated=mine.validated,
     )
     return mine.final, _keep(memory, plans, made_here)
+
+
+def _kept(final: SavePlan) -> SavePlan:
+    """A final plan without what the coordinator says of the directory of this one save."""
+    if type(final.storage_data) is _torch.StoragePrefix or not hasattr(
+        final.storage_data, "prefix"
+    ):
+        return final
+    return replace(final, storage_data=_torch.StoragePrefix(final.storage_data.prefix))
 
 
 def _decide_centrally(

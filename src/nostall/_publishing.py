@@ -5,10 +5,11 @@ Runs on the coordinator. What may fail before the commit, so that the files are 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 
@@ -26,10 +27,11 @@ from nostall._metadata import (
     publication_of,
     referenced_files,
 )
-from nostall._names import is_ours_to_remove
+from nostall._names import METADATA_SUFFIX, is_given_to_shards, is_ours_to_remove
 from nostall._pipeline.collect import require_all_present
 from nostall._pipeline.commit import Begun, commit
 from nostall._runtime import Engine
+from nostall._storage.posix import remove_files
 from nostall._storage.reading import open_to_read, read_metadata_file
 from nostall._values import RankFiles
 from nostall._writer.faults import Faults
@@ -37,6 +39,12 @@ from nostall.errors import NotDurableError, SaveAbortedError, SaveTimeoutError, 
 
 _LOCK_GRACE_S = 1.0
 """Who waits for another save's commit to end has the error that says so, not the one of storage that hangs."""
+
+_log = logging.getLogger("nostall")
+
+_LONG_S = 600.0
+_SAVES_PER_AGE = 2
+"""A file that was written that many deadlines of a save ago, and no less than ten minutes each, is no save's under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +55,8 @@ class FinishedMetadata:
     """In pieces, those of the publication's program first."""
     storage_meta: StorageMeta | None
     """What DCP says there about this one save."""
+    left: frozenset[str]
+    """Names of files that ranks have made for earlier saves and know nothing of."""
 
 
 def publication_of_results(metadata: Metadata, results: list[list[WriteResult]]) -> Publication:
@@ -83,7 +93,8 @@ def finish_metadata(
             crc32=_checksum.crc32(last, publication.crc32),
             committed_at_s=time.time(),
         )
-    return FinishedMetadata(content=content, storage_meta=storage_meta)
+    left = chain.from_iterable(each.left for each in written if each is not None)
+    return FinishedMetadata(content=content, storage_meta=storage_meta, left=frozenset(left))
 
 
 def publish(
@@ -118,13 +129,13 @@ def publish(
 
     def run() -> None:
         with _directories.committing(directory, timeout_s=timeout_s):
-            replaced = files_of(path) - publication.files
+            replaced = files_of(path)
             file = None if ahead is None else ahead.take(publication, timeout_s=timeout_s)
             commit(
                 directory,
                 finished.content,
                 metadata_name=name,
-                replaced_files=replaced,
+                replaced_files=_unused(path, publication, replaced, finished.left, timeout_s),
                 sync=sync,
                 begun=None if file is None else Begun(file=file, pieces=len(publication.program)),
                 remove=to_remove.extend,
@@ -184,6 +195,86 @@ class _PointOfNoReturn:
         with self._lock:
             self._is_given_up = not self._is_passed
             return self._is_given_up
+
+
+def _unused(
+    path: str,
+    publication: Publication,
+    replaced: Set[str],
+    left: Set[str],
+    save_timeout_s: float,
+) -> Iterator[str]:
+    """Names of the files that nothing refers to once metadata is published; looks at the directory only then.
+
+    Args:
+        path: The metadata file.
+        publication: What was published.
+        replaced: Names of the replaced checkpoint's files.
+        left: Names of files that ranks of this save have made before, for saves that are over.
+        save_timeout_s: How long a save may take.
+    """
+    used = publication.files | _directories.names_in_use(os.path.dirname(path))
+    yield from replaced - used
+    try:
+        strangers = _unreferenced(path) - used - replaced
+        yield from strangers & left
+        yield from _old_ones(path, strangers - left, save_timeout_s)
+    except OSError:  # which is no reason to fail, and the next save looks again
+        _log.debug("files of other saves are not looked for path=%s", path, exc_info=True)
+
+
+def _unreferenced(path: str) -> set[str]:
+    """Names in a directory as shard files have them that no other metadata than this refers to."""
+    directory, own = os.path.split(path)
+    names = os.listdir(directory)
+    strangers = set(filter(is_given_to_shards, names))
+    for name in names:
+        if name.endswith(METADATA_SUFFIX) and name != own:
+            files = files_of(os.path.join(directory, name))
+            if not files:  # it cannot be read, for all that is known
+                return set()
+            strangers -= files
+    return strangers
+
+
+def _old_ones(path: str, names: Set[str], save_timeout_s: float) -> Iterator[str]:
+    """Those of the files that no save of any process can still be about to commit, by the clock of the storage."""
+    directory, own = os.path.split(path)
+    rank = own.removesuffix(METADATA_SUFFIX)  # empty, if all ranks have saved together
+    if not names:
+        return
+    oldest_s = os.stat(path).st_mtime - _SAVES_PER_AGE * max(save_timeout_s, _LONG_S)
+    for name in sorted(names):
+        is_of_rank = not rank or f"{rank}_" in name
+        if is_of_rank and os.stat(os.path.join(directory, name)).st_mtime < oldest_s:
+            yield name
+
+
+def remove_unpublished(
+    path: str, results: Sequence[Sequence[WriteResult]], written: Sequence[RankFiles | None]
+) -> None:
+    """Remove all ranks' files of a save of which it is certain that its metadata was not published.
+
+    Args:
+        path: The metadata file.
+        results: What all ranks have written.
+        written: Where each rank has written it; what is elsewhere, or unknown, stays.
+    """
+    directory = os.path.dirname(path)
+    names = {
+        result.storage_data.relative_path
+        for of_rank, each in zip(results, written, strict=True)
+        if each is not None and each.directory == directory
+        for result in of_rank
+    }
+
+    def remove(paths: Sequence[str]) -> None:
+        # Another host's directory may have the same path, and a checkpoint in it.
+        committed = files_of(path)
+        remove_files(each for each in paths if os.path.basename(each) not in committed)
+
+    paths = [os.path.join(directory, name) for name in sorted(filter(is_ours_to_remove, names))]
+    remove_in_time(paths, remove=remove)
 
 
 def is_unpublished(error: Exception) -> bool:

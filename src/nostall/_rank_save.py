@@ -160,30 +160,22 @@ class RankSave(BackgroundSave):
             super()._settle(report)
 
     def discard(self) -> None:
-        """Remove this rank's files of a save that will not be committed, and let the next one have their names.
+        """Remove what this rank has made for a save that will not be committed.
 
         Of one that is over, whoever ended it has decided about its files.
         """
         if not self._is_over:
-            is_gone = remove_in_time(_save.partial_files(self.prepared))
-            # Else what has these names goes when storage answers, and must not be another save's by then.
-            self.aborted = self.aborted or not is_gone
-            self.end(committed=False)
+            # What takes longer goes when storage answers; nothing else ever gets its names.
+            remove_in_time(sorted(self.progress.created))
+            self.end()
 
-    def end(self, *, committed: bool) -> None:
-        """Nothing more is going to be done for this save: let the next one have its names, if they are not a checkpoint's."""
+    def end(self) -> None:
+        """Nothing more is going to be done for this save."""
         self._is_over = True
         self.progress.end()
         if self.ahead is not None:
             self.ahead.drop()
-        claim = self.prepared.target.claim
-        if claim is None:
-            return
-        if committed:
-            claim.keep()
-        elif not self.aborted:
-            # Else somebody whose answer was not waited for may still be writing, and will remove what has these names.
-            claim.release()
+        self.prepared.target.visit.end()
 
     def results(self) -> list[WriteResult]:
         """DCP's write results, waiting for the report if need be.
@@ -192,7 +184,8 @@ class RankSave(BackgroundSave):
             SaveError: The rank failed.
             StagingError: Tensors were changed without waiting for the snapshot.
         """
-        return _save.write_results(self.prepared, self._collect())
+        report = self._collect()
+        return _save.write_results(self.prepared, report)
 
     def require_written(self) -> None:
         """As :meth:`results`, for somebody who knows them.
@@ -201,12 +194,14 @@ class RankSave(BackgroundSave):
             SaveError: The rank failed.
             StagingError: Tensors were changed without waiting for the snapshot.
         """
-        _save.require_written(self.prepared, self._collect())
+        report = self._collect()
+        _save.require_written(self.prepared, report)
 
     def _collect(self) -> RankReport:
         if self._collected is None:
             # Before anything is raised: names and memory of a save that is lost are in use until its report is there.
             self._collected = self.await_report()
+            self.prepared = _save.as_written(self.prepared, self._collected)
             self._changed = [] if self._guard is None else self._guard.changed_unseen()
         if self._changed:
             error = changed_too_early(self._changed)

@@ -101,6 +101,7 @@ def _write(
         cancelled=cancelled,
         cutter=engine.cuts.cut,
         on_progress=_writing.follow(prepared.target, job),
+        on_created=prepared.target.progress.created.add,
     )
 
 

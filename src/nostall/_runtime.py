@@ -190,6 +190,7 @@ class Engine:
                         cpu_priority=self.options.cpu_priority,
                         io_priority=self.options.io_priority,
                         on_progress=self.under_way.wrote,
+                        on_created=self.under_way.created,
                     )
                 )
             return self._writers[:count]

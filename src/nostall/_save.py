@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
 from nostall._deadlines import in_time
-from nostall._directories import Claim
+from nostall._directories import Visit
 from nostall._failures import error_of
 from nostall._jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._pipeline.collect import require_one_result_each
@@ -47,6 +47,14 @@ from nostall.stats import Timeline
 _log = logging.getLogger("nostall")
 
 
+@dataclass
+class Beside(_torch.StoragePrefix):
+    """DCP's prefix of a rank's file names, from a coordinator that has seen a checkpoint."""
+
+    beside: str
+    """The directory that it is in."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTarget:
     """Where and how one rank's files of one save are written."""
@@ -56,8 +64,8 @@ class SaveTarget:
     naming: FileNaming
     options: WriterOptions
     stream: StreamTarget | None
-    claim: Claim | None
-    """Keeps plain file names for this save while anything of it is left; see :class:`~nostall._directories.Claim`."""
+    visit: Visit
+    """Tells other saves of this process that this one is under way in the directory."""
     transform_descriptors: tuple[str, ...] | None
     """What DCP's reader needs to undo stream transforms; ``None`` without any."""
     timeline: Timeline
@@ -194,6 +202,10 @@ def _packing(options: WriterOptions, engine: Engine) -> Packing:
 def require_written(prepared: PreparedSave, report: RankReport) -> list[FileReceipt]:
     """A rank's receipts, in layout order.
 
+    Args:
+        prepared: The save :func:`as_written`.
+        report: What the rank has written.
+
     Raises:
         SaveError: The report says that the rank failed; the subclass says how.
         IncompleteSaveError: There is no receipt for a file.
@@ -216,8 +228,23 @@ def require_written(prepared: PreparedSave, report: RankReport) -> list[FileRece
     return receipts
 
 
+def as_written(prepared: PreparedSave, report: RankReport) -> PreparedSave:
+    """The same with the names that its files have got."""
+    if isinstance(report, RankFailed):
+        return prepared
+    names = {each.planned_name: each.name for each in report.receipts}
+    if all(planned == name for planned, name in names.items()):
+        return prepared
+    files = [replace(file, name=names.get(file.name, file.name)) for file in prepared.layout.files]
+    return replace(prepared, layout=replace(prepared.layout, files=tuple(files)))
+
+
 def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResult]:
     """DCP's results for a rank's report, exactly one per planned item.
+
+    Args:
+        prepared: The save :func:`as_written`.
+        report: What the rank has written.
 
     Raises:
         SaveError: As :func:`require_written`.
@@ -285,7 +312,7 @@ def written_files(prepared: PreparedSave, report: RankReport | None) -> RankFile
             WrittenFile(name=each.name, nbytes=each.nbytes, crc32=each.crc32_of_file)
             for each in report.receipts
         )
-    return RankFiles(directory=target.directory, files=files)
+    return RankFiles(directory=target.directory, files=files, left=target.visit.left_before())
 
 
 _Extents = tuple[tuple[int, int], ...] | None
@@ -309,11 +336,6 @@ def _expected_results(
             index = share.plan.items[slot.item].index
             results.append(WriteResult(index=index, size_in_bytes=length, storage_data=info))
     return results
-
-
-def partial_files(prepared: PreparedSave) -> list[str]:
-    """Where this rank's files would be: what to remove when the save is given up."""
-    return [os.path.join(prepared.target.directory, file.name) for file in prepared.layout.files]
 
 
 def _in_layout_order(prepared: PreparedSave, report: RankWritten) -> list[FileReceipt]:

@@ -52,6 +52,8 @@ class Progress:
         self._state = State.QUEUED
         self._nbytes = 0
         self._written: dict[str, int] = {}
+        self.created: set[str] = set()
+        """Paths of the files that the save has made."""
         self._is_over = False
         self._began_s = self._moved_s = time.monotonic()
         self._lock = threading.Lock()
@@ -117,6 +119,12 @@ class UnderWay:
         with self._lock:
             self._by_job[job] = progress
         return progress
+
+    def created(self, part: str, path: str) -> None:
+        """Pass on which file a writer process has made; for a save that is forgotten, the process itself removes it."""
+        progress = self._by_job.get(part.partition("/")[0])
+        if progress is not None:
+            progress.created.add(path)
 
     def wrote(self, part: str, nbytes: int) -> None:
         """Pass on what a writer process says of its part; that of a save that is forgotten is dropped."""

@@ -146,6 +146,8 @@ class RankFiles:
     """The checkpoint directory, as this rank was told."""
     files: tuple[WrittenFile, ...] | None
     """``None`` if a user's stream had the last word on what is in them."""
+    left: tuple[str, ...] = ()
+    """Names of files that earlier saves of this rank have made there; nobody has told it whether they are a checkpoint's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

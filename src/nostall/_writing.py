@@ -57,7 +57,13 @@ def _write(
         (job,) = _snapshot_jobs(snapshot, target, engine)
         images = _images(job, snapshot)
         report = perform(
-            job, images, target.stream, cancelled, engine.cuts.cut, follow(target, job)
+            job,
+            images,
+            target.stream,
+            cancelled,
+            engine.cuts.cut,
+            follow(target, job),
+            target.progress.created.add,
         )
     finally:
         snapshot.lease.release()

@@ -51,7 +51,7 @@ from nostall._staging import Guard
 from nostall._storage.posix import is_same, may_be_there
 from nostall._storage.streams import StreamTarget
 from nostall._values import RankFiles
-from nostall.errors import NostallError, OptionError, StagingError
+from nostall.errors import NostallError, OptionError, SaveError, StagingError
 from nostall.options import WriterOptions, require_switch
 from nostall.stats import SaveStats, Timeline
 
@@ -134,7 +134,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._is_coordinator = True
         self._save: RankSave | None = None
         self._failure: NostallError | None = None
-        self._claim: _directories.Claim | None = None
+        self._visit: _directories.Visit | None = None
         self._staging = staging
         self._guard: Guard | None = None
         """Of what was staged last; ``dcp.async_save`` resets the writer between staging and writing."""
@@ -145,6 +145,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Whether what was staged last is what will be written next, although the writer is reset before."""
         self._receipts: tuple[FileReceipt, ...] = ()
         self._slowest_rank: int | None = None
+        self._is_given_up = False
+        """Whether a commit has failed, and all ranks' files are removed."""
         self._separation_hint = separation_hint
         spread = require_switch("is_multiproc_io", is_multiproc_io)
         self._processes = _PROCESSES_FOR_MULTIPROC_IO if spread else 1
@@ -169,13 +171,14 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.path = absolute(self.path)
         self._save = None
         self._failure = None
-        self._claim = None
+        self._visit = None
         if not self._is_staged:
             self._guard, self._staging_timeline = None, Timeline()
         self._is_staged = False
         self.timeline = Timeline()
         self._receipts = ()
         self._slowest_rank = None
+        self._is_given_up = False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn this rank's role; called by DCP on every rank."""
@@ -204,6 +207,18 @@ class FileSystemWriterAsync(FileSystemWriter):
             prefix = _torch.StoragePrefix(f"__{self.rank}_")
             plan = dataclasses.replace(plan, storage_data=prefix)
         return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Stock's; and where there is a checkpoint already, all ranks are told, as a host may not see it for a while."""
+        plans = super().prepare_global_plan(plans)
+        if not self._may_replace():
+            return plans
+        return [
+            dataclasses.replace(
+                plan, storage_data=_save.Beside(plan.storage_data.prefix, str(self.path))
+            )
+            for plan in plans
+        ]
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
         """This rank's final plan where ranks plan alone: only the file prefix is added."""
@@ -238,9 +253,15 @@ class FileSystemWriterAsync(FileSystemWriter):
             )
         engine = default_engine()
         prepared = self._prepare(plan, planner)
+        visit = prepared.target.visit
         try:
             report = self._write(prepared, engine)
+            prepared = _save.as_written(prepared, report)
             results = _save.write_results(prepared, report)
+            visit.wait_untold()
+        except BaseException:
+            visit.end()  # what was made is removed by now
+            raise
         finally:
             prepared.target.progress.end()
         self._receipts = report.receipts if isinstance(report, RankWritten) else ()
@@ -261,7 +282,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Commit: publish the metadata of a checkpoint whose files are all complete. Coordinator only.
 
         The metadata object that stock ``dcp.save`` hands in is completed, as stock does; one that already belongs to
-        a checkpoint (loaded or cached) is left as it is and a copy is published.
+        a checkpoint (loaded or cached) is left as it is and a copy is published. If it is certain that nothing was published,
+        all ranks' files are removed, as nobody else is going to do that.
 
         Raises:
             IncompleteSaveError: An item of the metadata was written by no rank; nothing is published.
@@ -269,19 +291,32 @@ class FileSystemWriterAsync(FileSystemWriter):
             WriteError: The metadata could not be published.
         """
         written = [getattr(of_rank, "written", None) for of_rank in results]
-        is_committed = False
+        is_published = False
         with preemption.deferred(then_end=False), loss_is_told(str(self.path)):
             try:
-                self.require_written_here(written)
+                self._require_files(written)
                 publication = publication_of_results(metadata, results)
                 finished = finish_metadata(publication, written, self.storage_meta())
-                is_committed = True  # from here on, until the contrary is known
+                is_published = True  # from here on, until the contrary is known
                 self.publish(publication, metadata, finished)
             except Exception as error:
-                is_committed = is_committed and not is_unpublished(error)
+                if not is_published or is_unpublished(error):
+                    self._is_given_up = True
+                    _publishing.remove_unpublished(self._metadata_path(), results, written)
                 raise
             finally:
-                self.end_save(committed=is_committed)
+                self.end_save()
+
+    def _require_files(self, written: Sequence[RankFiles | None]) -> None:
+        if self._is_given_up:
+            raise SaveError(
+                "the files of this save were removed when its commit failed",
+                rank=self.rank,
+                phase="commit",
+                path=str(self.path),
+                hint="save again, with a new writer",
+            )
+        self.require_written_here(written)
 
     def require_written_here(self, written: Sequence[RankFiles | None]) -> None:
         """Refuse to commit files that are elsewhere. Coordinator only.
@@ -371,7 +406,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         return {
             **self.__dict__,
             "_save": None,
-            "_claim": None,
+            "_visit": None,
             "_guard": None,
         }
 
@@ -483,7 +518,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @property
     def file_names(self) -> tuple[str, ...]:
-        """Names of the files that this rank's results are in, below the checkpoint directory."""
+        """Names of the files that this rank's results are in, below the checkpoint directory; once they are retrieved."""
         return () if self._save is None else self._save.prepared.files
 
     @property
@@ -542,14 +577,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Learn which rank's files were durable last."""
         self._slowest_rank = rank
 
-    def end_save(self, *, committed: bool) -> None:
-        """Let the next save in this directory have the plain file names, unless they are a checkpoint's now."""
+    def end_save(self) -> None:
+        """Nothing more is going to be done for this writer's save."""
         if self._save is not None:
-            self._save.end(committed=committed)
-        elif self._claim is not None and committed:
-            self._claim.keep()
-        elif self._claim is not None:
-            self._claim.release()
+            self._save.end()
+        if self._visit is not None:
+            self._visit.end()
 
     def fail_later(self, error: NostallError) -> None:
         """Record that this rank has nothing to write because planning failed; reported when the save is finalised."""
@@ -577,36 +610,38 @@ class FileSystemWriterAsync(FileSystemWriter):
     def _target(self, plan: SavePlan, engine: Engine) -> _save.SaveTarget:
         job, directory = uuid.uuid4().hex, str(self.path)
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self.rank or 0}_"
-        self._claim = in_time(
-            lambda: self._claimed(directory, prefix),
-            timeout_s=engine.options.save_timeout_s,
-            doing="looking for a checkpoint that is there",
-            phase="plan",
-            path=directory,
-            rank=self.rank,
-        )
+        # Readers that have read the metadata of the checkpoint before must not find new files under its names.
+        replaces = getattr(plan.storage_data, "beside", None) == directory or self._may_replace()
+        progress = engine.under_way.begin(job, path=directory, rank=self.rank or 0)
+        self._visit = _directories.Visit(directory, progress.created)
         return _save.SaveTarget(
             job=job,
             directory=directory,
             naming=FileNaming(
                 prefix=prefix,
-                mark="" if self._claim is not None else f"-{job[:8]}",
+                mark=f"-{job[:8]}" if replaces else "",
                 separation_hint=self._separation_hint,
             ),
             options=self._options(),
             stream=self._stream,
-            claim=self._claim,
+            visit=self._visit,
             transform_descriptors=self._transform_descriptors(),
             timeline=self.timeline,
-            progress=engine.under_way.begin(job, path=directory, rank=self.rank or 0),
+            progress=progress,
             timeout_s=engine.options.save_timeout_s,
             faults=engine.faults,
         )
 
-    def _claimed(self, directory: str, prefix: str) -> _directories.Claim | None:
-        # Stock's names are for a save that has the directory to itself; any other one leaves the files there alone.
-        committed = any(map(may_be_there, self._metadata_paths()))
-        return _directories.claim(directory, prefix, committed=committed)
+    def _may_replace(self) -> bool:
+        """Whether there is a checkpoint in the directory, or may be."""
+        return in_time(
+            lambda: any(map(may_be_there, self._metadata_paths())),
+            timeout_s=default_engine().options.save_timeout_s,
+            doing="looking for a checkpoint that is there",
+            phase="plan",
+            path=str(self.path),
+            rank=self.rank,
+        )
 
     def _options(self) -> WriterOptions:
         return WriterOptions(

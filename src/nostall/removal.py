@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nostall import _directories, _torch
+from nostall import _torch
 from nostall._destination import absolute
 from nostall._names import METADATA_SUFFIX, SHARD_SUFFIX
 from nostall._storage.posix import remove_directory, remove_file, sync_directory
@@ -69,7 +69,6 @@ def _remove(directory: str, contents: _Contents) -> None:
         remove_file(os.path.join(directory, name))
     # Also if there was none: whoever was interrupted may not have come here.
     sync_directory(directory)
-    _directories.forget(directory)
     for name in contents.rest:
         remove_file(os.path.join(directory, name))
     if not contents.others:

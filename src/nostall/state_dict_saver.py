@@ -328,7 +328,6 @@ def _finalize(
         changed_plan=session.changed_plan if session else None,
         took_s=storage_writer.took_s,
     )
-    is_committed = True  # for all that can be told, if other ranks are lost now
     try:
         with storage_writer.timeline.measure("commit"):
             outcomes = coordination.gather(outcome)
@@ -340,11 +339,10 @@ def _finalize(
             cache.told = token_of(told)
             if ending.changed or ending.failures:
                 cache.forget()
-        is_committed = ending.published
         if ending.failures and not ending.published:
             storage_writer.discard()
     finally:
-        storage_writer.end_save(committed=is_committed)
+        storage_writer.end_save()
     storage_writer.note_slowest(ending.slowest_rank)
     if ending.failures:
         raise exception_for(
@@ -356,13 +354,15 @@ def _finalize(
 
 def _tell(writer: FileSystemWriterAsync, cache: CheckpointMetadataCache | None) -> Told:
     """How this rank's part has ended; results that the coordinator has from it are not made again."""
-    token, files = None if cache is None else writer.known_results, writer.file_names
+    token = None if cache is None else writer.known_results
     if cache is not None and token is not None and token == cache.told:
         failure = writer.retrieve_failure()
-        return SameResults(token=token, files=files) if failure is None else sendable(failure)
+        if failure is not None:
+            return sendable(failure)
+        return SameResults(token=token, files=writer.file_names)
     results = writer.retrieve_write_results()
     if isinstance(results, list):
-        return Results(items=results, files=files, token=token)
+        return Results(items=results, files=writer.file_names, token=token)
     return sendable(results)
 
 

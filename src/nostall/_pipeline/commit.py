@@ -7,9 +7,11 @@ checkpoint. Files of the checkpoint that was replaced are removed only when the 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from nostall._storage.posix import (
     UnfinishedFile,
     close_all,
     identity_of,
+    may_be_there,
     remove_files,
     replace_file,
     sync_directory,
@@ -57,7 +60,7 @@ def commit(
         directory: The checkpoint directory; every file that ``metadata`` names is complete in it.
         metadata: The metadata as it is to stand in its file, in pieces.
         metadata_name: ``.metadata``, or a rank's own name for saves without coordination.
-        replaced_files: Names below ``directory`` that only the checkpoint being replaced refers to.
+        replaced_files: Names below ``directory`` that nothing refers to once this is published, and asked for only then.
         sync: Whether to wait until the device has it.
         begun: What has been written of it; the file is published or removed here.
         remove: Removes those files, given by their paths.
@@ -84,14 +87,7 @@ def commit(
         opened.append(file.finish())
         identity = identity_of(opened[0])
         at("publish")
-        try:
-            replace_file(final, by=temporary)
-        except OSError as error:
-            # Network file systems may answer so to a request that they have heard twice, and done once.
-            if not _is_published(final, identity, metadata, refusal=error):
-                raise
-        else:
-            _is_published(final, identity, metadata)
+        _publish(final, temporary, identity, metadata)
     except NotDurableError:
         raise
     except BaseException as error:
@@ -120,8 +116,9 @@ def commit(
             path=final,
             hint="the new checkpoint is there, but may not survive a power failure",
         ) from error
-    removed = tuple(replaced_files)
+    removed: tuple[str, ...] = ()
     try:
+        removed = tuple(replaced_files)
         remove(os.path.join(directory, name) for name in removed)
     except Exception:  # the checkpoint is there, and must not be taken for lost
         _log.exception("files of the replaced checkpoint stay path=%s", directory)
@@ -130,44 +127,86 @@ def commit(
     )
 
 
-def _is_published(
-    path: str,
-    identity: tuple[int, int],
-    content: Sequence[bytes],
-    *,
-    refusal: OSError | None = None,
-) -> bool:
-    """Whether the metadata that was written has its name now; false only after a refusal, if it has not.
+def _publish(
+    final: str, temporary: str, identity: tuple[int, int], metadata: Sequence[bytes]
+) -> None:
+    """Give the temporary file its name, and make sure that it has it.
+
+    An error that storage may answer with after it has done what it was asked for says nothing. What a look then shows may
+    be old, but a second rename is asked of storage itself: it does what was not done, or finds nothing to rename.
 
     Raises:
-        NotDurableError: That cannot be told, or another process has put its own in place of it. What the metadata may refer
-            to must not be removed.
+        OSError: Storage has refused; the metadata is not published.
+        NotDurableError: It cannot be told whether it is, or another process has put its own in place of it. What the metadata
+            may refer to must not be removed.
     """
-    cause: Exception | None = refusal
+    doubt: OSError | None = None
+    for wait_s in (*_WAITS_S, None):
+        try:
+            replace_file(final, by=temporary)
+            break
+        except OSError as error:
+            if _is_there(final, identity, metadata):
+                return
+            if doubt is None and error.errno in _REFUSALS:
+                raise
+            if (
+                doubt is None
+                and error.errno == errno.ENOENT
+                and not may_be_there(os.path.dirname(final))
+            ):
+                raise
+            doubt = doubt or error
+            if error.errno in (*_REFUSALS, errno.ENOENT) or wait_s is None:
+                raise _unknown(final, doubt, error) from doubt
+            time.sleep(wait_s)
     try:
-        if identity_of(path) == identity:
-            return True
-        if refusal is not None and not os.path.isfile(path):
-            return False
-        # A file system that renames by copying gives the file another number.
-        if read_metadata_file(path) == b"".join(content):
-            return True
-        if refusal is not None:
-            return False
-        reason = "what was published is not what was written"
+        if _is_there(final, identity, metadata, raises=True):
+            return
     except Exception as error:
-        if refusal is not None and isinstance(error, FileNotFoundError):
-            return False
-        before = f"{_reason(refusal)}, and then " if refusal is not None else ""
-        reason = f"it cannot be told whether the metadata was published: {before}{_reason(error)}"
-        cause = cause or error
+        raise _unknown(final, error) from error
     raise NotDurableError(
-        reason,
-        errno=cause.errno if isinstance(cause, OSError) else None,
+        "what was published is not what was written",
+        phase="commit",
+        path=final,
+        hint="another process may save to the same directory",
+    )
+
+
+_WAITS_S = (0.1, 0.4)
+"""Between attempts to rename."""
+_REFUSALS = {
+    getattr(errno, name)
+    for name in (
+        *("EACCES", "EPERM", "EROFS", "EXDEV", "ENOSPC", "EDQUOT", "EINVAL", "EISDIR", "ENOTDIR"),
+        *("ENOTEMPTY", "EEXIST", "ENAMETOOLONG", "ELOOP", "EMLINK", "ENOSYS", "ENOTSUP"),
+    )
+}
+"""Why storage does not rename. After any other answer it may have done so, or do it yet."""
+
+
+def _is_there(
+    path: str, identity: tuple[int, int], content: Sequence[bytes], *, raises: bool = False
+) -> bool:
+    """Whether the metadata that was written has its name, as far as can be seen."""
+    try:
+        # A file system that renames by copying gives the file another number.
+        return identity_of(path) == identity or read_metadata_file(path) == b"".join(content)
+    except Exception:
+        if raises:
+            raise
+        return False
+
+
+def _unknown(path: str, *errors: Exception) -> NotDurableError:
+    return NotDurableError(
+        "it cannot be told whether the metadata was published: "
+        + ", and then ".join(dict.fromkeys(map(_reason, errors))),
+        errno=errors[0].errno if isinstance(errors[0], OSError) else None,
         phase="commit",
         path=path,
         hint="look at the directory when storage answers again; another process may save to it, too",
-    ) from cause
+    )
 
 
 def _reason(error: Exception) -> str:

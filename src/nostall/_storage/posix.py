@@ -16,8 +16,9 @@ import errno
 import fcntl
 import os
 import resource
+import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby
@@ -29,24 +30,35 @@ _AS_GOOD_AS_ANY = 1 << 20
 _MOST_TO_HOLD = 256
 """Files of one replaced checkpoint; a rank has a few, and a process may have open about a thousand."""
 _NOTHING_WRITTEN = "the system wrote nothing and gave no reason"
+_NAMES_TRIED = 100
 
 
 class ImageFile:
-    """One file under construction; chunks may be written from several threads at once."""
+    """One new file under construction; chunks may be written from several threads at once.
 
-    def __init__(self, path: str, nbytes: int, *, direct: bool) -> None:
-        self.path = path
+    Args:
+        path: What to call it; if something has that name, :attr:`path` is a similar one.
+        nbytes: How long it is going to be.
+        direct: Whether to write past the page cache.
+        on_created: Told the path as soon as there is a file to remove if anything goes wrong; it is empty then.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        nbytes: int,
+        *,
+        direct: bool,
+        on_created: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._nbytes = nbytes
         self._lock = threading.Lock()
-        self._direct = direct
+        self.path, self._fd = create_new(path)
+        self._direct = False
         try:
-            self._fd = _create(path, os.O_DIRECT if direct else 0)
-        except OSError as error:
-            if not direct or error.errno != errno.EINVAL:
-                raise
-            self._direct = False
-            self._fd = _create(path)
-        try:
+            on_created(self.path)
+            if direct:
+                self._go_past_page_cache()
             _preallocate(self._fd, nbytes)
         except BaseException:
             self.close()
@@ -102,6 +114,19 @@ class ImageFile:
             fd, self._fd = self._fd, -1
         return fd
 
+    def _go_past_page_cache(self) -> None:
+        """Open it once more with ``O_DIRECT``: a system that refuses that when it makes a file has made it all the same."""
+        try:
+            fd = os.open(self.path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EACCES):  # the latter by the umask
+                raise
+            return
+        if identity_of(fd) == identity_of(self._fd):
+            self._fd, fd = fd, self._fd
+            self._direct = True
+        os.close(fd)
+
     def _go_through_page_cache(self) -> None:
         """Switch ``O_DIRECT`` off for all further writes; several threads may find out at once."""
         with self._lock:
@@ -110,17 +135,24 @@ class ImageFile:
             self._direct = False
 
 
-def _create(path: str, flags: int = 0) -> int:
-    """Open a new file in place of whatever has that name.
+def create_new(path: str) -> tuple[str, int]:
+    """Open a new file of that name, or of a similar one where something has it: that is somebody else's and stays.
 
-    What is there is never written into: it may be a link to something else, or have another name.
+    Storage itself is asked, not a cache of its names, which may say for a while that nothing is there.
+
+    Returns:
+        The file's path and its descriptor.
     """
-    flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        return os.open(path, flags, 0o666)
-    except FileExistsError:
-        os.unlink(path)
-        return os.open(path, flags, 0o666)
+    root, suffix = os.path.splitext(path)
+    for _ in range(_NAMES_TRIED):
+        with suppress(FileExistsError):
+            return path, _create(path)
+        path = f"{root}-{os.urandom(4).hex()}{suffix}"
+    return path, _create(path)
+
+
+def _create(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
 def _preallocate(fd: int, nbytes: int) -> None:
@@ -230,7 +262,12 @@ class UnfinishedFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self._at = 0
-        self._opened = [_create(path)]
+        try:
+            self._opened = [_create(path)]
+        except FileExistsError:
+            # Never written into: it may be a link to something else, or have another name.
+            os.unlink(path)
+            self._opened = [_create(path)]
 
     def append(self, content: Iterable[bytes]) -> None:
         """Write what comes next, in pieces.
@@ -332,6 +369,15 @@ def remove_files(paths: Iterable[str]) -> None:
         except OSError:
             # The failure being cleaned up after is the one to report; a file that stays is only wasted space.
             continue
+
+
+def remove_empty_files(paths: Iterable[str]) -> None:
+    """Remove those of the files that have nothing in them, which nobody misses."""
+    for path in paths:
+        with suppress(OSError):
+            status = os.lstat(path)
+            if stat.S_ISREG(status.st_mode) and not status.st_size:
+                os.unlink(path)
 
 
 def most_to_hold() -> int:

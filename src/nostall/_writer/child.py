@@ -254,7 +254,7 @@ class ChildProcess(ABC, Generic[T]):
         if message["type"] == "ready":
             self._ready.set()
             return
-        if message["type"] == "progress":
+        if message["type"] in ("progress", "created"):
             self._hear(message)
             return
         # Before the waiter is taken out: if this raises, it is failed with the rest.

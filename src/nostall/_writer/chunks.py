@@ -90,7 +90,7 @@ def write_images(
             failed_attempts[task.name].append(f"{type(failure).__name__}: {failure}")
             task.forget_progress()
         # An fsync that failed has dropped what was not written; only a new file is sure to have everything.
-        remove_files(task.path for task in failures)
+        remove_files(task.path for task in failures if task.path in at.created)
         if cancelled.wait(_BACKOFF_S * _BACKOFF_FACTOR**attempt):
             raise Cancelled("the save was aborted")
     raise AssertionError("the last attempt returns or raises")
@@ -284,7 +284,8 @@ class _FileTask:
 
     def receipt(self, failed_attempts: Sequence[str]) -> FileReceipt:
         return FileReceipt(
-            name=self._image.name,
+            name=os.path.relpath(self.path, self._job.directory),
+            planned_name=self.name,
             nbytes=self._image.nbytes,
             packed_crc32=self._payloads.crc32.tobytes(),
             crc32_of_file=self._payloads.crc32_of_file if self._job.checksum_files else None,
@@ -316,7 +317,16 @@ class _FileTask:
             self._started_s = time.monotonic()
             self._faults.at("open", self.path)
             make_directory(os.path.dirname(self.path))
-            self._file = ImageFile(self.path, self._image.nbytes, direct=self._job.direct)
+            self._file = ImageFile(
+                self.path,
+                self._image.nbytes,
+                direct=self._job.direct,
+                on_created=self._created,
+            )
+
+    def _created(self, path: str) -> None:
+        self.path = path
+        self._at.create(path)
 
     def _wait(self, event: threading.Event) -> None:
         # No deadline: whoever sets the event is a thread of this process that only computes before it does, and

@@ -9,9 +9,9 @@ import errno
 import os
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from nostall._jobs import Failure, RankFailed, RankReport, RankWritten, WriteJob
+from nostall._jobs import Failure, FileReceipt, RankFailed, RankReport, RankWritten, WriteJob
 from nostall._storage.posix import (
     make_directory,
     remove_files,
@@ -34,6 +34,7 @@ def perform(
     cancelled: threading.Event | None = None,
     cutter: Cutter = cut,
     on_progress: Callable[[int], None] = lambda _: None,
+    on_created: Callable[[str], None] = lambda _: None,
 ) -> RankReport:
     """Write all files of a job; never raises an ordinary exception.
 
@@ -44,11 +45,12 @@ def perform(
         cancelled: Set by another thread to give the job up between two chunks.
         cutter: :func:`~nostall._writer.seals.cut`, or one that remembers.
         on_progress: Told how many bytes storage has taken, in any thread, now and then.
+        on_created: Told the path of each file as soon as it is there, in any thread.
 
     Returns:
-        A receipt for every file, or the first failure; in that case no file of the job is left.
+        A receipt for every file, or the first failure; in that case no file that the job has made is left.
     """
-    at = Position(phase="open", path=job.directory, on_progress=on_progress)
+    at = Position(phase="open", path=job.directory, on_progress=on_progress, on_created=on_created)
     try:
         at.wrote(0)
         cancelled = cancelled or threading.Event()
@@ -57,7 +59,7 @@ def perform(
         make_directory(job.directory)
         if stream is None:
             receipts = write_images(job, images, faults, at, cancelled, cutter)
-            _look_for(job, at)
+            _look_for(receipts, job, at)
         else:
             receipts = write_streams(job, images, faults, at, stream, cancelled, cutter)
         if job.sync_files and os.path.isdir(job.directory):
@@ -67,27 +69,27 @@ def perform(
         if cancelled.is_set():  # too late for anybody to wait for the report
             raise Cancelled("the save was aborted")
     except Cancelled as error:
-        remove_files(os.path.join(job.directory, image.name) for image in job.files)
+        remove_files(at.created)
         failure = Failure(kind="SaveAbortedError", message=str(error), phase=at.phase, path=at.path)
         return RankFailed(rank=job.rank, failure=failure)
     except Exception as error:  # whatever it is, the trainer has to hear of it
-        remove_files(os.path.join(job.directory, image.name) for image in job.files)
+        remove_files(at.created)
         return RankFailed(rank=job.rank, failure=_describe(error, at))
     except BaseException:  # an interrupt, which is not a failure of the save's and goes on
-        remove_files(os.path.join(job.directory, image.name) for image in job.files)
+        remove_files(at.created)
         raise
     return RankWritten(rank=job.rank, receipts=receipts)
 
 
-def _look_for(job: WriteJob, at: Position) -> None:
+def _look_for(receipts: Iterable[FileReceipt], job: WriteJob, at: Position) -> None:
     """Make sure that files are still there: a directory may be removed while it is written to.
 
     Raises:
         OSError: One is not, or is another one.
     """
-    for image in job.files:
-        at.move("write", os.path.join(job.directory, image.name))
-        require_file(at.path, image.nbytes)
+    for receipt in receipts:
+        at.move("write", os.path.join(job.directory, receipt.name))
+        require_file(at.path, receipt.nbytes)
 
 
 def _describe(error: Exception, at: Position) -> Failure:

@@ -13,10 +13,11 @@ from pathlib import Path
 from nostall import _checksum
 from nostall._arena import Block, Lease
 from nostall._jobs import Failure, RankFailed, RankReport, SealTable, WriteJob
-from nostall._storage.posix import remove_files
+from nostall._storage.posix import remove_empty_files, remove_files
 from nostall._writer.child import Addressed, ChildProcess
 from nostall._writer.framing import Message
 from nostall._writer.messages import (
+    created_from_message,
     job_to_message,
     progress_from_message,
     report_from_message,
@@ -69,8 +70,12 @@ class WriterProcess(ChildProcess[RankReport]):
         cpu_priority: int | None = None,
         io_priority: int | None = None,
         on_progress: Callable[[str, int], None] = lambda _job, _nbytes: None,
+        on_created: Callable[[str, str], None] = lambda _job, _path: None,
     ) -> None:
         self._on_progress = on_progress
+        self._on_created = on_created
+        self._created: dict[str, Callable[[str], None]] = {}
+        """By job, who wants to know of a file that the process has made for it."""
         root = str(Path(__file__).resolve().parents[2])
         self._mapped: set[int] = set()
         self._seals = SealsSent()
@@ -93,15 +98,25 @@ class WriterProcess(ChildProcess[RankReport]):
             A future that always ends: with the writer's report, or a failed one if the process dies; what it had
             written of the job is removed then.
         """
+        created: list[str] = []
+
+        def note(name: str) -> None:
+            path = os.path.join(job.directory, name)
+            created.append(path)
+            self._on_created(job.job, path)
 
         def on_death(failure: Failure) -> RankReport:
+            remove_files(created)
             paths = [os.path.join(job.directory, image.name) for image in job.files]
-            remove_files(paths)
+            remove_empty_files(paths)  # made in the last moment, and not told of
             return RankFailed(
                 rank=job.rank, failure=replace(failure, path=paths[0] if paths else job.directory)
             )
 
-        return self._ask(job.job, on_death, self._messages(job, lease.block), holds=lease)
+        self._created[job.job] = note
+        report = self._ask(job.job, on_death, self._messages(job, lease.block), holds=lease)
+        report.add_done_callback(lambda _: self._created.pop(job.job, None))
+        return report
 
     def _messages(self, job: WriteJob, block: Block) -> Iterator[Addressed]:
         """A job, after what the process has to know of but was not told yet."""
@@ -151,7 +166,13 @@ class WriterProcess(ChildProcess[RankReport]):
             self._tell_later({"type": "unmap", "block": block_id})
 
     def _hear(self, message: Message) -> None:
-        self._on_progress(*progress_from_message(message))
+        if message["type"] == "progress":
+            self._on_progress(*progress_from_message(message))
+            return
+        job, name = created_from_message(message)
+        note = self._created.get(job)
+        if note is not None:
+            note(name)
 
     def _answer(self, message: Message) -> RankReport:
         return report_from_message(message)

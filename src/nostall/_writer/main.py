@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 from nostall._checksum import use_fastest_from
 from nostall._jobs import Failure, RankFailed, RankReport, SealTable, WriteJob, page_aligned
@@ -31,6 +32,7 @@ from nostall._writer.framing import Message, send
 from nostall._writer.images import WholeImage
 from nostall._writer.messages import (
     UnknownSealsError,
+    created_to_message,
     job_from_message,
     progress_to_message,
     report_to_message,
@@ -185,6 +187,7 @@ class _Writer:
                     cancelled,
                     self._cuts.cut,
                     self._teller(job.job),
+                    partial(self._tell_created, job),
                 )
             except BaseException as error:  # an answer goes out whatever happens
                 report = RankFailed(
@@ -211,6 +214,10 @@ class _Writer:
                 self._send(progress_to_message(name, nbytes))
 
         return tell
+
+    def _tell_created(self, job: WriteJob, path: str) -> None:
+        """Let the trainer know what to remove if this process dies."""
+        self._send(created_to_message(job.job, os.path.relpath(path, job.directory)))
 
     def _cancel(self, name: str) -> None:
         """Give a job up: at once if it has not begun, whatever the job before it does; else between two chunks."""

@@ -24,6 +24,7 @@ from nostall._jobs import (
     WriteJob,
     WriteWork,
 )
+from nostall._names import is_shard_name
 from nostall._writer.framing import Message
 from nostall.errors import ProtocolError
 
@@ -216,6 +217,31 @@ def progress_from_message(message: Message) -> tuple[str, int]:
         raise ProtocolError(f"the progress of a job is malformed: {error!r:.200}") from error
 
 
+def created_to_message(job: str, name: str) -> Message:
+    """The name of a file that was made for a job, as a message."""
+    return {"type": "created", "job": job, "name": name}
+
+
+def created_from_message(message: Message) -> tuple[str, str]:
+    """The job and the name of a file that was made for it.
+
+    Raises:
+        ProtocolError: A field is missing or of another kind, or the name leads elsewhere.
+    """
+    try:
+        job, name = _of(str, message["job"]), _file_name(message["name"])
+    except _MALFORMED as error:
+        raise ProtocolError(f"the name of a new file is malformed: {error!r:.200}") from error
+    return job, name
+
+
+def _file_name(value: Any) -> str:
+    name: str = _of(str, value)
+    if not is_shard_name(name):
+        raise ValueError(f"{name!r:.80} leads out of the directory")
+    return name
+
+
 def _receipt_to_plain(receipt: FileReceipt) -> Message:
     plain = {field.name: getattr(receipt, field.name) for field in fields(receipt)}
     packed = b64encode(receipt.packed_crc32).decode()
@@ -230,7 +256,8 @@ def _receipt_from_plain(plain: Message) -> FileReceipt:
         raise ValueError(f"{len(packed)} bytes of checksums")
     crc32 = plain["crc32_of_file"]
     return FileReceipt(
-        name=_of(str, plain["name"]),
+        name=_file_name(plain["name"]),
+        planned_name=_of(str, plain["planned_name"]),
         nbytes=_count(plain["nbytes"]),
         packed_crc32=packed,
         crc32_of_file=None if crc32 is None else _count(crc32, _MOST_CRC32),

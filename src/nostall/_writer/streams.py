@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 
 from nostall._jobs import FileReceipt, WriteJob, WriteWork
+from nostall._storage.posix import create_new
 from nostall._storage.streams import StreamTarget, write_stream
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image
@@ -41,6 +42,11 @@ def write_streams(
         path = os.path.join(job.directory, image.name)
         at.move("write", path)
         faults.at("open", path)
+        # The user's callable replaces what has the name, so that has to be a file of this save's.
+        path, fd = create_new(path)
+        os.close(fd)
+        at.create(path)
+        at.move("write", path)
         window = images[image.name].window(0, image.nbytes, thread=0)
         payloads = Payloads(cutter(image.seals, [0, image.nbytes]))
         payloads.sum_pieces(window, 0)
@@ -63,7 +69,8 @@ def write_streams(
         at.wrote(image.nbytes)
         receipts.append(
             FileReceipt(
-                name=image.name,
+                name=os.path.relpath(path, job.directory),
+                planned_name=image.name,
                 nbytes=sum(length for _, length in extents),
                 packed_crc32=payloads.crc32.tobytes(),
                 crc32_of_file=None,
