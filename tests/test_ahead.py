@@ -462,3 +462,29 @@ def test_storage_that_does_not_remove_what_was_written_ahead_does_not_hold_up_ot
         finally:
             storage.answer()
         wait_until(lambda: temporary(path) == [])
+
+
+class _NoMemoryOs(RecordingOs):
+    """A system that has no memory to remove a temporary file with."""
+
+    def unlink(self, path: str) -> None:
+        if path.endswith(".tmp"):
+            raise MemoryError
+        super().unlink(path)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failure_is_told_although_there_is_no_memory_to_tidy_up(
+    saves: Saves, queue: AsyncCallsQueue
+) -> None:
+    """At once and not at the save's deadline; the file stays."""
+    with patch.object(posix, "os", _NoMemoryOs()):
+        with Hold("fsync") as hold, inject(hold.fault, Fault.errno("report", errno.EIO)):
+            path = saves.start("failed", 5)
+            hold.wait_reached()
+            assert is_written(path)
+            hold.release()
+        with pytest.raises(CheckpointException, match="Input/output error"):
+            queue.wait(timeout=10)
+    for left in temporary(path):
+        left.unlink()
