@@ -80,7 +80,11 @@ class _Standby:
     def _serve(self) -> None:
         while True:
             work, said = self._work.get()
-            said.set_result(work())
+            try:
+                why = work()
+            except Exception as error:  # of the process group's store, which may be gone
+                why = f"{type(error).__name__}: {error}"
+            said.set_result(why)
 
 
 _standby = _Standby()

@@ -42,10 +42,10 @@ def when_done(
 
 
 def start_apart(name: str, work: Callable[[], object]) -> threading.Thread | None:
-    """Do something that storage may keep from ending, so that whoever asks, such as the thread that all reports come in by, goes on.
+    """Do something on a thread of its own, because storage may hang: the caller may be the thread that receives all reports.
 
     Returns:
-        The thread that does it; ``None`` if there was none to be had, as when the interpreter ends, and it is done.
+        The thread; ``None`` if none could be started, as when the interpreter ends. It is done then.
     """
     thread = threading.Thread(target=work, name=name, daemon=True)
     try:
