@@ -89,7 +89,7 @@ def _content(path: str) -> int | str | None:
             for name, item in metadata.state_dict_metadata.items()
         }
         dcp.load(loaded, storage_reader=FileSystemReader(path), no_dist=True)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         return f"{type(error).__name__}: {error}"
     seed = int(loaded["rank0.step"])
     for rank in range(dist.get_world_size()):
