@@ -29,6 +29,7 @@ from states import schedule
 from waiting import wait_until
 
 _FLOATS = 300_000
+_CLOSING_S = 10.0
 _LEFT_BEHIND = (
     "nostall-storage",
     "nostall-writer",
@@ -109,6 +110,13 @@ def _settle(mount: str) -> dict[str, Any]:
 
     wait_until(is_quiet)
     gc.collect()
+    deadline_s = time.monotonic() + _CLOSING_S
+    while (held := _held(mount)) and time.monotonic() < deadline_s:
+        os.sched_yield()  # the writer process closes what was removed when it has the time
+    return {"held": held}
+
+
+def _held(mount: str) -> list[str]:
     me = psutil.Process()
     held = []
     for process in (me, *me.children(recursive=True)):
@@ -120,7 +128,7 @@ def _settle(mount: str) -> dict[str, Any]:
                 continue
             if leads_to.startswith(mount):
                 held.append(f"{process.pid}: {leads_to}")
-    return {"held": held}
+    return held
 
 
 def main(rank: str, world_size: str, meeting: str, mount: str, options: str) -> None:

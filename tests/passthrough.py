@@ -30,6 +30,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _STAT = ("st_mode", "st_ino", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks", "st_blksize")
 _TIMES = ("st_atime_ns", "st_mtime_ns", "st_ctime_ns")
 _LIFE_S = 900
+_OPENING = ("create", "open", "opendir")
 _THREADS = 64
 """As many operations may hang at a time."""
 _STATVFS = ("f_bavail", "f_bfree", "f_blocks", "f_bsize", "f_favail", "f_ffree", "f_files")
@@ -102,8 +103,15 @@ def faulty(op: F) -> F:
     @wraps(op)
     def wrapped(self: Passthrough, path: str | None, *args: Any) -> Any:
         name = self.names.get(args[-1], "") if path is None and args else path
-        with self.faults.around(op.__name__, name or ""):
-            return op(self, path, *args)
+        result = None
+        try:
+            with self.faults.around(op.__name__, name or ""):
+                result = op(self, path, *args)
+        except OSError:
+            if op.__name__ in _OPENING and result is not None:  # the kernel will not ask for that
+                self.forget(result)
+            raise
+        return result
 
     return wrapped  # type: ignore[return-value]
 
@@ -128,6 +136,10 @@ class Passthrough(mfusepy.Operations):  # type: ignore[misc]
     def _opened(self, path: str, fd: int) -> int:
         self.names[fd] = path
         return fd
+
+    def forget(self, fd: int) -> None:
+        del self.names[fd]
+        os.close(fd)
 
     @faulty
     def getattr(self, path: str | None, fh: int | None = None) -> dict[str, Any]:
@@ -188,8 +200,7 @@ class Passthrough(mfusepy.Operations):  # type: ignore[misc]
 
     @faulty
     def release(self, path: str | None, fh: int) -> int:
-        del self.names[fh]
-        os.close(fh)
+        self.forget(fh)
         return 0
 
     @faulty
@@ -209,8 +220,7 @@ class Passthrough(mfusepy.Operations):  # type: ignore[misc]
 
     @faulty
     def releasedir(self, path: str | None, fh: int) -> int:
-        del self.names[fh]
-        os.close(fh)
+        self.forget(fh)
         return 0
 
     @faulty
