@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,11 @@ def main(rank: str, world_size: str, meeting: str, mount: str, options: str) -> 
     os.dup2(2, 1)  # what others print is no answer
     nostall.configure(EngineOptions(**json.loads(options)))
     dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=int(world_size)
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=int(rank),
+        world_size=int(world_size),
+        timeout=timedelta(seconds=60),
     )
     print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:

@@ -17,6 +17,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -271,8 +272,9 @@ def _answer(listener: socket.socket, operations: Passthrough) -> None:
             stream.write(json.dumps(answer) + "\n")
 
 
-def _end_with_input() -> None:
+def _end_with_input(mountpoint: str) -> None:
     os.read(0, 1)
+    subprocess.run(["umount", "-l", mountpoint], check=False, capture_output=True)
     os._exit(0)
 
 
@@ -284,7 +286,7 @@ def main(root: str, mountpoint: str, control: str, options: str) -> None:
     listener.bind(control)
     listener.listen()
     threading.Thread(target=_answer, args=(listener, operations), daemon=True).start()
-    threading.Thread(target=_end_with_input, daemon=True).start()
+    threading.Thread(target=_end_with_input, args=(mountpoint,), daemon=True).start()
     if mfusepy.fuse_version_minor >= 12:  # before, there was no limit
         wanted["max_threads"] = _THREADS
     Fuse(operations, mountpoint, foreground=True, use_ino=True, hard_remove=True, **wanted)
