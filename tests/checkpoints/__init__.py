@@ -1,0 +1,1 @@
+"""Small checkpoints, as other versions of torch wrote them."""
