@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import pickle
 import re
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,7 +88,6 @@ def test_private_names_of_torch_are_used_in_one_file_only() -> None:
 
 NEEDED = {
     "_neg_view": torch,
-    "_wrap_exception": api,
     "_is_wrapped_exception": api,
     "CURRENT_DCP_VERSION": filesystem,
     "_metadata_fn": filesystem,
@@ -130,6 +131,16 @@ def test_devices_of_a_group_are_known_without_its_private_attribute(
     finally:
         monkeypatch.undo()
         dist.destroy_process_group()
+
+
+def test_a_failure_can_be_sent_to_other_ranks() -> None:
+    """On every Python: its traceback is text and numbers, and DCP takes it for a failure."""
+    with pytest.raises(ZeroDivisionError) as caught:
+        _ = 1 / 0
+    error, trace = pickle.loads(pickle.dumps(_torch.wrap_exception(caught.value)))
+    assert api._is_wrapped_exception((error, trace))
+    assert traceback.format_list(trace)[-1].count("_ = 1 / 0") == 1
+    assert not any(getattr(frame, "_code", None) for frame in trace)
 
 
 # --- checkpoints of other versions ------------------------------------------------------------------------------------

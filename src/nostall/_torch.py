@@ -11,6 +11,7 @@ import copy
 import io
 import math
 import os
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ def _unsupported(why: object) -> UnsupportedTorchError:
 try:
     from torch import _neg_view
     from torch.distributed._shard.sharded_tensor import ShardedTensor as ShardedTensor
-    from torch.distributed.checkpoint.api import _is_wrapped_exception, _wrap_exception
+    from torch.distributed.checkpoint.api import _is_wrapped_exception
     from torch.distributed.checkpoint.filesystem import (
         CURRENT_DCP_VERSION,
         _metadata_fn,
@@ -115,8 +116,10 @@ Place = tuple[int, torch.dtype, Sequence[int], Sequence[int]]
 
 def wrap_exception(error: BaseException) -> WrappedException:
     """The form in which DCP sends an exception to other ranks."""
-    wrapped: WrappedException = _wrap_exception(error)
-    return wrapped
+    # Not torch's own function: what Python 3.14 extracts holds code objects, which older torch cannot send.
+    frames = traceback.extract_tb(error.__traceback__)
+    plain = [(each.filename, each.lineno or 0, each.name, each.line) for each in frames]
+    return error, traceback.StackSummary.from_list(plain)
 
 
 def is_wrapped_exception(candidate: object) -> bool:
