@@ -137,6 +137,14 @@ def tests_python(session: nox.Session) -> None:
 
 
 @nox.session
+def torchao(session: nox.Session) -> None:
+    """Run the tests that need torchao, which the default session skips; arguments after `--` go to pytest."""
+    install_group(session, "torchao")
+    install_package(session)
+    session.run("pytest", "tests/test_torchao.py", "tests/test_values.py", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check format, rules, and which module may import which. Needs no torch: nothing is imported."""
     install_group(session, "lint")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -62,6 +65,50 @@ def schedule(
         save_fn, args, [lambda: save_state_dict_async_finalize(*planned)], {}, preload_fn
     )
     return queue.schedule_async_request(request)
+
+
+def save_async(writer: FileSystemWriterAsync, state: dict[str, Any]) -> None:
+    """One save by ``dcp.async_save``, waited for."""
+    response = dcp.async_save(state, storage_writer=writer, no_dist=True)
+    upload = response if isinstance(response, Future) else response.upload_completion
+    upload.result()
+
+
+def _save_split(path: Path, state: dict[str, Any], **options: Any) -> None:
+    queue = AsyncCallsQueue()
+    try:
+        path.mkdir(parents=True)
+        schedule(queue, path, state, **options)
+        queue.maybe_finalize_async_calls(blocking=True)
+    finally:
+        queue.close(abort=True)
+
+
+WAYS: dict[str, Callable[[Path, dict[str, Any]], None]] = {
+    "dcp.save": lambda path, state: dcp.save(
+        state, storage_writer=FileSystemWriterAsync(path), no_dist=True
+    ),
+    "dcp.async_save": lambda path, state: save_async(FileSystemWriterAsync(path), state),
+    "dcp.async_save, staged in place": lambda path, state: save_async(
+        FileSystemWriterAsync(path), state
+    ),
+    "dcp.async_save, overlapped": lambda path, state: save_async(
+        FileSystemWriterAsync(path, staging="overlapped"), state
+    ),
+    "split": _save_split,
+    "split, overlapped": lambda path, state: _save_split(path, state, staging="overlapped"),
+}
+"""Every way to save, in an order: what ``dcp.async_save`` has saved once, it stages in place the next time."""
+
+
+def save_stock_way(path: Path, state: dict[str, Any]) -> None:
+    """One save by stock's writer."""
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path, sync_files=False), no_dist=True)
+
+
+def shard_files(path: Path) -> dict[str, bytes]:
+    """Content of a checkpoint's files but the metadata, by name."""
+    return {file.name: file.read_bytes() for file in path.iterdir() if file.name != ".metadata"}
 
 
 def read_metadata(path: Path) -> Metadata:

@@ -12,7 +12,6 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from nostall._sealing import combine_hash, seal_patches
 from nostall.core import AsyncCallsQueue
 from nostall.errors import NostallError
 from nostall.filesystem_async import FileSystemWriterAsync
-from states import blobs, read_metadata, schedule, small_state
+from states import blobs, read_metadata, save_async, schedule, shard_files, small_state
 
 GIB = 1 << 30
 ORDINARY_DTYPES = {
@@ -88,12 +87,6 @@ def save_ours(path: Path, state: dict[str, Any], **options: Any) -> None:
     dcp.save(state, storage_writer=writer, planner=RawBytesPlanner(), no_dist=True)
 
 
-def save_async(writer: FileSystemWriterAsync, state: dict[str, Any]) -> None:
-    upload = dcp.async_save(state, storage_writer=writer, no_dist=True)
-    assert isinstance(upload, Future)
-    upload.result()
-
-
 class RawBytesPlanner(DefaultSavePlanner):
     """Stores ``bytes`` objects as they are; everything else as the default planner does."""
 
@@ -101,10 +94,6 @@ class RawBytesPlanner(DefaultSavePlanner):
         if isinstance(object, bytes):
             return io.BytesIO(object)
         return super().transform_object(write_item, object)
-
-
-def shard_files(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in path.iterdir() if file.name != ".metadata"}
 
 
 def differing_files(directory: Path, state: dict[str, Any], **options: Any) -> set[str]:
@@ -287,19 +276,6 @@ def test_sparse_tensor_is_stored_as_torch_save_stores_it(tmp_path: Path, layout:
     assert found == {"s": saved_alone(sparse), "dense": saved_alone(dense)}
     back = torch.load(io.BytesIO(found["s"]), weights_only=True)
     assert torch.equal(back.to_dense(), dense)
-
-
-def test_quantised_tensor_is_stored_as_its_values(tmp_path: Path) -> None:
-    """A natively quantised tensor is stored dequantised, as ``torch.save`` writes those values."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch deprecates making such tensors
-        quantised = torch.quantize_per_tensor(torch.arange(12.0).view(3, 4), 0.5, 3, torch.qint8)
-    values = quantised.dequantize()
-    save_ours(tmp_path, {"q": quantised})
-    assert list(blobs(tmp_path).values()) == [saved_alone(values)]
-    target = {"q": torch.zeros(3, 4)}
-    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
-    assert torch.equal(target["q"], values)
 
 
 def test_bytes_may_change_their_length_between_saves(tmp_path: Path) -> None:

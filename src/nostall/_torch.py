@@ -11,6 +11,7 @@ import copy
 import io
 import math
 import os
+import pickle
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,9 +26,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.tensor import DTensor
+from torch.storage import TypedStorage, UntypedStorage
 from torch.utils.serialization import config
 
 from nostall.errors import UnsupportedTorchError
+from nostall.options import is_dequantized_on_save
 
 # --- private names that nostall cannot work without -------------------------------------------------------------------
 
@@ -40,7 +43,7 @@ def _unsupported(why: object) -> UnsupportedTorchError:
 
 
 try:
-    from torch import _neg_view
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed._shard.sharded_tensor import ShardedTensor as ShardedTensor
     from torch.distributed.checkpoint.api import _is_wrapped_exception
     from torch.distributed.checkpoint.filesystem import (
@@ -214,6 +217,58 @@ def can_be_viewed(dtype: torch.dtype) -> bool:
     return view.nbytes == dtype.itemsize
 
 
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """What to save of a tensor: detached, arrived, and dequantised if its class is one of those that are saved so."""
+    tensor = tensor.detach()
+    if isinstance(
+        tensor, AsyncCollectiveTensor
+    ):  # functional collectives: it may still be on its way
+        tensor = tensor.wait()
+    if (
+        type(tensor).dequantize is not torch.Tensor.dequantize  # a wrapper, and one that can be
+        and is_dequantized_on_save(type(tensor))
+    ):
+        tensor = tensor.dequantize()
+    return tensor
+
+
+def missing_data(tensor: torch.Tensor) -> str | None:
+    """Why a tensor has no data, and what to do, if so; torch would read past the end of the memory that is there."""
+    if tensor.is_meta:
+        return "the tensor is on the meta device and has no data; load or initialise it first"
+    there, needed = _memory(tensor)
+    if there < needed:
+        return (
+            f"the tensor takes {needed} bytes of its storage, which was resized to {there}; "
+            "resize it back before saving, or leave the tensor out of the state dict"
+        )
+    return None
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """Bytes of a tensor's storage, and how many of them it reaches for, as far as that can be told."""
+    is_wrapper = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    has_memory = (tensor.is_cpu or tensor.is_cuda) and tensor.layout == torch.strided
+    if is_wrapper or not has_memory or tensor.is_nested or not tensor.numel():
+        return 0, 0
+    there = tensor.untyped_storage().nbytes()
+    if not can_be_viewed(tensor.dtype):
+        return there, 1  # several elements may share a byte
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return there, int(tensor.storage_offset() + reach + 1) * tensor.itemsize
+
+
+def as_stock_writes(tensor: torch.Tensor) -> torch.Tensor:
+    """What stock hands to ``torch.save``: on the CPU, over a storage of its own size."""
+    tensor = tensor.cpu()
+    if tensor.layout == torch.strided and (
+        tensor.untyped_storage().nbytes() != tensor.numel() * tensor.itemsize
+        or tensor._is_zerotensor()  # zeros without memory, which torch.save refuses
+    ):
+        tensor = tensor.clone()
+    return tensor
+
+
 def payload_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Strides under which stock writes the tensor, or ``None`` if its file form is not one payload."""
     if (
@@ -221,6 +276,8 @@ def payload_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
         or tensor.layout != torch.strided
         or tensor.is_conj()
         or tensor.is_neg()
+        or tensor._is_zerotensor()
+        or torch._is_functional_tensor(tensor)
         or not can_be_viewed(tensor.dtype)
     ):
         return None
@@ -250,11 +307,24 @@ class TensorKinds:
         if _CheckpointableTensor is not None and any(map(_says_its_place, tensors)):
             return False
         if self._guards is not None:
-            return not any(map(_is_nested, tensors)) and bool(self._guards.check(*tensors))
-        return [_kind(tensor) for tensor in tensors] == self._kinds
+            alike = not any(map(_is_nested, tensors)) and bool(self._guards.check(*tensors))
+        else:
+            alike = [_kind(tensor) for tensor in tensors] == self._kinds
+        return alike and _all_have_memory(tensors)
 
 
 _is_nested = attrgetter("is_nested")
+_LOW_ADDRESS = 64 << 30
+
+
+def _all_have_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    """As :func:`missing_data`, for plain tensors and in 0.2 us each: one whose storage was emptied is at its offset from 0."""
+    addresses = list(map(torch.Tensor.data_ptr, tensors))
+    return min(addresses, default=_LOW_ADDRESS) >= _LOW_ADDRESS or not any(
+        missing_data(tensor)
+        for tensor, address in zip(tensors, addresses, strict=True)
+        if address < _LOW_ADDRESS
+    )
 
 
 def _says_its_place(tensor: torch.Tensor) -> bool:
@@ -308,15 +378,71 @@ def _view_of(
     return flat if is_flat else flat.as_strided(tuple(size), tuple(stride))
 
 
-def private_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU copy of a tensor of any kind; a lazily conjugated or negated one stays so, and is saved alike."""
-    if tensor.is_meta:
-        return tensor
-    if tensor.is_conj():
-        return private_copy(tensor.conj()).conj()
-    if tensor.is_neg():
-        return _neg_view(private_copy(_neg_view(tensor)))
-    return copy.deepcopy(tensor) if tensor.is_cpu else tensor.cpu()
+def private_copy(value: Any) -> Any:
+    """A copy in host memory, of a tensor of any kind or of an object, that ``torch.save`` writes as it writes the original.
+
+    It is made by pickling, which is what ``torch.save`` does; what cannot be pickled is copied as well as it can be.
+
+    Raises:
+        ValueError: A tensor has no memory.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            return value  # planning says so
+        if missing := missing_data(value):
+            raise ValueError(missing)
+        value = as_stock_writes(value)
+    pickled = io.BytesIO()
+    pickler = _Pickler(pickled)
+    try:
+        pickler.dump(value)
+        pickled.seek(0)
+        return _Unpickler(pickled, pickler.held).load()
+    except (
+        Exception
+    ):  # anything: it is code of the value's class. A planner may know what to do with the value
+        return copy.deepcopy(value)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles what holds storages, strings and bytes: copies of storages, and the others as they are.
+
+    ``torch.save`` writes a string once, however often one and the same is there, but equal ones each; unpickling might make
+    equal ones the same.
+    """
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        self.held: dict[int, Any] = {}
+        self._originals: list[UntypedStorage] = []  # alive, so that no other one gets the same key
+
+    def persistent_id(self, value: Any) -> tuple[int, torch.dtype | None] | None:
+        if type(value) in (str, bytes):
+            self.held[id(value)] = value
+            return id(value), None
+        is_typed = isinstance(value, TypedStorage)
+        if not is_typed and not isinstance(value, UntypedStorage):
+            return None
+        storage = value._untyped_storage if is_typed else value
+        if storage._cdata not in self.held:
+            self._originals.append(storage)
+            is_elsewhere = storage.device.type != "cpu"
+            self.held[storage._cdata] = storage.cpu() if is_elsewhere else storage.clone()
+        # As torch.load does: what rebuilds tensors wants typed ones.
+        return storage._cdata, value.dtype if is_typed else torch.uint8
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, held: dict[int, Any]) -> None:
+        super().__init__(stream)
+        self._held = held
+
+    def persistent_load(self, key_and_dtype: tuple[int, torch.dtype | None]) -> Any:
+        key, dtype = key_and_dtype
+        held = self._held[key]
+        return (
+            held if dtype is None else TypedStorage(wrap_storage=held, dtype=dtype, _internal=True)
+        )
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -11,6 +11,16 @@ from typing import TypeGuard
 from nostall._jobs import MOST_IO_THREADS
 from nostall.errors import OptionError
 
+dequantized_on_save: set[str] = {"transformer_engine"}
+"""Tensor classes that are saved as what their ``dequantize()`` returns, by ``module.Class``, or by the module or package that
+they or a base of theirs are defined in. All other wrappers are saved as they are, which is what stock does."""
+
+
+def is_dequantized_on_save(kind: type) -> bool:
+    """Whether ``dequantized_on_save`` names a class or one of its bases."""
+    names = (f"{each.__module__}.{each.__qualname__}." for each in kind.__mro__)
+    return any(name.startswith(f"{known}.") for name in names for known in dequantized_on_save)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:

@@ -4,16 +4,13 @@ What the planner hands out is classified once:
 
 * *bytes*: an object that the planner has serialised; its bytes are fixed from here on;
 * *tensor*: a plain strided tensor, on any device; only its container is made here, the copy is the snapshot's;
-* *run*: a tensor whose file form is more than one payload (sparse, conjugated, a subclass, a sub-byte dtype).
+* *run*: a tensor whose file form is more than one payload (sparse, conjugated, quantised, a subclass, a sub-byte dtype).
   ``torch.save`` writes it into memory here, as stock would into the file.
-
-Quantised tensors and wrappers that override ``dequantize`` are dequantised first.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -60,7 +57,7 @@ def _plan_item(item: WriteItem, resolver: Resolver, rank: int, settings: _Settin
         value: Any = resolver.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
             return _run(item, value.getvalue(), weight=0)
-        return _plan_tensor(item, _plain(value.detach()), settings)
+        return _plan_tensor(item, _torch.plain(value), settings)
     except Exception as error:
         raise StagingError(
             f"item {item.index.fqn!r} cannot be staged: {type(error).__name__}: {error}",
@@ -70,13 +67,13 @@ def _plan_item(item: WriteItem, resolver: Resolver, rank: int, settings: _Settin
 
 
 def _plan_tensor(item: WriteItem, tensor: torch.Tensor, settings: _Settings) -> _Item:
-    if tensor.device.type == "meta":
-        raise ValueError("the tensor is on the meta device and has no data")
+    if missing := _torch.missing_data(tensor):
+        raise ValueError(missing)
     weight = _chunk_nbytes(item, tensor)
     stride = _torch.payload_stride(tensor)
     if stride is None:
         buffer = io.BytesIO()
-        torch.save(_as_stock_writes(tensor), buffer)
+        torch.save(_torch.as_stock_writes(tensor), buffer)
         return _run(item, buffer.getvalue(), weight=weight or 1)
     size = tuple(tensor.shape)
     container = _container(tensor.dtype, size, stride, settings)
@@ -105,26 +102,6 @@ def _container(
 def _run(item: WriteItem, content: bytes, *, weight: int) -> _Item:
     shape = ItemShape(fqn=item.index.fqn, container=None, nbytes=len(content), weight=weight)
     return shape, None, content
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Undo quantisation, whether torch's own or that of a wrapper class."""
-    wait: Callable[[], torch.Tensor] | None = getattr(tensor, "wait", None)
-    if wait is not None:  # functional collectives hand out tensors that are still on their way
-        tensor = wait()
-    if tensor.is_quantized or type(tensor).dequantize is not torch.Tensor.dequantize:
-        tensor = tensor.dequantize()
-    return tensor
-
-
-def _as_stock_writes(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.cpu()
-    if (
-        tensor.layout == torch.strided
-        and tensor.untyped_storage().nbytes() != tensor.numel() * tensor.itemsize
-    ):
-        tensor = tensor.clone()
-    return tensor
 
 
 def _chunk_nbytes(item: WriteItem, tensor: torch.Tensor) -> int:

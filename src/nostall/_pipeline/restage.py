@@ -29,6 +29,7 @@ from nostall._copying import Places
 from nostall.errors import NostallError, StagingError
 
 _ALIGNMENT = 64
+_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
 
 Structure = tuple[tuple[str, int], ...]
 
@@ -105,13 +106,17 @@ def find_leaves(state_dict: Mapping[str, Any]) -> list[Leaf]:
     leaves: list[Leaf] = []
 
     def note(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
-        stride = _torch.payload_stride(tensor.detach())
-        if stride is not None and tensor.device.type != "meta":
+        stride = _payload_stride(tensor.detach())
+        if stride is not None:
             leaves.append(Leaf(fqn=fqn, tensor=tensor.detach(), stride=stride))
         return tensor
 
-    _rebuild(state_dict, "", note, copy_others=False)
+    _rebuild(state_dict, "", note, lambda _, value: value)
     return leaves
+
+
+def _payload_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    return None if _torch.missing_data(tensor) else _torch.payload_stride(tensor)
 
 
 def structure_of(leaves: list[Leaf]) -> Structure:
@@ -175,28 +180,38 @@ def _copied(
     lease.block.is_shown = True
     remaining = iter(views)
 
-    def place(_: str, tensor: torch.Tensor) -> torch.Tensor:
-        plain = tensor.detach()
-        if _torch.payload_stride(plain) is None or plain.device.type == "meta":
-            return _torch.private_copy(plain)
-        return next(remaining).requires_grad_(tensor.requires_grad)
+    def place(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
+        if _payload_stride(tensor.detach()) is not None:
+            return next(remaining).requires_grad_(tensor.requires_grad)
+        copied: torch.Tensor = _private_copy(fqn, _torch.plain(tensor))
+        return copied.requires_grad_() if tensor.requires_grad else copied
 
-    content: dict[str, Any] = _rebuild(state_dict, "", place, copy_others=True)
+    content: dict[str, Any] = _rebuild(state_dict, "", place, _private_copy)
     return content, Places(views)
+
+
+def _private_copy(fqn: str, value: Any) -> Any:
+    if type(value) in _IMMUTABLE:
+        return value
+    try:
+        return _torch.private_copy(value)
+    except Exception as error:
+        raise StagingError(
+            f"item {fqn!r} cannot be staged: {type(error).__name__}: {error}", phase="stage"
+        ) from error
 
 
 def _rebuild(
     value: Any,
     path: str,
     on_tensor: Callable[[str, torch.Tensor], torch.Tensor],
-    *,
-    copy_others: bool,
+    on_object: Callable[[str, Any], Any],
 ) -> Any:
-    """Copy containers, hand every local tensor with its flattened name to ``on_tensor``."""
+    """Copy what DCP takes apart; hand on, with their flattened names, local tensors and what is saved as one object."""
 
     def inner(key: object, element: Any) -> Any:
         name = f"{path}.{key}" if path else str(key)
-        return _rebuild(element, name, on_tensor, copy_others=copy_others)
+        return _rebuild(element, name, on_tensor, on_object)
 
     if isinstance(value, DTensor):
         return DTensor.from_local(
@@ -215,9 +230,17 @@ def _rebuild(
         return on_tensor(path, value)
     if isinstance(value, Mapping):
         return {key: inner(key, element) for key, element in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(inner(key, element) for key, element in enumerate(value))
-    return copy.deepcopy(value) if copy_others else value
+    if _is_taken_apart(value):
+        return [inner(key, element) for key, element in enumerate(value)]
+    return on_object(path, value)
+
+
+def _is_taken_apart(value: Any) -> bool:
+    """Whether DCP saves what is in it item by item: a mapping, or a list that holds one, or a tensor, at any depth."""
+    return isinstance(value, Mapping) or (
+        isinstance(value, list)
+        and any(isinstance(each, torch.Tensor) or _is_taken_apart(each) for each in value)
+    )
 
 
 # --- to another process ---------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def _is_recognizable(leaf: Any) -> bool:
             and _torch.KNOWS_DTENSORS
             and type(_torch.local_tensor_of(leaf)) in _PLAIN
         )
-    return not isinstance(leaf, torch.Tensor) or (type(leaf) in _PLAIN and not leaf.is_quantized)
+    return not isinstance(leaf, torch.Tensor) or type(leaf) in _PLAIN
 
 
 def _open(leaves: list[Any], specs: Sequence[tuple[int, Any, bool]]) -> None:
