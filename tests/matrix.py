@@ -239,11 +239,8 @@ def check_directory(cell: Cell, path: Path) -> None:
         for info in dcp.FileSystemReader(path).read_metadata().storage_data.values()
     }
     strangers = set(os.listdir(path)) - referenced
-    nobody_knows = (cell.ends_trainer and cell.overwrite) or cell.way == "sync"
-    nobody_may = cell.fault == "read-only directory" and cell.overwrite
-    if nobody_knows or nobody_may:
-        # Nobody who lives knows the names under which a dead trainer had begun to replace a checkpoint; of a synchronous
-        # save's end stock tells only those ranks that have failed; and where nothing may be written nothing may be removed.
+    if cell.ends_trainer:
+        # What a dead trainer had made may be another process's that lives, for all that the next save knows, until it is old.
         strangers = {name for name in strangers if not name.endswith(".distcp")}
     require(not strangers, f"files are left: {sorted(strangers)}")
 

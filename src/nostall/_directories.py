@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from weakref import WeakSet, WeakValueDictionary
 
 from nostall.errors import SaveTimeoutError
 
-_UNTOLD = 64
-"""Saves of whose end nobody has told that are remembered: some files each."""
+_UNTOLD = 8
+"""Saves that are remembered although they are over: what older ones have left is removed when it is old."""
 
 
 class Visit:
@@ -31,6 +31,9 @@ class Visit:
         self._directory = directory
         self._created = created
         self._thread: threading.Thread | None = None
+        self._was_left = False
+        self.is_removed = False
+        """Whether files of it were removed, so that it must not be committed."""
         with _state.lock:
             _state.visits.add(self)
 
@@ -40,17 +43,18 @@ class Visit:
         with _state.lock:
             _state.untold.append(self)
 
-    def end(self) -> None:
-        """It is known what became of the save's files. Idempotent."""
+    def end(self, *, committed: bool) -> None:
+        """The save is over. Idempotent."""
+        self._was_left = True
         with _state.lock:
             _state.visits.discard(self)
-            if self in _state.untold:
-                _state.untold.remove(self)
+            if not committed and self not in _state.untold:
+                _state.untold.append(self)
 
     def left_before(self) -> tuple[str, ...]:
-        """Names of what earlier saves of this process have made in the same directory, if nobody has told of their end.
+        """Names of what earlier saves of this process have made in the same directory, unless they are known to be committed.
 
-        They are over, as their threads do something else; what became of them may be known to the coordinator.
+        Those saves are over. Their files may be a checkpoint's, or gone; the coordinator knows, once it has committed another one.
         """
         with _state.lock:
             visits, untold = list(_state.visits), list(_state.untold)
@@ -61,10 +65,11 @@ class Visit:
         return tuple(sorted(map(os.path.basename, left)))
 
     def _is_over(self) -> bool:
+        """Whether the thread that it was written in has gone on; once that was seen it stays so, for other threads, too."""
         thread = self._thread
-        return thread is not None and (
-            thread is threading.current_thread() or not thread.is_alive()
-        )
+        if thread is threading.current_thread() or (thread is not None and not thread.is_alive()):
+            self._was_left = True
+        return self._was_left
 
 
 class _State:
@@ -80,6 +85,14 @@ class _State:
 
 
 _state = _State()
+
+
+def note_removed(paths: Iterable[str]) -> None:
+    """Files of saves that were taken for over are going to be removed."""
+    gone = set(paths)
+    with _state.lock:
+        for visit in _state.untold:
+            visit.is_removed |= not gone.isdisjoint(visit._created)
 
 
 def names_in_use(directory: str) -> set[str]:

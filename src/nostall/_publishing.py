@@ -161,6 +161,7 @@ def publish(
             path=path,
             hint="look at the directory when storage answers again",
         ) from error
+    _directories.note_removed(to_remove)
     left_s = timeout_s - (time.monotonic() - began_s)
     remove_in_time(to_remove, remove=engine.remove_files, timeout_s=max(REMOVAL_TIMEOUT_S, left_s))
 

@@ -167,15 +167,15 @@ class RankSave(BackgroundSave):
         if not self._is_over:
             # What takes longer goes when storage answers; nothing else ever gets its names.
             remove_in_time(sorted(self.progress.created))
-            self.end()
+            self.end(committed=False)
 
-    def end(self) -> None:
+    def end(self, *, committed: bool) -> None:
         """Nothing more is going to be done for this save."""
         self._is_over = True
         self.progress.end()
         if self.ahead is not None:
             self.ahead.drop()
-        self.prepared.target.visit.end()
+        self.prepared.target.visit.end(committed=committed)
 
     def results(self) -> list[WriteResult]:
         """DCP's write results, waiting for the report if need be.

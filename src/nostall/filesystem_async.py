@@ -134,7 +134,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._is_coordinator = True
         self._save: RankSave | None = None
         self._failure: NostallError | None = None
-        self._visit: _directories.Visit | None = None
         self._staging = staging
         self._guard: Guard | None = None
         """Of what was staged last; ``dcp.async_save`` resets the writer between staging and writing."""
@@ -145,8 +144,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Whether what was staged last is what will be written next, although the writer is reset before."""
         self._receipts: tuple[FileReceipt, ...] = ()
         self._slowest_rank: int | None = None
-        self._is_given_up = False
-        """Whether a commit has failed, and all ranks' files are removed."""
+        self._visit: _directories.Visit | None = None
         self._separation_hint = separation_hint
         spread = require_switch("is_multiproc_io", is_multiproc_io)
         self._processes = _PROCESSES_FOR_MULTIPROC_IO if spread else 1
@@ -171,14 +169,13 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.path = absolute(self.path)
         self._save = None
         self._failure = None
-        self._visit = None
         if not self._is_staged:
             self._guard, self._staging_timeline = None, Timeline()
         self._is_staged = False
         self.timeline = Timeline()
         self._receipts = ()
         self._slowest_rank = None
-        self._is_given_up = False
+        self._visit = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn this rank's role; called by DCP on every rank."""
@@ -260,7 +257,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             results = _save.write_results(prepared, report)
             visit.wait_untold()
         except BaseException:
-            visit.end()  # what was made is removed by now
+            visit.end(committed=False)
             raise
         finally:
             prepared.target.progress.end()
@@ -291,7 +288,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             WriteError: The metadata could not be published.
         """
         written = [getattr(of_rank, "written", None) for of_rank in results]
-        is_published = False
+        is_published = is_committed = False
         with preemption.deferred(then_end=False), loss_is_told(str(self.path)):
             try:
                 self._require_files(written)
@@ -299,18 +296,20 @@ class FileSystemWriterAsync(FileSystemWriter):
                 finished = finish_metadata(publication, written, self.storage_meta())
                 is_published = True  # from here on, until the contrary is known
                 self.publish(publication, metadata, finished)
+                is_committed = True
             except Exception as error:
                 if not is_published or is_unpublished(error):
-                    self._is_given_up = True
+                    if self._visit is not None:
+                        self._visit.is_removed = True
                     _publishing.remove_unpublished(self._metadata_path(), results, written)
                 raise
             finally:
-                self.end_save()
+                self.end_save(committed=is_committed)
 
     def _require_files(self, written: Sequence[RankFiles | None]) -> None:
-        if self._is_given_up:
+        if self._visit is not None and self._visit.is_removed:
             raise SaveError(
-                "the files of this save were removed when its commit failed",
+                "the files of this save were removed: its commit has failed, or a later save to the directory has taken its place",
                 rank=self.rank,
                 phase="commit",
                 path=str(self.path),
@@ -577,12 +576,10 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Learn which rank's files were durable last."""
         self._slowest_rank = rank
 
-    def end_save(self) -> None:
-        """Nothing more is going to be done for this writer's save."""
+    def end_save(self, *, committed: bool) -> None:
+        """Nothing more is going to be done for this writer's split save."""
         if self._save is not None:
-            self._save.end()
-        if self._visit is not None:
-            self._visit.end()
+            self._save.end(committed=committed)
 
     def fail_later(self, error: NostallError) -> None:
         """Record that this rank has nothing to write because planning failed; reported when the save is finalised."""

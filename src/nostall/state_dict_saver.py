@@ -328,6 +328,7 @@ def _finalize(
         changed_plan=session.changed_plan if session else None,
         took_s=storage_writer.took_s,
     )
+    is_committed = False  # for all that is known, if other ranks are lost now
     try:
         with storage_writer.timeline.measure("commit"):
             outcomes = coordination.gather(outcome)
@@ -339,10 +340,11 @@ def _finalize(
             cache.told = token_of(told)
             if ending.changed or ending.failures:
                 cache.forget()
+        is_committed = not ending.failures
         if ending.failures and not ending.published:
             storage_writer.discard()
     finally:
-        storage_writer.end_save()
+        storage_writer.end_save(committed=is_committed)
     storage_writer.note_slowest(ending.slowest_rank)
     if ending.failures:
         raise exception_for(

@@ -125,7 +125,7 @@ class ImageFile:
         if identity_of(fd) == identity_of(self._fd):
             self._fd, fd = fd, self._fd
             self._direct = True
-        os.close(fd)
+        close_all([fd])  # nothing was written through it
 
     def _go_through_page_cache(self) -> None:
         """Switch ``O_DIRECT`` off for all further writes; several threads may find out at once."""
