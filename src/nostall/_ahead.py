@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from nostall._deadlines import remove_in_time
 from nostall._metadata import Publication
-from nostall._storage.posix import UnfinishedFile
+from nostall._storage.posix import UnfinishedFile, remove_files
 
 _log = logging.getLogger("nostall")
 
@@ -134,7 +134,7 @@ class WrittenAhead:
             self.settled.set()
 
     def _discard(self) -> None:
-        remove_in_time([self._path])
+        remove_files([self._path])
         self.let_go()
 
     def let_go(self) -> None:

@@ -7,14 +7,16 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 
 from nostall import _torch
+from nostall._deadlines import remove_in_time
 from nostall._failures import failure_of
 from nostall._jobs import NO_BLOCK, FileImage, RankFailed, RankReport, WriteJob, page_aligned
 from nostall._lifecycle import State
 from nostall._pipeline.snapshot import Snapshot
-from nostall._reports import CANCEL_TIMEOUT_S, await_report, joined, when_done
+from nostall._reports import CANCEL_TIMEOUT_S, await_report, is_done, joined, when_done
 from nostall._runtime import Engine
 from nostall._save import SaveTarget
 from nostall._storage.streams import StreamTarget
@@ -32,7 +34,10 @@ def write_here(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> RankRe
 def wait_for(
     written: Future[RankReport], target: SaveTarget, engine: Engine, *, rank: int
 ) -> RankReport:
-    """A rank's report; the save is given up if it does not come in time, or if the caller is interrupted."""
+    """A rank's report; the save is given up if it does not come in time, or if the caller is interrupted.
+
+    Nobody hears of what was written when an interrupt came, so that it goes.
+    """
 
     def give_up() -> None:
         engine.cancel(target.job, written, timeout_s=CANCEL_TIMEOUT_S)
@@ -47,6 +52,7 @@ def wait_for(
         )
     except BaseException:
         give_up()
+        remove_in_time(sorted(target.progress.created))
         raise
 
 
@@ -129,19 +135,29 @@ def in_thread(
     """
     future: Future[RankReport] = Future()
     future.set_running_or_notify_cancel()
+    registered = ExitStack()
+    cancelled = registered.enter_context(engine.cancellable(target.job))
+    is_anybodys = threading.Lock()
 
     def run() -> None:
-        try:
-            with engine.cancellable(target.job) as cancelled:
+        if not is_anybodys.acquire(blocking=False):
+            return
+        with registered:
+            try:
                 report = write(cancelled)
-        except BaseException as error:  # whoever waits must hear of it
-            report = RankFailed(rank=rank, failure=failure_of(error, phase="write"))
+            except BaseException as error:  # whoever waits must hear of it
+                report = RankFailed(rank=rank, failure=failure_of(error, phase="write"))
         future.set_result(report)
 
     try:
         threading.Thread(target=run, name="nostall-writer", daemon=True).start()
     except RuntimeError:  # the interpreter is ending, or the system has no thread to give
         run()
+    except BaseException:  # from outside, such as Ctrl-C: the thread may be at work, or never begin
+        cancelled.set()
+        run()
+        is_done(future, CANCEL_TIMEOUT_S)
+        raise
     return future
 
 
