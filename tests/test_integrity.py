@@ -78,7 +78,7 @@ def test_what_was_saved_is_found_to_be_whole(tmp_path: Path, way: Way) -> None:
     """However it was saved, by stock, too."""
     way(tmp_path / "save", state_of(), thread_count=3)
     found = nostall.verify(tmp_path / "save")
-    assert found.damages == ()
+    assert found.ok
     assert found.unchecked == ()
     assert found.items == len(dcp.FileSystemReader(tmp_path / "save").read_metadata().storage_data)
     assert found.files == 3
@@ -111,7 +111,7 @@ def test_every_save_of_a_known_structure_has_its_own_manifest(tmp_path: Path) ->
         for number in range(4):
             schedule(queue, tmp_path / f"{number}", state_of(number), cache=cache)
             queue.wait()
-            assert nostall.verify(tmp_path / f"{number}").damages == ()
+            assert nostall.verify(tmp_path / f"{number}").ok
 
 
 def flip(path: Path, at: int) -> None:

@@ -23,6 +23,7 @@ from nostall._checking import Damage, Progress, look_at
 from nostall._checksum import use_fastest
 from nostall._manifest import Manifest, manifest_alone, manifest_of, split
 from nostall._metadata import Extent, extents_of, load_metadata, planned_indices
+from nostall._metadata_pickle import HINT
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall.errors import (
     DamagedCheckpointError,
@@ -109,7 +110,8 @@ def is_complete(path: str | os.PathLike[str], deep: bool = False) -> bool:
     if deep:
         found = verify(directory)
         if found.state is State.NOT_UNDERSTOOD:
-            raise UnknownMetadataError(found.note or "", phase="verify", path=directory)
+            note = found.note or "the metadata is not understood"
+            raise UnknownMetadataError(note, phase="verify", path=directory, hint=HINT)
         return found.ok
     try:
         checkpoint = _read(directory, with_items=False)
