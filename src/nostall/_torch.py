@@ -303,14 +303,17 @@ class TensorKinds:
         self._kinds = [_kind(tensor) for tensor in tensors] if self._guards is None else []
 
     def match(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are of the same kinds, in the same order; never if one says that it is part of a larger tensor."""
+        """Whether these are of the same kinds, in the same order, and have memory; never if one says that it is part of a larger tensor."""
         if _CheckpointableTensor is not None and any(map(_says_its_place, tensors)):
             return False
-        if self._guards is not None:
-            alike = not any(map(_is_nested, tensors)) and bool(self._guards.check(*tensors))
-        else:
+        if self._guards is None:
             alike = [_kind(tensor) for tensor in tensors] == self._kinds
-        return alike and _all_have_memory(tensors)
+            return alike and not any(map(missing_data, tensors))
+        return (
+            not any(map(_is_nested, tensors))
+            and bool(self._guards.check(*tensors))
+            and _all_have_memory(tensors)
+        )
 
 
 _is_nested = attrgetter("is_nested")
