@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import nostall
 from nostall._runtime import default_engine
@@ -135,15 +136,15 @@ def test_small_tensors_may_be_changed_when_the_call_has_returned(tmp_path: Path)
 
 @given(st.lists(st.sampled_from([0, 4, 32 << 10, 33 << 10, 2 << 20, 5 << 20]), max_size=900))
 def test_what_is_copied_inside_the_call_is_bounded(sizes: list[int]) -> None:
-    """The smallest tensors; 4 MiB in all, or 16 MiB of those of up to 32 KiB."""
+    """The smallest tensors; 4 MiB in all, or 8 MiB of those of up to 32 KiB."""
     chosen = copied_at_once(sizes)
     small = [at for at in chosen if sizes[at] <= 32 << 10]
-    assert sum(sizes[at] for at in small) <= 16 << 20
+    assert sum(sizes[at] for at in small) <= 8 << 20
     assert len(small) == len(chosen) or sum(sizes[at] for at in chosen) <= 4 << 20
     left = [size for at, size in enumerate(sizes) if at not in chosen]
     assert max((sizes[at] for at in chosen), default=0) <= min(left, default=5 << 20)
     total = sum(sizes[at] for at in chosen)
-    assert not left or total + min(left) > (16 << 20 if min(left) <= 32 << 10 else 4 << 20)
+    assert not left or total + min(left) > (8 << 20 if min(left) <= 32 << 10 else 4 << 20)
 
 
 def sgd(*parameters: torch.Tensor) -> torch.optim.Optimizer:
@@ -207,6 +208,10 @@ def test_steps_of_other_threads_are_not_disturbed_by_saves(tmp_path: Path) -> No
     parameters = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
     optimizers = [sgd(each) for each in parameters]
     stop = threading.Event()
+    # Of somebody else's, behind nostall's: torch iterates over all of them while it calls them.
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path / "first", small_state(), staging="overlapped")
+    others = register_optimizer_step_pre_hook(lambda *_: None)
 
     def train(optimizer: torch.optim.Optimizer) -> int:
         steps = 0
@@ -223,6 +228,7 @@ def test_steps_of_other_threads_are_not_disturbed_by_saves(tmp_path: Path) -> No
                 queue.wait()
         stop.set()
         steps = [each.result(60) for each in training]
+    others.remove()
     assert [-int(each[0]) for each in parameters] == steps
 
 

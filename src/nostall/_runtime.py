@@ -379,7 +379,10 @@ def wait_staged(timeout: float | None = None) -> None:
 
 
 def wait_staged_before_step(optimizer: torch.optim.Optimizer) -> RemovableHandle:
-    """Let :func:`wait_staged` run before every step of an optimizer, the usual place where tensors change.
+    """Let :func:`wait_staged` run before every step of an optimizer.
+
+    Those that inherit from ``torch.optim.Optimizer`` wait by themselves, for ``EngineOptions.save_timeout_s`` at most; this is for
+    others with a ``register_step_pre_hook``.
 
     Returns:
         A handle whose ``remove()`` undoes it.

@@ -27,13 +27,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import compress
 from operator import ne
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nostall import _torch
-from nostall._copying import Copies
+from nostall._copying import Copies, duplicate
 from nostall.errors import SaveTimeoutError, StagingError
 
 _log = logging.getLogger("nostall")
@@ -55,8 +55,8 @@ class _Process:
     waited_s = 0.0
     """When somebody last began to wait for all snapshots who has waited since."""
     is_hooked = False
-    """Whether optimizers wait. Once they do, they always do: a hook that is removed while some optimizer goes through its hooks
-    ends that optimizer's step with an error. Where nothing is under way it costs less than a microsecond."""
+    """Whether optimizers wait. Once they do, they always do: a hook that is removed while some optimizer goes through all hooks can
+    end that optimizer's step with an error. Where nothing is under way it costs a step one or two microseconds."""
 
 
 _process = _Process()
@@ -65,9 +65,9 @@ _SECOND_LOOK_S = 0.1
 """An operation on one tensor is over in this time; those who wait for the snapshot wait for it, too."""
 _SMALL_NBYTES = 32 << 10
 """Statistics of a batch norm over 8,192 channels; vectors of a spectral norm; what observers keep; counters."""
-_SMALL_AT_ONCE_NBYTES = 16 << 20
+_SMALL_AT_ONCE_NBYTES = 8 << 20
 _AT_ONCE_NBYTES = 4 << 20
-"""What copying inside the call may add up to, with small tensors only and in all: it takes a millisecond or two."""
+"""What is copied inside the call may add up to, with small tensors only and in all: it takes a millisecond or two."""
 _AT_EXIT_TIMEOUT_S = 20.0
 """A hundred gigabytes and more are copied in this time; who waits for memory so long need not be waited for."""
 
@@ -286,17 +286,18 @@ def _detached(sources: Sequence[Source]) -> tuple[list[Source], list[int]]:
 
     A parameter's ``data`` can be replaced meanwhile, which does not concern a tensor that was detached from it.
     """
-    tensors = {at: each for at, each in enumerate(sources) if isinstance(each, torch.Tensor)}
-    places = list(tensors)
-    small = {places[each] for each in copied_at_once([each.nbytes for each in tensors.values()])}
-    detached, live = list(sources), []
+    detached: list[Any] = list(sources)
+    tensors = [at for at, each in enumerate(detached) if isinstance(each, torch.Tensor)]
+    chosen = copied_at_once([detached[at].nbytes for at in tensors])
+    live = []
     # On an accelerator the copy is made in the order of the current stream: what follows on it may change the original.
     with torch.inference_mode(mode=False), torch.no_grad():
-        for at, tensor in tensors.items():
-            if at in small or tensor.is_inference():  # which has no version counter
-                detached[at] = cast("Source", tensor.clone())
+        for number, at in enumerate(tensors):
+            tensor = detached[at]
+            if number in chosen or tensor.is_inference():  # which has no version counter
+                detached[at] = duplicate(tensor)
             else:
-                detached[at] = cast("Source", tensor.detach())
+                detached[at] = tensor.detach()
                 live.append(at)
     return detached, live
 
@@ -327,7 +328,7 @@ def stage_behind(
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
     detached, live = _detached(sources)
-    counted = [cast("torch.Tensor", detached[at]) for at in live]
+    counted: list[Any] = [detached[at] for at in live]
     names = [names[at] for at in live]
     before = _torch.changes_of(counted)
     tensors = [each for each in detached if isinstance(each, torch.Tensor)]

@@ -91,7 +91,10 @@ class FileSystemWriterAsync(FileSystemWriter):
         path: Checkpoint directory.
         \*args: Those of ``torch.distributed.checkpoint.FileSystemWriter``, in its order.
         staging: ``"blocking"``: the save call returns when the snapshot is taken, and everything may be changed.
-            ``"overlapped"``: it returns at once; objects may be changed then, tensors only after :meth:`wait_staged`.
+            ``"overlapped"``: it returns at once. Forward, backward and every ``step()`` of a ``torch.optim.Optimizer`` may follow
+            without further ado: the step waits for the copy, and what is small (4 MiB of the smallest tensors, 8 MiB of those
+            of up to 32 KiB) may be changed by anybody. Whoever else changes a larger tensor calls :meth:`wait_staged` before, or
+            the save fails; if torch does not count the change (``.data``, NumPy, a replayed CUDA graph), it goes unnoticed.
         separation_hint: Items whose name starts with this go to files of their own, named with it.
         use_msc: Accepted for compatibility; ``path`` says where to write, and ``msc://`` is not supported yet.
         is_multiproc_io: Spread the files over two writer processes.

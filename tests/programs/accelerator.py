@@ -108,22 +108,22 @@ def stocks_calls_save_what_stock_saves(out: Path, device: str) -> None:
 
 
 def optimizers_wait_for_the_copy(out: Path, device: str) -> None:
-    """With the documented hook, training with a fused optimizer leaves every overlapped checkpoint as it was at its call."""
+    """Without a call of the user's, overlapped checkpoints hold the state of their call: fused steps and forward come after."""
     torch.manual_seed(0)
-    model = torch.nn.Linear(512, 512, device=device)
+    width = 4096 if device == "cuda" else 512
+    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width))
+    model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    hook = nostall.wait_staged_before_step(optimizer)
     kept: list[dict[str, torch.Tensor]] = []
     with AsyncCallsQueue() as queue:
         for number in range(12):
-            model(torch.ones(8, 512, device=device)).square().sum().backward()
             if number % 3 == 0:
                 state = {"model": model.state_dict()}
                 kept.append({name: each.clone() for name, each in model.state_dict().items()})
                 schedule(queue, out / f"{number}", state, staging="overlapped")
+            model(torch.randn(8, width, device=device)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    hook.remove()
     for position, before in enumerate(kept):
         loaded = {"model": {name: torch.zeros_like(each) for name, each in before.items()}}
         dcp.load(loaded, checkpoint_id=out / f"{3 * position}", no_dist=True)
