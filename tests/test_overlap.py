@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import nostall
+from nostall._copying import copied_at_once
 from nostall._runtime import default_engine
-from nostall._staging import copied_at_once
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import OptionError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,12 +22,20 @@ from nostall import _torch
 from nostall._streaming import Copy, streaming_copy
 from nostall._values import TensorForm
 
+Source = TypeVar("Source", bound="torch.Tensor | bytes")
+
 _LARGE_NBYTES = 128 << 10
 """From here on torch copies with several threads."""
 _PIECE_NBYTES = 4 << 20
 """Takes a fraction of a millisecond, so threads end together; and far more than handing it out."""
 _MORE_THAN_CACHES_HOLD_NBYTES = 64 << 20
 """Less than this may still be in a cache when it is checksummed and written, which is worth more than a faster copy."""
+
+_SMALL_NBYTES = 32 << 10
+"""Statistics of a batch norm over 8,192 channels; vectors of a spectral norm; what observers keep; counters."""
+_SMALL_AT_ONCE_NBYTES = 8 << 20
+_AT_ONCE_NBYTES = 4 << 20
+"""What is copied inside the call may add up to, with small tensors only and in all: it takes a millisecond or two."""
 
 _memcpy = ctypes.CDLL(None).memcpy  # not ctypes.memmove(), whose argument conversion costs more
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -169,7 +177,40 @@ def in_payload_order(source: torch.Tensor, form: TensorForm) -> torch.Tensor:
     return payload.copy_(source.detach())
 
 
-def duplicate(tensor: torch.Tensor) -> torch.Tensor:
+def copied_at_once(sizes: Sequence[int]) -> set[int]:
+    """Which tensors to copy inside the call, by their sizes in bytes: the smallest, up to a limit."""
+    chosen: set[int] = set()
+    total = 0
+    for position in sorted(range(len(sizes)), key=sizes.__getitem__):
+        total += sizes[position]
+        if total > (_SMALL_AT_ONCE_NBYTES if sizes[position] <= _SMALL_NBYTES else _AT_ONCE_NBYTES):
+            break
+        chosen.add(position)
+    return chosen
+
+
+def detach_all(sources: Sequence[Source]) -> tuple[list[Source], list[int]]:
+    """Sources that are nobody else's objects, and which of them have the trainer's memory; that of the others is private.
+
+    A parameter's ``data`` can be replaced meanwhile, which does not concern a tensor that was detached from it.
+    """
+    detached: list[Any] = list(sources)
+    tensors = [at for at, each in enumerate(detached) if isinstance(each, torch.Tensor)]
+    chosen = copied_at_once([detached[at].nbytes for at in tensors])
+    live = []
+    # On an accelerator the copy is made in the order of the current stream: what follows on it may change the original.
+    with torch.inference_mode(mode=False), torch.no_grad():
+        for number, at in enumerate(tensors):
+            tensor = detached[at]
+            if number in chosen or tensor.is_inference():  # which has no version counter
+                detached[at] = _duplicate(tensor)
+            else:
+                detached[at] = tensor.detach()
+                live.append(at)
+    return detached, live
+
+
+def _duplicate(tensor: torch.Tensor) -> torch.Tensor:
     """A private copy on the same device. Of little: where torch's threads wait for a core, they take longer than one alone."""
     if not tensor.is_cpu or tensor.nbytes < _LARGE_NBYTES or not tensor.is_contiguous():
         return tensor.clone()

@@ -33,13 +33,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nostall import _torch
-from nostall._copying import Copies, duplicate
+from nostall._copying import Copies, Source, detach_all
 from nostall.errors import SaveTimeoutError, StagingError
 
 _log = logging.getLogger("nostall")
 
 T = TypeVar("T")
-Source = TypeVar("Source", bound="torch.Tensor | bytes")
 
 Marks = Mapping[torch.device, Any]
 """Per accelerator, how far its stream had been told to go when the save was asked for."""
@@ -63,11 +62,6 @@ _process = _Process()
 _THREAD_NAME = "nostall-staging"
 _SECOND_LOOK_S = 0.1
 """An operation on one tensor is over in this time; those who wait for the snapshot wait for it, too."""
-_SMALL_NBYTES = 32 << 10
-"""Statistics of a batch norm over 8,192 channels; vectors of a spectral norm; what observers keep; counters."""
-_SMALL_AT_ONCE_NBYTES = 8 << 20
-_AT_ONCE_NBYTES = 4 << 20
-"""What is copied inside the call may add up to, with small tensors only and in all: it takes a millisecond or two."""
 _AT_EXIT_TIMEOUT_S = 20.0
 """A hundred gigabytes and more are copied in this time; who waits for memory so long need not be waited for."""
 
@@ -269,39 +263,6 @@ def changed_too_early(names: Sequence[str]) -> StagingError:
     )
 
 
-def copied_at_once(sizes: Sequence[int]) -> set[int]:
-    """Which tensors to copy inside the call, by their sizes in bytes: the smallest, up to a limit."""
-    chosen: set[int] = set()
-    total = 0
-    for position in sorted(range(len(sizes)), key=sizes.__getitem__):
-        total += sizes[position]
-        if total > (_SMALL_AT_ONCE_NBYTES if sizes[position] <= _SMALL_NBYTES else _AT_ONCE_NBYTES):
-            break
-        chosen.add(position)
-    return chosen
-
-
-def _detached(sources: Sequence[Source]) -> tuple[list[Source], list[int]]:
-    """Sources that are nobody else's objects, and which of them have the trainer's memory; that of the others is private.
-
-    A parameter's ``data`` can be replaced meanwhile, which does not concern a tensor that was detached from it.
-    """
-    detached: list[Any] = list(sources)
-    tensors = [at for at, each in enumerate(detached) if isinstance(each, torch.Tensor)]
-    chosen = copied_at_once([detached[at].nbytes for at in tensors])
-    live = []
-    # On an accelerator the copy is made in the order of the current stream: what follows on it may change the original.
-    with torch.inference_mode(mode=False), torch.no_grad():
-        for number, at in enumerate(tensors):
-            tensor = detached[at]
-            if number in chosen or tensor.is_inference():  # which has no version counter
-                detached[at] = duplicate(tensor)
-            else:
-                detached[at] = tensor.detach()
-                live.append(at)
-    return detached, live
-
-
 def stage_behind(
     sources: Sequence[Source],
     names: Sequence[str],
@@ -327,7 +288,7 @@ def stage_behind(
     """
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
-    detached, live = _detached(sources)
+    detached, live = detach_all(sources)
     counted: list[Any] = [detached[at] for at in live]
     names = [names[at] for at in live]
     before = _torch.changes_of(counted)
