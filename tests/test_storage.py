@@ -9,6 +9,7 @@ import os
 import stat
 import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -203,6 +204,29 @@ def test_a_file_system_that_refuses_direct_io_gets_the_same_files(
         assert str(tmp_path / "refused" / name) in refused
         written = (tmp_path / "refused" / name).read_bytes()
         assert written == (tmp_path / "direct" / name).read_bytes()
+
+
+@pytest.mark.parametrize("thread_count", [1, 3])
+def test_what_goes_through_the_page_cache_is_written_from_front_to_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thread_count: int
+) -> None:
+    """One write of a file at a time, each where the last one ended, as a file system in user space or over a network likes it."""
+    nostall.configure(EngineOptions(direct_io=False, chunk_nbytes=PAGE, io_threads=12))
+    real, written = os.pwrite, defaultdict[str, list[tuple[int, int]]](list)
+
+    def record(fd: int, piece: Any, offset: int) -> int:
+        written[os.readlink(f"/proc/self/fd/{fd}")].append((offset, len(piece)))
+        return real(fd, piece, offset)
+
+    monkeypatch.setattr(os, "pwrite", record)
+    state = {f"{number}": torch.full((100_000,), float(number)) for number in range(6)}
+    save(tmp_path / "saved", state, thread_count=thread_count)
+    shards = [writes for path, writes in written.items() if path.endswith(".distcp")]
+    assert len(shards) == thread_count
+    for writes in shards:
+        assert len(writes) > 100
+        ends = [offset + nbytes for offset, nbytes in writes]
+        assert [offset for offset, _ in writes] == [0, *ends[:-1]]
 
 
 def test_memory_that_the_device_does_not_take_is_written_through_the_page_cache(

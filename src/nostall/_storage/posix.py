@@ -64,6 +64,11 @@ class ImageFile:
             self.close()
             raise
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether it is written past the page cache, so that several threads can write into it at a time."""
+        return self._direct
+
     def write(self, memory: memoryview, begin: int, end: int, *, origin: int = 0) -> None:
         """Write the bytes of the file from ``begin`` to ``end``.
 

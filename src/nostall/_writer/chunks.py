@@ -8,7 +8,10 @@ A file is worked through in chunks, taken in order by whichever thread is free. 
    have done step 1,
 3. writes it, once step 2 is done for all earlier chunks, as a container's end may reach over from them.
 
-A thread waits only for steps 1 and 2 of earlier chunks, which other threads have begun and which themselves wait only
+Where files go through the page cache, two threads do all of this and write the chunks of a file one after the other: the system
+lets only one thread at a time write into such a file, and more of them would wait there, in any order and with cold buffers.
+
+A thread waits only for earlier chunks of its file, which other threads have begun and which themselves wait only
 for still earlier ones: there is no cycle, and one thread alone never waits. As many threads checksum at a time as there are
 processors; who does so waits for nothing, so the others' turn comes. Checksumming one chunk thus overlaps with
 writing others.
@@ -32,6 +35,8 @@ from nostall._writer.seals import Cutter, Payloads
 
 _BACKOFF_S = 0.1
 _BACKOFF_FACTOR = 4
+_THREADS_IN_ORDER = 2
+"""Where files go through the page cache: one writes while the other makes the next chunk ready."""
 _SPANS_KEPT = 2000
 """Per file: two for each of the first 1,000 chunks. Totals count all."""
 
@@ -109,6 +114,9 @@ def _work_through(
 
     def work(thread: int) -> None:
         while not hopeless.is_set():
+            # The first threads have begun with the first file, or given it up.
+            if thread >= _THREADS_IN_ORDER and tasks[0].is_in_order():
+                return
             try:
                 chunk = chunks.get_nowait()
             except queue.Empty:
@@ -210,6 +218,8 @@ class _FileTask:
         self.chunk_count = len(self._bounds) - 1
         self._summed = [threading.Event() for _ in range(self.chunk_count)]
         self._sealed = [threading.Event() for _ in range(self.chunk_count)]
+        self._written = [threading.Event() for _ in range(self.chunk_count)]
+        self._opened = threading.Event()
         self._left = self.chunk_count
         self._written_nbytes = 0
         self._given_up = False
@@ -244,11 +254,14 @@ class _FileTask:
             with self._checksums:
                 self._payloads.sum_chunk(window, number)
         started_s = self._note("checksum", thread, started_s)
+        if number and self.is_in_order():
+            self._wait(self._written[number - 1])  # and all before it
         chunk.phase = "write"
         self._faults.at("chunk", self.path)
         if self._file is None:
             raise _GivenUp
         self._file.write(window.memory, begin, end, origin=window.origin)
+        self._written[number].set()
         started_s = self._note("write", thread, started_s)
         self._at.wrote(end - begin)
         with self._lock:
@@ -262,6 +275,11 @@ class _FileTask:
             self._finished_s = self._note("fsync", thread, started_s)
             self.is_done = True
 
+    def is_in_order(self) -> bool:
+        """Whether it goes through the page cache; waits until it is open or given up."""
+        self._opened.wait()
+        return self._file is not None and not self._file.is_direct
+
     def _note(self, phase: str, thread: int, started_s: float) -> float:
         """Record a piece of work that ends now; returns the time."""
         now_s = time.monotonic()
@@ -271,7 +289,7 @@ class _FileTask:
     def give_up(self) -> None:
         """Wake every thread that waits for a chunk of this file."""
         self._given_up = True
-        for event in (*self._summed, *self._sealed):
+        for event in (*self._summed, *self._sealed, *self._written, self._opened):
             event.set()
 
     def forget_progress(self) -> None:
@@ -323,14 +341,15 @@ class _FileTask:
                 direct=self._job.direct,
                 on_created=self._created,
             )
+            self._opened.set()
 
     def _created(self, path: str) -> None:
         self.path = path
         self._at.create(path)
 
     def _wait(self, event: threading.Event) -> None:
-        # No deadline: whoever sets the event is a thread of this process that only computes before it does, and
-        # give_up() sets all of them.
+        # No deadline: whoever sets the event is a thread of this process that only computes before it does, or writes what
+        # has to be written before anybody is done; and give_up() sets all of them.
         event.wait()
         if self._given_up:
             raise _GivenUp
