@@ -21,7 +21,7 @@ from crashes import RecordingOs
 from mounted import Mount, ask, fault, why_not
 from nostall._storage import posix
 from nostall.core import AsyncCallsQueue
-from nostall.errors import NotDurableError, SaveError
+from nostall.errors import NotDurableError, SaveError, WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import verify
 from nostall.testing import Fault, Hold, inject
@@ -300,6 +300,26 @@ def test_saves_that_are_finished_by_hand_in_another_order_are_not_torn(tmp_path:
     writer, metadata, results = written[0]
     with pytest.raises(SaveError, match="were removed"):
         writer.finish(metadata, [results])
+    assert loaded_from(tmp_path) == 2
+
+
+def test_finishing_once_more_does_not_remove_what_another_save_has_made(tmp_path: Path) -> None:
+    """A save whose commit has failed has no files any more, and its names may be another one's."""
+    planner, writer = DefaultSavePlanner(), FileSystemWriterAsync(tmp_path)
+    planner.set_up_planner(state_of(1), is_coordinator=True)
+    writer.set_up_storage_writer(is_coordinator=True)
+    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+    (plan,) = writer.prepare_global_plan(plans)
+    results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    with inject(Fault.errno("publish", errno.ENOSPC)), pytest.raises(WriteError):
+        writer.finish(metadata, [results])
+    assert names_in(tmp_path) == set()
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path, state_of(2))
+        for call in queue._calls:
+            call.outcome.result(60)
+        with pytest.raises(SaveError, match="were removed"):
+            writer.finish(metadata, [results])
     assert loaded_from(tmp_path) == 2
 
 

@@ -293,8 +293,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         written = [getattr(of_rank, "written", None) for of_rank in results]
         is_published = is_committed = False
         with preemption.deferred(then_end=False), loss_is_told(str(self.path)):
+            self._require_files()
             try:
-                self._require_files(written)
+                self.require_written_here(written)
                 publication = publication_of_results(metadata, results)
                 finished = finish_metadata(publication, written, self.storage_meta())
                 is_published = True  # from here on, until the contrary is known
@@ -309,7 +310,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             finally:
                 self.end_save(committed=is_committed)
 
-    def _require_files(self, written: Sequence[RankFiles | None]) -> None:
+    def _require_files(self) -> None:
         if self._visit is not None and self._visit.is_removed:
             raise SaveError(
                 "the files of this save were removed: its commit has failed, or a later save to the directory has taken its place",
@@ -318,7 +319,6 @@ class FileSystemWriterAsync(FileSystemWriter):
                 path=str(self.path),
                 hint="save again, with a new writer",
             )
-        self.require_written_here(written)
 
     def require_written_here(self, written: Sequence[RankFiles | None]) -> None:
         """Refuse to commit files that are elsewhere. Coordinator only.
