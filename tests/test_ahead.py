@@ -177,7 +177,7 @@ def test_nobody_hears_of_a_failure_before_the_file_is_gone(
         path = saves.start("new", 5)
         hold.wait_reached()
         assert is_written(path)
-        with patch.object(_ahead, "remove_in_time", remove):
+        with patch.object(_ahead, "remove_files", remove):
             hold.release()
             assert reached.wait(DEADLINE_S)
             assert queue.poll() == []

@@ -159,7 +159,7 @@ def test_a_tensor_whose_memory_is_gone_is_an_error(tmp_path: Path) -> None:
     nostall.configure(EngineOptions(chunk_nbytes=PAGE, io_threads=2))
     freed = torch.randn(50_000)
     freed.untyped_storage().resize_(0)
-    with pytest.raises(CheckpointException, match=r"'freed' cannot be read: ValueError"):
+    with pytest.raises(CheckpointException, match=r"'freed' cannot be staged.*resized to 0"):
         save(tmp_path, {"freed": freed, "there": torch.ones(9)})
     assert not (tmp_path / ".metadata").exists()
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import serialization
+from torch.distributed import _functional_collectives as collectives
 from torch.distributed.checkpoint import api, filesystem, metadata, utils
 
 import nostall
@@ -87,7 +88,7 @@ def test_private_names_of_torch_are_used_in_one_file_only() -> None:
 # --- what happens without them ----------------------------------------------------------------------------------------
 
 NEEDED = {
-    "_neg_view": torch,
+    "AsyncCollectiveTensor": collectives,
     "_is_wrapped_exception": api,
     "CURRENT_DCP_VERSION": filesystem,
     "_metadata_fn": filesystem,
