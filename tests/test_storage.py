@@ -634,3 +634,28 @@ def test_a_close_that_fails_does_not_hide_the_cause_or_keep_files_open(tmp_path:
     assert (failure.errno, failure.phase) == (errno.ENOSPC, "fsync")
     opened = [each.path for each in psutil.Process().open_files()]
     assert not [each for each in opened if each.startswith(str(tmp_path))]
+
+
+class RefusingToLook:
+    """Storage that does not say which file is open, for a moment; ``os`` to what writes."""
+
+    def __init__(self, *, times: int) -> None:
+        self._times = times
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def stat(self, path: str | int) -> os.stat_result:
+        if isinstance(path, int) and self._times:
+            self._times -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os.stat(path)
+
+
+def test_a_file_that_cannot_be_looked_at_for_a_moment_is_written_again(tmp_path: Path) -> None:
+    """And the descriptors of the first attempt are closed."""
+    with patch.object(posix, "os", RefusingToLook(times=1)):
+        save(tmp_path / "saved", odd_state())
+    assert nostall.verify(tmp_path / "saved").ok
+    opened = [each.path for each in psutil.Process().open_files()]
+    assert not [each for each in opened if each.startswith(str(tmp_path))]

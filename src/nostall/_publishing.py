@@ -280,9 +280,7 @@ def remove_unpublished(
 
 def is_unpublished(error: Exception) -> bool:
     """Whether it is certain that no metadata refers to the files; what a subclass raises may come after the commit."""
-    return isinstance(error, WriteError | SaveTimeoutError) and not isinstance(
-        error, NotDurableError
-    )
+    return isinstance(error, WriteError | SaveTimeoutError)
 
 
 def files_of(path: str) -> set[str]:

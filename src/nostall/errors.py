@@ -15,7 +15,7 @@
     │   ├── IncompleteSaveError                      a planned item has no result
     │   └── CheckpointExistsError                    a committed checkpoint is there and overwrite=False
     ├── NotDurableError          (also OSError)      the checkpoint is there, or may be; it may not survive a power failure
-    ├── ReservationError         (also MemoryError)  host memory for the snapshot is not to be had
+    ├── ReservationError         (also MemoryError)  host memory for the snapshot cannot be reserved
     ├── ProtocolError                                trainer and writer process disagree about a message
     ├── ReadError                (also OSError)      a file or directory cannot be read
     ├── DamagedCheckpointError                       a checkpoint on storage is not what was committed
@@ -193,9 +193,6 @@ class ReadError(NostallError, OSError):
         self.errno = errno
 
     __str__ = NostallError.__str__
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.message, {**self.__dict__, "errno": self.errno}))
 
 
 class DamagedCheckpointError(NostallError):

@@ -127,10 +127,12 @@ class ImageFile:
             if error.errno not in (errno.EINVAL, errno.EACCES):  # the latter by the umask
                 raise
             return
-        if identity_of(fd) == identity_of(self._fd):
-            self._fd, fd = fd, self._fd
-            self._direct = True
-        close_all([fd])  # nothing was written through it
+        try:
+            if identity_of(fd) == identity_of(self._fd):
+                self._fd, fd = fd, self._fd
+                self._direct = True
+        finally:
+            close_all([fd])  # nothing was written through it
 
     def _go_through_page_cache(self) -> None:
         """Switch ``O_DIRECT`` off for all further writes; several threads may find out at once."""

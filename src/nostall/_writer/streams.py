@@ -44,8 +44,10 @@ def write_streams(
         faults.at("open", path)
         # The user's callable replaces what has the name, so that has to be a file of this save's.
         path, fd = create_new(path)
-        os.close(fd)
-        at.create(path)
+        try:
+            at.create(path)
+        finally:
+            os.close(fd)
         at.move("write", path)
         window = images[image.name].window(0, image.nbytes, thread=0)
         payloads = Payloads(cutter(image.seals, [0, image.nbytes]))
