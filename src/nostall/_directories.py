@@ -15,12 +15,12 @@ from weakref import WeakSet, WeakValueDictionary
 
 from nostall.errors import SaveTimeoutError
 
-_UNTOLD = 8
-"""Saves that are remembered although they are over: what older ones have left is removed when it is old."""
+_KEPT = 8
+"""Saves that are remembered when they may be over: what older ones have left is removed when it is old."""
 
 
 class Visit:
-    """One rank's part of one save in a checkpoint directory, as long as the save may be under way.
+    """One rank's part of one save in a checkpoint directory.
 
     Args:
         directory: The checkpoint directory.
@@ -37,19 +37,20 @@ class Visit:
         with _state.lock:
             _state.visits.add(self)
 
-    def wait_untold(self) -> None:
-        """All is written, in this thread, which goes on when other ranks and the commit are done, and is not told how."""
-        self._thread = threading.current_thread()
+    def hand_over(self) -> None:
+        """All is written; the coordinator commits it. This rank does not learn how that ends, but its thread goes on then."""
         with _state.lock:
-            _state.untold.append(self)
+            self._thread = threading.current_thread()
+            _state.kept.append(self)
 
     def end(self, *, committed: bool) -> None:
         """The save is over. Idempotent."""
-        self._was_left = True
         with _state.lock:
-            _state.visits.discard(self)
-            if not committed and self not in _state.untold:
-                _state.untold.append(self)
+            self._was_left = True
+            if committed:
+                _state.visits.discard(self)
+            elif self not in _state.kept:
+                _state.kept.append(self)
 
     def left_before(self) -> tuple[str, ...]:
         """Names of what earlier saves of this process have made in the same directory, unless they are known to be committed.
@@ -57,12 +58,10 @@ class Visit:
         Those saves are over. Their files may be a checkpoint's, or gone; the coordinator knows, once it has committed another one.
         """
         with _state.lock:
-            visits, untold = list(_state.visits), list(_state.untold)
-        here = {visit for visit in untold if visit._directory == self._directory}
-        over = {visit for visit in here if visit is not self and visit._is_over()}
-        busy = set().union(*(visit._created for visit in visits if visit not in over))
-        left = set().union(*(visit._created for visit in over)) - busy
-        return tuple(sorted(map(os.path.basename, left)))
+            over = {visit for visit in _state.visits if visit is not self and visit._is_over()}
+            busy = [visit for visit in _state.visits if visit not in over]
+        left = _created(visit for visit in over if visit._directory == self._directory)
+        return tuple(sorted(map(os.path.basename, left - _created(busy))))
 
     def _is_over(self) -> bool:
         """Whether the thread that it was written in has gone on; once that was seen it stays so, for other threads, too."""
@@ -80,28 +79,34 @@ class _State:
         """Also in a forked child, where a lock may be held by a thread that the child does not have."""
         self.lock = threading.Lock()
         self.visits: WeakSet[Visit] = WeakSet()
-        self.untold: deque[Visit] = deque(maxlen=_UNTOLD)
+        """All but those that are known to be committed."""
+        self.kept: deque[Visit] = deque(maxlen=_KEPT)
+        """Those that nobody else may hold any more."""
         self.committing: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 
 
 _state = _State()
 
 
+def _created(visits: Iterable[Visit]) -> set[str]:
+    return set[str]().union(*(visit._created for visit in visits))
+
+
 def note_removed(paths: Iterable[str]) -> None:
     """Files of saves that were taken for over are going to be removed."""
     gone = set(paths)
     with _state.lock:
-        for visit in _state.untold:
+        for visit in _state.visits:
             visit.is_removed |= not gone.isdisjoint(visit._created)
 
 
 def names_in_use(directory: str) -> set[str]:
     """Names of the files of saves of this process that are under way in a directory."""
-    with _state.lock:
-        visits = [visit for visit in _state.visits if not visit._is_over()]
     where = os.path.realpath(directory)
-    here = [visit for visit in visits if os.path.realpath(visit._directory) == where]
-    return {os.path.basename(path) for visit in here for path in set(visit._created)}
+    with _state.lock:
+        busy = [visit for visit in _state.visits if not visit._is_over()]
+    here = [visit for visit in busy if os.path.realpath(visit._directory) == where]
+    return set(map(os.path.basename, _created(here)))
 
 
 @contextmanager

@@ -258,7 +258,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             report = self._write(prepared, engine)
             prepared = _save.as_written(prepared, report)
             results = _save.write_results(prepared, report)
-            visit.wait_untold()
+            visit.hand_over()
         except BaseException:
             visit.end(committed=False)
             raise
