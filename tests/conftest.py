@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from nostall import _runtime
+from nostall.core import AsyncCallsQueue
 
 
 def pytest_collection_finish() -> None:
@@ -30,3 +32,15 @@ def nothing_left_behind() -> Iterator[None]:
         if child.pid not in before and "nostall" in " ".join(child.cmdline())
     ]
     assert not left
+
+
+@pytest.fixture
+def queue() -> Iterator[AsyncCallsQueue]:
+    """A queue that is closed at the end; a save that failed unnoticed fails the test."""
+    opened = AsyncCallsQueue()
+    yield opened
+    try:
+        opened.close()
+    except CheckpointException as error:
+        # It is no Exception: pytest would undo nothing else of this test, and fail every later one.
+        raise AssertionError(f"a save of this test failed: {error}") from error

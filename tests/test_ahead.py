@@ -6,7 +6,7 @@ import errno
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -63,12 +63,6 @@ class Saves:
         assert all(torch.equal(each, torch.full((300,), value)) for each in found.values())
         assert nostall.is_complete(path, deep=True)
         assert temporary(path) == []
-
-
-@pytest.fixture
-def queue() -> Iterator[AsyncCallsQueue]:
-    with AsyncCallsQueue() as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -65,9 +65,8 @@ class Saves:
 
 
 @pytest.fixture
-def saves(tmp_path: Path) -> Iterator[Saves]:
-    with AsyncCallsQueue() as queue:
-        yield Saves(tmp_path, queue)
+def saves(tmp_path: Path, queue: AsyncCallsQueue) -> Saves:
+    return Saves(tmp_path, queue)
 
 
 def interrupted(target: Any, name: str, *, before: bool) -> Any:

@@ -89,6 +89,7 @@ def test_private_names_of_torch_are_used_in_one_file_only() -> None:
 
 NEEDED = {
     "AsyncCollectiveTensor": collectives,
+    "_is_functional_tensor": torch,
     "_is_wrapped_exception": api,
     "CURRENT_DCP_VERSION": filesystem,
     "_metadata_fn": filesystem,

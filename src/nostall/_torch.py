@@ -43,6 +43,7 @@ def _unsupported(why: object) -> UnsupportedTorchError:
 
 
 try:
+    from torch import _is_functional_tensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed._shard.sharded_tensor import ShardedTensor as ShardedTensor
     from torch.distributed.checkpoint.api import _is_wrapped_exception
@@ -56,8 +57,9 @@ try:
     from torch.distributed.checkpoint.utils import _DistWrapper
     from torch.serialization import _get_layout
 
-    if not hasattr(torch.Tensor, "_version"):
-        raise ImportError("torch.Tensor has no attribute '_version'")
+    for _name in ("_version", "_is_zerotensor"):
+        if not hasattr(torch.Tensor, _name):
+            raise ImportError(f"torch.Tensor has no attribute {_name!r}")
 except ImportError as error:
     raise _unsupported(error) from error
 
@@ -277,7 +279,7 @@ def payload_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
         or tensor.is_conj()
         or tensor.is_neg()
         or tensor._is_zerotensor()
-        or torch._is_functional_tensor(tensor)
+        or _is_functional_tensor(tensor)
         or not can_be_viewed(tensor.dtype)
     ):
         return None
