@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import TypeVar
 
 from nostall._storage.posix import remove_files
@@ -23,6 +24,21 @@ _INTERRUPTED_TIMEOUT_S = 2.0
 _NAMED = 8
 
 T = TypeVar("T")
+
+
+def start_apart(name: str, work: Callable[[], object]) -> threading.Thread | None:
+    """Do something on a daemon thread of its own.
+
+    Returns:
+        The thread; ``None`` if there is none, as the interpreter is ending or the system has no thread to give: it is done then.
+    """
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        work()
+        return None
+    return thread
 
 
 def in_time(
@@ -51,12 +67,7 @@ def in_time(
     """
     done: Future[T] = Future()
     try:
-        threading.Thread(
-            target=_settle, args=(done, call), name="nostall-storage", daemon=True
-        ).start()
-    except RuntimeError:  # the interpreter is ending, or the system has no thread to give
-        return call()
-    try:
+        start_apart("nostall-storage", partial(_settle, done, call))
         late = wait([done], timeout_s).not_done
     except BaseException:  # from outside, such as Ctrl-C
         give_up()
@@ -91,13 +102,13 @@ def remove_in_time(
     *,
     remove: Callable[[Sequence[str]], object] = remove_files,
     timeout_s: float = REMOVAL_TIMEOUT_S,
-) -> bool:
-    """Remove files that nothing refers to; whether that was done within ``timeout_s`` seconds.
+) -> None:
+    """Remove files that nothing refers to, and wait ``timeout_s`` seconds for that at most.
 
     What takes longer is removed when storage answers, if this process lives that long; the log names it.
     """
     if not paths:
-        return True
+        return
     try:
         in_time(
             lambda: remove(paths),
@@ -114,5 +125,3 @@ def remove_in_time(
             timeout_s,
             named,
         )
-        return False
-    return True

@@ -41,21 +41,6 @@ def when_done(
     return whole
 
 
-def start_apart(name: str, work: Callable[[], object]) -> threading.Thread | None:
-    """Do something on a thread of its own, because storage may hang: the caller may be the thread that receives all reports.
-
-    Returns:
-        The thread; ``None`` if none could be started, as when the interpreter ends. It is done then.
-    """
-    thread = threading.Thread(target=work, name=name, daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:
-        work()
-        return None
-    return thread
-
-
 def joined(reports: Sequence[RankReport]) -> RankReport:
     """One report for all parts of a rank's share: the first failure, or all receipts."""
     receipts: list[FileReceipt] = []

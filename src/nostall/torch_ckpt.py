@@ -13,6 +13,7 @@ import torch
 
 from nostall._arena import Lease
 from nostall._background import BackgroundSave
+from nostall._deadlines import start_apart
 from nostall._destination import absolute
 from nostall._jobs import (
     FileImage,
@@ -24,7 +25,6 @@ from nostall._jobs import (
 )
 from nostall._lifecycle import State
 from nostall._pipeline.snapshot import write_over
-from nostall._reports import start_apart
 from nostall._runtime import default_engine
 from nostall._storage.posix import remove_files, replace_file, sync_directory, sync_name
 from nostall._writer.files import perform

@@ -10,12 +10,12 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
+from nostall._deadlines import start_apart
 from nostall._storage.posix import (
     UnfinishedFile,
     close_all,
@@ -228,16 +228,11 @@ def _durable_name(directory: str) -> Iterator[None]:
         except OSError as error:
             failures.append(error)
 
-    thread = threading.Thread(target=sync, name="nostall-commit", daemon=True)
+    thread = start_apart("nostall-commit", sync)
     try:
-        thread.start()
-    except RuntimeError:  # the interpreter is ending, or the system has no thread to give
-        sync()
         yield
-    else:
-        try:
-            yield
-        finally:
+    finally:
+        if thread is not None:
             thread.join()
     if failures:
         raise failures[0]
