@@ -27,7 +27,7 @@ from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.testing import Fault, Hold, inject
 from states import schedule, small_state
-from waiting import wait_until
+from waiting import HangingOs, wait_until
 
 DEADLINE_S = 60.0
 SOON_S = 20.0
@@ -121,27 +121,6 @@ def _while_held(hold: Hold, save: Callable[[], None], act: Callable[[], None]) -
     return error.failures[0][0]
 
 
-class StuckStorage:
-    """Storage of this process that does not answer one kind of call until it is let go; ``os`` to what writes."""
-
-    def __init__(self, stuck: str, name: str = "") -> None:
-        self._stuck = stuck
-        self._name = name
-        self.go = threading.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        real = getattr(os, name)
-        if name != self._stuck:
-            return real
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._name in str(args[0]):
-                assert self.go.wait(DEADLINE_S)
-            return real(*args, **kwargs)
-
-        return call
-
-
 def _nobody_is_left() -> bool:
     """Whether everything that was left behind has come to its end."""
     left = ("nostall-storage", "nostall-writer", "nostall-io")
@@ -204,9 +183,9 @@ def test_a_rename_that_storage_does_not_answer_is_not_taken_for_undone(
 ) -> None:
     """Nothing is removed that the metadata may refer to, and it is there when storage answers."""
     path = tmp_path / "saved"
-    storage = StuckStorage("replace")
+    storage = HangingOs("replace")
     with patch.object(posix, "os", storage):
-        failure = _failure_in_time(save, path, storage.go.set)
+        failure = _failure_in_time(save, path, storage.answer)
         wait_until(_nobody_is_left)
     assert isinstance(failure, NotDurableError)
     assert nostall.verify(path).ok
@@ -220,9 +199,9 @@ def test_planning_does_not_wait_for_storage_for_ever(
 ) -> None:
     """A directory that cannot be made or looked at in time is an error that names it."""
     path = tmp_path / "saved"
-    storage = StuckStorage(stuck, name="saved")
+    storage = HangingOs(stuck, "saved")
     with patch.object(posix, "os", storage):
-        failure = _failure_in_time(save, path, storage.go.set)
+        failure = _failure_in_time(save, path, storage.answer)
         wait_until(_nobody_is_left)
     assert isinstance(failure, SaveTimeoutError)
     assert (failure.phase, failure.path) == ("plan", str(path))
@@ -234,10 +213,10 @@ def test_files_that_cannot_be_removed_in_time_are_named(
 ) -> None:
     """Training goes on; the log says what may stay, and it is removed when storage answers."""
     path = tmp_path / "saved"
-    storage = StuckStorage("unlink")
+    storage = HangingOs("unlink")
     full = Fault.errno("fsync", errno.ENOSPC)
     with patch.object(posix, "os", storage), inject(full):
-        failure = _failure_in_time(_split, path, storage.go.set)
+        failure = _failure_in_time(_split, path, storage.answer)
         wait_until(_nobody_is_left)
     assert isinstance(failure, WriteError)
     assert str(path / "__0_0.distcp") in caplog.text

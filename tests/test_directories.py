@@ -30,6 +30,7 @@ from nostall.state_dict_saver import (
     save_state_dict_async_plan,
 )
 from nostall.testing import Fault, Hold, inject, reset
+from programs.names import Stale
 from states import blobs, read_metadata, schedule, small_state
 
 
@@ -215,15 +216,8 @@ def test_a_checkpoint_that_cannot_be_seen_for_a_moment_is_not_overwritten(tmp_pa
     assert holds(path, 1, tmp_path)
 
 
-def test_a_checkpoint_of_ones_own_is_remembered(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_seen_is_not_overwritten(tmp_path: Path) -> None:
     """A network file system may go on saying that there is no metadata after it was asked too early."""
-
-    class Stale(RecordingOs):
-        def stat(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-            if str(path).endswith(".metadata"):
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-            return os.stat(path, *args, **kwargs)
-
     path, queue = tmp_path / "save", AsyncCallsQueue()
     with AsyncCallsQueue() as before:
         schedule(before, path, small_state(1))

@@ -17,12 +17,12 @@ class HangingOs:
 
     Args:
         operation: Which function of ``os``.
-        path: How the path ends, or that behind the descriptor, for which it hangs.
+        part: What is in the paths, or in those behind the descriptors, for which it hangs.
     """
 
-    def __init__(self, operation: str, path: str) -> None:
+    def __init__(self, operation: str, part: str = "") -> None:
         self._operation = operation
-        self._path = path
+        self._part = part
         self._answers = threading.Event()
         self.is_reached = threading.Event()
         """Somebody waits for the answer, or has."""
@@ -33,7 +33,7 @@ class HangingOs:
 
     def _hang(self, target: str | int, *arguments: Any) -> Any:
         path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else target
-        if path.endswith(self._path):
+        if self._part in path:
             self.is_reached.set()
             assert self._answers.wait(DEADLINE_S)
         return getattr(os, self._operation)(target, *arguments)
