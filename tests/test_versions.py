@@ -153,7 +153,7 @@ MADE = sorted(path.parent for path in make.HERE.glob("torch-*/*/.metadata"))
 @pytest.mark.parametrize("path", MADE, ids=lambda path: f"{path.parent.name}, {path.name}")
 def test_checkpoints_of_another_torch_are_read(path: Path) -> None:
     """Whichever supported torch wrote it, older or newer than this one: it is verified and loaded bit by bit."""
-    assert nostall.verify(path).damages == ()
+    assert nostall.verify(path).ok
     loaded: dict[str, Any] = {
         "model": {"weight": torch.zeros(4, 3)},
         "optimizer": {"step": torch.zeros(()), "lr": 0},
