@@ -123,7 +123,7 @@ _MEMORY_HINT = (
 
 def _reservation_error(nbytes: int, reason: str, hint: str = _MEMORY_HINT) -> ReservationError:
     return ReservationError(
-        f"{nbytes} bytes of host memory for a snapshot are not to be had ({reason})",
+        f"{nbytes} bytes of host memory for a snapshot cannot be reserved ({reason})",
         nbytes=nbytes,
         phase="stage",
         hint=hint,

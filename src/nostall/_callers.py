@@ -103,7 +103,9 @@ class AsyncCaller(ABC):
                 raise
         try:
             self._start(call, args, fd)
-        except Exception as error:  # no process to be had, say; told to all ranks when finalising
+        except (
+            Exception
+        ) as error:  # such as no process to start; all ranks raise it when finalising
             self._fail(call, error, phase="start")
             return call
         except BaseException as error:

@@ -40,7 +40,7 @@ class Looked:
     unchecked: tuple[str, ...] = ()
     """Items that were stored without checksums."""
     strangers: tuple[str, ...] = ()
-    """Objects that are no archives; a planner can write them in another form."""
+    """Objects that are not archives; a planner can write them in another form."""
     archives: int = 0
     """How many items are."""
 
@@ -60,7 +60,7 @@ def look_at(
         name: Of the file, below it.
         extents: The items in the file, as far as they are known.
         crc32: What the manifest says; ``None`` if it says nothing.
-        progress: Is told what is read.
+        progress: Counts what is read.
     """
     path = os.path.join(directory, name)
     try:

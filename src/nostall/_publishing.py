@@ -44,7 +44,7 @@ _log = logging.getLogger("nostall")
 
 _LONG_S = 600.0
 _SAVES_PER_AGE = 2
-"""A file that was written that many deadlines of a save ago, and no less than ten minutes each, is no save's under way."""
+"""After this many times ``save_timeout_s``, or ``_LONG_S`` if that is longer, no save under way can have made a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +220,7 @@ def _unused(
         strangers = _unreferenced(path) - used - replaced
         yield from strangers & left
         yield from _old_ones(path, strangers - left, save_timeout_s)
-    except OSError:  # which is no reason to fail, and the next save looks again
+    except OSError:  # not a reason to fail: the next save looks again
         _log.debug("files of other saves are not looked for path=%s", path, exc_info=True)
 
 

@@ -219,10 +219,10 @@ def require_written(prepared: PreparedSave, report: RankReport) -> list[FileRece
     for receipt in receipts:
         if receipt.failed_attempts:
             _log.warning(
-                "written at last path=%s rank=%d retries=%d last_failure=%r",
+                "written after retries=%d path=%s rank=%d last_failure=%r",
+                len(receipt.failed_attempts),
                 os.path.join(prepared.target.directory, receipt.name),
                 prepared.rank,
-                len(receipt.failed_attempts),
                 receipt.failed_attempts[-1],
             )
     return receipts

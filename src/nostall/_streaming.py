@@ -87,7 +87,7 @@ def _executable(code: bytes) -> int:
     """The address of a mapping that holds this code for as long as the process lives.
 
     Raises:
-        OSError: There is none to be had.
+        OSError: The system refuses executable memory.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p

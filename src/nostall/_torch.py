@@ -195,7 +195,7 @@ def runs_avx() -> bool:
 
 
 def default_store() -> dist.Store | None:
-    """The store through which the ranks of this job found each other; ``None`` where it cannot be had."""
+    """The store through which the ranks of this job found each other; ``None`` if there is none."""
     try:
         return None if _get_default_store is None else _get_default_store()
     except (RuntimeError, ValueError):
