@@ -162,12 +162,10 @@ def test_nobody_hears_of_a_failure_before_the_file_is_gone(
     """The thread that gets the report removes it; meanwhile the save is under way for whoever polls."""
     reached, go_on = threading.Event(), threading.Event()
 
-    def remove(
-        paths: list[str], *, remove: Callable[[list[str]], object] = posix.remove_files
-    ) -> None:
+    def remove(paths: list[str]) -> None:
         reached.set()
         assert go_on.wait(DEADLINE_S)
-        remove(paths)
+        posix.remove_files(paths)
 
     with Hold("fsync") as hold, inject(hold.fault, Fault.errno("fsync", errno.ENOSPC)):
         path = saves.start("new", 5)

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import nostall
 from crashes import RecordingOs
+from nostall._reports import is_done
 from nostall._storage import posix
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.core import (
@@ -767,6 +768,29 @@ def test_a_file_whose_name_does_not_get_to_the_device_does_not_hold_up_others(
             storage.answer()
         checkpoint.close()
     assert (tmp_path / "stuck" / "state.pt").read_bytes() == archive(small_state(1))
+
+
+def test_saves_to_one_file_are_put_in_place_in_order(tmp_path: Path) -> None:
+    """An earlier one that storage holds up does not replace a later one."""
+    checkpoint = TorchAsyncCheckpoint()
+    path = tmp_path / "directory" / "state.pt"
+    path.parent.mkdir()
+    storage = HangingOs("fsync", f"/{tmp_path.name}")
+    try:
+        with patch.object(posix, "os", storage):
+            checkpoint.async_save(small_state(1), path)
+            assert storage.is_reached.wait(60)
+        checkpoint.async_save(small_state(2), path)
+        wait_until(lambda: path.exists() or any(stands_in(t, is_done) for t in placing()))
+        assert not path.exists()
+    finally:
+        storage.answer()
+    checkpoint.close()
+    assert path.read_bytes() == archive(small_state(2))
+
+
+def placing() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "nostall-placing"]
 
 
 class _RefusingOs(RecordingOs):

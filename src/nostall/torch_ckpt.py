@@ -8,6 +8,7 @@ import uuid
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -25,6 +26,7 @@ from nostall._jobs import (
 )
 from nostall._lifecycle import State
 from nostall._pipeline.snapshot import write_over
+from nostall._reports import is_done
 from nostall._runtime import default_engine
 from nostall._storage.posix import remove_files, replace_file, sync_directory, sync_name
 from nostall._writer.files import perform
@@ -34,9 +36,14 @@ from nostall.errors import (
     NotDurableError,
     OptionError,
     SaveAbortedError,
+    SaveError,
+    SaveTimeoutError,
     StagingError,
     WriteError,
 )
+
+_last_to: WeakValueDictionary[tuple[int, str], Future[RankReport]] = WeakValueDictionary()
+"""By process and file, the last save: those to one file are put in place in the order in which they were asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +93,8 @@ class _FileSave(BackgroundSave):
         try:
             job = self._job(snapshot)
             image = snapshot.lease.block.image(0, page_aligned(snapshot.nbytes))
-            return self._placed(perform(job, {job.files[0].name: WholeImage(image)}))
+            written = perform(job, {job.files[0].name: WholeImage(image)})
+            return self._placed(written, after=_last_to.get((os.getpid(), self._path)))
         finally:
             snapshot.lease.release()
 
@@ -95,9 +103,11 @@ class _FileSave(BackgroundSave):
         placed: Future[RankReport] = Future()
 
         def settle(done: Future[RankReport]) -> None:
-            placed.set_result(self._placed(done.result()))
+            placed.set_result(self._placed(done.result(), after=before))
 
         written = self.engine.submit([self._job(snapshot)], snapshot.lease)
+        file = os.getpid(), self._path
+        before, _last_to[file] = _last_to.get(file), placed
         written.add_done_callback(lambda done: start_apart("nostall-placing", lambda: settle(done)))
         return placed
 
@@ -141,34 +151,37 @@ class _FileSave(BackgroundSave):
         self.progress.end()  # there are no other ranks, and no metadata
         super()._settle(report)
 
-    def _placed(self, report: RankReport) -> RankReport:
+    def _placed(self, report: RankReport, *, after: Future[RankReport] | None) -> RankReport:
         """What came of it once the file has its name; never raises an ordinary exception."""
         if isinstance(report, RankFailed):
             return report
         try:
-            self._put_in_place(report.receipts[0].name)
+            self._put_in_place(report.receipts[0].name, after)
         except Exception as error:  # whoever waits must hear of it
             return self.failed(error, phase="commit")
         return report
 
-    def _put_in_place(self, temporary_name: str) -> None:
-        """Give the file its name, durably.
+    def _put_in_place(self, temporary_name: str, after: Future[RankReport] | None) -> None:
+        """Give the file its name, durably, when an earlier save has done so or has failed.
 
         Raises:
             WriteError: The earlier file of that name, if there is one, is as it was.
             NotDurableError: The new one has the name.
+            SaveTimeoutError: The earlier save has not come to an end.
             SaveAbortedError: The save was given up before.
         """
         directory = os.path.dirname(self._path)
         temporary = os.path.join(directory, temporary_name)
         try:
             sync_name(directory)
+            if after is not None:
+                self._let_go_first(after)
             if self.aborted:
                 raise SaveAbortedError("the save was aborted", phase="commit", path=self._path)
             replace_file(self._path, by=temporary)
         except BaseException as error:
             remove_files([temporary])
-            if not isinstance(error, OSError):
+            if not isinstance(error, OSError) or isinstance(error, SaveError):
                 raise
             raise WriteError(
                 f"{type(error).__name__}: {error.strerror}",
@@ -186,6 +199,16 @@ class _FileSave(BackgroundSave):
                 path=self._path,
                 hint="the new file is there, but may not survive a power failure",
             ) from error
+
+    def _let_go_first(self, earlier: Future[RankReport]) -> None:
+        timeout_s = self.engine.options.save_timeout_s
+        if not is_done(earlier, timeout_s):
+            raise SaveTimeoutError(
+                f"an earlier save to this file was not put in place within {timeout_s:g} s",
+                phase="commit",
+                path=self._path,
+                hint="storage hangs, or EngineOptions.save_timeout_s is too short",
+            )
 
 
 class TorchAsyncCheckpoint:
