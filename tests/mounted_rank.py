@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -134,6 +136,7 @@ def _held(mount: str) -> list[str]:
 
 def main(rank: str, world_size: str, meeting: str, mount: str, options: str) -> None:
     warnings.simplefilter("ignore")
+    faulthandler.register(signal.SIGUSR1)  # for who wants to know where it is stuck
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print is no answer
     nostall.configure(EngineOptions(**json.loads(options)))

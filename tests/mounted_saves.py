@@ -16,12 +16,14 @@ import os
 import queue
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,7 +120,7 @@ def _cells(*, all_caches: bool) -> Iterator[Cell]:
 
 
 class _StuckError(Exception):
-    """A rank does not answer."""
+    """A rank does not answer; what it says is where its threads are."""
 
 
 class Rank:
@@ -128,6 +130,7 @@ class Rank:
         self, rank: int, meeting: Path, mount: Mount, where: Path, options: dict[str, Any]
     ) -> None:
         self.mount = mount
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  # open as long as the process
         bind = 'mount --bind "$0" "$1" && shift && exec "$@"'
         self._process = subprocess.Popen(
             [
@@ -137,7 +140,7 @@ class Rank:
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=None if os.environ.get("MOUNTS_DEBUG") else subprocess.DEVNULL,
+            stderr=None if os.environ.get("MOUNTS_DEBUG") else self._said,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
@@ -152,12 +155,22 @@ class Rank:
         ready, _, _ = select.select([self._process.stdout], [], [], deadline_s - time.monotonic())
         line = self._process.stdout.readline() if ready else ""
         if not line:
-            raise _StuckError
+            raise _StuckError(self._where())
         return json.loads(line)
+
+    def _where(self) -> str:
+        self._process.send_signal(signal.SIGUSR1)
+        with suppress(
+            subprocess.TimeoutExpired
+        ):  # it has ended, or has the time to say where it is
+            self._process.wait(1.0)
+        self._said.seek(0)
+        return f"exit status {self._process.returncode}\n{self._said.read()[-8000:]}"
 
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
+        self._said.close()
 
 
 @dataclass
@@ -272,8 +285,8 @@ def _work(
                 return
             try:
                 wrong = run(hosts, cell)
-            except (_StuckError, BrokenPipeError):
-                wrong = [f"a rank did not answer for {STUCK_S:g} s, or has ended"]
+            except (_StuckError, BrokenPipeError) as error:
+                wrong = [f"a rank did not answer for {STUCK_S:g} s, or has ended: {error}"]
                 hosts.stop()
                 hosts.start()
             found.append((cell, wrong))

@@ -4,9 +4,9 @@
 
 ``CONTROL`` is where it makes a socket that takes one JSON object per connection: ``{"faults": [...]}`` replaces the faults and
 lets go of whatever hangs, ``{}`` only asks. The answer says which operations hang, how often each fault happened, and how many
-files are open. ``OPTIONS`` are those of ``fuse_main`` as a JSON object. The process ends with its standard input, and after a
-quarter of an hour in any case, as a test that was killed may be stuck in it; requests that it has not answered then fail in the
-kernel.
+files are open. ``OPTIONS`` are those of ``fuse_main`` as a JSON object. The process ends with its standard input, and when nobody
+has asked it anything for a quarter of an hour, as a test that was killed may be stuck in it; requests that it has not answered then
+fail in the kernel.
 """
 
 from __future__ import annotations
@@ -264,6 +264,7 @@ class Fuse(mfusepy.FUSE):  # type: ignore[misc]
 def _answer(listener: socket.socket, operations: Passthrough) -> None:
     while True:
         connection, _ = listener.accept()
+        signal.alarm(_LIFE_S)
         with connection, connection.makefile("rw") as stream:
             asked = json.loads(stream.readline())
             if "faults" in asked:
