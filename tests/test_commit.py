@@ -74,7 +74,8 @@ def test_a_file_written_in_pieces_holds_all_of_them(tmp_path: Path, sizes: list[
     file = posix.UnfinishedFile(str(tmp_path / "file"))
     file.append(iter(pieces[:2]))
     file.append(iter(pieces[2:]))
-    os.close(file.finish())
+    file.finish()
+    file.close()
     assert (tmp_path / "file").read_bytes() == b"".join(pieces)
 
 

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,9 +19,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 import nostall
 from crashes import RecordingOs
 from nostall import _directories
+from nostall._pipeline.commit import Begun, commit
 from nostall._storage import posix
 from nostall.core import AsyncCallsQueue, AsyncRequest
-from nostall.errors import NotDurableError, SaveTimeoutError
+from nostall.errors import NotDurableError, SaveTimeoutError, WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import verify
 from nostall.options import EngineOptions
@@ -31,7 +33,7 @@ from nostall.state_dict_saver import (
 )
 from nostall.testing import Fault, Hold, inject, reset
 from programs.names import Stale
-from states import blobs, read_metadata, schedule, small_state
+from states import WAYS, blobs, read_metadata, schedule, small_state
 
 
 def holds(path: Path, seed: int, tmp_path: Path) -> bool:
@@ -115,6 +117,49 @@ def test_metadata_of_another_process_is_not_taken_for_ones_own(tmp_path: Path) -
     (failure,) = caught.value.failures.values()
     assert isinstance(failure[0], NotDurableError)
     assert before < {name for name in os.listdir(path) if name.endswith(".distcp")}
+
+
+def test_a_commit_that_fails_leaves_the_file_of_another_process(tmp_path: Path) -> None:
+    """Of two processes that commit at the same moment the one that was faster fails, and takes nothing from the other one."""
+    path = str(tmp_path / ".metadata.tmp")
+    ours, anothers = posix.UnfinishedFile(path), posix.UnfinishedFile(path)
+    with pytest.raises(WriteError, match="another process"):
+        commit(
+            str(tmp_path),
+            [b"ours"],
+            metadata_name=".metadata",
+            replaced_files=(),
+            sync=True,
+            begun=Begun(file=ours, pieces=0),
+        )
+    begun = Begun(file=anothers, pieces=0)
+    commit(
+        str(tmp_path),
+        [b"another's"],
+        metadata_name=".metadata",
+        replaced_files=(),
+        sync=True,
+        begun=begun,
+    )
+    assert (tmp_path / ".metadata").read_bytes() == b"another's"
+    assert os.listdir(tmp_path) == [".metadata"]
+
+
+@pytest.mark.parametrize("how", ["dcp.save", "split"])
+def test_a_directory_that_is_made_again_meanwhile_gets_no_checkpoint(
+    tmp_path: Path, how: str
+) -> None:
+    """Somebody removes it when all is written; metadata would name files that are not there, and the save be told to be done."""
+    path, removed = tmp_path / "save", tmp_path / "removed"
+    with Hold("commit") as hold, inject(hold.fault), ThreadPoolExecutor() as executor:
+        saving = executor.submit(WAYS[how], path, small_state(1))
+        hold.wait_reached()
+        path.rename(removed)
+        path.mkdir()
+        hold.release()
+        with pytest.raises(CheckpointException, match="files of this save are gone"):
+            saving.result(60)
+    assert os.listdir(path) == []
 
 
 def test_a_directory_under_two_names_is_one(tmp_path: Path) -> None:

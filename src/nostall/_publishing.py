@@ -5,6 +5,7 @@ Runs on the coordinator. What may fail before the commit, so that the files are 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -31,7 +32,7 @@ from nostall._names import METADATA_SUFFIX, is_given_to_shards, is_ours_to_remov
 from nostall._pipeline.collect import require_all_present
 from nostall._pipeline.commit import Begun, commit
 from nostall._runtime import Engine
-from nostall._storage.posix import remove_files
+from nostall._storage.posix import may_be_there, remove_files
 from nostall._storage.reading import open_to_read, read_metadata_file
 from nostall._values import RankFiles
 from nostall._writer.faults import Faults
@@ -105,6 +106,7 @@ def publish(
     *,
     sync: bool,
     ahead: WrittenAhead | None,
+    written_here: str | None,
 ) -> None:
     """Publish finished metadata.
 
@@ -115,9 +117,10 @@ def publish(
         engine: Whose writer process gives back what a replaced checkpoint held.
         sync: Whether to wait until the device has it.
         ahead: What was written ahead of it, if anything was.
+        written_here: A file that this rank has written for the checkpoint, if it has.
 
     Raises:
-        WriteError: The metadata could not be published.
+        WriteError: The metadata could not be published, or the directory was removed and made again meanwhile.
         SaveTimeoutError: Another save has been committing to the same directory all the time, or storage hangs; nothing is
             published.
         NotDurableError: Storage hangs, and something may be published.
@@ -126,6 +129,12 @@ def publish(
     timeout_s = engine.options.save_timeout_s
     point = _PointOfNoReturn(Faults(engine.faults).at)
     to_remove: list[str] = []
+
+    def at(where: str) -> None:
+        # The temporary file is in the directory already, so that both are in the same one.
+        if where == "publish" and written_here is not None and not may_be_there(written_here):
+            raise OSError(errno.ENOENT, "the files of this save are gone", written_here)
+        point.at(where)
 
     def run() -> None:
         with _directories.committing(directory, timeout_s=timeout_s):
@@ -139,7 +148,7 @@ def publish(
                 sync=sync,
                 begun=None if file is None else Begun(file=file, pieces=len(publication.program)),
                 remove=to_remove.extend,
-                at=point.at,
+                at=at,
             )
 
     began_s = time.monotonic()

@@ -355,6 +355,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             SaveTimeoutError: Another save has been committing to the same directory all the time.
         """
         fresh = metadata.storage_data is None
+        mine = self._receipts[:1] if self._stream is None else ()
         with self.timeline.measure("publish"):
             _publishing.publish(
                 self._metadata_path(),
@@ -363,6 +364,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 default_engine(),
                 sync=bool(self.sync_files),
                 ahead=None if self._save is None else self._save.ahead,
+                written_here=next((os.path.join(self.path, each.name) for each in mine), None),
             )
         if fresh:
             metadata.version = _torch.DCP_VERSION

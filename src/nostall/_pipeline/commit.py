@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from nostall._deadlines import start_apart
 from nostall._storage.posix import (
     UnfinishedFile,
-    close_all,
     identity_of,
     may_be_there,
+    remove_empty_files,
     remove_files,
     replace_file,
     sync_directory,
@@ -75,7 +75,6 @@ def commit(
     temporary, rest, file = f"{final}.tmp", metadata, None
     if begun is not None:
         temporary, rest, file = begun.file.path, metadata[begun.pieces :], begun.file
-    opened: list[int] = []
     try:
         at("commit")
         if file is None:
@@ -84,14 +83,16 @@ def commit(
             file.append(rest)
             if sync:
                 file.sync()
-        opened.append(file.finish())
-        identity = identity_of(opened[0])
+        identity = file.finish()
         at("publish")
         _publish(final, temporary, identity, metadata)
     except NotDurableError:
         raise
     except BaseException as error:
-        remove_files([temporary])
+        if file is not None:
+            file.remove()
+        else:  # which storage may have made, and said that it has not
+            remove_empty_files([temporary])
         if not isinstance(error, Exception):
             raise
         raise WriteError(
@@ -104,7 +105,6 @@ def commit(
     finally:
         if file is not None:
             file.close()
-        close_all(opened)
     try:
         if sync:
             sync_directory(directory)

@@ -305,12 +305,11 @@ class UnfinishedFile:
         except OSError:
             return False
 
-    def finish(self) -> int:
+    def finish(self) -> tuple[int, int]:
         """Close it, as some file systems store it, and find no room for it, only then.
 
         Returns:
-            A descriptor that is good for nothing but :func:`identity_of`; until the caller closes it no other file of this
-            machine can be taken for this one, even if it is removed.
+            Which file it is; until :meth:`close` no other file of this machine can be taken for it, even if it is removed.
 
         Raises:
             OSError: The system refused, or another file has its name.
@@ -320,10 +319,17 @@ class UnfinishedFile:
         if identity_of(self._opened[0]) != identity_of(fd):
             raise OSError(errno.ESTALE, "another process has replaced the file", self.path)
         os.close(self._opened.pop())
-        return self._opened.pop()
+        return identity_of(self._opened[0])
+
+    def remove(self) -> None:
+        """Remove it, unless its name is known to be another file's by now: that is another process's, and about to be published."""
+        with suppress(OSError):
+            if identity_of(self.path) != identity_of(self._opened[-1]):
+                return
+        remove_files([self.path])
 
     def close(self) -> None:
-        """Close what is open of a file that is given up, whatever storage says to that; idempotent."""
+        """Close what is open of it, whatever storage says to that; idempotent."""
         close_all(self._opened)
 
 
