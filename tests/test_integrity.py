@@ -15,6 +15,7 @@ from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 import nostall
+from nostall import integrity
 from nostall._manifest import files_in_manifest, split
 from nostall._storage import reading
 from nostall.cli import main
@@ -632,3 +634,40 @@ def test_metadata_that_ends_within_the_manifest_is_damaged(tmp_path: Path) -> No
         assert files_in_manifest(io.BytesIO(content[:end])) is None
     assert split(pickled, path="") == (pickled, None)
     assert files_in_manifest(io.BytesIO(pickled)) is None
+
+
+class AwayOs:
+    """``os`` while a server does not know some files for a moment."""
+
+    def __init__(self, operation: str, part: str) -> None:
+        self._operation = operation
+        self._part = part
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        return self._refuse if name == self._operation else real
+
+    def _refuse(self, path: Any, *arguments: Any) -> Any:
+        if self._part in str(path):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return getattr(os, self._operation)(path, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("module", "storage"),
+    [(integrity, AwayOs("stat", "save/")), (reading, AwayOs("open", "save/"))],
+    ids=["stat", "open"],
+)
+def test_the_latest_is_not_denied_while_storage_is_away(
+    tmp_path: Path, module: Any, storage: AwayOs
+) -> None:
+    """A job is not told to begin anew because of a hiccup; an older checkpoint that can be read is taken."""
+    for path in ("one/save", "two/old", "two/save"):
+        by_queue(tmp_path / path, small_state())
+    with patch.object(module, "os", storage):
+        with pytest.raises(ReadError, match="1 are not understood or cannot be read") as caught:
+            nostall.latest_complete(tmp_path / "one")
+        assert nostall.latest_complete(tmp_path / "two") == str(tmp_path / "two" / "old")
+    assert caught.value.path == str(tmp_path / "one" / "save")
+    assert caught.value.hint == "ask again when storage answers"
+    assert nostall.latest_complete(tmp_path / "two") == str(tmp_path / "two" / "save")

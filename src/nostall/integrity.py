@@ -24,6 +24,7 @@ from nostall._checksum import use_fastest
 from nostall._manifest import Manifest, manifest_alone, manifest_of, split
 from nostall._metadata import Extent, extents_of, load_metadata, planned_indices
 from nostall._metadata_pickle import HINT
+from nostall._storage.posix import may_pass
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall.errors import (
     DamagedCheckpointError,
@@ -134,26 +135,52 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
 
     Raises:
         UnknownMetadataError: None is known to be complete, but one is not understood; to begin anew might lose it.
-        ReadError: ``root`` is not a directory, or cannot be read.
+        ReadError: ``root`` is not a directory, or cannot be read; or none is known to be complete, but storage does not say what
+            one of them is.
     """
-    not_understood: list[UnknownMetadataError] = []
+    unknown: list[UnknownMetadataError | ReadError] = []
     for path in _latest_first(os.fspath(root)):
         try:
             if is_complete(path, deep):
                 return path
+            _require_answers(path)
             _log.warning("passed over path=%s: the checkpoint is not complete", path)
-        except UnknownMetadataError as error:
+        except (UnknownMetadataError, ReadError) as error:
             _log.warning("passed over path=%s: %s", path, error.message)
-            not_understood.append(error)
-    if not_understood:
-        newest = not_understood[0]
-        raise UnknownMetadataError(
-            f"no complete checkpoint is known, and {len(not_understood)} are not understood; the newest: {newest.message}",
+            unknown.append(error)
+    if unknown:
+        newest = unknown[0]
+        raise type(newest)(
+            f"no complete checkpoint is known, and {len(unknown)} are not understood or cannot be read;"
+            f" the newest: {newest.message}",
             phase="read",
             path=newest.path,
             hint=newest.hint,
         ) from newest
     return None
+
+
+def _require_answers(directory: str) -> None:
+    """Make sure that a checkpoint is passed over for what it is, and not because storage is away for a moment.
+
+    Raises:
+        ReadError: Storage is away.
+    """
+    try:
+        with open_to_read(os.path.join(directory, _torch.METADATA_NAME)) as stream:
+            manifest_alone(stream)
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                os.stat(entry.path)
+    except OSError as error:
+        if may_pass(error):
+            raise ReadError(
+                f"the checkpoint cannot be read: {error.strerror}",
+                errno=error.errno,
+                phase="read",
+                path=directory,
+                hint="ask again when storage answers",
+            ) from error
 
 
 def _latest_first(root: str) -> list[str]:
@@ -167,7 +194,7 @@ def _latest_first(root: str) -> list[str]:
         with os.scandir(root) as entries:
             for entry in entries:
                 metadata = os.path.join(entry.path, _torch.METADATA_NAME)
-                if os.path.isfile(metadata):
+                if _may_be_file(metadata):
                     # Of a directory and a link to it the directory.
                     rank = _committed_at_s(metadata), not entry.is_symlink()
                     candidates.append((rank, entry.path))
@@ -182,6 +209,14 @@ def _latest_first(root: str) -> list[str]:
             hint="pass the directory that the checkpoint directories are in",
         ) from error
     return [path for _, path in sorted(candidates, reverse=True)]
+
+
+def _may_be_file(path: str) -> bool:
+    """Whether a regular file has that name; true also if storage is away for a moment."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except OSError as error:
+        return may_pass(error)
 
 
 def verify(
