@@ -150,6 +150,7 @@ def publish(
                 remove=to_remove.extend,
                 at=at,
             )
+            _directories.note_removed(to_remove)
 
     began_s = time.monotonic()
     try:
@@ -170,7 +171,6 @@ def publish(
             path=path,
             hint="look at the directory when storage answers again",
         ) from error
-    _directories.note_removed(to_remove)
     left_s = timeout_s - (time.monotonic() - began_s)
     remove_in_time(to_remove, remove=engine.remove_files, timeout_s=max(REMOVAL_TIMEOUT_S, left_s))
 
