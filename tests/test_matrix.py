@@ -27,6 +27,6 @@ def test_a_save_that_fails_tells_everybody_harms_nothing_and_leaves_nothing(tmp_
     """On two ranks, for every pair of a fault, a place, a rank, a kind of save and what it replaces."""
     done = run_script("matrix.py", "--covering", cwd=tmp_path, timeout_s=280)
     assert done.returncode == 0, done.stdout + done.stderr
-    counted = json.loads(done.stdout)
+    counted = json.loads(done.stdout.splitlines()[-1])  # older Gloo says there that it is connected
     assert counted["cells"] == len(covering(all_cells(), seed=1))
     assert counted["violations"] == []
