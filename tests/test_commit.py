@@ -101,6 +101,24 @@ def test_a_commit_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert names_in(tmp_path) == {".metadata", "old.distcp"}
 
 
+class DenyingOs(RecordingOs):
+    """A system that makes files and says that it has not."""
+
+    def open(self, path: str, flags: int, mode: int = 0o777) -> int:
+        fd = super().open(path, flags, mode)
+        if flags & os.O_CREAT:
+            self.close(fd)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return fd
+
+
+def test_a_temporary_file_that_was_made_and_denied_goes(tmp_path: Path) -> None:
+    """A commit that fails leaves none behind, although it never got hold of it."""
+    with patch.object(posix, "os", DenyingOs()), pytest.raises(WriteError):
+        publish(tmp_path)
+    assert names_in(tmp_path) == set()
+
+
 class RefusingOs(RecordingOs):
     """A system that refuses to make the names in one directory durable, and writes nothing if told so."""
 
