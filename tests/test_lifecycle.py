@@ -247,7 +247,7 @@ def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
     """Some kills of trainers and writers at random moments; ``nox -s soak`` makes a thousand."""
     done = run_script("soak.py", "--kills", "8", cwd=tmp_path, timeout_s=110)
     assert done.returncode == 0, done.stdout + done.stderr
-    counted = json.loads(done.stdout)
+    counted = json.loads(done.stdout.splitlines()[-1])  # older Gloo says there that it is connected
     assert counted["kills"] == 8
     assert counted["commits"] > 8
     assert counted["checkpoints checked"] > 8

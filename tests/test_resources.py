@@ -293,9 +293,10 @@ def test_the_writer_process_has_no_torch_and_no_accelerator(writer: psutil.Proce
 
 def test_the_writer_process_listens_on_no_socket(writer: psutil.Process) -> None:
     """It talks over one inherited Unix socket; there is no port that anybody could connect to."""
-    method = "net_connections" if hasattr(writer, "net_connections") else "connections"  # psutil 5
-    assert getattr(writer, method)(kind="inet") == []
-    assert [each.status for each in writer.net_connections(kind="all")] == [psutil.CONN_NONE]
+    name = "net_connections" if hasattr(writer, "net_connections") else "connections"  # psutil 5
+    connections = getattr(writer, name)
+    assert connections(kind="inet") == []
+    assert [each.status for each in connections(kind="all")] == [psutil.CONN_NONE]
 
 
 def test_the_writer_process_gives_way_by_default(writer: psutil.Process) -> None:
