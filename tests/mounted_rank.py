@@ -25,9 +25,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 import nostall
+from nostall import _ahead
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
+from nostall.state_dict_saver import CheckpointMetadataCache
 from states import schedule
 from waiting import wait_until
 
@@ -40,6 +42,10 @@ _LEFT_BEHIND = (
     "nostall-ahead",
     "nostall-commit",
 )
+
+
+_KNOWN = CheckpointMetadataCache()
+"""Of all saves that are to be recognised."""
 
 
 def _state(rank: int, seed: int) -> dict[str, Any]:
@@ -63,9 +69,10 @@ def _save(how: str, path: Path, seed: int) -> None:
             saved = dcp.async_save(state, storage_writer=FileSystemWriterAsync(path))
             assert not isinstance(saved, dcp.state_dict_saver.AsyncSaveResponse)
             saved.result()
-        case "split":
+        case "split" | "split, known":
+            cache = _KNOWN if how == "split, known" else None
             with AsyncCallsQueue() as queue:
-                schedule(queue, path, state)
+                schedule(queue, path, state, cache=cache)
                 queue.maybe_finalize_async_calls(blocking=True)
 
 
@@ -139,6 +146,7 @@ def main(rank: str, world_size: str, meeting: str, mount: str, options: str) -> 
     faulthandler.register(signal.SIGUSR1)  # for who wants to know where it is stuck
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print is no answer
+    _ahead.WORTH_IT_NBYTES = 0  # what is known is written ahead, short as it is
     nostall.configure(EngineOptions(**json.loads(options)))
     dist.init_process_group(
         "gloo",

@@ -162,7 +162,7 @@ def test_nobody_hears_of_a_failure_before_the_file_is_gone(
     """The thread that gets the report removes it; meanwhile the save is under way for whoever polls."""
     reached, go_on = threading.Event(), threading.Event()
 
-    def remove(paths: list[str]) -> None:
+    def remove(paths: list[str], **_: object) -> None:
         reached.set()
         assert go_on.wait(DEADLINE_S)
         posix.remove_files(paths)
@@ -433,7 +433,7 @@ def test_a_coordinator_writes_ahead_for_all_ranks(tmp_path: Path) -> None:
 
 
 def test_storage_that_does_not_remove_what_was_written_ahead_does_not_hold_up_others(
-    saves: Saves, queue: AsyncCallsQueue
+    saves: Saves, queue: AsyncCallsQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The failure of that save is told, and what comes in of another one; the file goes when storage lets go."""
     storage = HangingOs("unlink", ".tmp")
@@ -456,6 +456,7 @@ def test_storage_that_does_not_remove_what_was_written_ahead_does_not_hold_up_ot
         finally:
             storage.answer()
         wait_until(lambda: temporary(path) == [])
+    assert "has not removed 1 files within 1 s" in caplog.text
 
 
 class _NoMemoryOs(RecordingOs):

@@ -22,6 +22,8 @@ _log = logging.getLogger("nostall")
 
 WORTH_IT_NBYTES = 1 << 20
 """Less than this a commit writes in about a millisecond."""
+_REMOVAL_TIMEOUT_S = 1.0
+"""Who waits for this has waited for the save's other files, and on a thread that may have other answers to receive."""
 
 
 class _State(Enum):
@@ -100,9 +102,13 @@ class WrittenAhead:
             case _State.WAITING:
                 self.settled.set()
             case _State.WRITING:
-                remove_in_time([self._path])
+                remove_in_time([self._path], timeout_s=_REMOVAL_TIMEOUT_S)
             case _State.WRITTEN:
-                remove_in_time([self._path], remove=lambda _: self._discard())
+                remove_in_time(
+                    [self._path],
+                    remove=lambda _: self._discard(),
+                    timeout_s=_REMOVAL_TIMEOUT_S,
+                )
 
     def _move(self, before: _State, after: _State) -> bool:
         with self._lock:
