@@ -27,7 +27,7 @@ from crashes import RecordingOs
 from nostall._metadata import complete_metadata, load_metadata, publication_of
 from nostall._pipeline.commit import commit
 from nostall._publishing import files_of
-from nostall._runtime import default_engine
+from nostall._runtime import Engine, default_engine
 from nostall._storage import posix
 from nostall._writer.framing import send
 from nostall._writer.handle import WriterProcess
@@ -811,3 +811,21 @@ def test_local_plans_survive_in_metadata_and_cost_readers_nothing() -> None:
     read_by_stock = pickle.loads(content)
     assert planner_data.items() <= read_by_stock.planner_data.items()
     assert read_by_stock.state_dict_metadata == metadata.state_dict_metadata
+
+
+def test_a_removal_that_fails_does_not_deny_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new checkpoint is committed by then; files of the old one that stay cost room only."""
+
+    def refuse(self: Engine, paths: object) -> None:
+        raise MemoryError
+
+    for seed in (1, 2):
+        dcp.save(
+            {"t": torch.full((9,), seed)},
+            storage_writer=FileSystemWriterAsync(tmp_path / "save"),
+            no_dist=True,
+        )
+        monkeypatch.setattr(Engine, "remove_files", refuse)
+    assert verify(tmp_path / "save").ok

@@ -172,7 +172,12 @@ def publish(
             hint="look at the directory when storage answers again",
         ) from error
     left_s = timeout_s - (time.monotonic() - began_s)
-    remove_in_time(to_remove, remove=engine.remove_files, timeout_s=max(REMOVAL_TIMEOUT_S, left_s))
+    try:
+        remove_in_time(
+            to_remove, remove=engine.remove_files, timeout_s=max(REMOVAL_TIMEOUT_S, left_s)
+        )
+    except Exception:  # the checkpoint is there, and must not be taken for lost
+        _log.exception("files of the replaced checkpoint stay path=%s", directory)
 
 
 class _PointOfNoReturn:
