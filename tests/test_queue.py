@@ -660,6 +660,28 @@ def test_a_file_can_have_the_old_format(tmp_path: Path) -> None:
     assert path.read_bytes()[:2] == b"\x80\x02"  # a pickle, not an archive
 
 
+class LateOs:
+    """A system that renames and then says that it could not, as a server does whose answer is lost."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def replace(self, source: str, target: str) -> None:
+        os.replace(source, target)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_file_that_got_its_name_is_saved_whatever_storage_answers(tmp_path: Path) -> None:
+    """An error after the rename is not reported as a failed save whose file is there."""
+    checkpoint = TorchAsyncCheckpoint()
+    with patch.object(posix, "os", LateOs()):
+        checkpoint.async_save(small_state(1), tmp_path / "state.pt")
+        checkpoint.finalize_async_save(blocking=True)
+    checkpoint.close()
+    assert (tmp_path / "state.pt").read_bytes() == archive(small_state(1))
+    assert names(tmp_path) == ["state.pt"]
+
+
 def test_a_file_appears_only_when_it_is_complete(tmp_path: Path) -> None:
     """While it is being written its name shows the earlier file, if any; afterwards the new one, and nothing else."""
     path = tmp_path / "state.pt"

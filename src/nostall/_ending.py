@@ -22,6 +22,8 @@ from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Protocol
 
+from nostall import _torch
+
 _log = logging.getLogger("nostall")
 
 FAILURE_STATUS = 1
@@ -69,7 +71,13 @@ class _Standby:
         if self._pid != os.getpid():
             return "there is no thread to wait for other ranks with"
         said: Future[str] = Future()
-        self._work.put((work, said))
+        devices = _torch.current_accelerators()
+
+        def on_the_callers_device() -> str:
+            with _torch.on_devices(devices):
+                return work()
+
+        self._work.put((on_the_callers_device, said))
         try:
             return said.result(max(0.0, deadline - time.monotonic()))
         except (TimeoutError, FutureTimeoutError):

@@ -510,6 +510,15 @@ def current_devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
     ]
 
 
+def current_accelerators() -> list[torch.device]:
+    """The accelerator that the calling thread works on, if it works on one; other threads begin at 0."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return []
+    module = torch.get_device_module(accelerator)
+    return [torch.device(accelerator.type, module.current_device())]
+
+
 @contextmanager
 def on_devices(devices: Sequence[torch.device]) -> Iterator[None]:
     """Let the calling thread work on these accelerators."""

@@ -25,10 +25,17 @@ from nostall._jobs import (
     page_aligned,
 )
 from nostall._lifecycle import State
+from nostall._pipeline.commit import give_name
 from nostall._pipeline.snapshot import write_over
 from nostall._reports import is_done
 from nostall._runtime import default_engine
-from nostall._storage.posix import remove_files, replace_file, sync_directory, sync_name
+from nostall._storage.posix import (
+    has_identity,
+    identity_of,
+    remove_files,
+    sync_directory,
+    sync_name,
+)
 from nostall._writer.files import perform
 from nostall._writer.images import WholeImage
 from nostall.core import AsyncCallsQueue, AsyncRequest
@@ -166,7 +173,7 @@ class _FileSave(BackgroundSave):
 
         Raises:
             WriteError: The earlier file of that name, if there is one, is as it was.
-            NotDurableError: The new one has the name.
+            NotDurableError: The new one has the name, or may have it.
             SaveTimeoutError: The earlier save has not come to an end.
             SaveAbortedError: The save was given up before.
         """
@@ -178,7 +185,15 @@ class _FileSave(BackgroundSave):
                 self._let_go_first(after)
             if self.aborted:
                 raise SaveAbortedError("the save was aborted", phase="commit", path=self._path)
-            replace_file(self._path, by=temporary)
+            identity = identity_of(temporary)
+            give_name(
+                self._path,
+                temporary,
+                what="the file",
+                is_there=lambda: has_identity(self._path, identity),
+            )
+        except NotDurableError:
+            raise
         except BaseException as error:
             remove_files([temporary])
             if not isinstance(error, OSError) or isinstance(error, SaveError):

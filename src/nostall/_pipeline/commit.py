@@ -132,21 +132,52 @@ def _publish(
 ) -> None:
     """Give the temporary file its name, and make sure that it has it.
 
-    An error that storage may answer with after it has done what it was asked for says nothing. What a look then shows may
-    be old, but a second rename is asked of storage itself: it does what was not done, or finds nothing to rename.
-
     Raises:
         OSError: Storage has refused; the metadata is not published.
         NotDurableError: It cannot be told whether it is, or another process has put its own in place of it. What the metadata
             may refer to must not be removed.
     """
+    give_name(
+        final,
+        temporary,
+        what="the metadata",
+        is_there=lambda: _is_there(final, identity, metadata),
+    )
+    try:
+        if _is_there(final, identity, metadata, raises=True):
+            return
+    except Exception as error:
+        raise _unknown(final, "the metadata", error) from error
+    raise NotDurableError(
+        "what was published is not what was written",
+        phase="commit",
+        path=final,
+        hint="another process may save to the same directory",
+    )
+
+
+def give_name(final: str, temporary: str, *, what: str, is_there: Callable[[], bool]) -> None:
+    """Rename a file, whatever storage answers.
+
+    An error that storage may answer with after it has done what it was asked for says nothing. What a look then shows may
+    be old, but a second rename is asked of storage itself: it does what was not done, or finds nothing to rename.
+
+    Args:
+        final: The name that it gets, in place of what has that name.
+        temporary: The name that it has.
+        what: What is published by it, for the error.
+        is_there: Whether it has the name already, as far as can be seen.
+
+    Raises:
+        OSError: Storage has refused; the file does not have the name.
+        NotDurableError: It cannot be told whether it has.
+    """
     doubt: OSError | None = None
     for wait_s in (*_WAITS_S, None):
         try:
             replace_file(final, by=temporary)
-            break
         except OSError as error:
-            if _is_there(final, identity, metadata):
+            if is_there():
                 return
             if doubt is None and error.errno in _REFUSALS:
                 raise
@@ -158,19 +189,10 @@ def _publish(
                 raise
             doubt = doubt or error
             if error.errno in (*_REFUSALS, errno.ENOENT) or wait_s is None:
-                raise _unknown(final, doubt, error) from doubt
+                raise _unknown(final, what, doubt, error) from doubt
             time.sleep(wait_s)
-    try:
-        if _is_there(final, identity, metadata, raises=True):
+        else:
             return
-    except Exception as error:
-        raise _unknown(final, error) from error
-    raise NotDurableError(
-        "what was published is not what was written",
-        phase="commit",
-        path=final,
-        hint="another process may save to the same directory",
-    )
 
 
 _WAITS_S = (0.1, 0.4)
@@ -198,9 +220,9 @@ def _is_there(
         return False
 
 
-def _unknown(path: str, *errors: Exception) -> NotDurableError:
+def _unknown(path: str, what: str, *errors: Exception) -> NotDurableError:
     return NotDurableError(
-        "it cannot be told whether the metadata was published: "
+        f"it cannot be told whether {what} was published: "
         + ", and then ".join(dict.fromkeys(map(_reason, errors))),
         errno=errors[0].errno if isinstance(errors[0], OSError) else None,
         phase="commit",

@@ -244,6 +244,14 @@ def identity_of(path: str | int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
+def has_identity(path: str, identity: tuple[int, int]) -> bool:
+    """Whether that file has this name, as far as can be seen."""
+    try:
+        return identity_of(path) == identity
+    except OSError:
+        return False
+
+
 def is_same(one: str | int, other: str) -> bool:
     """Whether two paths, or a descriptor and a path, lead to the same file or directory, which is there."""
     try:
