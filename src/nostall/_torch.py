@@ -513,9 +513,12 @@ def current_devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
 def current_accelerators() -> list[torch.device]:
     """The accelerator that the calling thread works on, if it works on one; other threads begin at 0."""
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
+    # A build for one may run where there is none.
+    if accelerator is None or not torch.accelerator.is_available():
         return []
     module = torch.get_device_module(accelerator)
+    if not getattr(module, "is_initialized", lambda: True)():
+        return []  # and asking would do it
     return [torch.device(accelerator.type, module.current_device())]
 
 
