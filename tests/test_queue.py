@@ -462,7 +462,8 @@ def test_errors_on_all_ranks_do_not_cost_a_checkpoint(found: list[Found]) -> Non
         together, alone = (facts["errors_in_the_block"][how] for how in ("together", "alone"))
         assert together == {"raised": "mine", "is complete": True, "wrong": []}
         assert (alone["raised"], alone["is complete"]) == ("mine", False)
-    assert "ranks [0] have not left" in found[1]["errors_in_the_block"]["alone"]["note"]
+    if sys.version_info >= (3, 11):
+        assert "ranks [0] have not left" in found[1]["errors_in_the_block"]["alone"]["note"]
 
 
 def test_finalize_functions_never_run_after_a_failure(tmp_path: Path) -> None:
