@@ -362,6 +362,9 @@ def main() -> None:
                 **counts,
                 "violations": violations,
                 "seconds": round(time.monotonic() - began_s),
+                # Whatever is imported is tested, be it this checkout's or not: a result says of what it is.
+                "nostall": str(Path(nostall.__file__).parent),
+                "torch": torch.__version__,
             }
         )
     )

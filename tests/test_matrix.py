@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import nostall
 from matrix_cells import DEATHS, FAULTS, PLACES, SHAPES, WAYS, all_cells, covering
 from ranks import run_script
 
@@ -30,3 +31,4 @@ def test_a_save_that_fails_tells_everybody_harms_nothing_and_leaves_nothing(tmp_
     counted = json.loads(done.stdout.splitlines()[-1])  # older Gloo says there that it is connected
     assert counted["cells"] == len(covering(all_cells(), seed=1))
     assert counted["violations"] == []
+    assert counted["nostall"] == str(Path(nostall.__file__).parent)
