@@ -1,4 +1,4 @@
-"""The checks of this repository; `python3 dev.py tests` runs the default ones.
+"""The checks of this repository; `python3 dev.py` runs the default ones.
 
 Every session installs with the pins of constraints.txt, so that a result depends on the commit and not on the day; the
 sessions for other versions replace a few of them.
