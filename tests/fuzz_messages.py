@@ -15,7 +15,6 @@ from random import Random
 
 from fuzz_inputs import NUMBERS, VALUES, changed_bytes, changed_json
 from nostall._jobs import Failure, RankReport
-from nostall._storage.posix import close_all
 from nostall._writer.child import _Waiting
 from nostall._writer.chunks import _FileTask
 from nostall._writer.faults import Faults
@@ -87,9 +86,6 @@ def _at_writer(sock: socket.socket) -> str:
     writer._blocks[1] = mmap.mmap(-1, 1 << 16)
     writer._seals[3] = (example_table(),)
     outcomes = _hear(Receiver(sock), writer.take)
-    while not writer.closing._queue.empty():
-        close_all(writer.closing._queue.get())
-        outcomes.append("closed")
     while not writer._jobs.empty():
         job, _ = writer._jobs.get()
         try:
@@ -135,7 +131,6 @@ def _good_messages() -> tuple[list[Message], list[Message]]:
         {"type": "map", "block": 1, "nbytes": 1 << 16, "descriptors": 1},
         *({"type": "unmap", "block": 1}, {"type": "forget_seals", "number": 3}),
         {"type": "cancel", "job": "j"},
-        {"type": "close", "descriptors": 2},
     ]
     progress = progress_to_message("j/0/0", 4096)
     created = created_to_message("j/0/0", "__0_0.distcp")

@@ -6,12 +6,13 @@ import ctypes
 import errno
 import os
 import pickle
-import resource
-import signal
 import struct
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,13 +25,12 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from crashes import RecordingOs
+from nostall import _runtime
 from nostall._metadata import complete_metadata, load_metadata, publication_of
 from nostall._pipeline.commit import commit
 from nostall._publishing import files_of
 from nostall._runtime import Engine, default_engine
 from nostall._storage import posix
-from nostall._writer.framing import send
-from nostall._writer.handle import WriterProcess
 from nostall.core import AsyncCallsQueue
 from nostall.errors import (
     CheckpointExistsError,
@@ -42,7 +42,7 @@ from nostall.errors import (
 )
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import verify
-from nostall.testing import Fault, Hold, inject, writer_pids
+from nostall.testing import Fault, inject
 from states import blobs, read_metadata, schedule, small_state
 from waiting import wait_until
 
@@ -160,7 +160,7 @@ def test_a_rename_that_was_done_is_done_whatever_the_system_says(tmp_path: Path)
     assert (tmp_path / ".metadata").read_bytes() == b"new"
 
 
-@pytest.mark.parametrize("most", [0, 2, 9])
+@pytest.mark.parametrize("most", [0, 2, 64])
 def test_removed_files_lose_their_names_at_once_and_their_room_later(
     tmp_path: Path, most: int
 ) -> None:
@@ -170,138 +170,13 @@ def test_removed_files_lose_their_names_at_once_and_their_room_later(
     (tmp_path / "link").symlink_to(tmp_path / "kept")
     names = ("a", "was never there", "link", "b", "c")
     held: list[int] = []
-    posix.remove_and_hold((str(tmp_path / name) for name in names), held, most=most)
+    with patch.object(posix, "_MOST_TO_HOLD", most):
+        posix.remove_and_hold((str(tmp_path / name) for name in names), held)
     assert names_in(tmp_path) == {"kept"}
     assert len(held) == min(most, 4)
     assert all(os.fstat(fd).st_nlink == 0 for fd in held)
     posix.close_all(held)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(held[0] if held else -1)
-
-
-def held_by(pid: int, directory: Path) -> list[str]:
-    """Files below a directory that a process has descriptors of."""
-    found = []
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
-            found.append(os.readlink(link))
-    return [name for name in found if str(directory) in name]
-
-
-@pytest.mark.parametrize("files", [2, 150])
-def test_the_writer_process_waits_for_the_room_of_a_checkpoint_that_was_replaced(
-    tmp_path: Path, files: int
-) -> None:
-    """Giving back a gigabyte takes storage a fifth of a second, which no poll has to take."""
-    handed_over: list[tuple[int, int]] = []
-    hand_over = WriterProcess.hand_over
-
-    def noted(writer: WriterProcess, descriptors: list[int]) -> None:
-        found = [os.fstat(fd) for fd in descriptors]
-        handed_over.extend((each.st_ino, each.st_nlink) for each in found)
-        hand_over(writer, descriptors)
-
-    with patch.object(WriterProcess, "hand_over", noted), AsyncCallsQueue() as queue:
-        for seed in range(3):
-            replaced = [(path.stat().st_ino, 0) for path in sorted(tmp_path.glob("*.distcp"))]
-            state = {str(n): torch.full((9,), seed) for n in range(files)}
-            schedule(queue, tmp_path, state, thread_count=files)
-            handed_over.clear()
-            queue.wait()
-            assert sorted(handed_over) == sorted(replaced)
-            assert len(list(tmp_path.glob("*.distcp"))) == files
-        # A save is written when all that was removed before it is gone.
-        schedule(queue, tmp_path / "after", small_state())
-        queue.wait()
-    (pid,) = writer_pids()
-    assert held_by(pid, tmp_path) == []
-    assert verify(tmp_path).ok
-
-
-def test_room_is_given_back_while_the_writer_process_has_a_long_job(tmp_path: Path) -> None:
-    """However often something else is saved meanwhile, and although descriptors are few."""
-    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with AsyncCallsQueue() as queue, Hold("chunk") as hold:
-        with inject(hold.fault):
-            schedule(queue, tmp_path / "long", small_state())
-            hold.wait_reached()
-        (pid,) = writer_pids()
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (160, allowed[1]))
-        for seed in range(6):
-            state = {str(n): torch.full((9,), seed) for n in range(60)}
-            writer = FileSystemWriterAsync(tmp_path / "often", thread_count=60)
-            dcp.save(state, storage_writer=writer, no_dist=True)
-            wait_until(lambda: not held_by(pid, tmp_path / "often"))
-        hold.release()
-        assert queue.wait() == [0]
-    assert verify(tmp_path / "long").ok
-    assert verify(tmp_path / "often").ok
-
-
-def test_a_writer_process_that_does_not_read_keeps_nobody_waiting(tmp_path: Path) -> None:
-    """Files of however many checkpoints are replaced meanwhile: their room is given back here, and the process lives on."""
-    with AsyncCallsQueue() as queue:
-        schedule(queue, tmp_path / "warm", small_state())
-        queue.wait()
-        (pid,) = writer_pids()
-        (engine, writer) = (default_engine(), default_engine().writers(1)[0])
-        os.kill(pid, signal.SIGSTOP)
-        for number in range(2000):
-            path = tmp_path / f"{number}"
-            path.touch()
-            engine.remove_files([str(path)])
-        os.kill(pid, signal.SIGCONT)
-        assert writer.alive
-        schedule(queue, tmp_path / "after", small_state())
-        queue.wait()
-    assert writer_pids() == [pid]
-    assert held_by(pid, tmp_path) == []
-
-
-def test_a_child_that_is_forked_while_files_are_removed_keeps_none_of_them(tmp_path: Path) -> None:
-    """A data loader lives for hours; what it held would stay on the disk."""
-    kept: list[list[str]] = []
-
-    def forking(_writer: WriterProcess, _descriptors: list[int]) -> None:
-        reading, writing = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                os.write(writing, "\n".join(held_by(os.getpid(), tmp_path)).encode())
-            finally:
-                os._exit(0)
-        os.close(writing)
-        os.waitpid(child, 0)
-        with os.fdopen(reading) as stream:
-            kept.append(stream.read().split())
-
-    with patch.object(WriterProcess, "hand_over", forking), AsyncCallsQueue() as queue:
-        for seed in range(3):
-            schedule(queue, tmp_path, small_state(seed))
-            queue.wait()
-    assert kept == [[], []]
-
-
-def test_descriptors_that_the_system_does_not_take_are_closed_here(tmp_path: Path) -> None:
-    """Linux limits how many a user may have under way; the writer process has done nothing wrong."""
-    refused = OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
-
-    def limited(sock: Any, message: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
-        if message["type"] == "close":
-            raise refused
-        send(sock, message, descriptors)
-
-    with AsyncCallsQueue() as queue:
-        schedule(queue, tmp_path, small_state(1))
-        queue.wait()
-        before, writers = os.listdir("/proc/self/fd"), writer_pids()
-        with patch("nostall._writer.child.send", limited):
-            schedule(queue, tmp_path, small_state(2))
-            queue.wait()
-        assert os.listdir("/proc/self/fd") == before
-        assert writer_pids() == writers
-    assert_loads(tmp_path, small_state(2))
-    assert len(list(tmp_path.glob("*.distcp"))) == 1
+    assert held == []
 
 
 class RefusedRename(RecordingOs):
@@ -357,25 +232,6 @@ def test_a_rename_that_copies_is_one(tmp_path: Path, *, removes: bool) -> None:
         publish(tmp_path, replaced_files=["old.distcp"])
     assert (tmp_path / ".metadata").read_bytes() == b"new"
     assert not (tmp_path / "old.distcp").exists()
-
-
-def test_files_are_removed_although_the_writer_process_dies_meanwhile(tmp_path: Path) -> None:
-    """All of them: nobody else knows their names."""
-    with AsyncCallsQueue() as queue:
-        schedule(queue, tmp_path / "warm", small_state())
-        queue.wait()
-    names = [tmp_path / f"{number}" for number in range(150)]
-    for path in names:
-        path.touch()
-    hand_over = WriterProcess.hand_over
-
-    def dying(writer: WriterProcess, descriptors: list[int]) -> None:
-        writer.kill("it is time")
-        hand_over(writer, descriptors)
-
-    with patch.object(WriterProcess, "hand_over", dying):
-        default_engine().remove_files(map(str, names))
-    assert not any(path.exists() for path in names)
 
 
 def test_a_commit_of_which_nobody_knows_counts_as_one_that_may_be_there(tmp_path: Path) -> None:
@@ -511,6 +367,115 @@ def test_a_second_save_replaces_the_first(
     for number, thread_count in enumerate((*threads, threads[0])):
         save(path, small_state(number), thread_count=thread_count)
         assert_holds(path, small_state(number), tmp_path / f"stock {number}")
+
+
+class SlowToGiveBack(RecordingOs):
+    """A system that does not give back what files without a name hold before it is let; a child's copy is not the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pid = os.getpid()
+        self.is_asked, self.is_let = threading.Event(), threading.Event()
+        self.free_nbytes = 0
+
+    def close(self, fd: int) -> None:
+        has_name = os.fstat(fd).st_nlink
+        os.close(fd)
+        if not has_name and os.getpid() == self._pid:
+            self.is_asked.set()
+            assert self.is_let.wait(60)
+
+    def fstatvfs(self, _fd: int) -> SimpleNamespace:
+        return SimpleNamespace(f_bavail=self.free_nbytes, f_frsize=1)
+
+
+@pytest.fixture
+def slow() -> Iterator[SlowToGiveBack]:
+    system = SlowToGiveBack()
+    with patch.object(posix, "os", system):
+        yield system
+        system.is_let.set()
+        default_engine().await_room()
+
+
+def held_files(directory: Path) -> list[str]:
+    """Files below a directory that this process has descriptors of."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.append(os.readlink(link))
+    return [name for name in found if str(directory) in name]
+
+
+@SAVES
+def test_on_a_full_disk_a_save_waits_for_the_room_of_a_replaced_checkpoint(
+    tmp_path: Path, save: Callable[..., None], slow: SlowToGiveBack
+) -> None:
+    """It may have no other. The call that has replaced it does not wait."""
+    for seed in range(2):
+        save(tmp_path / "replaced", small_state(seed), thread_count=2)
+    assert slow.is_asked.wait(60)
+    assert_holds(tmp_path / "replaced", small_state(1), tmp_path / "stock")
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(save, tmp_path / "next", small_state(2))
+        assert wait([saving], 0.3).not_done
+        assert list(tmp_path.glob("next/*.distcp")) == []
+        slow.is_let.set()
+        saving.result(60)
+    assert held_files(tmp_path) == []
+    assert verify(tmp_path / "next").ok
+
+
+@SAVES
+def test_nobody_waits_for_the_room_of_a_replaced_checkpoint_if_there_is_other(
+    tmp_path: Path, save: Callable[..., None], slow: SlowToGiveBack
+) -> None:
+    """To give it back takes storage a fifth of a second per gigabyte."""
+    slow.free_nbytes = 1 << 30
+    for seed in range(3):
+        save(tmp_path, small_state(seed), thread_count=2)
+    assert slow.is_asked.wait(60)
+    assert held_files(tmp_path)
+    slow.is_let.set()
+    wait_until(lambda: not held_files(tmp_path))
+    assert verify(tmp_path).ok
+
+
+def test_room_that_storage_does_not_give_back_is_waited_for_once(
+    tmp_path: Path, slow: SlowToGiveBack
+) -> None:
+    """Not for ever, as it may not be needed; names go all the same, and few descriptors are held."""
+    with patch.object(_runtime, "_ROOM_TIMEOUT_S", 0.1):
+        for seed in range(4):
+            state = {str(n): torch.full((9,), seed) for n in range(40)}
+            save_by_queue(tmp_path, state, thread_count=40)
+            assert len(list(tmp_path.glob("*.distcp"))) == 40
+    assert slow.is_asked.is_set()
+    assert 0 < len(held_files(tmp_path)) <= 64
+    slow.is_let.set()
+    wait_until(lambda: not held_files(tmp_path))
+    assert verify(tmp_path).ok
+
+
+def test_a_child_that_is_forked_while_room_is_given_back_keeps_no_file(
+    tmp_path: Path, slow: SlowToGiveBack
+) -> None:
+    """A data loader lives for hours; what it held would stay on the disk."""
+    for seed in range(2):
+        save_by_queue(tmp_path, small_state(seed), thread_count=4)
+    assert slow.is_asked.wait(60)
+    assert held_files(tmp_path)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, "\n".join(held_files(tmp_path)).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.waitpid(child, 0)
+    with os.fdopen(reading) as stream:
+        assert stream.read() == ""
 
 
 def test_a_checkpoint_of_stock_is_replaced_like_ours(tmp_path: Path) -> None:

@@ -297,29 +297,6 @@ def test_descriptors_that_nobody_takes_are_closed(
     os.close(sent)
 
 
-def test_descriptors_are_those_of_their_message_if_others_were_lost(
-    wire: tuple[socket.socket, socket.socket],
-) -> None:
-    """The kernel passes as many as a process may have. Who only gets them to close them can do with fewer."""
-    ours, theirs = wire
-    first, second = os.memfd_create("first"), os.memfd_create("second")
-    close, mapped = (
-        encode({"type": kind, "descriptors": count}) for kind, count in (("close", 3), ("map", 1))
-    )
-    ours.sendall(encode({"type": "t"}))
-    for raw, descriptors in ((close, [first]), (mapped, [second])):
-        begun = socket.send_fds(ours, [raw[:12]], descriptors)
-        ours.sendall(raw[begun:])
-    receiver = Receiver(theirs)
-    assert receiver.receive() == ({"type": "t"}, [])
-    for kind, sent in (("close", first), ("map", second)):
-        message, descriptors = receiver.receive() or ({}, [])
-        assert (message, len(descriptors)) == ({"type": kind}, 1)
-        assert os.path.sameopenfile(descriptors[0], sent)
-        os.close(descriptors[0])
-        os.close(sent)
-
-
 def test_messages_are_read_as_one_encoding(wire: tuple[socket.socket, socket.socket]) -> None:
     """Not as whatever Python's JSON takes them for."""
     ours, theirs = wire

@@ -114,7 +114,7 @@ def publish(
         path: The metadata file, in the checkpoint directory.
         publication: What there is to publish.
         finished: What :func:`finish_metadata` has made of it.
-        engine: Whose writer process gives back what a replaced checkpoint held.
+        engine: Whose next save waits for what a replaced checkpoint held.
         sync: Whether to wait until the device has it.
         ahead: What was written ahead of it, if anything was.
         written_here: A file that this rank has written for the checkpoint, if it has.

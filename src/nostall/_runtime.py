@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -24,14 +24,14 @@ from torch.utils.hooks import RemovableHandle
 from nostall import _torch
 from nostall._arena import Arena, Block, Lease, address_of
 from nostall._checksum import use_fastest
+from nostall._deadlines import start_apart
 from nostall._jobs import RankReport, WriteJob
 from nostall._pipeline.layout import FileNaming, Packing, lay_out, renamed
 from nostall._reports import CANCEL_TIMEOUT_S, is_done, joined, when_done
 from nostall._staging import any_under_way, wait_for_all
 from nostall._status import SaveStatus, UnderWay
-from nostall._storage.posix import close_all, most_to_hold, remove_and_hold, remove_files
+from nostall._storage.posix import close_all, has_room_for, remove_and_hold
 from nostall._values import ItemShape, Layout
-from nostall._writer.framing import MAX_DESCRIPTORS
 from nostall._writer.handle import WriterProcess
 from nostall._writer.priority import lower_priority
 from nostall._writer.seals import Cuts
@@ -43,6 +43,8 @@ _log = logging.getLogger("nostall")
 _LAYOUTS_KEPT = 8
 _CONTAINERS_NBYTES = 2 << 20
 """What surrounds the payloads, in a snapshot for which only their size is known: 1.4 KB per tensor."""
+_ROOM_TIMEOUT_S = 60.0
+"""For storage to give back what a replaced checkpoint held; a terabyte takes longer, and may be in nobody's way."""
 _IO_THREADS = 12
 _IO_THREADS_PER_HOST = 32
 
@@ -72,8 +74,10 @@ class Engine:
         self._pinned: set[int] = set()
         self._may_pin = True
         """Whether nothing was refused yet; each try takes long, and the next one would most likely be refused, too."""
-        self._held: dict[int, list[int]] = {}
-        """Descriptors of files that are being removed."""
+        self._held: list[int] = []
+        """Descriptors of removed files, until a thread has closed them."""
+        self._closing: list[threading.Thread] = []
+        """Threads that do so where room is scarce."""
         self._lock = threading.RLock()
 
     @property
@@ -159,6 +163,7 @@ class Engine:
             after: What was submitted of the same save before; becomes part of the report.
         """
         writers = self.writers(len(jobs))
+        self.await_room()
         # The jobs' from here on: an exception from outside, such as Ctrl-C, makes the caller give up what is being read already.
         lease = self.arena.adopt(lease)
         parts = [writer.submit(job, lease) for writer, job in zip(writers, jobs, strict=True)]
@@ -203,22 +208,19 @@ class Engine:
         return any_under_way() or any(not writer.idle for writer in writers)
 
     def remove_files(self, paths: Iterable[str]) -> None:
-        """Remove files; a writer process, if there is one, waits for storage to give back what they held."""
-        with self._lock:
-            writer = next((writer for writer in self._writers if writer.alive), None)
-        rest = iter(paths)
-        room = 0 if writer is None else most_to_hold()
-        while writer is not None and room and (some := list(islice(rest, MAX_DESCRIPTORS))):
-            held: list[int] = []
-            self._held[id(held)] = held
-            try:
-                remove_and_hold(some, held, most=room)
-                room -= len(held)
-                writer.hand_over(held)
-            finally:
-                close_all(held)
-                del self._held[id(held)]
-        remove_files(rest)
+        """Remove files: their names now; a thread waits for storage to give back what they held."""
+        remove_and_hold(paths, self._held)
+        is_scarce = not has_room_for(self._held)
+        thread = start_apart("nostall-closing", lambda: close_all(self._held))
+        if thread is not None and is_scarce:
+            self._closing.append(thread)
+
+    def await_room(self) -> None:
+        """Wait for what removed files held, if the next save may find no other room; not for ever."""
+        deadline = time.monotonic() + min(_ROOM_TIMEOUT_S, self.options.save_timeout_s)
+        closing, self._closing = self._closing, []
+        for thread in closing:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def warmup(self, nbytes: int, *, timeout_s: float) -> None:
         """Start a writer process and make memory for a snapshot of ``nbytes`` bytes, so that no save has to."""
@@ -290,8 +292,7 @@ class Engine:
         """In a forked child: let go of what belongs to the parent."""
         for writer in self._writers:
             writer.abandon_after_fork()
-        for held in self._held.values():
-            close_all(held)
+        close_all(self._held)
 
     def _forget(self, block: Block) -> None:
         with self._lock:

@@ -144,6 +144,7 @@ def in_thread(
             return
         with registered:
             try:
+                engine.await_room()
                 report = write(cancelled)
             except BaseException as error:  # whoever waits must hear of it
                 report = RankFailed(rank=rank, failure=failure_of(error, phase="write"))

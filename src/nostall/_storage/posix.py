@@ -15,7 +15,6 @@ import ctypes
 import errno
 import fcntl
 import os
-import resource
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -26,9 +25,8 @@ from itertools import groupby
 from nostall._jobs import page_aligned
 
 _LARGE_PIECE_NBYTES = 64 << 10
-_AS_GOOD_AS_ANY = 1 << 20
-_MOST_TO_HOLD = 256
-"""Files of one replaced checkpoint; a rank has a few, and a process may have open about a thousand."""
+_MOST_TO_HOLD = 64
+"""Removed files; a rank has a few, and a process may have open about a thousand."""
 _NOTHING_WRITTEN = "the system wrote nothing and gave no reason"
 _NAMES_TRIED = 100
 
@@ -401,32 +399,29 @@ def remove_empty_files(paths: Iterable[str]) -> None:
                 os.unlink(path)
 
 
-def most_to_hold() -> int:
-    """How many files to keep open at a time that are removed: few of those that this process may have open."""
-    return min(_MOST_TO_HOLD, allowed_descriptors() // 4)
-
-
-def allowed_descriptors() -> int:
-    """How many files this process may have open."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _AS_GOOD_AS_ANY if soft == resource.RLIM_INFINITY else soft
-
-
-def remove_and_hold(paths: Iterable[str], held: list[int], *, most: int) -> None:
+def remove_and_hold(paths: Iterable[str], held: list[int]) -> None:
     """As :func:`remove_files`, but storage keeps what the first files hold until their descriptors are closed.
 
     A name goes at once. To give the blocks back is what takes long: 0.2 s per GiB on ext4 on the machine of the benchmarks.
 
     Args:
         paths: What to remove.
-        held: Gets the descriptors; the caller closes them, whatever happens here.
-        most: How many there may be; what further files hold is given back at once.
+        held: Gets the descriptors, while there are few of them; what further files hold is given back at once.
     """
     for path in paths:
-        if len(held) < most:
+        if len(held) < _MOST_TO_HOLD:
             with suppress(OSError):
                 held.append(os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
         remove_files([path])
+
+
+def has_room_for(held: list[int]) -> bool:
+    """Whether storage has room for these files once more; false if that cannot be told."""
+    try:
+        room = os.fstatvfs(held[0])
+        return room.f_bavail * room.f_frsize > sum(os.fstat(fd).st_size for fd in held)
+    except (IndexError, OSError):  # another thread may have closed them
+        return False
 
 
 def close_all(descriptors: list[int]) -> None:

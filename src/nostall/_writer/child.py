@@ -6,9 +6,7 @@ wait is a ``Future.result`` with three exits: the answer, the failure that the p
 
 from __future__ import annotations
 
-import errno
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -184,26 +182,6 @@ class ChildProcess(ABC, Generic[T]):
             self._tell_what_waits()
             for message, descriptors in messages:
                 send(self._socket, message, descriptors)
-
-    def _offer(self, message: Message, descriptors: tuple[int, ...]) -> None:
-        """Send a short message if the process takes it without being waited for; else drop it."""
-        if not self._send_lock.acquire(blocking=False):
-            return
-        try:
-            with self._sending():
-                if self._socket.fileno() < 0:  # it is dead, and that was noticed
-                    return
-                poller = select.poll()
-                poller.register(self._socket, select.POLLOUT)
-                if poller.poll(0):
-                    try:
-                        send(self._socket, message, descriptors)
-                    except OSError as error:
-                        # Too many descriptors under way: refused as a whole, with its first byte.
-                        if error.errno != errno.ETOOMANYREFS:
-                            raise
-        finally:
-            self._send_lock.release()
 
     @contextmanager
     def _sending(self) -> Iterator[None]:

@@ -19,10 +19,6 @@ MAX_MESSAGE_NBYTES = 256 << 20
 """Far above the largest seal tables seen (about 16 bytes per tensor); a longer announcement is a broken or hostile peer."""
 _HEADER = struct.Struct("<4sQ")
 _MAGIC = b"nst1"
-MAX_DESCRIPTORS = 64
-"""With one message; Linux takes 253."""
-_MAY_LOSE_SOME = ("close",)
-"""Messages whose descriptors are to be closed, as those are that do not come."""
 
 Message = dict[str, Any]
 
@@ -53,9 +49,7 @@ class Receiver:
         descriptors: How many may come with a message; the kernel closes others.
     """
 
-    def __init__(
-        self, sock: socket.socket, *, wait: bool = True, descriptors: int = MAX_DESCRIPTORS
-    ) -> None:
+    def __init__(self, sock: socket.socket, *, wait: bool = True, descriptors: int = 1) -> None:
         self._sock = sock
         self._most_descriptors = descriptors
         self._flags = 0 if wait else socket.MSG_DONTWAIT
@@ -96,17 +90,13 @@ class Receiver:
                 os.close(fd)
 
     def _descriptors_of(self, message: Message) -> list[int]:
-        """Those that came with the message that was just taken.
-
-        Of several, fewer may come than were sent, if this process may not have more; who sends them along can live with that.
-        """
+        """Those that came with the message that was just taken."""
         count = message.pop("descriptors", 0)
         mine: list[int] = []
         while self._descriptors and self._descriptors[0][0] <= self._taken_nbytes:
             mine += self._descriptors.pop(0)[1]
-        is_number = type(count) is int and count >= 0
-        is_true = is_number and (count <= len(mine) or message["type"] in _MAY_LOSE_SOME)
-        wanted = min(count, len(mine)) if is_true else 0
+        is_true = type(count) is int and 0 <= count <= len(mine)
+        wanted = count if is_true else 0
         for fd in mine[wanted:]:
             os.close(fd)
         if not is_true:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -147,17 +147,6 @@ class WriterProcess(ChildProcess[RankReport]):
         with self._lock:
             jobs = [job for job in self._waiting if job.startswith(f"{save}/")]
         self._tell(({"type": "cancel", "job": job}, ()) for job in jobs)
-
-    def hand_over(self, descriptors: Sequence[int]) -> None:
-        """Let the process close copies of descriptors, beside the job that it has and before those it will get.
-
-        Where it does not read, or too many are on their way to it already, the caller's are the only ones.
-
-        Args:
-            descriptors: At most ``MAX_DESCRIPTORS``.
-        """
-        if descriptors:
-            self._offer({"type": "close"}, tuple(descriptors))
 
     def forget(self, block_id: int) -> None:
         """Let the process unmap a block that the arena gave back to the system."""

@@ -2,9 +2,8 @@
 
 The main thread listens, so that it notices at once when the trainer is gone (see ``parent``). It then leaves,
 whatever the other threads are doing; an unfinished file is not part of any checkpoint. Jobs are written one after the
-other by a second thread; a third one closes what is left of replaced checkpoints, and the main thread itself does where
-that would be more than this process may hold. SIGINT and SIGTERM are ignored: a
-signal to the whole process group must not lose a save, and the trainer decides when the writer ends.
+other by a second thread. SIGINT and SIGTERM are ignored: a signal to the whole process group must not lose a save, and
+the trainer decides when the writer ends.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from functools import partial
 
 from nostall._checksum import use_fastest_from
 from nostall._jobs import Failure, RankFailed, RankReport, SealTable, WriteJob, page_aligned
-from nostall._storage.posix import allowed_descriptors, close_all
+from nostall._storage.posix import close_all
 from nostall._storage.streams import StreamTarget
 from nostall._writer.files import perform
 from nostall._writer.framing import Message, send
@@ -42,8 +41,6 @@ from nostall._writer.parent import messages_from_parent
 from nostall._writer.seals import Cuts
 from nostall.errors import ProtocolError
 
-_ROOM_TIMEOUT_S = 60.0
-"""For storage to give back what a replaced checkpoint held; a terabyte takes longer, and may be in nobody's way."""
 _TELL_EVERY_S = 0.25
 """How often a trainer hears how far a job is; its thread that listens takes turns with training."""
 
@@ -61,7 +58,6 @@ def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
     sock = socket.socket(fileno=socket_fd)
     writer = _Writer(sock)
     threading.Thread(target=writer.write_jobs, name="nostall-jobs", daemon=True).start()
-    threading.Thread(target=writer.closing.run, name="nostall-closing", daemon=True).start()
     try:
         send(sock, {"type": "ready", "pid": os.getpid()})
     except OSError:  # the trainer has no use for this process any more
@@ -70,43 +66,6 @@ def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
         use_fastest_from(checksums_from)
     for message, descriptors in messages_from_parent(sock, parent_pid):
         writer.take(message, descriptors)
-
-
-class _Closing:
-    """Closes descriptors of removed files on a thread of its own: storage gives back what they held before that is done."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-        self._left = 0
-        self._most = allowed_descriptors() // 2
-        self._changed = threading.Condition()
-
-    def take(self, descriptors: list[int]) -> None:
-        """Close these soon; they are nobody else's any more. Now, if there are so many that jobs would miss them."""
-        count = len(descriptors)
-        with self._changed:
-            is_room = self._left + count <= self._most
-            if is_room:
-                self._left += count
-        if is_room:
-            self._queue.put(descriptors)
-        else:
-            close_all(descriptors)
-
-    def run(self) -> None:
-        """Close for ever what comes."""
-        while True:
-            descriptors = self._queue.get()
-            count = len(descriptors)
-            close_all(descriptors)
-            with self._changed:
-                self._left -= count
-                self._changed.notify_all()
-
-    def wait(self, timeout: float) -> None:
-        """Return when all that has come is closed, or after ``timeout`` seconds."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._left, timeout)
 
 
 class _Writer:
@@ -118,7 +77,6 @@ class _Writer:
         self._seals: dict[int, tuple[SealTable, ...]] = {}
         self._cuts = Cuts()
         self._jobs: queue.SimpleQueue[tuple[WriteJob, threading.Event]] = queue.SimpleQueue()
-        self.closing = _Closing()
         self._waiting: dict[str, WriteJob] = {}
         """Jobs that have not begun; whoever takes one out answers it."""
         self._cancelled: dict[str, threading.Event] = {}
@@ -152,10 +110,6 @@ class _Writer:
                 self._seals.pop(message["number"], None)
             case "write":
                 self._enqueue(message)
-            case "close":
-                taken = descriptors.copy()
-                descriptors.clear()
-                self.closing.take(taken)
             case "cancel":
                 self._cancel(message["job"])
 
@@ -176,7 +130,6 @@ class _Writer:
         """Write jobs for ever, one at a time, in order."""
         while True:
             job, cancelled = self._jobs.get()
-            self.closing.wait(_ROOM_TIMEOUT_S)  # it may need the room
             if self._waiting.pop(job.job, None) is None:
                 continue  # cancelled before it began, and answered
             try:
