@@ -14,7 +14,7 @@ import os
 import pickle
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -80,8 +80,10 @@ _foreach_copy: Callable[..., Any] | None = _optional("_foreach_copy_", "torch")
 _get_default_store: Callable[[], dist.Store] | None = _optional(
     "_get_default_store", "torch.distributed.distributed_c10d"
 )
-# Without it the properties of tensors are compared one by one.
-_TensorGuards: Any = _optional("TensorGuards", "torch._C._dynamo.guards")
+# Without it a default device, which is a mode of torch, makes every look at a tensor ten times as slow.
+without_modes: Callable[[], AbstractContextManager[object]] = (
+    _optional("DisableTorchFunction", "torch._C") or nullcontext
+)
 # Older torch has none: a plain tensor that says of which part of a larger one it is.
 _CheckpointableTensor: Any = _optional(
     "CheckpointableTensor", "torch.distributed.checkpoint.protocol"
@@ -294,74 +296,13 @@ def payload_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return dense
 
 
-class TensorKinds:
-    """Recognises tensors that equal others, one by one, in all but their values; keeps none of them.
-
-    What is compared: class, dtype, device, layout, sizes, strides, ``requires_grad``, lazy conjugation and negation.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._guards = _guards_for(tensors)
-        self._kinds = [_kind(tensor) for tensor in tensors] if self._guards is None else []
-
-    def match(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are of the same kinds, in the same order, and have memory; never if one says that it is part of a larger tensor."""
-        if _CheckpointableTensor is not None and any(map(_says_its_place, tensors)):
-            return False
-        if self._guards is None:
-            alike = [_kind(tensor) for tensor in tensors] == self._kinds
-            return alike and not any(map(missing_data, tensors))
-        return (
-            not any(map(_is_nested, tensors))
-            and bool(self._guards.check(*tensors))
-            and _all_have_memory(tensors)
-        )
-
-
-_is_nested = attrgetter("is_nested")
-_LOW_ADDRESS = 64 << 30
-
-
-def _all_have_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    """As :func:`missing_data`, for plain tensors and in 0.2 us each: one whose storage was emptied is at its offset from 0."""
-    lowest = min(map(torch.Tensor.data_ptr, tensors), default=_LOW_ADDRESS)
-    return lowest >= _LOW_ADDRESS or not any(
-        missing_data(tensor) for tensor in tensors if tensor.data_ptr() < _LOW_ADDRESS
-    )
+def any_says_its_place(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one of these says that it is part of a larger tensor."""
+    return _CheckpointableTensor is not None and any(map(_says_its_place, tensors))
 
 
 def _says_its_place(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "global_shape") and isinstance(tensor, _CheckpointableTensor)
-
-
-def _guards_for(tensors: Sequence[torch.Tensor]) -> Any:
-    """What torch.compile checks before it reuses a graph, in one call, about 0.1 us per tensor; or ``None``."""
-    if _TensorGuards is None or any(tensor.layout != torch.strided for tensor in tensors):
-        return None  # it would read strides that are not there
-    try:
-        sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
-        strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
-        guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        if any(map(_is_nested, tensors)):
-            return None  # it ends the process
-        # It wants every tensor to be another object.
-        return guards if guards.check(*tensors) else None
-    except (TypeError, RuntimeError):
-        return None
-
-
-def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (
-        type(tensor),
-        tensor.dtype,
-        tensor.device,
-        tensor.layout,
-        tensor.shape,
-        tensor.stride() if tensor.layout == torch.strided else None,
-        tensor.requires_grad,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
 
 
 @torch.inference_mode(mode=False)  # a view made in inference mode could not be written to outside
