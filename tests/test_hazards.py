@@ -355,6 +355,7 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(
         lambda: EngineOptions(io_threads=2000),
         lambda: EngineOptions(io_threads=True),
         lambda: EngineOptions(chunk_nbytes=8192.0),  # type: ignore[arg-type]  # on purpose
+        lambda: EngineOptions(copy_past_caches="no"),  # type: ignore[arg-type]  # on purpose
         lambda: EngineOptions(direct_io="no"),  # type: ignore[arg-type]  # on purpose
         lambda: EngineOptions(cpu_priority=3.0),  # type: ignore[arg-type]  # on purpose
         lambda: EngineOptions(io_priority=True),
@@ -378,7 +379,7 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(
         lambda: nostall.warmup("1G"),  # type: ignore[arg-type]  # on purpose
         lambda: nostall.configure({"io_threads": 2}),  # type: ignore[arg-type]  # on purpose
     ],
-    ids=range(26),
+    ids=range(27),
 )
 def test_an_argument_of_the_wrong_kind_is_refused_where_it_is_passed(wrong: Any) -> None:
     """With an error that says what to use instead."""

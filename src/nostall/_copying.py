@@ -2,7 +2,7 @@
 
 Large CPU tensors are cut into pieces, and a few threads each take the next piece until none is left. torch's own copy cuts
 every tensor into as many parts as it has threads and waits for the slowest of them, tensor by tensor; when anything else
-wants a core, that costs several times the copy. Many pieces go past the cache (``_streaming``), which could not hold them.
+wants a core, that costs several times the copy. Many pieces go past the cache (``_nontemporal``), which could not hold them.
 Small tensors are copied in one call. Tensors on an accelerator are copied on a side stream.
 """
 
@@ -12,6 +12,7 @@ import ctypes
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from nostall import _torch
-from nostall._streaming import Copy, streaming_copy
+from nostall._nontemporal import Copy, copy_past_caches
 from nostall._values import TensorForm
 
 Source = TypeVar("Source", bound="torch.Tensor | bytes")
@@ -50,14 +51,23 @@ _memcpy_at_once.restype = None
 @lru_cache(maxsize=1)
 def _copy_of_much() -> Copy:
     """The fastest copy of more than caches hold."""
-    streaming = streaming_copy(_memcpy_at_once) if _torch.runs_avx() else None
-    return streaming or _memcpy
+    past_caches = copy_past_caches(_memcpy_at_once) if _torch.runs_avx() else None
+    return past_caches or _memcpy
 
 
 _on_cpu = attrgetter("is_cpu")
 
 _Piece = tuple[int, int, int]
 """Address to copy to, address to copy from, bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyMethod:
+    """How large CPU tensors are copied."""
+
+    threads: int
+    past_caches: bool = True
+    """Whether more than caches hold may be copied past them."""
 
 
 class Copies:
@@ -100,7 +110,7 @@ class Places:
         self,
         sources: Sequence[torch.Tensor],
         *,
-        threads: int,
+        method: CopyMethod,
         after: Mapping[torch.device, Any] | None = None,
     ) -> Copies:
         """Copy every source into its view; those in host memory are copied when this returns.
@@ -111,7 +121,7 @@ class Places:
         copies = Copies()
         with torch.inference_mode(mode=False), torch.no_grad():
             if all(map(_on_cpu, sources)):
-                self._fill_from_cpu(sources, threads)
+                self._fill_from_cpu(sources, method)
                 return copies
             by_device: dict[torch.device, list[int]] = {}
             for position, source in enumerate(sources):
@@ -123,13 +133,13 @@ class Places:
                     here = [sources[position] for position in positions]
                     copies.add(_torch.DeviceCopy(device, views, here, (after or {}).get(device)))
                 rest = Places([self._views[position] for position in from_cpu])
-                rest._fill_from_cpu([sources[position] for position in from_cpu], threads)
+                rest._fill_from_cpu([sources[position] for position in from_cpu], method)
             except BaseException:
                 copies.wait()  # who asked gives the memory back
                 raise
         return copies
 
-    def _fill_from_cpu(self, sources: Sequence[torch.Tensor], threads: int) -> None:
+    def _fill_from_cpu(self, sources: Sequence[torch.Tensor], method: CopyMethod) -> None:
         pieces: list[_Piece] = []
         to = list(self._small_views)
         of = [sources[position] for position in self._small]
@@ -142,9 +152,9 @@ class Places:
                 to.append(_as_copyable(view))
                 of.append(source)
         much = sum(nbytes for _, _, nbytes in pieces) >= _MORE_THAN_CACHES_HOLD_NBYTES
-        copy = _copy_of_much() if much else _memcpy
+        copy = _copy_of_much() if much and method.past_caches else _memcpy
         with ExitStack() as joins:
-            for _ in range(1, min(threads, len(pieces))):
+            for _ in range(1, min(method.threads, len(pieces))):
                 thread = threading.Thread(
                     target=_take_turns, args=(copy, pieces), name="nostall-copy"
                 )

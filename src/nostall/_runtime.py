@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from nostall import _torch
 from nostall._arena import Arena, Block, Lease, address_of
 from nostall._checksum import use_fastest
+from nostall._copying import CopyMethod
 from nostall._deadlines import start_apart
 from nostall._jobs import RankReport, WriteJob
 from nostall._pipeline.layout import FileNaming, Packing, lay_out, renamed
@@ -81,9 +82,12 @@ class Engine:
         self._lock = threading.RLock()
 
     @property
-    def copy_threads(self) -> int:
-        """How many threads copy large CPU tensors."""
-        return self.options.copy_threads or torch.get_num_threads()
+    def copy_method(self) -> CopyMethod:
+        """How large CPU tensors are copied."""
+        return CopyMethod(
+            threads=self.options.copy_threads or torch.get_num_threads(),
+            past_caches=self.options.copy_past_caches,
+        )
 
     @property
     def io_threads(self) -> int:

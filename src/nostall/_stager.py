@@ -92,7 +92,7 @@ def _copy(state_dict: Mapping[str, Any], engine: Engine, timeline: Timeline) -> 
     with timeline.measure("stage"):
         leaves, staged, places = _begin_copy(state_dict, engine)
         try:
-            places.fill([leaf.tensor for leaf in leaves], threads=engine.copy_threads).wait()
+            places.fill([leaf.tensor for leaf in leaves], method=engine.copy_method).wait()
         except BaseException:
             staged.lease.release()
             raise
@@ -108,12 +108,12 @@ def _copy_in_background(
     it is raised by the write, where DCP shares failures.
     """
     leaves, staged, places = _begin_copy(state_dict, engine)
-    threads, faults = engine.copy_threads, engine.faults
+    method, faults = engine.copy_method, engine.faults
 
     def begin(tensors: list[torch.Tensor], after: Marks) -> tuple[None, Copies]:
         Faults(faults).at("stage")
         with timeline.measure("stage"):
-            return None, places.fill(tensors, threads=threads, after=after)
+            return None, places.fill(tensors, method=method, after=after)
 
     done, guard = stage_behind(
         [leaf.tensor for leaf in leaves],

@@ -137,7 +137,7 @@ def _fill(
 ) -> tuple[Snapshot, Copies]:
     try:
         return begin_snapshot(
-            prepared.planned, layout, lease, threads=engine.copy_threads, after=after
+            prepared.planned, layout, lease, method=engine.copy_method, after=after
         )
     except Exception as error:
         lease.release()

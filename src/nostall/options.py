@@ -32,6 +32,8 @@ class EngineOptions:
 
     copy_threads: int | None = None
     """Threads that copy large CPU tensors into a snapshot; ``None`` for as many as torch computes with."""
+    copy_past_caches: bool = True
+    """Copy large snapshots of CPU tensors with non-temporal stores, by a loop of machine code, where the processor has AVX."""
     io_threads: int | None = None
     """Threads per writer process that checksum and write; ``None`` for 12, and fewer where many ranks share a host."""
     chunk_nbytes: int = 8 << 20
@@ -71,7 +73,8 @@ class EngineOptions:
             "a positive multiple of 4096",
         )
         _set(self, "chunk_nbytes", int(self.chunk_nbytes))
-        _set(self, "direct_io", require_switch("direct_io", self.direct_io))
+        for name in ("copy_past_caches", "direct_io"):
+            _set(self, name, require_switch(name, getattr(self, name)))
         for name, classes, wanted in _PRIORITIES:
             value = getattr(self, name)
             possible = value is None or (_is_integer(value) and value in classes)

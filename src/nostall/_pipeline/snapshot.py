@@ -16,7 +16,7 @@ import torch
 
 from nostall import _torch
 from nostall._arena import Block, Lease, address_of
-from nostall._copying import Copies, Places
+from nostall._copying import Copies, CopyMethod, Places
 from nostall._jobs import RankReport
 from nostall._values import Layout, PlannedSave, Share, TensorForm
 
@@ -55,7 +55,7 @@ def begin_snapshot(
     layout: Layout,
     lease: Lease,
     *,
-    threads: int,
+    method: CopyMethod,
     after: Mapping[torch.device, Any] | None = None,
 ) -> tuple[Snapshot, Copies]:
     """Fill the lease's block with the images of all files of ``layout``; host tensors are copied on return.
@@ -64,7 +64,7 @@ def begin_snapshot(
         planned: What to copy.
         layout: Where to.
         lease: Memory for ``layout.image_nbytes`` bytes.
-        threads: How many copy large tensors.
+        method: How to copy large tensors.
         after: Per accelerator, the event that copies off it are ordered after; its current stream if there is none.
 
     Returns:
@@ -75,7 +75,7 @@ def begin_snapshot(
         content = cast("bytes", planned.sources[item])
         lease.block.memory[at : at + len(content)] = content
     sources = [planned.sources[item] for item in primed.items]
-    copies = primed.places.fill(cast("list[torch.Tensor]", sources), threads=threads, after=after)
+    copies = primed.places.fill(cast("list[torch.Tensor]", sources), method=method, after=after)
     return Snapshot(rank=planned.share.rank, layout=layout, lease=lease), copies
 
 

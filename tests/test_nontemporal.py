@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nostall
-from nostall import _copying, _streaming, _torch
-from nostall._copying import Places
+from nostall import _copying, _nontemporal, _torch
+from nostall._copying import CopyMethod, Places
 from nostall.core import AsyncCallsQueue
 from nostall.options import EngineOptions
 from states import blobs, schedule
@@ -35,8 +35,8 @@ has_avx = pytest.mark.skipif(
 )
 
 
-def streaming() -> _streaming.Copy:
-    copy = _streaming.streaming_copy(_copying._memcpy_at_once)
+def past_caches() -> _nontemporal.Copy:
+    copy = _nontemporal.copy_past_caches(_copying._memcpy_at_once)
     assert copy is not None
     return copy
 
@@ -58,7 +58,7 @@ def test_it_copies_every_byte_and_no_other_one(to: int, of: int, nbytes: int, da
     there = torch.full((3 * GUARD + 4096,), 0xA5, dtype=torch.uint8)
     expected = there.clone()
     expected[to : to + nbytes] = source[of : of + nbytes]
-    streaming()(there.data_ptr() + to, source.data_ptr() + of, nbytes)
+    past_caches()(there.data_ptr() + to, source.data_ptr() + of, nbytes)
     assert torch.equal(there, expected)
 
 
@@ -67,7 +67,7 @@ def test_other_threads_run_meanwhile() -> None:
     """It gives the interpreter's lock up: a thread that waits for it gets it before the copy is over."""
     source = torch.ones(256 * MIB, dtype=torch.uint8)
     there = torch.empty_like(source)
-    copy = streaming()  # here, as what makes it gives up the lock, too
+    copy = past_caches()  # here, as what makes it gives up the lock, too
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000)  # nobody is made to give it up
     try:
@@ -77,7 +77,7 @@ def test_other_threads_run_meanwhile() -> None:
         sys.setswitchinterval(interval)
 
 
-def _is_seen_halfway(copy: _streaming.Copy, source: torch.Tensor, there: torch.Tensor) -> bool:
+def _is_seen_halfway(copy: _nontemporal.Copy, source: torch.Tensor, there: torch.Tensor) -> bool:
     there.zero_()
     copying, seen = threading.Event(), []
 
@@ -127,10 +127,10 @@ def test_snapshots_of_more_than_caches_hold_have_every_bit(
 
     def noted(to: int, of: int, nbytes: int) -> None:
         copied.append(nbytes)
-        streaming_now(to, of, nbytes)
+        copy_now(to, of, nbytes)
 
     assert _copying._copy_of_much.__wrapped__() is not _copying._memcpy
-    streaming_now = streaming()
+    copy_now = past_caches()
     monkeypatch.setattr(_copying, "_copy_of_much", lambda: noted)
     nostall.configure(EngineOptions(copy_threads=threads))
     try:
@@ -147,7 +147,7 @@ def test_little_is_copied_by_way_of_the_cache(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delattr(_copying, "_copy_of_much")  # whoever asks fails
     source = torch.ones(_copying._MORE_THAN_CACHES_HOLD_NBYTES - 1, dtype=torch.uint8)
     view = torch.zeros_like(source)
-    Places([view]).fill([source], threads=2).wait()
+    Places([view]).fill([source], method=CopyMethod(threads=2)).wait()
     assert torch.equal(source, view)
 
 
@@ -183,6 +183,32 @@ def test_without_it_snapshots_are_copied_all_the_same(
     assert blobs(tmp_path / "1") == blobs(tmp_path / "stock")
 
 
+def test_an_option_decides_whether_machine_code_is_mapped(tmp_path: Path) -> None:
+    """With ``copy_past_caches=False`` a process that saves has no executable memory of nostall's; with ``True`` the same is saved."""
+    program = """
+import sys
+from pathlib import Path
+import nostall
+from test_nontemporal import save_twice
+
+for switch in (False, True):
+    nostall.configure(nostall.EngineOptions(copy_past_caches=switch))
+    save_twice(Path(sys.argv[1]) / str(switch))
+    print("nostall-copy-past-caches" in Path("/proc/self/maps").read_text())
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    possible = platform.machine() == "x86_64" and _torch.runs_avx()
+    assert ended.stdout.split() == ["False", str(possible)]
+    assert blobs(tmp_path / "False" / "1") == blobs(tmp_path / "True" / "1")
+
+
 def test_what_switches_torchs_own_vector_code_off_switches_it_off() -> None:
     """One variable for a user who suspects such code."""
     program = "from nostall import _torch; print(_torch.runs_avx())"
@@ -200,7 +226,7 @@ def test_what_switches_torchs_own_vector_code_off_switches_it_off() -> None:
 @has_avx
 def test_the_code_cannot_be_written_to() -> None:
     """What a process can execute it cannot change."""
-    address = _streaming._executable(_streaming._CODE)
+    address = _nontemporal._executable(_nontemporal._CODE)
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(each, 16) for each in line.split()[0].split("-"))
         if begin <= address < end:

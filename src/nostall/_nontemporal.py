@@ -23,7 +23,8 @@ code, because a compiler is not to be expected where nostall is installed::
             ret
 
 It lies in memory that this process can read and execute, and not write. Where the system gives no such memory, or the processor
-is another one, there is no such copy, and callers use ``memcpy``. Nothing here imports torch.
+is another one, there is no such copy, and callers use ``memcpy``; so they do with ``EngineOptions(copy_past_caches=False)``.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ Copy = Callable[[int, int, int], object]
 """Copies to an address, from an address, as many bytes."""
 
 
-def streaming_copy(memcpy: Copy) -> Copy | None:
+def copy_past_caches(memcpy: Copy) -> Copy | None:
     """A copy with non-temporal stores, which gives up the interpreter's lock meanwhile; for a processor with AVX.
 
     Args:
@@ -67,7 +68,7 @@ def streaming_copy(memcpy: Copy) -> Copy | None:
     try:
         address = _executable(_CODE)
     except OSError as error:  # a hardened system
-        _log.debug("no memory to execute, snapshots are copied with memcpy: %s", error)
+        _log.debug("no executable memory, so large snapshots are copied with memcpy: %s", error)
         return None
     loop = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(address)
 
@@ -95,7 +96,7 @@ def _executable(code: bytes) -> int:
         *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
         ctypes.c_int64,
     )
-    fd = os.memfd_create("nostall-copy", os.MFD_CLOEXEC)
+    fd = os.memfd_create("nostall-copy-past-caches", os.MFD_CLOEXEC)
     try:
         os.pwrite(fd, code, 0)
         address: int | None = libc.mmap(
