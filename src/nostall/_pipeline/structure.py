@@ -117,6 +117,12 @@ _EXTENTS: tuple[Callable[[torch.Tensor], tuple[int, ...]], ...] = (
     torch.Tensor.stride,
 )
 _LOW_ADDRESS = 64 << 30
+_BLOCK_COUNT = 256
+"""Tensors that are compared together: so few are still in the core's cache when their next property is looked at."""
+
+
+def _blocks(tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+    return [tensors[at : at + _BLOCK_COUNT] for at in range(0, len(tensors), _BLOCK_COUNT)]
 
 
 class _TensorKinds:
@@ -180,7 +186,8 @@ class KnownStructure:
             if isinstance(leaf, DTensor)
         ]
         _open(leaves, self._specs)
-        self._kinds = _TensorKinds(list(compress(leaves, self._is_tensor)))
+        tensors = list(compress(leaves, self._is_tensor))
+        self._kinds = [_TensorKinds(block) for block in _blocks(tensors)]
         # The file form of these depends on the storage that they are a view of, as well.
         self._look_again = [
             item
@@ -202,7 +209,8 @@ class KnownStructure:
             if leaf.requires_grad != requires_grad or not (now is spec or now == spec):
                 return None
         _open(leaves, self._specs)
-        if not self._kinds.match(list(compress(leaves, self._is_tensor))):
+        blocks = _blocks(list(compress(leaves, self._is_tensor)))
+        if not all(kinds.match(block) for kinds, block in zip(self._kinds, blocks, strict=True)):
             return None
         sources = [leaves[position] for position in self._leaf_of]
         for item in self._look_again:
