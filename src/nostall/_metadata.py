@@ -35,10 +35,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _checksum, _torch
-from nostall._metadata_pickle import HINT, MOST_NBYTES, NAMES, unpickle
+from nostall._metadata_pickle import MOST_NBYTES, NAMES, unpickle
 from nostall._names import SHARD_SUFFIX, is_shard_name
-from nostall._pickle_scan import BrokenProgramError, ScanError
-from nostall.errors import UnknownMetadataError, UntrustedMetadataError
+from nostall.errors import UntrustedMetadataError
 
 _PLANS_KEY = "nostall.all_local_plans"
 
@@ -52,17 +51,9 @@ def load_metadata(content: bytes, *, path: str) -> Metadata:
     """
     try:
         metadata = unpickle(content)  # which reads no further than the pickle
-    except UnknownMetadataError as error:
+    except UntrustedMetadataError as error:
         error.path = path
         raise
-    except ScanError as error:
-        is_broken = isinstance(error, BrokenProgramError)
-        raise (UntrustedMetadataError if is_broken else UnknownMetadataError)(
-            f"the pickle is not one of DCP metadata: {error}",
-            phase="read",
-            path=path,
-            hint=None if is_broken else HINT,
-        ) from error
     except Exception as error:  # a broken pickle can raise anything
         raise UntrustedMetadataError(
             f"the metadata cannot be read: {type(error).__name__}: {error!s:.200}",

@@ -1,9 +1,14 @@
 """The unpickler of DCP metadata: exactly the classes that it consists of, and nothing that they could do.
 
-A pickle gets hold of no class and no function of others. What it makes instances of is a stand-in, which cannot be called
-and makes bare instances of the class that it stands for; what it calls looks at the arguments first. A program was
-scanned before (:mod:`nostall._pickle_scan`), so state is given to instances only. What can be hashed is small: numbers,
-texts, the tuples that the scan lets pass, sizes, and instances with attributes of the types that they are declared with.
+A pickle is a program. Python's unpickler in C, whichever classes it may find, makes room for any memo index and hashes
+any tuple as a key: 9 bytes take gigabytes, 500 bytes keep it busy for ever, and a megabyte ends the process
+(docs/decisions/0025). So the program is changed before it runs. It may have the instructions that pickles of metadata
+have, with lengths and memo indices that the file's own length allows; and where it would make a tuple, call something,
+or give state to something, it hands that to :meth:`_Unpickler.persistent_load`, which looks at the objects first. What
+is left to C makes texts, numbers, lists, dictionaries, and instances without state.
+
+What can be hashed is small, then: numbers, texts, tuples of few parts, sizes, and instances with attributes of the types
+that they are declared with.
 """
 
 from __future__ import annotations
@@ -13,19 +18,24 @@ import io
 import os
 import pathlib
 import pickle
+import re
+import struct
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType, NoneType
+from functools import lru_cache
+from types import FunctionType, MappingProxyType, NoneType
 from typing import Any, Final, NoReturn
 
 import torch
 from torch.distributed.checkpoint import metadata, planner
 
 from nostall import _torch
-from nostall._pickle_scan import scan
-from nostall.errors import UnknownMetadataError
+from nostall.errors import UnknownMetadataError, UntrustedMetadataError
 
+_MOST_TUPLE_PARTS = 1000
+"""Shared ones count as often as they are reached; it bounds how deep tuples are nested, too."""
 _MOST_DIMENSIONS = 64
 _MOST_PATH_NCHARS = 4096
 MOST_NBYTES = 1 << 62
@@ -39,11 +49,13 @@ def unpickle(content: bytes) -> Any:
     """The object that ``content`` begins with.
 
     Raises:
-        ScanError: It is a program that DCP metadata has no use for.
-        UnknownMetadataError: It names or calls something that DCP metadata does not consist of.
+        UnknownMetadataError: It has something that DCP metadata does not consist of.
+        UntrustedMetadataError: It is not the whole of a pickle.
         Exception: Anything that a broken pickle can raise.
     """
-    program = scan(content)
+    if content[:1] != pickle.PROTO or int.from_bytes(content[1:2], "little") not in _PROTOCOLS:
+        _damaged("is of a protocol that DCP does not use")
+    program = _guarded(content)
     with no_collection():
         return _Unpickler(io.BytesIO(program)).load()
 
@@ -79,14 +91,6 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        known = _KNOWN.get((module, name))
-        if known is None:
-            _refuse(f"the name {module}.{name}")
-        return known
-
-
 def _refuse(what: str) -> NoReturn:
     raise UnknownMetadataError(
         f"the metadata has {what}, which is not part of DCP metadata in torch {torch.__version__}",
@@ -95,21 +99,167 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
+def _damaged(what: str) -> NoReturn:
+    raise UntrustedMetadataError(f"the metadata {what}", phase="read")
+
+
+# --- the program ------------------------------------------------------------------------------------------------------
+
+
+def _guarded(content: bytes) -> bytes:
+    """The program that ``content`` begins with, changed as said above, in one frame, which C reads at once."""
+    # Each entry of the memo takes 16 bytes, and an instruction to fill it 5.
+    match = _run_of_harmless(max(16, (len(content) // 5).bit_length())).match
+    program = bytearray(content[:_PROTO_NBYTES] + pickle.FRAME + bytes(8))
+    begin = at = _PROTO_NBYTES
+    while True:
+        end = match(content, at).end()  # type: ignore[union-attr]  # an empty one is a match
+        op = content[end : end + 1]
+        if op in _GUARDED:
+            program += content[begin:end]
+            program += _GUARDED[op]
+            begin = at = end + 1
+        elif op == pickle.STOP:
+            program += content[begin : end + 1]
+            struct.pack_into("<Q", program, _FRAME_AT, len(program) - _FRAME_AT - 8)
+            return bytes(program)
+        elif op in _SIZED:
+            at = _end_of_sized(content, end)
+        elif end > at:
+            at = end  # only so many are matched at once
+        elif len(content) - end < _LENGTHS.get(op, 0):
+            _damaged("is cut off")
+        else:
+            _refuse(f"the instruction {content[end : end + 5]!r}")
+
+
+def _end_of_sized(content: bytes, at: int) -> int:
+    begin = at + 1 + _SIZED[content[at : at + 1]]
+    end = begin + int.from_bytes(content[at + 1 : begin], "little")
+    if end > len(content):
+        _damaged("is cut off, or announces more than there is")
+    return end
+
+
+@lru_cache
+def _run_of_harmless(index_nbits: int) -> re.Pattern[bytes]:
+    """What matches some instructions that C may follow, with memo indices of so many bits."""
+    nbytes, nbits = divmod(index_nbits, 8)
+    index = [b"."] * nbytes + [rb"[\0-\x%02x]" % ((1 << nbits) - 1)] + [rb"\0"] * 4
+    put = rb"\x94|q.|r" + b"".join(index[:4])
+    number = rb"(?:K.|M..|J....)"
+    instructions = (
+        # Tuples of numbers alone, and arguments, which are looked at with the call.
+        number + rb"(?:\x85|%s(?:\x86|%s\x87)?)?" % (number, number),
+        rb"\(%s{1,64}t" % number,
+        rb"[\x85\x86\x87t](?:%s)?(?=R)" % put,
+        rb"\)\x81",  # an instance, made without arguments
+        put,
+        rb"[N\x88\x89)}\](eausl\x93]|h.|j....|G.{8}|\x95.{8}",
+        rb"c[^\n]{1,255}\n[^\n]{1,255}\n",
+        *(_sized(pickle.BINUNICODE, 256), _sized(pickle.SHORT_BINUNICODE, 256)),
+        _sized(pickle.LONG1, 9),
+    )
+    return re.compile(b"(?:%s)%s" % (b"|".join(instructions), _MANY), re.DOTALL)
+
+
+def _sized(op: bytes, many: int) -> bytes:
+    """Matches an instruction with less than so many bytes, of any number in a few steps."""
+    high = rb"\0" * (_SIZED[op] - 1)
+    sixteens = []
+    for least in range(0, many, 16):
+        lengths = range(least, min(least + 16, many))
+        each = b"|".join(rb"\x%02x%s.{%d}" % (length, high, length) for length in lengths)
+        sixteens.append(rb"(?=[\x%02x-\x%02x])(?:%s)" % (least, lengths[-1], each))
+    return rb"\x%02x(?:%s)" % (op[0], b"|".join(sixteens))
+
+
+_MANY: Final = b"*+" if sys.version_info >= (3, 11) else b"{0,1000}"
+"""As many as there are; or some, where each takes memory."""
+_PROTOCOLS: Final = range(2, 6)
+_PROTO_NBYTES: Final = 2
+_FRAME_AT: Final = 3
+"""Where the length of the frame is."""
+_LENGTHS: Final = {
+    b"": 1,
+    **dict.fromkeys((pickle.BININT1, pickle.BINGET, pickle.BINPUT), 2),
+    pickle.BININT2: 3,
+    **dict.fromkeys((pickle.BININT, pickle.LONG_BINGET, pickle.LONG_BINPUT), 5),
+    **dict.fromkeys((pickle.BINFLOAT, pickle.FRAME), 9),
+    pickle.GLOBAL: 513,
+}
+"""What an instruction takes, at the most; with less it is cut off."""
+_SIZED: Final = {
+    pickle.SHORT_BINUNICODE: 1,
+    pickle.BINUNICODE: 4,
+    pickle.BINUNICODE8: 8,
+    pickle.SHORT_BINBYTES: 1,
+    pickle.BINBYTES: 4,
+    pickle.BINBYTES8: 8,
+    pickle.LONG1: 1,
+}
+"""What pushes a text, bytes or a number, and the length of its length."""
+
+
+def _call(number: int) -> bytes:
+    return pickle.BININT1 + bytes([number]) + pickle.TUPLE2 + pickle.BINPERSID
+
+
+_MADE, _REDUCED, _BUILT = range(3)
+_GUARDED: Final = {
+    pickle.TUPLE1: pickle.TUPLE1 + _call(_MADE),
+    pickle.TUPLE2: pickle.TUPLE2 + _call(_MADE),
+    pickle.TUPLE3: pickle.TUPLE3 + _call(_MADE),
+    pickle.TUPLE: pickle.TUPLE + _call(_MADE),
+    pickle.REDUCE: pickle.TUPLE2 + _call(_REDUCED),
+    pickle.BUILD: pickle.TUPLE2 + _call(_BUILT),
+}
+"""What is done instead: C makes a pair of what is on the stack and the number, and calls ``persistent_load`` with it."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream)
+        self._nested: dict[int, tuple[tuple[Any, ...], int]] = {}
+        """Tuples that hold tuples, by id, and the number of their parts."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = _KNOWN.get((module, name))
+        if known is None:
+            _refuse(f"the name {module:.80}.{name:.80}")
+        return known
+
+    def persistent_load(self, pid: Any) -> Any:
+        operands, number = pid
+        if number == _MADE:
+            if len(operands) > _MOST_TUPLE_PARTS or tuple in map(type, operands):
+                self._count(operands)
+            return operands
+        target, operand = operands
+        if number == _BUILT:
+            set_state = _STATES.get(type(target))
+            if set_state is None:
+                _refuse(f"state for a {type(target).__name__}")
+            set_state(target, operand)
+            return target
+        if type(target) is not FunctionType or type(operand) is not tuple:
+            _refuse(f"a call of a {type(target).__name__}")
+        return target(*operand)
+
+    def _count(self, made: tuple[Any, ...]) -> None:
+        parts = 1 + len(made) + sum(self._inner(each) for each in made if type(each) is tuple)
+        if parts > _MOST_TUPLE_PARTS:
+            _refuse(f"a tuple of more than {_MOST_TUPLE_PARTS} parts")
+        self._nested[id(made)] = made, parts
+
+    def _inner(self, part: tuple[Any, ...]) -> int:
+        if id(part) in self._nested:
+            return self._nested[id(part)][1]
+        # One that holds a tuple and is not known is the arguments of a size.
+        return len(part) + (_MOST_DIMENSIONS if tuple in map(type, part[:1]) else 0)
+
+
 # --- instances --------------------------------------------------------------------------------------------------------
-
-
-class _StandIn(type):
-    """A class that a pickle can make bare instances of and do nothing else with."""
-
-    def __call__(cls, *_arguments: Any, **_named: Any) -> Any:
-        _refuse(f"a call of the class {cls.__name__}")
-
-
-def _stand_in(kind: type) -> _StandIn:
-    def bare(_stand_in: type) -> Any:
-        return object.__new__(kind)
-
-    return _StandIn(kind.__name__, (), {"__slots__": (), "__new__": bare})
 
 
 _BYTES_DATA: Final[type | None] = getattr(planner, "BytesIOWriteData", None)
@@ -142,39 +292,48 @@ _PROPERTIES = (torch.dtype, torch.layout, bool, _torch.MemoryFormat, bool)
 _PLAIN = (NoneType, bool, int, float, str)
 
 
-def _typed_stand_in(kind: type, types: Mapping[str, tuple[type, ...]]) -> _StandIn:
-    """The instance is one of a class with another way of taking its state until it has taken it."""
-    needed = tuple(types.items())
+def _set_attributes(instance: Any, state: Any) -> None:
+    if type(state) is not dict:
+        _refuse(f"a {type(instance).__name__} without named attributes")
+    instance.__dict__.update(state)
 
-    def set_state(self: Any, state: Any) -> None:
-        if type(state) is not dict:
-            _refuse(f"a {kind.__name__} without named attributes")
-        for name, wanted in needed:
+
+def _set_typed(instance: Any, state: Any) -> None:
+    if type(state) is dict:
+        for name, wanted in _TYPES[type(instance)].items():
             if name in state and type(state[name]) not in wanted:
-                _refuse(f"a {kind.__name__} with a {type(state[name]).__name__} as its {name}")
-        self.__dict__.update(state)
-        object.__setattr__(self, "__class__", kind)
-
-    return _stand_in(type(kind.__name__, (kind,), {"__setstate__": set_state}))
+                what = f"a {type(state[name]).__name__} as its {name}"
+                _refuse(f"a {type(instance).__name__} with {what}")
+    _set_attributes(instance, state)
 
 
-def _properties_stand_in(kind: type[metadata.TensorProperties]) -> _StandIn:
-    def set_state(self: Any, state: Any) -> None:
-        if type(state) is not tuple or tuple(map(type, state[:5])) != _PROPERTIES:
-            _refuse("tensor properties of another form")
-        own = _torch.own_properties(state)
-        if own is None or not all(map(_is_plain, own[5:])):
-            _refuse(f"tensor properties with {len(state)} values")
-        self.__class__ = kind
-        self.__setstate__(own)
-
-    return _stand_in(type(kind.__name__, (kind,), {"__setstate__": set_state}))
+def _set_properties(instance: metadata.TensorProperties, state: Any) -> None:
+    if type(state) is not tuple or tuple(map(type, state[:5])) != _PROPERTIES:
+        _refuse("tensor properties of another form")
+    own = _torch.own_properties(state)
+    if own is None or not all(map(_is_plain, own[5:])):
+        _refuse(f"tensor properties with {len(state)} values")
+    instance.__setstate__(own)
 
 
 def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN or (
         type(value) is tuple and all(type(each) is int for each in value)
     )
+
+
+_STATES: Final[Mapping[type, Callable[[Any, Any], None]]] = {
+    **dict.fromkeys(_TYPES, _set_typed),
+    metadata.BytesStorageMetadata: _set_attributes,
+    metadata.ChunkStorageMetadata: _set_attributes,
+    metadata.Metadata: _set_attributes,
+    metadata.StorageMeta: _set_attributes,
+    metadata.TensorStorageMetadata: _set_attributes,
+    _torch.StorageInfo: _set_attributes,
+    _torch.StoragePrefix: _set_attributes,
+    metadata.TensorProperties: _set_properties,
+}
+"""The classes of DCP metadata, and what gives state to their instances."""
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -226,16 +385,7 @@ def _known() -> dict[tuple[str, str], Any]:
     known: dict[tuple[str, str], Any] = {
         ("torch", name): value for name, value in vars(torch).items() if type(value) is torch.dtype
     }
-    plain = [
-        *(metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.Metadata),
-        *(metadata.StorageMeta, metadata.TensorStorageMetadata),
-        *(_torch.StorageInfo, _torch.StoragePrefix),
-    ]
-    known |= {(kind.__module__, kind.__name__): _stand_in(kind) for kind in plain}
-    for kind, types in _TYPES.items():
-        known[kind.__module__, kind.__name__] = _typed_stand_in(kind, types)
-    properties = metadata.TensorProperties
-    known[properties.__module__, properties.__name__] = _properties_stand_in(properties)
+    known |= {(kind.__module__, kind.__name__): kind for kind in _STATES}
     for function in (
         _torch.MemoryFormat,
         planner.WriteItemType,
