@@ -177,8 +177,26 @@ def _value(chance: Chance) -> bytes:
             return pickle.MARK + pickle.BININT1 + b"\3" + pickle.TUPLE
 
 
+def _restated(chance: Chance) -> bytes:
+    """Indices with another one in place of their name, each given once it is sound, the last one as a key."""
+    depth = chance.choice((2, 20, 60))
+    make = _named(_METADATA, "MetadataIndex") + pickle.EMPTY_TUPLE + pickle.NEWOBJ
+    program = b""
+    for level in range(depth):
+        get, put = struct.pack("<cI", pickle.LONG_BINGET, max(0, level - 1)), pickle.LONG_BINPUT
+        states = [{"fqn": _text("x"), "offset": pickle.NONE, "index": pickle.NONE}]
+        states += [{"fqn": get, "offset": get}] * (level > 0)
+        program += make + struct.pack("<cI", put, level)
+        for state in states:
+            items = b"".join(_text(name) + value for name, value in state.items())
+            program += pickle.EMPTY_DICT + pickle.MARK + items + pickle.SETITEMS + pickle.BUILD
+    last = struct.pack("<cI", pickle.LONG_BINGET, depth - 1)
+    return program + pickle.EMPTY_DICT + last + pickle.NONE + pickle.SETITEM
+
+
 GADGETS: list[Callable[[Chance], bytes]] = [
     _billion_laughs,
+    _restated,
     _deep,
     *(_call, _call, _call, _state, _state, _state),
     *(_recursive, _huge, _huge, _value, _value, _value),

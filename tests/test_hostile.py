@@ -249,6 +249,27 @@ def test_entries_that_are_not_what_they_are_declared_to_be_are_refused(
         assert [damage.file for damage in found.damages] == [".metadata"]
 
 
+def test_values_of_all_lengths_are_read() -> None:
+    """As stock reads them, whichever instructions they are pickled with; and no part of them, cut off, is metadata."""
+    metadata = whole()
+    texts = {"x" * nchars: ("ä" * nchars, nchars) for nchars in (0, 1, 255, 256, 257, 70_000)}
+    numbers = [sign << bits for bits in (0, 7, 8, 15, 16, 31, 32, 62, 70) for sign in (1, -1)]
+    sizes = [torch.Size([2**bits] * bits) for bits in (0, 1, 2, 3, 4, 8, 16, 33)]
+    metadata.planner_data = {
+        **texts,
+        1: numbers,
+        2: sizes,
+        ("a", 3): (1, (2, (3.5, "x"))),
+        None: True,
+    }
+    for protocol in range(2, 6):
+        content = pickle.dumps(metadata, protocol)
+        assert load_metadata(content, path="p") == metadata
+        for nbytes in range(0, len(content), 1009):
+            with pytest.raises(UntrustedMetadataError, match=r"cut off|protocol"):
+                load_metadata(content[:nbytes], path="p")
+
+
 def test_plans_that_share_tuples_are_read() -> None:
     """As planners of frameworks do, thousands of times."""
     metadata = whole()
