@@ -1,7 +1,7 @@
 """The unpickler of DCP metadata: exactly the classes that it consists of, and nothing that they could do.
 
 A pickle is a program. Python's unpickler in C, whichever classes it may find, makes room for any memo index and hashes
-any tuple as a key: 9 bytes take gigabytes, 500 bytes keep it busy for ever, and a megabyte ends the process
+any tuple as a key: 9 bytes take gigabytes, a kilobyte keeps it busy for ever, and a megabyte ends the process
 (docs/decisions/0025-guarded-program.md). So the program is changed before it runs. It may have the instructions that pickles of metadata
 have, with lengths and memo indices that the file's own length allows; and where it would make a tuple, call something,
 or give state to something, it hands that to :meth:`_Unpickler.persistent_load`, which looks at the objects first. What
