@@ -9,7 +9,7 @@ import psutil
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from nostall import _runtime
+from nostall import _engine
 from nostall.core import AsyncCallsQueue
 
 
@@ -24,7 +24,7 @@ def nothing_left_behind() -> Iterator[None]:
     """Every test ends with no process of ours running and the default engine gone."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
-    _runtime.reset()
+    _engine.reset()
     gc.collect()
     left = [
         child

@@ -14,7 +14,7 @@ from functools import lru_cache
 from random import Random
 
 from fuzz_inputs import NUMBERS, VALUES, changed_bytes, changed_json
-from nostall._jobs import Failure, RankReport
+from nostall._model.jobs import Failure, RankReport
 from nostall._writer.child import _Waiting
 from nostall._writer.chunks import _FileTask
 from nostall._writer.faults import Faults

@@ -29,12 +29,12 @@ import nostall.cached_metadata_filesystem_reader
 import nostall.integrity
 from fuzz_inputs import NUMBERS, TEXTS, VALUES, changed_bytes, changed_json, changed_program
 from fuzz_messages import MessagesTarget
-from nostall import _checksum
-from nostall._checksum import use_fastest
-from nostall._manifest import split, with_manifest
-from nostall._metadata import extents_of, local_plans_in, publication_of
+from nostall._commit.manifest import split, with_manifest
+from nostall._commit.metadata import extents_of, local_plans_in, publication_of
+from nostall._model import checksum
+from nostall._model.checksum import use_fastest
+from nostall._model.values import WrittenFile
 from nostall._storage.reading import ChecksumMissing, NoArchive, damage_of_container
-from nostall._values import WrittenFile
 from nostall.errors import DamagedCheckpointError, UnknownMetadataError, UntrustedMetadataError
 from nostall.integrity import State
 
@@ -132,7 +132,7 @@ def _memory(*texts: str | None) -> str:
 
 
 def _with_manifest(pickled: bytes, files: list[WrittenFile]) -> bytes:
-    crc32 = _checksum.crc32(pickled)
+    crc32 = checksum.crc32(pickled)
     return b"".join(with_manifest([pickled], files, crc32=crc32, committed_at_s=0.0))
 
 

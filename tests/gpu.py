@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import torch
 from torch.distributed.checkpoint.staging import StagingOptions
 
-from nostall import _runtime
+from nostall import _engine
 from nostall._bench.contender import Contender, Durable, Setting, sync
 from nostall._bench.limits import WRITE_SETTINGS, Limits
 from nostall._bench.machine import machine_facts, versions
@@ -138,7 +138,7 @@ class Run:
                 except Exception:  # told at the end; the others are run all the same
                     failure, self.failed = traceback.format_exc(), True
                     traceback.print_exc()
-            _runtime.reset()
+            _engine.reset()
             seconds = round(time.monotonic() - started, 2)
             self.found["checks"][check.__name__] = {"failure": failure, "seconds": seconds}
             print(f"{'FAILED' if failure else 'passed'} {seconds:6.1f} s  {check.__name__}")
@@ -195,7 +195,7 @@ class Run:
         for contender in contenders:
             with self._part_of(rows[contender.name]):
                 contender.close()
-        _runtime.reset()
+        _engine.reset()
         self._say(shape, rows, limits)
 
     def _prepare(self, contender: Contender, workload: Workload, row: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 import nostall
 from matrix_cells import Cell
-from nostall import _agreement
+from nostall._ranks import agreement
 from nostall.core import AsyncCallsQueue
 from nostall.errors import NostallError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -116,7 +116,7 @@ def begin(stage: Stage, rank: int) -> None:
     if stage.cell.fault == "read-only directory":
         obey_modes()
     stopped = stage.cell.fault == "SIGSTOP"
-    _agreement.PATIENCE_S = 0.0 if stage.cell.ends_trainer else LONG_S
+    agreement.PATIENCE_S = 0.0 if stage.cell.ends_trainer else LONG_S
     nostall.configure(
         EngineOptions(
             write_retries=0,

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 import nostall
-from nostall import _ahead
+from nostall._commit import ahead
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
@@ -146,7 +146,7 @@ def main(rank: str, world_size: str, meeting: str, mount: str, options: str) -> 
     faulthandler.register(signal.SIGUSR1)  # for who wants to know where it is stuck
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print is no answer
-    _ahead.WORTH_IT_NBYTES = 0  # what is known is written ahead, short as it is
+    ahead.WORTH_IT_NBYTES = 0  # what is known is written ahead, short as it is
     nostall.configure(EngineOptions(**json.loads(options)))
     dist.init_process_group(
         "gloo",

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from nostall._arena import Arena, Block, Lease, address_of
-from nostall._host_memory import available_nbytes
+from nostall._memory.arena import Arena, Block, Lease, address_of
+from nostall._memory.available import available_nbytes
 from nostall.errors import ReservationError, SaveAbortedError, SaveTimeoutError
 
 MIB = 1 << 20
@@ -382,7 +382,7 @@ def test_descriptors_of_blocks_are_not_inherited() -> None:
 
 FORK = """
 import gc, mmap, os, signal, threading
-from nostall._arena import Arena, address_of
+from nostall._memory.arena import Arena, address_of
 
 def in_child(check):
     pid = os.fork()

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nostall
-from nostall import _checksum
+from nostall._model import checksum
 from nostall.core import AsyncCallsQueue
 from nostall.testing import writer_pids
 from states import blobs, schedule
@@ -28,9 +28,9 @@ def loaded_code(pid: int) -> str:
 @given(st.binary(max_size=5000), st.integers(min_value=0, max_value=2**32 - 1))
 def test_the_fast_sum_is_the_slow_sum(content: bytes, before: int) -> None:
     """Of anything, and going on with any earlier sum."""
-    assert _checksum.use_fastest() is not None
-    assert _checksum.crc32 is not zlib.crc32
-    assert _checksum.crc32(memoryview(content), before) == zlib.crc32(content, before)
+    assert checksum.use_fastest() is not None
+    assert checksum.crc32 is not zlib.crc32
+    assert checksum.crc32(memoryview(content), before) == zlib.crc32(content, before)
 
 
 def test_the_writer_process_has_the_fast_code(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ ISOLATED = """
 import sys
 sys.path.append(sys.argv[1])
 import nostall._writer.main
-from nostall._checksum import use_fastest_from
+from nostall._model.checksum import use_fastest_from
 before = set(sys.modules)
 use_fastest_from(sys.argv[2])
 print(sorted(name for name in set(sys.modules) - before if not name.startswith("isal")))
@@ -56,7 +56,7 @@ print(sorted(name for name in sys.modules if name.split(".")[0] in ("torch", "nu
 
 def test_the_writers_code_imports_nothing_else_of_what_is_installed() -> None:
     """With the flags and the modules of the writer process."""
-    directory = _checksum.use_fastest()
+    directory = checksum.use_fastest()
     assert directory is not None
     root = str(Path(nostall.__file__).parents[1])
     done = subprocess.run(
@@ -103,9 +103,9 @@ def test_without_the_extra_a_checkpoint_is_the_same(tmp_path: Path) -> None:
 
 def test_what_cannot_be_imported_leaves_zlibs(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the environment is replaced under a running trainer."""
-    monkeypatch.setattr(_checksum, "crc32", _checksum.crc32)
+    monkeypatch.setattr(checksum, "crc32", checksum.crc32)
     monkeypatch.setitem(sys.modules, "isal", None)
     before = list(sys.path)
-    _checksum.use_fastest_from("/nowhere")
-    assert _checksum.crc32 is zlib.crc32
+    checksum.use_fastest_from("/nowhere")
+    assert checksum.crc32 is zlib.crc32
     assert sys.path == before

@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from crashes import RecordingOs
-from nostall import _runtime
-from nostall._metadata import complete_metadata, load_metadata, publication_of
-from nostall._pipeline.commit import commit
-from nostall._publishing import files_of
-from nostall._runtime import Engine, default_engine
+from nostall import _engine
+from nostall._commit.metadata import complete_metadata, load_metadata, publication_of
+from nostall._commit.publish import commit
+from nostall._engine import Engine, default_engine
+from nostall._save.finalize import files_of
 from nostall._storage import posix
 from nostall.core import AsyncCallsQueue
 from nostall.errors import (
@@ -445,7 +445,7 @@ def test_room_that_storage_does_not_give_back_is_waited_for_once(
     tmp_path: Path, slow: SlowToGiveBack
 ) -> None:
     """Not for ever, as it may not be needed; names go all the same, and few descriptors are held."""
-    with patch.object(_runtime, "_ROOM_TIMEOUT_S", 0.1):
+    with patch.object(_engine, "_ROOM_TIMEOUT_S", 0.1):
         for seed in range(4):
             state = {str(n): torch.full((9,), seed) for n in range(40)}
             save_by_queue(tmp_path, state, thread_count=40)

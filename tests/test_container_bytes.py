@@ -27,10 +27,10 @@ from torch.utils.serialization import config
 
 import nostall
 from nostall import _torch
-from nostall._arena import address_of
-from nostall._pipeline.container import build_container
-from nostall._pipeline.restage import StagedStateDict
-from nostall._sealing import combine_hash, seal_patches
+from nostall._memory.arena import address_of
+from nostall._memory.staged_state import StagedStateDict
+from nostall._model.sealing import combine_hash, seal_patches
+from nostall._plan.container import build_container
 from nostall.core import AsyncCallsQueue
 from nostall.errors import NostallError
 from nostall.filesystem_async import FileSystemWriterAsync

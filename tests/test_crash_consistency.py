@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 import nostall
 from crashes import Disk, Operation, rebuild, recorded
-from nostall import _ahead
+from nostall._commit import ahead
 from nostall.core import AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
@@ -141,7 +141,7 @@ def test_a_new_checkpoint_whose_metadata_is_written_ahead_is_there_as_a_whole_or
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread writes to it while the files are written; it has its name after they have theirs."""
-    monkeypatch.setattr(_ahead, "WORTH_IT_NBYTES", 0)
+    monkeypatch.setattr(ahead, "WORTH_IT_NBYTES", 0)
     root, cache = tmp_path / "root", CheckpointMetadataCache()
     root.mkdir()
     for number in range(4):

@@ -18,9 +18,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from crashes import RecordingOs
-from nostall import _directories
-from nostall._pipeline.commit import Begun, commit
-from nostall._storage import posix
+from nostall._commit.publish import Begun, commit
+from nostall._storage import directories, posix
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import NotDurableError, SaveTimeoutError, WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -85,11 +84,11 @@ def test_two_threads_that_commit_to_one_directory_take_turns(tmp_path: Path) -> 
 
 def test_a_commit_that_is_stuck_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     """Who waits for it hears of it at the deadline; his own checkpoint was not committed."""
-    with _directories.committing(str(tmp_path), timeout_s=1):
+    with directories.committing(str(tmp_path), timeout_s=1):
         (tmp_path / "link").symlink_to(tmp_path)
         with (
             pytest.raises(SaveTimeoutError, match="another save") as caught,
-            _directories.committing(str(tmp_path / "link"), timeout_s=0.01),
+            directories.committing(str(tmp_path / "link"), timeout_s=0.01),
         ):
             pass
     assert (caught.value.phase, caught.value.path) == ("commit", str(tmp_path / "link"))

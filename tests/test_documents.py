@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nostall._lifecycle import TRANSITIONS
+from nostall._model.lifecycle import TRANSITIONS
 from nostall.options import EngineOptions
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,7 +25,7 @@ from nostall import (
     state_dict_saver,
     torch_ckpt,
 )
-from nostall._pipeline.restage import StagedStateDict
+from nostall._memory.staged_state import StagedStateDict
 from nostall.core import AsyncCaller, AsyncCallsQueue, AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.state_dict_saver import CheckpointMetadataCache
@@ -398,7 +398,7 @@ def test_a_snapshot_that_could_not_be_taken_fails_one_save_only(tmp_path: Path) 
     no_memory = errors.ReservationError("no memory today", nbytes=1)
     with (
         patch.object(filesystem_async, "_rank_among_peers", return_value=0),
-        patch("nostall._stager._copy", side_effect=no_memory),
+        patch("nostall._save.stager._copy", side_effect=no_memory),
     ):
         saving: Any = dcp.async_save(
             small_state(1), checkpoint_id=path, storage_writer=writer, no_dist=True

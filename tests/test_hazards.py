@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 import nostall
-from nostall._runtime import default_engine
+from nostall._engine import default_engine
 from nostall.core import AsyncCaller, AsyncCallsQueue, AsyncRequest
 from nostall.errors import OptionError, StagingError, WriterDiedError
 from nostall.filesystem_async import FileSystemWriterAsync

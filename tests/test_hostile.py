@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 import nostall
 from fuzz_inputs import _METADATA, _named, _text
-from nostall._jobs import RankFailed
-from nostall._metadata import load_metadata
+from nostall._commit.metadata import load_metadata
+from nostall._model.jobs import RankFailed
 from nostall._storage.reading import damage_of_container
 from nostall._writer.framing import Receiver, encode, send
 from nostall._writer.main import _Writer

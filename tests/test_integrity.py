@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 import nostall
 from nostall import integrity
-from nostall._manifest import files_in_manifest, split
+from nostall._commit.manifest import files_in_manifest, split
 from nostall._storage import reading
 from nostall.cli import main
 from nostall.core import AsyncCallsQueue

@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import nostall
-from nostall import _ahead
-from nostall._runtime import Engine, default_engine
+from nostall._commit import ahead
+from nostall._engine import Engine, default_engine
 from nostall.core import AsyncCallsQueue
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
@@ -25,7 +25,7 @@ from states import blobs, schedule
 @pytest.fixture(autouse=True)
 def one_block(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every snapshot is taken to the same memory; metadata of these few tensors counts as long."""
-    monkeypatch.setattr(_ahead, "WORTH_IT_NBYTES", 0)
+    monkeypatch.setattr(ahead, "WORTH_IT_NBYTES", 0)
     nostall.configure(EngineOptions(max_in_flight=1))
     yield
     nostall.configure(EngineOptions())
@@ -85,13 +85,13 @@ def interrupted(target: Any, name: str, *, before: bool) -> Any:
 
 
 PLACES = [
-    "nostall._pipeline.snapshot:_lay_down_containers",
-    "nostall._pipeline.snapshot:_views",
-    "nostall._writing:_snapshot_jobs",
-    "nostall._runtime:when_done",
-    "nostall._rank_save:RankSave._write_metadata_ahead",
+    "nostall._memory.snapshot:_lay_down_containers",
+    "nostall._memory.snapshot:_views",
+    "nostall._save.write:_snapshot_jobs",
+    "nostall._engine:when_done",
+    "nostall._save.rank_save:RankSave._write_metadata_ahead",
     "nostall._writer.handle:WriterProcess.submit",
-    "nostall._runtime:Engine.submit",
+    "nostall._engine:Engine.submit",
 ]
 
 

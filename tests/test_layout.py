@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from nostall._jobs import PAGE_NBYTES, Seal, page_aligned
-from nostall._pipeline.layout import FileNaming, Packing, lay_out
-from nostall._runtime import Engine
-from nostall._values import Container, FileLayout, ItemShape, Layout
+from nostall._engine import Engine
+from nostall._model.jobs import PAGE_NBYTES, Seal, page_aligned
+from nostall._model.values import Container, FileLayout, ItemShape, Layout
+from nostall._plan.layout import FileNaming, Packing, lay_out
 
 
 def bytes_item(fqn: str, nbytes: int) -> ItemShape:

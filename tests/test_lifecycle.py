@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import nostall
-from nostall import _ending
+from nostall._queue import at_exit
 from ranks import TESTS, run_ranks, run_script
 from states import blobs, schedule, small_state
 
@@ -226,9 +226,9 @@ def test_what_fails_at_once_is_not_tried_for_minutes(
 ) -> None:
     """And its cause is told."""
     ended: list[int] = []
-    monkeypatch.setattr(_ending, "end_process", ended.append)
+    monkeypatch.setattr(at_exit, "end_process", ended.append)
     queue = _Refusing()
-    _ending.finish_at_exit([queue], timeout_s=60)
+    at_exit.finish_at_exit([queue], timeout_s=60)
     assert (queue.tried, ended) == (1, [1])
     assert "Connection closed by peer" in caplog.text
 

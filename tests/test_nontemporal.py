@@ -20,8 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nostall
-from nostall import _copying, _nontemporal, _torch
-from nostall._copying import CopyMethod, Places
+from nostall import _torch
+from nostall._memory import copying as _copying
+from nostall._memory import nontemporal
+from nostall._memory.copying import CopyMethod, Places
 from nostall.core import AsyncCallsQueue
 from nostall.options import EngineOptions
 from states import blobs, schedule
@@ -35,8 +37,8 @@ has_avx = pytest.mark.skipif(
 )
 
 
-def past_caches() -> _nontemporal.Copy:
-    copy = _nontemporal.copy_past_caches(_copying._memcpy_at_once)
+def past_caches() -> nontemporal.Copy:
+    copy = nontemporal.copy_past_caches(_copying._memcpy_at_once)
     assert copy is not None
     return copy
 
@@ -77,7 +79,7 @@ def test_other_threads_run_meanwhile() -> None:
         sys.setswitchinterval(interval)
 
 
-def _is_seen_halfway(copy: _nontemporal.Copy, source: torch.Tensor, there: torch.Tensor) -> bool:
+def _is_seen_halfway(copy: nontemporal.Copy, source: torch.Tensor, there: torch.Tensor) -> bool:
     there.zero_()
     copying, seen = threading.Event(), []
 
@@ -226,7 +228,7 @@ def test_what_switches_torchs_own_vector_code_off_switches_it_off() -> None:
 @has_avx
 def test_the_code_cannot_be_written_to() -> None:
     """What a process can execute it cannot change."""
-    address = _nontemporal._executable(_nontemporal._CODE)
+    address = nontemporal._executable(nontemporal._CODE)
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(each, 16) for each in line.split()[0].split("-"))
         if begin <= address < end:

@@ -27,8 +27,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import nostall
-from nostall._copying import copied_at_once
-from nostall._runtime import default_engine
+from nostall._engine import default_engine
+from nostall._memory.copying import copied_at_once
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import OptionError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync

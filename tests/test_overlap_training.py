@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from nostall._copying import copied_at_once
+from nostall._memory.copying import copied_at_once
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.testing import Fault, inject

@@ -38,8 +38,9 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from nostall import errors
-from nostall._failures import error_of, failure_of
-from nostall._jobs import (
+from nostall._commit.collect import collect, require_all_present, require_one_result_each
+from nostall._engine import Engine
+from nostall._model.jobs import (
     Failure,
     FileImage,
     FileReceipt,
@@ -50,10 +51,11 @@ from nostall._jobs import (
     SealTable,
     WriteJob,
 )
-from nostall._lifecycle import TRANSITIONS, Lifecycle, State
-from nostall._names import is_shard_name
-from nostall._pipeline.collect import collect, require_all_present, require_one_result_each
-from nostall._pipeline.plan_cache import (
+from nostall._model.lifecycle import TRANSITIONS, Lifecycle, State
+from nostall._model.names import is_shard_name
+from nostall._model.sealing import Sealer, seal_patches
+from nostall._model.values import Abort, Commit
+from nostall._plan.cache import (
     CachedPlans,
     Changed,
     Reuse,
@@ -63,10 +65,8 @@ from nostall._pipeline.plan_cache import (
     nobody_talks,
     same_plan,
 )
-from nostall._reports import when_done
-from nostall._runtime import Engine
-from nostall._sealing import Sealer, seal_patches
-from nostall._values import Abort, Commit
+from nostall._ranks.failures import error_of, failure_of
+from nostall._ranks.reports import when_done
 from nostall._writer import seals
 from nostall._writer.crc import combine
 from nostall._writer.framing import MAX_MESSAGE_NBYTES, Message, Receiver, encode, send

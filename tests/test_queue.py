@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import nostall
 from crashes import RecordingOs
-from nostall._reports import is_done
+from nostall._ranks.reports import is_done
 from nostall._storage import posix
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.core import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nostall._rank_messages import ROOM_NBYTES
+from nostall._ranks.messages import ROOM_NBYTES
 from ranks import run_ranks
 
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from nostall._runtime import default_engine
+from nostall._engine import default_engine
 from nostall.core import AsyncCallsQueue
 from nostall.errors import SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from nostall._arena import Block
-from nostall._runtime import default_engine
+from nostall._engine import default_engine
+from nostall._memory.arena import Block
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from nostall._jobs import FileImage, RankFailed, RankReport, RankWritten, SealTable, WriteJob
-from nostall._rank_save import RankSave
+from nostall._model.jobs import FileImage, RankFailed, RankReport, RankWritten, SealTable, WriteJob
+from nostall._save.rank_save import RankSave
 from nostall._storage import posix
 from nostall._storage.posix import ImageFile
 from nostall._writer.files import perform

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from nostall import _torch
-from nostall._metadata import Publication, publication_of
-from nostall._pipeline.plan import plan_rank
-from nostall._pipeline.structure import KnownStructure, learn
-from nostall._planning import serialize
+from nostall._commit.metadata import Publication, publication_of
+from nostall._plan.items import plan_rank
+from nostall._plan.structure import KnownStructure, learn
+from nostall._save.plan_together import serialize
 from nostall.core import AsyncCallsQueue
 from nostall.state_dict_saver import CheckpointMetadataCache
 from states import blobs, schedule

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from nostall._version import __version__
 
 if TYPE_CHECKING:
-    from nostall._runtime import configure as configure
-    from nostall._runtime import status as status
-    from nostall._runtime import wait_staged as wait_staged
-    from nostall._runtime import wait_staged_before_step as wait_staged_before_step
-    from nostall._runtime import warmup as warmup
-    from nostall._status import SaveStatus as SaveStatus
+    from nostall._engine import configure as configure
+    from nostall._engine import status as status
+    from nostall._engine import wait_staged as wait_staged
+    from nostall._engine import wait_staged_before_step as wait_staged_before_step
+    from nostall._engine import warmup as warmup
+    from nostall._model.progress import SaveStatus as SaveStatus
     from nostall.core import AsyncCallsQueue as AsyncCallsQueue
     from nostall.core import AsyncRequest as AsyncRequest
     from nostall.core import abort_all as abort_all
@@ -41,21 +41,21 @@ _HOME = {
     "EngineOptions": "options",
     "FileSystemWriterAsync": "filesystem_async",
     "SaveStats": "stats",
-    "SaveStatus": "_status",
+    "SaveStatus": "_model.progress",
     "TorchAsyncCheckpoint": "torch_ckpt",
     "abort_all": "core",
-    "configure": "_runtime",
+    "configure": "_engine",
     "drain_on_sigterm": "core",
     "is_complete": "integrity",
     "latest_complete": "integrity",
     "remove_checkpoint": "removal",
     "save_state_dict_async_finalize": "state_dict_saver",
     "save_state_dict_async_plan": "state_dict_saver",
-    "status": "_runtime",
+    "status": "_engine",
     "verify": "integrity",
-    "wait_staged": "_runtime",
-    "wait_staged_before_step": "_runtime",
-    "warmup": "_runtime",
+    "wait_staged": "_engine",
+    "wait_staged_before_step": "_engine",
+    "warmup": "_engine",
 }
 _MODULES = (
     "cached_metadata_filesystem_reader",

@@ -20,7 +20,27 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import Self
 
-from nostall._agreement import (
+from nostall._engine import default_engine
+from nostall._model.jobs import Failure
+from nostall._model.lifecycle import State
+from nostall._queue.at_exit import (
+    FAILURE_STATUS,
+    end_process,
+    finish_after_error,
+    finish_at_exit,
+    prepare_for_exit,
+)
+from nostall._queue.callers import (
+    AsyncCaller,
+    Call,
+    PersistentAsyncCaller,
+    TemporalAsyncCaller,
+    asked_priority,
+)
+from nostall._queue.preemption import STATUS as PREEMPTED_STATUS
+from nostall._queue.preemption import preemption
+from nostall._queue.requests import AsyncRequest
+from nostall._ranks.agreement import (
     PATIENCE_S,
     Scheduled,
     View,
@@ -28,29 +48,9 @@ from nostall._agreement import (
     most_unfinished,
     share_failure,
 )
-from nostall._callers import (
-    AsyncCaller,
-    Call,
-    PersistentAsyncCaller,
-    TemporalAsyncCaller,
-    asked_priority,
-)
-from nostall._coordination import Coordination, SingleProcess, coordination_for
-from nostall._ending import (
-    FAILURE_STATUS,
-    end_process,
-    finish_after_error,
-    finish_at_exit,
-    prepare_for_exit,
-)
-from nostall._failures import raise_everywhere
-from nostall._jobs import Failure
-from nostall._lifecycle import State
-from nostall._preemption import STATUS as PREEMPTED_STATUS
-from nostall._preemption import preemption
-from nostall._reports import is_done
-from nostall._requests import AsyncRequest
-from nostall._runtime import default_engine
+from nostall._ranks.failures import raise_everywhere
+from nostall._ranks.group import Coordination, SingleProcess, coordination_for
+from nostall._ranks.reports import is_done
 from nostall.errors import OptionError, RankLostError, SaveAbortedError, SaveTimeoutError
 from nostall.options import EngineOptions, is_possible_wait
 

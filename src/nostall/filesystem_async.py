@@ -1,6 +1,6 @@
 """``FileSystemWriterAsync``: DCP's file system writer, with the copy, the writing and the commit of nostall.
 
-Three ways in, one pipeline (``nostall._save``):
+Three ways in, one pipeline (``nostall._save.session``):
 
 * ``dcp.save(..., storage_writer=w)`` calls :meth:`~FileSystemWriterAsync.write_data`, which writes in this process;
 * ``dcp.async_save(..., storage_writer=w)`` calls :meth:`~FileSystemWriterAsync.stage` first; the write then finds the
@@ -28,29 +28,32 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
-from nostall import _ahead, _directories, _publishing, _ring, _save, _torch, _writing
-from nostall._deadlines import in_time
-from nostall._destination import absolute, make_ready, require_file_system, require_possible
-from nostall._ending import loss_is_told
-from nostall._jobs import FileReceipt, RankReport, RankWritten
-from nostall._metadata import Publication
-from nostall._pipeline.collect import require_one_directory
-from nostall._pipeline.layout import FileNaming
-from nostall._pipeline.structure import learn
-from nostall._preemption import preemption
-from nostall._publishing import (
+from nostall import _torch
+from nostall._commit.ahead import WrittenAhead, is_worth_it
+from nostall._commit.collect import require_one_directory
+from nostall._commit.metadata import Publication
+from nostall._engine import Engine, default_engine
+from nostall._memory.overlap import Guard
+from nostall._model.jobs import FileReceipt, RankReport, RankWritten
+from nostall._model.values import RankFiles
+from nostall._plan.layout import FileNaming
+from nostall._plan.structure import learn
+from nostall._queue.at_exit import loss_is_told
+from nostall._queue.preemption import preemption
+from nostall._save import finalize, session, write, write_directly
+from nostall._save.finalize import (
     FinishedMetadata,
     finish_metadata,
     is_unpublished,
     publication_of_results,
 )
-from nostall._rank_save import RankSave
-from nostall._runtime import Engine, default_engine
-from nostall._stager import stage_for_later, take_over
-from nostall._staging import Guard
+from nostall._save.rank_save import RankSave
+from nostall._save.stager import stage_for_later, take_over
+from nostall._storage.deadlines import in_time
+from nostall._storage.destination import absolute, make_ready, require_file_system, require_possible
+from nostall._storage.directories import Visit
 from nostall._storage.posix import is_same, may_be_there
 from nostall._storage.streams import StreamTarget
-from nostall._values import RankFiles
 from nostall.errors import NostallError, OptionError, SaveError, StagingError
 from nostall.options import WriterOptions, require_switch
 from nostall.stats import SaveStats, Timeline
@@ -147,7 +150,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Whether what was staged last is what will be written next, although the writer is reset before."""
         self._receipts: tuple[FileReceipt, ...] = ()
         self._slowest_rank: int | None = None
-        self._visit: _directories.Visit | None = None
+        self._visit: Visit | None = None
         self._separation_hint = separation_hint
         spread = require_switch("is_multiproc_io", is_multiproc_io)
         self._processes = _PROCESSES_FOR_MULTIPROC_IO if spread else 1
@@ -215,7 +218,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             return plans
         return [
             dataclasses.replace(
-                plan, storage_data=_save.Beside(plan.storage_data.prefix, str(self.path))
+                plan, storage_data=session.Beside(plan.storage_data.prefix, str(self.path))
             )
             for plan in plans
         ]
@@ -256,8 +259,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         visit = prepared.target.visit
         try:
             report = self._write(prepared, engine)
-            prepared = _save.as_written(prepared, report)
-            results = _save.write_results(prepared, report)
+            prepared = session.as_written(prepared, report)
+            results = session.write_results(prepared, report)
             visit.hand_over()
         except BaseException:
             visit.end(committed=False)
@@ -266,17 +269,17 @@ class FileSystemWriterAsync(FileSystemWriter):
             prepared.target.progress.end()
         self._receipts = report.receipts if isinstance(report, RankWritten) else ()
         future: TorchFuture[list[WriteResult]] = TorchFuture()
-        future.set_result(_save.WrittenItems(results, _save.written_files(prepared, report)))
+        future.set_result(session.WrittenItems(results, session.written_files(prepared, report)))
         return future
 
     @staticmethod
-    def _write(prepared: _save.PreparedSave, engine: Engine) -> RankReport:
+    def _write(prepared: session.PreparedSave, engine: Engine) -> RankReport:
         """Write what a stager has copied in the background, anything else from where it is."""
         staged = take_over(prepared, engine)
         if staged is None:
-            return _ring.write_now(prepared, engine)
-        written = _writing.write_in_background(staged, prepared.target, engine)
-        return _writing.wait_for(written, prepared.target, engine, rank=prepared.rank)
+            return write_directly.write_now(prepared, engine)
+        written = write.write_in_background(staged, prepared.target, engine)
+        return write.wait_for(written, prepared.target, engine, rank=prepared.rank)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit: publish the metadata of a checkpoint whose files are all complete. Coordinator only.
@@ -305,7 +308,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 if not is_published or is_unpublished(error):
                     if self._visit is not None:
                         self._visit.is_removed = True
-                    _publishing.remove_unpublished(self._metadata_path(), results, written)
+                    finalize.remove_unpublished(self._metadata_path(), results, written)
                 raise
             finally:
                 self.end_save(committed=is_committed)
@@ -357,7 +360,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         fresh = metadata.storage_data is None
         mine = self._receipts[:1] if self._stream is None else ()
         with self.timeline.measure("publish"):
-            _publishing.publish(
+            finalize.publish(
                 self._metadata_path(),
                 publication,
                 finished,
@@ -446,7 +449,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def prepare_known(
         self,
-        known: _save.KnownSave,
+        known: session.KnownSave,
         sources: list[torch.Tensor | bytes],
         expected: Publication | None = None,
     ) -> None:
@@ -460,22 +463,22 @@ class FileSystemWriterAsync(FileSystemWriter):
         engine = default_engine()
         target = self._target(known.share.plan, engine)
         with self._over_if_it_fails(target):
-            save = RankSave(_save.prepare_known(known, sources, target=target, engine=engine))
+            save = RankSave(session.prepare_known(known, sources, target=target, engine=engine))
             if expected is not None:
                 save.ahead = self._written_ahead(expected, save.prepared)
         self._save = save
 
     def _written_ahead(
-        self, expected: Publication, prepared: _save.PreparedSave
-    ) -> _ahead.WrittenAhead | None:
+        self, expected: Publication, prepared: session.PreparedSave
+    ) -> WrittenAhead | None:
         """What is to be written ahead; nothing if it is short, or if this rank's results or files are others than expected."""
         is_expected = prepared.known is not None and expected.files.issuperset(prepared.files)
-        if not is_expected or expected.nbytes < _ahead.WORTH_IT_NBYTES:
+        if not (is_expected and is_worth_it(expected)):
             return None
         name = os.path.basename(self._metadata_path())
-        return _ahead.WrittenAhead(str(self.path), name, expected, sync=bool(self.sync_files))
+        return WrittenAhead(str(self.path), name, expected, sync=bool(self.sync_files))
 
-    def learn(self, state_dict: dict[str, Any], flat: dict[str, Any]) -> _save.KnownSave | None:
+    def learn(self, state_dict: dict[str, Any], flat: dict[str, Any]) -> session.KnownSave | None:
         """What the next save can reuse of the one prepared, before it is staged; ``None`` if nothing is safe to reuse.
 
         Args:
@@ -486,7 +489,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             return None
         prepared = self._save.prepared
         structure = learn(state_dict, flat, prepared.planned)
-        return None if structure is None else _save.known(prepared, structure, default_engine())
+        return None if structure is None else session.known(prepared, structure, default_engine())
 
     def get_save_function_and_args(self) -> tuple[Any, Any, list[Any]]:
         """What to schedule: ``(save_fn, preload_fn, [rank, None, results])``; ``(None, None, [])`` for nothing."""
@@ -498,8 +501,8 @@ class FileSystemWriterAsync(FileSystemWriter):
     def retrieve_write_results(self) -> list[WriteResult] | _torch.WrappedException:
         """This rank's results, or its failure in the form that DCP sends to other ranks. Waits if need be."""
         return self._retrieve(
-            lambda save: _save.WrittenItems(save.results(), save.written_files),
-            if_nothing=_save.WrittenItems(written=self.written_files),
+            lambda save: session.WrittenItems(save.results(), save.written_files),
+            if_nothing=session.WrittenItems(written=self.written_files),
         )
 
     def retrieve_failure(self) -> _torch.WrappedException | None:
@@ -593,15 +596,15 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     # ----------------------------------------------------------------------------------------------------------------
 
-    def _prepare(self, plan: SavePlan, planner: SavePlanner) -> _save.PreparedSave:
+    def _prepare(self, plan: SavePlan, planner: SavePlanner) -> session.PreparedSave:
         engine = default_engine()
         target = self._target(plan, engine)
         with self._over_if_it_fails(target):
-            return _save.prepare(plan, planner, rank=self.rank or 0, target=target, engine=engine)
+            return session.prepare(plan, planner, rank=self.rank or 0, target=target, engine=engine)
 
     @staticmethod
     @contextmanager
-    def _over_if_it_fails(target: _save.SaveTarget) -> Iterator[None]:
+    def _over_if_it_fails(target: session.SaveTarget) -> Iterator[None]:
         """A save that cannot be prepared is not under way any more."""
         try:
             yield
@@ -609,14 +612,14 @@ class FileSystemWriterAsync(FileSystemWriter):
             target.progress.end()
             raise
 
-    def _target(self, plan: SavePlan, engine: Engine) -> _save.SaveTarget:
+    def _target(self, plan: SavePlan, engine: Engine) -> session.SaveTarget:
         job, directory = uuid.uuid4().hex, str(self.path)
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self.rank or 0}_"
         # Readers that have read the metadata of the checkpoint before must not find new files under its names.
         replaces = getattr(plan.storage_data, "beside", None) == directory or self._may_replace()
         progress = engine.under_way.begin(job, path=directory, rank=self.rank or 0)
-        self._visit = _directories.Visit(directory, progress.created)
-        return _save.SaveTarget(
+        self._visit = Visit(directory, progress.created)
+        return session.SaveTarget(
             job=job,
             directory=directory,
             naming=FileNaming(

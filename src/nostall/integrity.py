@@ -1,7 +1,7 @@
 """Is this checkpoint whole? By its manifest where it has one, else by the checksums that ``torch.save`` puts into its files.
 
 Reading is all that happens here: nothing is changed, and nothing that is read is executed (metadata goes through the
-allow-list of :mod:`nostall._metadata`).
+allow-list of :mod:`nostall._commit.metadata`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import BinaryIO
 from torch.distributed.checkpoint.metadata import Metadata
 
 from nostall import _torch
-from nostall._checking import Damage, Progress, look_at
-from nostall._checksum import use_fastest
-from nostall._manifest import Manifest, manifest_alone, manifest_of, split
-from nostall._metadata import Extent, extents_of, load_metadata, planned_indices
-from nostall._metadata_pickle import HINT
+from nostall._commit.checking import Damage, Progress, look_at
+from nostall._commit.manifest import Manifest, manifest_alone, manifest_of, split
+from nostall._commit.metadata import Extent, extents_of, load_metadata, planned_indices
+from nostall._commit.metadata_pickle import HINT
+from nostall._model.checksum import use_fastest
 from nostall._storage.posix import may_pass
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall.errors import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import TypeGuard
 
-from nostall._jobs import MOST_IO_THREADS
+from nostall._model.jobs import MOST_IO_THREADS
 from nostall.errors import OptionError
 
 dequantized_on_save: set[str] = {"transformer_engine"}

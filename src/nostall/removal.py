@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nostall import _torch
-from nostall._destination import absolute
-from nostall._names import METADATA_SUFFIX, SHARD_SUFFIX
+from nostall._model.names import METADATA_SUFFIX, SHARD_SUFFIX
+from nostall._storage.destination import absolute
 from nostall._storage.posix import remove_directory, remove_file, sync_directory
 from nostall.errors import OptionError, WriteError
 

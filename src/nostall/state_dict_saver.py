@@ -18,12 +18,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from typing_extensions import assert_never
 
 from nostall import _torch
-from nostall._coordination import Coordination, coordination_of, require_members
-from nostall._failures import exception_for, sendable
-from nostall._known_results import KnownResults, Results, SameResults, Told, token_of
-from nostall._metadata_cache import CheckpointMetadataCache
-from nostall._pipeline.collect import collect
-from nostall._pipeline.plan_cache import (
+from nostall._commit.collect import collect
+from nostall._commit.known_results import KnownResults, Results, SameResults, Told, token_of
+from nostall._model.values import Abort, Commit, RankFiles
+from nostall._plan.cache import (
     Changed,
     Reuse,
     Route,
@@ -32,7 +30,12 @@ from nostall._pipeline.plan_cache import (
     matches_loaded,
     nobody_talks,
 )
-from nostall._planning import (
+from nostall._queue.preemption import preemption
+from nostall._ranks.failures import exception_for, sendable
+from nostall._ranks.group import Coordination, coordination_of, require_members
+from nostall._save.finalize import finish_metadata, is_unpublished, publication_of_results
+from nostall._save.metadata_cache import CheckpointMetadataCache
+from nostall._save.plan_together import (
     as_save_error,
     group_identity,
     is_stocks_own,
@@ -45,10 +48,7 @@ from nostall._planning import (
     set_up_writer,
     without_state,
 )
-from nostall._preemption import preemption
-from nostall._publishing import finish_metadata, is_unpublished, publication_of_results
-from nostall._save import KnownSave
-from nostall._values import Abort, Commit, RankFiles
+from nostall._save.session import KnownSave
 from nostall.errors import OptionError, SaveError
 from nostall.filesystem_async import FileSystemWriterAsync
 

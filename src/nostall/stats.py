@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from nostall._jobs import FileReceipt
+from nostall._model.jobs import FileReceipt
 
 TRAINER = "trainer"
 

@@ -12,11 +12,11 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from nostall._arena import Lease
-from nostall._background import BackgroundSave
-from nostall._deadlines import start_apart
-from nostall._destination import absolute
-from nostall._jobs import (
+from nostall._commit.publish import give_name
+from nostall._engine import default_engine
+from nostall._memory.arena import Lease
+from nostall._memory.snapshot import write_over
+from nostall._model.jobs import (
     FileImage,
     RankFailed,
     RankReport,
@@ -24,11 +24,11 @@ from nostall._jobs import (
     WriteJob,
     page_aligned,
 )
-from nostall._lifecycle import State
-from nostall._pipeline.commit import give_name
-from nostall._pipeline.snapshot import write_over
-from nostall._reports import is_done
-from nostall._runtime import default_engine
+from nostall._model.lifecycle import State
+from nostall._ranks.reports import is_done
+from nostall._save.background import BackgroundSave
+from nostall._storage.deadlines import start_apart
+from nostall._storage.destination import absolute
 from nostall._storage.posix import (
     has_identity,
     identity_of,

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 import nostall
 from nostall import _torch
-from nostall._runtime import default_engine
+from nostall._engine import default_engine
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.state_dict_saver import CheckpointMetadataCache

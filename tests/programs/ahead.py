@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from nostall import _ahead
+from nostall._commit import ahead
 from nostall._storage.posix import UnfinishedFile
 from nostall.core import AsyncCallsQueue
 from nostall.state_dict_saver import CheckpointMetadataCache
@@ -23,17 +23,17 @@ from states import schedule
 def saves(out: Path) -> dict[str, Any]:
     """Saves to learn the structure, one that is written ahead, and one that fails on rank 1; the same once more, but that rank 1's
     structure has changed by the last one."""
-    _ahead.WORTH_IT_NBYTES = 0
+    ahead.WORTH_IT_NBYTES = 0
     rank, cache = dist.get_rank(), CheckpointMetadataCache()
     taken: dict[int, bool] = {}
-    take = _ahead.WrittenAhead.take
+    take = ahead.WrittenAhead.take
 
     def noted(*args: Any, **options: Any) -> UnfinishedFile | None:
         file = take(*args, **options)
         taken[number] = file is not None
         return file
 
-    _ahead.WrittenAhead.take = noted  # type: ignore[method-assign]  # to see what becomes of it
+    ahead.WrittenAhead.take = noted  # type: ignore[method-assign]  # to see what becomes of it
     state = {f"rank {rank}, {n}": torch.full((100,), float(n)) for n in range(5)}
     failure = ""
     with AsyncCallsQueue() as queue:

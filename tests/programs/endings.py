@@ -21,8 +21,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from nostall import _agreement, core
-from nostall._runtime import Engine
+from nostall import core
+from nostall._engine import Engine
+from nostall._ranks import agreement
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import SaveTimeoutError, StagingError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -250,7 +251,7 @@ def gets_sigterm_on_ranks(out: Path) -> dict[str, Any]:
 def does_not_poll(out: Path) -> str | None:
     """Rank 1 does not take part in a poll, having scheduled nothing but what was refused."""
     nostall.configure(EngineOptions(save_timeout_s=2.0))
-    _agreement.PATIENCE_S = 0.0
+    agreement.PATIENCE_S = 0.0
     store = dist.distributed_c10d._get_default_store()
     queue = AsyncCallsQueue()
     said = None

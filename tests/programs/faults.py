@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 import nostall
-from nostall import _runtime
+from nostall import _engine
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
@@ -554,7 +554,7 @@ def forks(out: Path) -> None:
         for leave in (os._exit, sys.exit, close_and_exit):
             child = os.fork()
             if child == 0:
-                leave(0 if _runtime._default is None and queue.pending == 0 else 1)
+                leave(0 if _engine._default is None and queue.pending == 0 else 1)
             codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         hold.release()
         queue.wait()

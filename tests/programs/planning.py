@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from nostall import _publishing, _torch
-from nostall._metadata import publication_of
+from nostall import _torch
+from nostall._commit.metadata import publication_of
+from nostall._save import finalize
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.core import AsyncCallsQueue
 from nostall.errors import OptionError
@@ -459,7 +460,7 @@ def over_itself(out: Path) -> Facts:
     cache, path = CheckpointMetadataCache(), out / "over itself"
     facts: Facts = {"made": [], "wrong": [], "names": [], "metadata": []}
     for number in range(6):
-        with patch.object(_publishing, "publication_of", wraps=publication_of) as made:
+        with patch.object(finalize, "publication_of", wraps=publication_of) as made:
             planned = plan(path, make_state(number), cache)
             planned.finish()
         facts["made"].append(made.call_count)

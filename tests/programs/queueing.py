@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from nostall import _ending, is_complete
+from nostall import is_complete
+from nostall._queue import at_exit
 from nostall.core import AsyncCallsQueue, AsyncRequest, abort_nvrx_checkpoint
 from nostall.errors import SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -259,7 +260,7 @@ def errors_in_the_block(out: Path) -> Facts:
         leaves = how == "together" or dist.get_rank() == 1
         queue = AsyncCallsQueue()
         raised = KeyError("mine")
-        _ending.LEAVING_S = 60.0 if how == "together" else 0.2
+        at_exit.LEAVING_S = 60.0 if how == "together" else 0.2
         try:
             with queue if leaves else nullcontext():
                 schedule(queue, out / how, _state(1))

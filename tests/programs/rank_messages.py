@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nostall import _torch
-from nostall._rank_messages import ROOM_NBYTES, broadcast_message, gather_messages
+from nostall._ranks.messages import ROOM_NBYTES, broadcast_message, gather_messages
 from nostall.core import AsyncCallsQueue
 from programs.entry_points import loaded_wrong
 from programs.planning import collectives, make_state

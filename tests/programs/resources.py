@@ -13,7 +13,7 @@ import psutil
 import torch
 import torch.distributed.checkpoint as dcp
 
-from nostall._runtime import default_engine
+from nostall._engine import default_engine
 from nostall.core import AsyncCallsQueue
 from nostall.testing import writer_pids
 from states import schedule

@@ -13,7 +13,7 @@ import psutil
 import torch
 
 import nostall
-from nostall._checksum import use_fastest
+from nostall._model.checksum import use_fastest
 
 _PEERS = ("torchsnapshot", "torch_checkpointing", "nvidia-resiliency-ext", "numpy", "psutil")
 

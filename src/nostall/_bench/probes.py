@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from nostall._bench.results import FirstSaves, ProbeReport
-from nostall._runtime import Engine
+from nostall._engine import Engine
 
 _REPETITIONS = 5
 _FRESH_PROCESSES = 3

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import nostall._runtime
+import nostall._engine
 from nostall._bench.contender import Contender, Setting, sync
 from nostall._bench.entry import Entry
 from nostall._bench.limits import WRITE_SETTINGS, Limits, RawWrite
@@ -98,7 +98,7 @@ class Session:
                     )
                 if entry.stands:
                     self._close(entry)
-                nostall._runtime.reset()
+                nostall._engine.reset()
 
     def warm_up(self) -> None:
         """Open every contender for the rest of the run, and let it save as often as its caches need."""
@@ -185,7 +185,7 @@ class Session:
         """Close every contender; those that failed are closed already."""
         for entry in self.standing():
             self._close(entry)
-        nostall._runtime.reset()
+        nostall._engine.reset()
 
     # --- steps ----------------------------------------------------------------------------------
 

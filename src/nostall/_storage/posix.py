@@ -22,7 +22,7 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby
 
-from nostall._jobs import page_aligned
+from nostall._model.jobs import page_aligned
 
 _LARGE_PIECE_NBYTES = 64 << 10
 _MOST_TO_HOLD = 64

@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Callable
 from typing import IO, BinaryIO
 
-from nostall import _checksum
+from nostall._model import checksum
 from nostall.errors import ReadError
 
 _PIECE_NBYTES = 8 << 20
@@ -91,7 +91,7 @@ def crc32_of_file(path: str, progress: Callable[[int], object]) -> int:
     with open(path, "rb", buffering=0) as stream:
         piece = bytearray(_PIECE_NBYTES)
         while nbytes := stream.readinto(piece):
-            crc32 = _checksum.crc32(memoryview(piece)[:nbytes], crc32)
+            crc32 = checksum.crc32(memoryview(piece)[:nbytes], crc32)
             progress(nbytes)
     return crc32
 

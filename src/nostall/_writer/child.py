@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
-from nostall._jobs import Failure
+from nostall._model.jobs import Failure
 from nostall._writer.framing import Message, Receiver, send
 from nostall._writer.priority import lower_priority
 from nostall.errors import NostallError, ProtocolError, WriterDiedError

@@ -26,7 +26,14 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from nostall._jobs import PAGE_NBYTES, FileImage, FileReceipt, WriteJob, WriteWork, page_aligned
+from nostall._model.jobs import (
+    PAGE_NBYTES,
+    FileImage,
+    FileReceipt,
+    WriteJob,
+    WriteWork,
+    page_aligned,
+)
 from nostall._storage.posix import ImageFile, make_directory, may_pass, remove_files
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image

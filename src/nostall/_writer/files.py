@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 
-from nostall._jobs import Failure, FileReceipt, RankFailed, RankReport, RankWritten, WriteJob
+from nostall._model.jobs import Failure, FileReceipt, RankFailed, RankReport, RankWritten, WriteJob
 from nostall._storage.posix import (
     make_directory,
     remove_files,

@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
-from nostall import _checksum
-from nostall._arena import Block, Lease
-from nostall._jobs import Failure, RankFailed, RankReport, SealTable, WriteJob
+from nostall._memory.arena import Block, Lease
+from nostall._model import checksum
+from nostall._model.jobs import Failure, RankFailed, RankReport, SealTable, WriteJob
 from nostall._storage.posix import remove_empty_files, remove_files
 from nostall._writer.child import Addressed, ChildProcess
 from nostall._writer.framing import Message
@@ -82,7 +82,7 @@ class WriterProcess(ChildProcess[RankReport]):
         super().__init__(
             # -I -S: of the user's environment, current directory and site-packages nothing is executed in there but the
             # package that computes checksums faster, if there is one.
-            ["-I", "-S", "-c", _ENTRY, root, _checksum.use_fastest() or ""],
+            ["-I", "-S", "-c", _ENTRY, root, checksum.use_fastest() or ""],
             cpu_priority=cpu_priority,
             io_priority=io_priority,
         )

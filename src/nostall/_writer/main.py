@@ -22,8 +22,8 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 
-from nostall._checksum import use_fastest_from
-from nostall._jobs import Failure, RankFailed, RankReport, SealTable, WriteJob, page_aligned
+from nostall._model.checksum import use_fastest_from
+from nostall._model.jobs import Failure, RankFailed, RankReport, SealTable, WriteJob, page_aligned
 from nostall._storage.posix import close_all
 from nostall._storage.streams import StreamTarget
 from nostall._writer.files import perform
@@ -51,7 +51,7 @@ def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
     Args:
         socket_fd: What the trainer talks through.
         parent_pid: The trainer.
-        checksums_from: Where ``_checksum.use_fastest_from`` finds something; ``""`` for nowhere.
+        checksums_from: Where ``_model.checksum.use_fastest_from`` finds something; ``""`` for nowhere.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

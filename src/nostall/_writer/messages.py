@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from nostall._jobs import (
+from nostall._model.jobs import (
     MOST_IO_THREADS,
     Failure,
     FileImage,
@@ -24,7 +24,7 @@ from nostall._jobs import (
     WriteJob,
     WriteWork,
 )
-from nostall._names import is_shard_name
+from nostall._model.names import is_shard_name
 from nostall._writer.framing import Message
 from nostall.errors import ProtocolError
 

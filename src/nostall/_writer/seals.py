@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from nostall import _checksum
-from nostall._jobs import Seal, SealTable
-from nostall._sealing import Sealer, seal_patches
+from nostall._model import checksum
+from nostall._model.jobs import Seal, SealTable
+from nostall._model.sealing import Sealer, seal_patches
 from nostall._writer.crc import combine
 from nostall._writer.images import Window
 
@@ -214,7 +214,7 @@ class Payloads:
             places = [at - origin for at in run.payloads_at] if origin else run.payloads_at
             run.sealer.seal(memory, run.slots, places, self.crc32)
         for piece in self._chunks[chunk].pieces:
-            crc32 = _checksum.crc32(memory[piece.begin - origin : piece.end - origin])
+            crc32 = checksum.crc32(memory[piece.begin - origin : piece.end - origin])
             self._crc_of_piece[piece.slot, chunk] = crc32
 
     def first_chunk_needed(self, chunk: int) -> int:
@@ -237,11 +237,11 @@ class Payloads:
         memory, origin, cut = window.memory, window.origin, self._chunks[chunk]
         crc32, at = 0, cut.begin
         for piece in cut.large:
-            crc32 = _checksum.crc32(memory[at - origin : piece.begin - origin], crc32)
+            crc32 = checksum.crc32(memory[at - origin : piece.begin - origin], crc32)
             known = self._crc_of_piece.get((piece.slot, chunk), self.crc32[piece.slot])
             crc32 = combine(crc32, known, piece.end - piece.begin)
             at = piece.end
-        self._crc_of_chunk[chunk] = _checksum.crc32(memory[at - origin : cut.end - origin], crc32)
+        self._crc_of_chunk[chunk] = checksum.crc32(memory[at - origin : cut.end - origin], crc32)
 
     @property
     def crc32_of_file(self) -> int:

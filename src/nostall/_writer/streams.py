@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Mapping
 
-from nostall._jobs import FileReceipt, WriteJob, WriteWork
+from nostall._model.jobs import FileReceipt, WriteJob, WriteWork
 from nostall._storage.posix import create_new
 from nostall._storage.streams import StreamTarget, write_stream
 from nostall._writer.faults import Faults

@@ -19,7 +19,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from nostall._runtime import default_engine, reset
+from nostall._engine import default_engine, reset
 
 __all__ = ["Fault", "Hold", "inject", "reset", "writer_pids"]
 

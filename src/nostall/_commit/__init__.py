@@ -1,0 +1,1 @@
+"""From what all ranks have written to a checkpoint that exists."""

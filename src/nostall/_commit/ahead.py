@@ -1,0 +1,167 @@
+"""Metadata that is written before the save is: of a structure that was saved before, all but a little is known by then.
+
+What a commit writes is what training waits for. Most of the metadata of a known structure says what the last one said; that
+goes into a temporary file while the writer process writes the shard files. The commit adds what belongs to this one checkpoint,
+and publishes the file. If anything turns out otherwise, the file is removed and the commit writes its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import uuid
+from enum import Enum, auto
+from weakref import WeakSet
+
+from nostall._commit.metadata import Publication
+from nostall._storage.deadlines import remove_in_time
+from nostall._storage.posix import UnfinishedFile, remove_files
+
+_log = logging.getLogger("nostall")
+
+WORTH_IT_NBYTES = 1 << 20
+"""Less than this a commit writes in about a millisecond."""
+_REMOVAL_TIMEOUT_S = 1.0
+"""Who waits for this has waited for the save's other files, and on a thread that may have other answers to receive."""
+
+
+class _State(Enum):
+    WAITING = auto()
+    """For the snapshot to be taken."""
+    WRITING = auto()
+    """The thread has the file."""
+    WRITTEN = auto()
+    """Whoever comes first may have it: the commit, or what removes it."""
+    OVER = auto()
+
+
+def is_worth_it(publication: Publication) -> bool:
+    """Whether it is so long that the commit is quicker if it is written before."""
+    return publication.nbytes >= WORTH_IT_NBYTES
+
+
+class WrittenAhead:
+    """The temporary file of one save, and the thread that writes it.
+
+    Args:
+        directory: The checkpoint directory.
+        metadata_name: What the metadata will be called.
+        publication: What is expected to be published.
+        sync: Whether the device is to have it, too.
+    """
+
+    def __init__(
+        self, directory: str, metadata_name: str, publication: Publication, *, sync: bool
+    ) -> None:
+        # A name of its own: another process that saves to this directory must not publish half a file.
+        name = f".{uuid.uuid4().hex[:8]}{metadata_name}.tmp"
+        self._path = os.path.join(directory, name)
+        self._publication = publication
+        self._sync = sync
+        self._lock = threading.Lock()
+        self._state = _State.WAITING
+        self.settled = threading.Event()
+        """No thread does anything more."""
+        self._file: UnfinishedFile | None = None
+        _all.add(self)
+
+    def start(self) -> None:
+        """Begin to write. Once, and not any more when the save is over."""
+        if not self._move(_State.WAITING, _State.WRITING):
+            return
+        # Storage may hang, and the interpreter has to end all the same.
+        thread = threading.Thread(target=self._write, name="nostall-ahead", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread to give
+            self._end()
+            self.settled.set()
+
+    def take(self, publication: Publication, *, timeout_s: float) -> UnfinishedFile | None:
+        """The file with all of the publication's program in it, now the caller's; ``None`` if there is none.
+
+        Args:
+            publication: What is going to be published. If it is not what was expected, the file is removed.
+            timeout_s: How long to wait for the file.
+        """
+        if publication is self._publication:
+            if self._state is _State.WRITING:
+                self.settled.wait(timeout_s)
+            if self._move(_State.WRITTEN, _State.OVER):
+                return self._handed_over()
+        self.drop()
+        return None
+
+    def _handed_over(self) -> UnfinishedFile | None:
+        file = self._file
+        if file is None or not file.is_untouched():  # somebody has tidied up
+            self._discard()
+            return None
+        self._file = None
+        return file
+
+    def drop(self) -> None:
+        """Remove the file. Idempotent, and bounded in time: what storage holds up is done when storage lets go."""
+        match self._end():
+            case _State.WAITING:
+                self.settled.set()
+            case _State.WRITING:
+                remove_in_time([self._path], timeout_s=_REMOVAL_TIMEOUT_S)
+            case _State.WRITTEN:
+                remove_in_time(
+                    [self._path],
+                    remove=lambda _: self._discard(),
+                    timeout_s=_REMOVAL_TIMEOUT_S,
+                )
+
+    def _move(self, before: _State, after: _State) -> bool:
+        with self._lock:
+            if self._state is not before:
+                return False
+            self._state = after
+            return True
+
+    def _end(self) -> _State:
+        with self._lock:
+            was, self._state = self._state, _State.OVER
+            return was
+
+    def _write(self) -> None:
+        is_whole = False
+        try:
+            file = self._file = UnfinishedFile(self._path)
+            if self._state is _State.WRITING:
+                file.append(self._publication.program)
+                if self._sync:
+                    file.sync()
+                is_whole = True
+        except Exception as error:  # the commit writes it, and tells of what is wrong with storage
+            _log.debug("metadata is not written ahead path=%s: %s", self._path, error)
+        finally:
+            if not is_whole or not self._move(_State.WRITING, _State.WRITTEN):
+                self._end()
+                self._discard()
+            self.settled.set()
+
+    def _discard(self) -> None:
+        remove_files([self._path])
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close the descriptor, if there is one; also in a forked child, which has one of its own."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+_all: WeakSet[WrittenAhead] = WeakSet()
+
+
+def _let_go_after_fork() -> None:
+    """A data loader's worker would keep the blocks of removed metadata, and on network file systems its directory."""
+    for ahead in list(_all):
+        ahead.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_after_fork)

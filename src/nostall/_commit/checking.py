@@ -1,0 +1,134 @@
+"""One shard file, compared with its checksum or with those of the archives in it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from nostall._commit.metadata import Extent
+from nostall._storage.reading import (
+    ChecksumMissing,
+    NoArchive,
+    crc32_of_file,
+    damage_of_container,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """Something that is not as it was written."""
+
+    file: str
+    """Path below the checkpoint directory."""
+    what: str
+    items: tuple[str, ...] = ()
+    """Names of the items concerned, as far as they can be told."""
+
+    def __str__(self) -> str:
+        items = f" (items {', '.join(self.items)})" if self.items else ""
+        return f"{self.file}: {self.what}{items}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looked:
+    """What was seen in one file of the right size."""
+
+    file: str
+    damage: Damage | None = None
+    unchecked: tuple[str, ...] = ()
+    """Items that were stored without checksums."""
+    strangers: tuple[str, ...] = ()
+    """Objects that are not archives; a planner can write them in another form."""
+    archives: int = 0
+    """How many items are."""
+
+
+def look_at(
+    directory: str,
+    name: str,
+    *,
+    extents: Sequence[Extent],
+    crc32: int | None,
+    progress: Progress,
+) -> Looked:
+    """Read a shard file of the right size.
+
+    Args:
+        directory: Of the checkpoint.
+        name: Of the file, below it.
+        extents: The items in the file, as far as they are known.
+        crc32: What the manifest says; ``None`` if it says nothing.
+        progress: Counts what is read.
+    """
+    path = os.path.join(directory, name)
+    try:
+        if crc32 is None:
+            return _look_into(path, name, extents, progress)
+        found = crc32_of_file(path, progress.add)
+        if found == crc32:
+            return Looked(file=name)
+        inside = _look_into(path, name, extents, Progress(0, None))
+    except OSError as error:
+        what = f"it cannot be read: {error.strerror}"
+        return Looked(file=name, damage=Damage(file=name, what=what))
+    items = (*(inside.damage.items if inside.damage is not None else ()), *inside.strangers)
+    what = f"its CRC-32 is {found:08x} instead of {crc32:08x}"
+    return Looked(file=name, damage=Damage(file=name, what=what, items=items))
+
+
+def _look_into(path: str, name: str, extents: Sequence[Extent], progress: Progress) -> Looked:
+    """As :func:`look_at`, by the checksums of the archives in the file."""
+    wrong: list[tuple[str, str]] = []
+    unchecked: list[str] = []
+    strangers: list[str] = []
+    archives = 0
+    if not extents:
+        crc32_of_file(path, progress.add)  # whether it can be read
+        return Looked(file=name, unchecked=(name,))
+    with open(path, "rb") as stream:
+        for extent in extents:
+            if extent.is_transformed:
+                unchecked.append(extent.item)
+                continue
+            try:
+                why = damage_of_container(stream, extent.offset, extent.length)
+                archives += 1
+            except ChecksumMissing:
+                unchecked.append(extent.item)
+                archives += 1
+                continue
+            except NoArchive:
+                if not extent.is_tensor:
+                    strangers.append(extent.item)
+                    continue
+                why = "a tensor in it is not an archive of torch.save"  # and without a transform it has to be
+            finally:
+                progress.add(extent.length)
+            if why is not None:
+                wrong.append((extent.item, why))
+    items = tuple(item for item, _ in wrong)
+    return Looked(
+        file=name,
+        damage=Damage(file=name, what=wrong[0][1], items=items) if wrong else None,
+        unchecked=tuple(unchecked),
+        strangers=tuple(strangers),
+        archives=archives,
+    )
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counts what several threads have read."""
+
+    total: int
+    tell: Callable[[int, int], object] | None
+    done: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, nbytes: int) -> None:
+        with self.lock:
+            self.done += nbytes
+            if self.tell is not None:
+                self.tell(self.done, self.total)

@@ -1,0 +1,168 @@
+"""Write results that the coordinator has already: equal ones are neither sent nor pickled again, whatever their files are called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from nostall import _torch
+from nostall._commit.metadata import Publication
+from nostall.errors import SaveError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """What a rank has written."""
+
+    items: list[WriteResult]
+    files: tuple[str, ...]
+    """Names of the files that they are in."""
+    token: str | None
+    """Identifies results that may come again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SameResults:
+    """A rank has written what it had told the coordinator before, under this token."""
+
+    token: str
+    files: tuple[str, ...]
+    """What the files are called now, in the order of then."""
+
+
+Told = Results | SameResults | _torch.WrappedException
+"""How a rank's part of a save has ended, as the rank tells it."""
+
+
+def token_of(told: Told) -> str | None:
+    """What to call these results when they come again."""
+    return told.token if isinstance(told, Results | SameResults) else None
+
+
+def _files_of(told: Sequence[Told]) -> list[str]:
+    return [name for each in told if isinstance(each, Results | SameResults) for name in each.files]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Published:
+    """What was published last, for which results and which planned metadata."""
+
+    tokens: list[str]
+    attributes: dict[str, Any]
+    files: list[str]
+    publication: Publication
+
+    def is_of(self, planned: Metadata) -> bool:
+        """Whether planned metadata consists of the same objects; to compare their content would cost more than pickling it."""
+        now = _attributes(planned)
+        return now.keys() == self.attributes.keys() and all(
+            value is self.attributes[name] for name, value in now.items()
+        )
+
+
+class KnownResults:
+    """What the coordinator keeps of the last save."""
+
+    def __init__(self) -> None:
+        self._of_rank: dict[int, Results] = {}
+        self._published: _Published | None = None
+
+    def fill_in(self, told: Sequence[Told]) -> list[list[WriteResult] | _torch.WrappedException]:
+        """All ranks' results or failures; those that may come again are kept.
+
+        What comes again is what was told then, with the names of then; see :meth:`under_new_names`.
+        """
+        everyone: list[list[WriteResult] | _torch.WrappedException] = []
+        for rank, each in enumerate(told):
+            match each:
+                case Results(items=items, token=token):
+                    if token is not None:
+                        self._of_rank[rank] = each
+                    everyone.append(items)
+                case SameResults(token=token):
+                    everyone.append(self._recall(rank, token))
+                case failure:
+                    everyone.append(failure)
+        return everyone
+
+    def under_new_names(
+        self, told: Sequence[Told], results: Sequence[list[WriteResult]]
+    ) -> list[list[WriteResult]]:
+        """All ranks' results as :meth:`fill_in` has returned them, with the names that their files have now."""
+        return [
+            _renamed(items, dict(zip(self._of_rank[rank].files, each.files, strict=True)))
+            if isinstance(each, SameResults)
+            else items
+            for rank, (each, items) in enumerate(zip(told, results, strict=True))
+        ]
+
+    def publication(self, told: Sequence[Told], planned: Metadata) -> Publication | None:
+        """What to publish, made from what was published last, if that was for the same results and the same metadata."""
+        last = self._published
+        if last is None:
+            return None
+        if list(map(token_of, told)) != last.tokens or not last.is_of(planned):
+            return None
+        files = _files_of(told)
+        publication = last.publication.renamed(dict(zip(last.files, files, strict=True)))
+        if publication is not None:
+            self._published = replace(last, files=files, publication=publication)
+        return publication
+
+    def expected(self, planned: Metadata) -> Publication | None:
+        """What there will be to publish if all ranks write what they wrote last, to files of the same names."""
+        last = self._published
+        if last is None or not last.is_of(planned):
+            return None
+        return last.publication
+
+    def note_published(
+        self, told: Sequence[Told], planned: Metadata, publication: Publication
+    ) -> None:
+        """Keep what is being published, if all ranks' results may come again."""
+        tokens = [token for token in map(token_of, told) if token is not None]
+        if len(tokens) == len(told):
+            self._published = _Published(
+                tokens=tokens,
+                attributes=_attributes(planned),
+                files=_files_of(told),
+                publication=publication,
+            )
+
+    def _recall(self, rank: int, token: str) -> list[WriteResult] | _torch.WrappedException:
+        known = self._of_rank.get(rank)
+        if known is not None and known.token == token:
+            return known.items
+        return _torch.wrap_exception(
+            SaveError(
+                "this rank refers to results of an earlier save that the coordinator does not have",
+                rank=rank,
+                phase="collect",
+                hint="use one metadata cache per sequence of saves, the same way on all ranks",
+            )
+        )
+
+
+def _renamed(items: Sequence[WriteResult], names: Mapping[str, str]) -> list[WriteResult]:
+    return [
+        replace(
+            item,
+            storage_data=replace(
+                item.storage_data, relative_path=names[item.storage_data.relative_path]
+            ),
+        )
+        for item in items
+    ]
+
+
+def _attributes(metadata: Metadata) -> dict[str, Any]:
+    """The objects that planned metadata consists of."""
+    return {
+        name: value
+        for name, value in vars(metadata).items()
+        if name not in ("storage_data", "storage_meta", "version")
+    }

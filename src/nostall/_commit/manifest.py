@@ -1,0 +1,262 @@
+r"""The manifest of a checkpoint: what its files have to be, as JSON behind the pickle in ``.metadata``.
+
+A pickle ends with its STOP instruction, and readers look no further. What follows is one line of JSON and a last line that
+says how long that is and what its checksum is, so that both are found from the end of the file::
+
+    <pickle>\n
+    {"files": [{"crc32": "89abcdef", "name": "__0_0.distcp", "nbytes": 1073741824}], "metadata": {...}, ...}\n
+    #nostall-manifest 000000000187 01234567\n
+
+Being part of the metadata it is committed with it, by the same rename, and needs no fsync of its own. Nothing here imports
+torch, or trusts what it reads.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pickle
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from nostall._model import checksum
+from nostall._model.names import is_shard_name
+from nostall._model.values import WrittenFile
+from nostall._version import __version__
+from nostall.errors import DamagedCheckpointError
+
+_FORMAT = 1
+_FOOTER = re.compile(rb"#nostall-manifest (\d{12}) ([0-9a-f]{8})\n\Z")
+_FOOTER_NBYTES = len(b"#nostall-manifest 000000000000 00000000\n")
+_CRC32 = re.compile(r"[0-9a-f]{8}")
+_MOST_NBYTES = 1 << 62
+"""What no file system can hold."""
+_MARKS = (b'\n{"committed_at":', b"\n#nostall-manifest ")
+"""One of them is left if the end of a file is cut off or damaged in one place."""
+_NO_END = "its end is damaged, or a part of its manifest is missing"
+_MOST_LINE_NBYTES = 1 << 30
+"""Room for millions of files."""
+_PIECE_NBYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint consists of."""
+
+    files: tuple[WrittenFile, ...]
+    """All shard files of all ranks."""
+    metadata_nbytes: int
+    """Length of the pickle."""
+    metadata_crc32: int
+    """That of the pickle."""
+    committed_at_s: float
+    """Seconds since the epoch, by the coordinator's clock, just before it was published."""
+    version: str
+    """That of the nostall that wrote it."""
+
+
+def with_manifest(
+    metadata: Sequence[bytes], files: Sequence[WrittenFile], *, crc32: int, committed_at_s: float
+) -> tuple[bytes, ...]:
+    """The content of a ``.metadata`` file, in pieces: pickled metadata and the manifest of its checkpoint.
+
+    Args:
+        metadata: The pickle, in pieces.
+        files: All shard files of all ranks.
+        crc32: That of the pickle.
+        committed_at_s: Seconds since the epoch.
+    """
+    plain = {
+        "format": _FORMAT,
+        "nostall": __version__,
+        "committed_at": committed_at_s,
+        "metadata": {"nbytes": sum(map(len, metadata)), "crc32": _hex(crc32)},
+        "files": [
+            {
+                "name": file.name,
+                "nbytes": file.nbytes,
+                "crc32": None if file.crc32 is None else _hex(file.crc32),
+            }
+            for file in files
+        ],
+    }
+    line = json.dumps(plain, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+    footer = f"#nostall-manifest {len(line):012d} {_hex(checksum.crc32(line))}\n".encode()
+    return (*metadata, b"\n" + line + footer)
+
+
+def files_in_manifest(stream: BinaryIO) -> set[str] | None:
+    """Names of the shard files of the checkpoint whose ``.metadata`` file this is, from :func:`manifest_alone`."""
+    manifest = manifest_alone(stream)
+    return None if manifest is None else {file.name for file in manifest.files}
+
+
+def manifest_alone(stream: BinaryIO) -> Manifest | None:
+    """The manifest of a ``.metadata`` file, of whose pickle nothing is read; ``None`` if there is no intact one.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    try:
+        found = _find(stream, path="")
+    except DamagedCheckpointError:
+        return None
+    return None if found is None else found[0]
+
+
+def manifest_of(stream: BinaryIO, *, path: str) -> Manifest | None:
+    """The manifest of a ``.metadata`` file whose pickle is the one that it was written with; ``None`` if there is none.
+
+    The pickle is read in pieces, so that its length does not matter.
+
+    Args:
+        stream: The file.
+        path: For errors.
+
+    Raises:
+        DamagedCheckpointError: The end of the file is damaged, or the pickle is not what was written.
+        OSError: It cannot be read.
+    """
+    found = _find(stream, path=path)
+    if found is None:
+        if _read_at(stream, stream.seek(0, os.SEEK_END) - 1, 1) != pickle.STOP:
+            raise _damaged(_NO_END, path)
+        return None
+    manifest, begin = found
+    if (begin - 1, _crc32_of_first(stream, begin - 1), stream.read(1)) != (
+        manifest.metadata_nbytes,
+        manifest.metadata_crc32,
+        b"\n",
+    ):
+        raise _damaged("the metadata does not have the checksum that its manifest says", path)
+    return manifest
+
+
+def split(content: bytes, *, path: str) -> tuple[bytes, Manifest | None]:
+    """The pickle in a ``.metadata`` file, and the manifest behind it; ``None`` if there is none.
+
+    Args:
+        content: The file's content.
+        path: For errors.
+
+    Raises:
+        DamagedCheckpointError: There is a manifest, but it or the pickle is not what was written.
+    """
+    manifest = manifest_of(io.BytesIO(content), path=path)
+    if manifest is not None:
+        return content[: manifest.metadata_nbytes], manifest
+    if any(mark in content for mark in _MARKS):
+        raise _damaged(_NO_END, path)
+    return content, None
+
+
+def _find(stream: BinaryIO, *, path: str) -> tuple[Manifest, int] | None:
+    """The manifest at the end of a file, and where its line begins."""
+    end = stream.seek(0, os.SEEK_END) - _FOOTER_NBYTES
+    footer = _FOOTER.match(_read_at(stream, end, _FOOTER_NBYTES))
+    if footer is None:
+        return None
+    nbytes = int(footer[1])
+    line = _read_at(stream, end - nbytes, nbytes) if nbytes <= _MOST_LINE_NBYTES else b""
+    return _manifest_in(line, footer, path), end - nbytes
+
+
+def _read_at(stream: BinaryIO, begin: int, nbytes: int) -> bytes:
+    """What is there, and nothing if that would begin before the file does."""
+    if begin < 0:
+        return b""
+    stream.seek(begin)
+    return stream.read(nbytes)
+
+
+def _crc32_of_first(stream: BinaryIO, nbytes: int) -> int:
+    """The CRC-32 of the first bytes of a file; the stream is behind them then."""
+    stream.seek(0)
+    crc32 = 0
+    while nbytes > 0 and (piece := stream.read(min(nbytes, _PIECE_NBYTES))):
+        crc32 = checksum.crc32(piece, crc32)
+        nbytes -= len(piece)
+    return crc32
+
+
+def _manifest_in(line: bytes, footer: re.Match[bytes], path: str) -> Manifest:
+    if len(line) != int(footer[1]) or _hex(checksum.crc32(line)) != footer[2].decode():
+        raise _damaged("its manifest does not have the checksum that it should have", path)
+    return _parsed(line, path)
+
+
+def _parsed(line: bytes, path: str) -> Manifest:
+    try:
+        plain: Any = json.loads(line.decode(), object_pairs_hook=_without_duplicates)
+        if plain["format"] != _FORMAT:
+            raise ValueError(f"format {plain['format']!r} is not known")
+        files = tuple(
+            WrittenFile(
+                name=_shard_name(file["name"]),
+                nbytes=_nbytes(file["nbytes"]),
+                crc32=None if file["crc32"] is None else _crc32(file["crc32"]),
+            )
+            for file in plain["files"]
+        )
+        if len({file.name for file in files}) != len(files):
+            raise ValueError("it has a file twice")
+        return Manifest(
+            files=files,
+            metadata_nbytes=_nbytes(plain["metadata"]["nbytes"]),
+            metadata_crc32=_crc32(plain["metadata"]["crc32"]),
+            committed_at_s=_finite(plain["committed_at"]),
+            version=_checked(plain["nostall"], str),
+        )
+    except (ArithmeticError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise _damaged(f"its manifest cannot be read: {error!r:.200}", path) from error
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    plain = dict(pairs)
+    if len(plain) != len(pairs):
+        raise ValueError("it has an entry twice")
+    return plain
+
+
+def _nbytes(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MOST_NBYTES:
+        raise ValueError("a length in it cannot be")
+    return value
+
+
+def _crc32(value: Any) -> int:
+    if not _CRC32.fullmatch(_checked(value, str)):
+        raise ValueError("a checksum in it is none")
+    return int(value, 16)
+
+
+def _checked(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is no {kind.__name__}")
+    return value
+
+
+def _shard_name(value: Any) -> str:
+    name: str = os.path.normpath(_checked(value, str))
+    if not is_shard_name(name):
+        raise ValueError(f"{value!r} is no shard file of a checkpoint")
+    return name
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{value!r} is no time")
+    return number
+
+
+def _damaged(why: str, path: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(why, phase="verify", path=path)
+
+
+def _hex(crc32: int) -> str:
+    return f"{crc32:08x}"

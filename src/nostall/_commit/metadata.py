@@ -1,0 +1,359 @@
+"""Metadata as bytes: DCP's own objects in DCP's own format, read through an allow-list.
+
+``.metadata`` is a pickle, so reading one runs whatever it says. What nostall reads itself, it reads with
+:mod:`nostall._commit.metadata_pickle`, which resolves exactly the classes that DCP metadata consists of, and then looks whether
+the entries are what they are declared to be. Stock readers have no such limit.
+
+Frameworks keep every rank's local plan with the metadata (``Metadata.all_local_plans``) to validate the plan cache of a
+resumed run. It is an attribute that the dataclass does not declare, so anything that rebuilds the dataclass drops it;
+the same object therefore also stands in the planner data under :data:`_PLANS_KEY`, which costs nothing in a pickle.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from types import NoneType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from nostall import _torch
+from nostall._commit.metadata_pickle import MOST_NBYTES, NAMES, unpickle
+from nostall._model import checksum
+from nostall._model.names import SHARD_SUFFIX, is_shard_name
+from nostall.errors import UntrustedMetadataError
+
+_PLANS_KEY = "nostall.all_local_plans"
+
+
+def load_metadata(content: bytes, *, path: str) -> Metadata:
+    """The metadata in a ``.metadata`` file.
+
+    Raises:
+        UnknownMetadataError: It holds something that DCP metadata does not consist of.
+        UntrustedMetadataError: It is no pickle of metadata, or not a whole one, or cannot be true.
+    """
+    try:
+        metadata = unpickle(content)  # which reads no further than the pickle
+    except UntrustedMetadataError as error:
+        error.path = path
+        raise
+    except Exception as error:  # a broken pickle can raise anything
+        raise UntrustedMetadataError(
+            f"the metadata cannot be read: {type(error).__name__}: {error!s:.200}",
+            phase="read",
+            path=path,
+        ) from error
+    if not isinstance(metadata, Metadata):
+        raise UntrustedMetadataError(
+            f"the file holds a {type(metadata).__name__}, not DCP metadata", phase="read", path=path
+        )
+    _require_entries(metadata, path)
+    return _with_plans_restored(metadata)
+
+
+def _require_entries(metadata: Metadata, path: str) -> None:
+    """Refuse entries that are not what they are declared to be; whoever reads on relies on it.
+
+    Raises:
+        UntrustedMetadataError: They are not.
+    """
+    entries = vars(metadata).get("state_dict_metadata")
+    if type(entries) is not dict:
+        raise _refused("it does not say what it consists of", path)
+    if not isinstance(metadata.storage_data, Mapping | NoneType):
+        raise _refused("it does not say where its items are", path)
+    if not isinstance(metadata.storage_meta, StorageMeta | NoneType):
+        raise _refused("it does not say which save it is of", path)
+    for fqn, entry in entries.items():
+        if type(fqn) not in NAMES:
+            raise _refused(f"an item has a {type(fqn).__name__} as its name", path)
+        if type(entry) is TensorStorageMetadata:
+            _require_tensor(fqn, vars(entry), path)
+        elif type(entry) is not BytesStorageMetadata:
+            raise _refused(f"{fqn!r:.80} is neither a tensor nor bytes", path)
+
+
+def _require_tensor(fqn: Any, tensor: Mapping[str, Any], path: str) -> None:
+    size, chunks = tensor.get("size"), tensor.get("chunks")
+    if type(size) is not torch.Size or type(chunks) is not list:
+        raise _refused(f"the tensor {fqn!r:.80} has no size or no chunks", path)
+    begins = set()
+    for chunk in chunks:
+        place = vars(chunk) if type(chunk) is ChunkStorageMetadata else {}
+        begin, extent = place.get("offsets"), place.get("sizes")
+        if type(begin) is not torch.Size or type(extent) is not torch.Size:
+            raise _refused(f"a chunk of the tensor {fqn!r:.80} has no place", path)
+        if not len(begin) == len(extent) == len(size):
+            raise _refused(f"a chunk of the tensor {fqn!r:.80} has other dimensions", path)
+        for at, length, end in zip(begin, extent, size, strict=True):
+            if at + length > end:
+                raise _refused(f"a chunk of the tensor {fqn!r:.80} lies outside of it", path)
+        if not begin or 0 in extent:
+            continue  # such chunks overlap nothing, and every rank may have one
+        if begin in begins:
+            raise _refused(f"the tensor {fqn!r:.80} has a chunk twice", path)
+        begins.add(begin)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication:
+    """Metadata of a finished save, pickled but for what belongs to one checkpoint; as good for the next equal save."""
+
+    program: tuple[bytes, ...]
+    """The pickle, in pieces and without its STOP instruction."""
+    storage_data: Mapping[MetadataIndex, Any]
+    files: frozenset[str]
+    """Names of the shard files."""
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Length of the program."""
+        return sum(map(len, self.program))
+
+    @cached_property
+    def crc32(self) -> int:
+        """That of the program."""
+        return reduce(lambda crc32, piece: checksum.crc32(piece, crc32), self.program, 0)
+
+    def content(self, storage_meta: StorageMeta | None) -> tuple[bytes, ...]:
+        """The content of a ``.metadata`` file, in pieces: to put them together would cost more than writing them.
+
+        A pickle is a program for a stack machine. This one makes the metadata object, sets all attributes but
+        ``storage_meta``, and then sets that one. Protocol 3, because later ones cut the program into frames of stated
+        length.
+        """
+        rest = pickle.dumps({"storage_meta": storage_meta}, protocol=_PROTOCOL)
+        return (*self.program, rest[_PROTO_NBYTES:-1] + pickle.BUILD + pickle.STOP)
+
+    def renamed(self, names: Mapping[str, str]) -> Publication | None:
+        """The same with shard files of other names; ``None`` if names cannot be told from other texts in the pickle.
+
+        Args:
+            names: For each file, what it is called now.
+        """
+        if all(old == new for old, new in names.items()):
+            return self
+        if self._cut is None:
+            return None
+        cut = [names[piece] if isinstance(piece, str) else piece for piece in self._cut]
+        renamed = Publication(
+            program=tuple(_pickled(each) if isinstance(each, str) else each for each in cut),
+            storage_data=_under_new_names(self.storage_data, names),
+            files=frozenset(names.values()),
+        )
+        vars(renamed)["_cut"] = cut  # which would be found again, at the cost of looking
+        return renamed
+
+    @cached_property
+    def _cut(self) -> list[bytes | str] | None:
+        """The program, with the names of files as texts: each is there once, as what is pickled again is a reference."""
+        # A text that is the very object of a name would be a reference to it; names are made by layout, so others are not.
+        if any(index.fqn in self.files for index in self.storage_data):
+            return None
+        program = b"".join(self.program)
+        names = {_pickled(name): name for name in self.files}
+        lengths = {len(pickled) for pickled in names}
+        pieces: list[bytes | str] = []
+        done = 0
+        # All of them end alike, and there are too many to look for each.
+        for found in re.finditer(re.escape(SHARD_SUFFIX.encode()), program):
+            end = found.end()
+            for begin in (max(0, end - length) for length in lengths):
+                name = names.get(program[begin:end])
+                if name is not None:
+                    pieces += [program[done:begin], name]
+                    done = end
+        seen = [piece for piece in pieces if isinstance(piece, str)]
+        return [*pieces, program[done:]] if sorted(seen) == sorted(self.files) else None
+
+
+def _pickled(text: str) -> bytes:
+    """What a pickle of :data:`_PROTOCOL` has in it for a text that it meets for the first time."""
+    encoded = text.encode("utf-8", "surrogatepass")
+    return pickle.BINUNICODE + len(encoded).to_bytes(4, "little") + encoded
+
+
+def _under_new_names(
+    storage_data: Mapping[MetadataIndex, Any], names: Mapping[str, str]
+) -> _UnderNewNames:
+    if isinstance(storage_data, _UnderNewNames):
+        # Or it would look through one more of them with every save.
+        first = {old: names[new] for old, new in storage_data.names.items()}
+        return _UnderNewNames(storage_data.storage_data, first)
+    return _UnderNewNames(storage_data, names)
+
+
+class _UnderNewNames(Mapping[MetadataIndex, Any]):
+    """Storage data whose files are called otherwise by now; made anew when somebody looks, which is seldom."""
+
+    def __init__(self, storage_data: Mapping[MetadataIndex, Any], names: Mapping[str, str]) -> None:
+        self.storage_data = storage_data
+        self.names = names
+
+    def __getitem__(self, index: MetadataIndex) -> Any:
+        info = self.storage_data[index]
+        return replace(info, relative_path=self.names[info.relative_path])
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        return iter(self.storage_data)
+
+    def __len__(self) -> int:
+        return len(self.storage_data)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+_PROTOCOL = 3
+_PROTO_NBYTES = 2
+
+
+def publication_of(finished: Metadata) -> Publication:
+    """What to publish for the metadata of a finished save."""
+    plans = getattr(finished, "all_local_plans", None)
+    twin = copy(finished)
+    if plans is not None and isinstance(finished.planner_data, Mapping):
+        twin.planner_data = {**finished.planner_data, _PLANS_KEY: plans}
+    vars(twin).pop("storage_meta", None)
+    return Publication(
+        program=(pickle.dumps(twin, protocol=_PROTOCOL)[: -len(pickle.STOP)],),
+        storage_data=finished.storage_data,
+        files=frozenset(info.relative_path for info in finished.storage_data.values()),
+    )
+
+
+def local_plans_in(metadata: Metadata | None) -> list[SavePlan] | None:
+    """All ranks' plans that a loaded checkpoint was saved with, if it has them; from whichever reader it comes."""
+    plans = getattr(metadata, "all_local_plans", None)
+    if plans is None and metadata is not None and isinstance(metadata.planner_data, Mapping):
+        plans = metadata.planner_data.get(_PLANS_KEY)
+    return plans
+
+
+def complete_metadata(metadata: Metadata, results: list[list[WriteResult]]) -> Metadata:
+    """The metadata of a finished save, but for ``storage_meta``; the argument is not changed."""
+    finished = copy(metadata)
+    finished.version = _torch.DCP_VERSION
+    finished.storage_data = {
+        result.index: result.storage_data for per_rank in results for result in per_rank
+    }
+    return finished
+
+
+def planned_indices(metadata: Metadata) -> list[MetadataIndex]:
+    """Every item that a reader of this metadata may ask storage for."""
+    indices = []
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            indices += [MetadataIndex(fqn, chunk.offsets) for chunk in entry.chunks]
+        elif isinstance(entry, BytesStorageMetadata):
+            indices.append(MetadataIndex(fqn))
+    return indices
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Extent:
+    """Where one item of a checkpoint is."""
+
+    file: str
+    offset: int
+    length: int
+    item: str
+    is_tensor: bool
+    """Whether it is a part of a tensor; else it is what a planner has made of some other object."""
+    is_transformed: bool
+    """Whether a stream transform has compressed or otherwise changed it."""
+
+    @property
+    def end(self) -> int:
+        """One past its last byte."""
+        return self.offset + self.length
+
+
+def extents_of(metadata: Metadata, *, path: str) -> list[Extent]:
+    """Where the items of a checkpoint are, in the order of files and of offsets in them.
+
+    Raises:
+        UntrustedMetadataError: Somewhere outside the checkpoint directory, nowhere, or two of them in one place.
+    """
+    storage_data = metadata.storage_data
+    if not isinstance(storage_data, Mapping):
+        raise _refused("it does not say where its items are", path)
+    entries = metadata.state_dict_metadata
+    extents = sorted(_extent(index, info, entries, path) for index, info in storage_data.items())
+    for one, other in itertools.pairwise(extents):
+        if one.file == other.file and one.end > other.offset:
+            raise _refused(
+                f"items {one.item!r:.80} and {other.item!r:.80} overlap in {one.file}", path
+            )
+    return extents
+
+
+def _extent(index: Any, info: Any, entries: Mapping[Any, Any], path: str) -> Extent:
+    name, offset, length = (
+        getattr(info, attribute, None) for attribute in ("relative_path", "offset", "length")
+    )
+    if type(index) is not MetadataIndex or type(getattr(index, "fqn", ())) not in NAMES:
+        raise _refused("it says where something is that is no item", path)
+    item = str(index.fqn)
+    if not isinstance(name, str) or not is_shard_name(name):
+        where = f"in {name!r:.200}" if isinstance(name, str) else "nowhere"
+        raise _refused(f"item {item!r:.80} is said to be {where}", path)
+    for value in (offset, length):
+        if not isinstance(value, int) or not 0 <= value <= MOST_NBYTES:
+            # Not their text: what is no number here may have one of any length.
+            raise _refused(f"item {item!r:.80} is said to be where nothing can be", path)
+    assert isinstance(offset, int)
+    assert isinstance(length, int)
+    return Extent(
+        file=os.path.normpath(name),
+        offset=offset,
+        length=length,
+        item=item,
+        is_tensor=isinstance(entries.get(index.fqn), TensorStorageMetadata),
+        is_transformed=bool(getattr(info, "transform_descriptors", None)),
+    )
+
+
+def _refused(why: str, path: str) -> UntrustedMetadataError:
+    return UntrustedMetadataError(f"the metadata cannot be true: {why}", phase="read", path=path)
+
+
+def referenced_files(content: bytes, *, path: str) -> set[str]:
+    """Names of the shard files that a committed checkpoint consists of; empty if its metadata cannot be trusted."""
+    try:
+        metadata = load_metadata(content, path=path)
+    except UntrustedMetadataError:
+        return set()
+    storage_data = metadata.storage_data
+    infos = storage_data.values() if isinstance(storage_data, Mapping) else ()
+    names = [getattr(info, "relative_path", None) for info in infos]
+    return {
+        os.path.normpath(name) for name in names if isinstance(name, str) and is_shard_name(name)
+    }
+
+
+def _with_plans_restored(metadata: Metadata) -> Metadata:
+    if isinstance(metadata.planner_data, dict) and _PLANS_KEY in metadata.planner_data:
+        plans = metadata.planner_data.pop(_PLANS_KEY)
+        if getattr(metadata, "all_local_plans", None) is None:
+            metadata.all_local_plans = plans  # type: ignore[attr-defined]  # frameworks keep plans there
+    return metadata

@@ -1,0 +1,416 @@
+"""The one process-wide object: memory for snapshots and the processes that write them.
+
+Everything that has to outlive a single save lives in an :class:`Engine`, and nothing else does. The default engine is
+made when a save first needs it; :func:`configure` replaces it, :func:`reset` ends it. Writers, queues and checkpoints
+come and go without touching it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from nostall import _torch
+from nostall._memory.arena import Arena, Block, Lease, address_of
+from nostall._memory.copying import CopyMethod
+from nostall._memory.overlap import any_under_way, wait_for_all
+from nostall._model.checksum import use_fastest
+from nostall._model.jobs import RankReport, WriteJob
+from nostall._model.progress import SaveStatus, UnderWay
+from nostall._model.values import ItemShape, Layout
+from nostall._plan.layout import FileNaming, Packing, lay_out, renamed
+from nostall._ranks.reports import CANCEL_TIMEOUT_S, is_done, joined, when_done
+from nostall._storage.deadlines import start_apart
+from nostall._storage.posix import close_all, has_room_for, remove_and_hold
+from nostall._writer.handle import WriterProcess
+from nostall._writer.priority import lower_priority
+from nostall._writer.seals import Cuts
+from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError
+from nostall.options import EngineOptions, is_possible_wait, require_integer
+
+_log = logging.getLogger("nostall")
+
+_LAYOUTS_KEPT = 8
+_CONTAINERS_NBYTES = 2 << 20
+"""What surrounds the payloads, in a snapshot for which only their size is known: 1.4 KB per tensor."""
+_ROOM_TIMEOUT_S = 60.0
+"""For storage to give back what a replaced checkpoint held; a terabyte takes longer, and may be in nobody's way."""
+_IO_THREADS = 12
+_IO_THREADS_PER_HOST = 32
+
+
+class Engine:
+    """Memory, writer processes and cached layouts of one trainer process. Thread-safe."""
+
+    def __init__(self, options: EngineOptions | None = None) -> None:
+        self.options = options or EngineOptions()
+        use_fastest()  # for saves that are written in this process
+        self.arena = Arena(
+            max_blocks=self.options.max_in_flight,
+            on_drop=self._forget,
+        )
+        self.placements: OrderedDict[Any, dict[str, tuple[int, int]]] = OrderedDict()
+        """Where the payloads of a staged state dict ended up in its image, by structure; see ``restage``."""
+        self.faults: tuple[dict[str, Any], ...] = ()
+        """Faults for every save that starts now; set by ``nostall.testing`` only."""
+        self.cuts = Cuts()
+        """For saves that are written in this process."""
+        self.under_way = UnderWay()
+        """How far the saves are that use this engine."""
+        self._cancellable: dict[str, list[threading.Event]] = {}
+        self._is_closed = False
+        self._writers: list[WriterProcess] = []
+        self._layouts: OrderedDict[Any, Layout] = OrderedDict()
+        self._pinned: set[int] = set()
+        self._may_pin = True
+        """Whether nothing was refused yet; each try takes long, and the next one would most likely be refused, too."""
+        self._held: list[int] = []
+        """Descriptors of removed files, until a thread has closed them."""
+        self._closing: list[threading.Thread] = []
+        """Threads that do so where room is scarce."""
+        self._lock = threading.RLock()
+
+    @property
+    def copy_method(self) -> CopyMethod:
+        """How large CPU tensors are copied."""
+        return CopyMethod(
+            threads=self.options.copy_threads or torch.get_num_threads(),
+            past_caches=self.options.copy_past_caches,
+        )
+
+    @property
+    def io_threads(self) -> int:
+        """How many threads of a writer process checksum and write."""
+        if self.options.io_threads is not None:
+            return self.options.io_threads
+        # What torchrun says; a device gains nothing from more writers than it has queues for.
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return max(1, min(_IO_THREADS, _IO_THREADS_PER_HOST // max(1, ranks_here)))
+
+    def lay_out(self, shapes: Sequence[ItemShape], naming: FileNaming, packing: Packing) -> Layout:
+        """The layout of these items, from the cache if they were laid out before."""
+        # Not the whole names: those of a save that replaces a checkpoint are used once.
+        key = (tuple(shapes), naming.separation_hint, packing)
+        with self._lock:
+            layout = self._layouts.get(key)
+            if layout is None:
+                layout = self._layouts[key] = lay_out(shapes, naming, packing)
+                if len(self._layouts) > _LAYOUTS_KEPT:
+                    self._layouts.popitem(last=False)
+            else:
+                self._layouts.move_to_end(key)
+        return renamed(layout, naming)
+
+    def lease(self, nbytes: int, *, beyond_limit: bool = False) -> Lease:
+        """Snapshot memory; see :meth:`nostall._memory.arena.Arena.lease`."""
+        timeout_s = self.options.save_timeout_s
+        lease = self.arena.lease(nbytes, timeout_s=timeout_s, beyond_limit=beyond_limit)
+        # Not when the block is made: a warmed-up block may be older than the CUDA context.
+        with self._lock:
+            self._pin(lease.block)
+        return lease
+
+    def _pin(self, block: Block) -> None:
+        if block.id in self._pinned or not self._may_pin:
+            return
+        try:
+            if _torch.pin(address_of(block), block.nbytes):
+                self._pinned.add(block.id)
+        except RuntimeError as error:
+            self._may_pin = False
+            _log.warning(
+                "snapshot memory is not pinned, copies off the device are slower: %s", error
+            )
+
+    def remember_placement(self, structure: Any, placement: dict[str, tuple[int, int]]) -> None:
+        """Keep where the payloads of a staged structure belong, for the next time it is staged."""
+        with self._lock:
+            self.placements[structure] = placement
+            self.placements.move_to_end(structure)
+            while len(self.placements) > _LAYOUTS_KEPT:
+                self.placements.popitem(last=False)
+
+    def set_priority(self, cpu_priority: int | None, io_priority: int | None) -> None:
+        """Use these priorities for writer processes, running ones included; ``None`` keeps what is configured."""
+        with self._lock:
+            cpu_priority = self.options.cpu_priority if cpu_priority is None else cpu_priority
+            io_priority = self.options.io_priority if io_priority is None else io_priority
+            if (cpu_priority, io_priority) == (self.options.cpu_priority, self.options.io_priority):
+                return
+            self.options = replace(self.options, cpu_priority=cpu_priority, io_priority=io_priority)
+            for writer in self._writers:
+                lower_priority(writer.pid, cpu_priority, io_priority)
+
+    def submit(
+        self,
+        jobs: Sequence[WriteJob],
+        lease: Lease,
+        *,
+        after: Sequence[Future[RankReport]] = (),
+    ) -> Future[RankReport]:
+        """Let writer processes do one rank's jobs, one process each; the lease is returned when all are done.
+
+        Args:
+            jobs: At most one per file.
+            lease: The memory that all of them lie in.
+            after: What was submitted of the same save before; becomes part of the report.
+        """
+        writers = self.writers(len(jobs))
+        self.await_room()
+        # The jobs' from here on: an exception from outside, such as Ctrl-C, makes the caller give up what is being read already.
+        lease = self.arena.adopt(lease)
+        parts = [writer.submit(job, lease) for writer, job in zip(writers, jobs, strict=True)]
+
+        def finish(reports: list[RankReport]) -> RankReport:
+            lease.release()  # before the report, so that who waits for it finds the memory free
+            return joined(reports)
+
+        here = when_done(parts, finish)
+        return when_done([*after, here], joined) if after else here
+
+    def writers(self, count: int) -> list[WriterProcess]:
+        """That many running writer processes; dead ones are replaced.
+
+        Raises:
+            SaveAbortedError: The engine was closed.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise SaveAbortedError(
+                    "the engine that this save belongs to was closed",
+                    phase="start",
+                    hint="make a new writer; configure() and reset() are for times without a save",
+                )
+            self._writers = [writer for writer in self._writers if writer.alive]
+            while len(self._writers) < count:
+                self._writers.append(
+                    WriterProcess(
+                        cpu_priority=self.options.cpu_priority,
+                        io_priority=self.options.io_priority,
+                        on_progress=self.under_way.wrote,
+                        on_created=self.under_way.created,
+                    )
+                )
+            return self._writers[:count]
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a writer process has a job that it has not answered, or is going to get one."""
+        with self._lock:
+            writers = list(self._writers)
+        return any_under_way() or any(not writer.idle for writer in writers)
+
+    def remove_files(self, paths: Iterable[str]) -> None:
+        """Remove files: their names now; a thread waits for storage to give back what they held."""
+        remove_and_hold(paths, self._held)
+        is_scarce = not has_room_for(self._held)
+        thread = start_apart("nostall-closing", lambda: close_all(self._held))
+        if thread is not None and is_scarce:
+            self._closing.append(thread)
+
+    def await_room(self) -> None:
+        """Wait for what removed files held, if the next save may find no other room; not for ever."""
+        deadline = time.monotonic() + min(_ROOM_TIMEOUT_S, self.options.save_timeout_s)
+        closing, self._closing = self._closing, []
+        for thread in closing:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def warmup(self, nbytes: int, *, timeout_s: float) -> None:
+        """Start a writer process and make memory for a snapshot of ``nbytes`` bytes, so that no save has to."""
+        writer = self.writers(1)[0]
+        if nbytes:
+            lease = self.lease(nbytes + _CONTAINERS_NBYTES)
+            lease.block.populate()
+            lease.release()
+        if not writer.wait_ready(timeout_s):
+            raise SaveTimeoutError(
+                f"the writer process {writer.pid} was not ready within {timeout_s:g} s, or has ended",
+                phase="warmup",
+                hint="its standard error says why",
+            )
+
+    def cancel(self, job: str, done: Future[RankReport], *, timeout_s: float) -> None:
+        """Give up one save: its writers drop it, or are killed if they do not answer within ``timeout_s``."""
+        with self._lock:
+            for cancelled in self._cancellable.get(job, ()):
+                cancelled.set()
+            writers = [writer for writer in self._writers if writer.has(job)]
+        for writer in writers:
+            writer.cancel(job)
+        if not is_done(done, timeout_s):
+            for writer in writers:
+                writer.kill("it did not stop when the save was aborted", kind="SaveAbortedError")
+
+    def recall(self, job: str) -> None:
+        """Let no writer process go on with a save, whose files may soon be another one's.
+
+        For whoever handles an exception, which may have come from outside when a job was sent already.
+        """
+        with self._lock:
+            answers = [answer for writer in self._writers for answer in writer.answers_to(job)]
+        if answers:
+            self.cancel(job, when_done(answers, joined), timeout_s=CANCEL_TIMEOUT_S)
+
+    @contextmanager
+    def cancellable(self, job: str) -> Iterator[threading.Event]:
+        """While inside, :meth:`cancel` sets the event: for a save that is written in a thread of the trainer."""
+        cancelled = threading.Event()
+        with self._lock:
+            self._cancellable.setdefault(job, []).append(cancelled)
+        try:
+            yield cancelled
+        finally:
+            with self._lock:
+                self._cancellable[job].remove(cancelled)
+                if not self._cancellable[job]:
+                    del self._cancellable[job]
+
+    def abort(self, reason: str) -> None:
+        """Kill the writer processes; what they have not finished fails and is removed."""
+        with self._lock:
+            writers, self._writers = self._writers, []
+        for writer in writers:
+            writer.kill(reason, kind="SaveAbortedError")
+
+    def close(self) -> None:
+        """End idle writer processes and return memory. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            writers, self._writers = self._writers, []
+        for writer in writers:
+            writer.close()
+        self.arena.close()
+
+    def abandon_after_fork(self) -> None:
+        """In a forked child: let go of what belongs to the parent."""
+        for writer in self._writers:
+            writer.abandon_after_fork()
+        close_all(self._held)
+
+    def _forget(self, block: Block) -> None:
+        with self._lock:
+            writers = list(self._writers)
+            if block.id in self._pinned:
+                self._pinned.discard(block.id)
+                _torch.unpin(address_of(block))
+        for writer in writers:
+            writer.forget(block.id)
+
+
+_default: Engine | None = None
+_default_lock = threading.Lock()
+
+
+def default_engine() -> Engine:
+    """The engine of this process, made on first use."""
+    global _default
+    with _default_lock:
+        if _default is None:
+            _default = Engine()
+        return _default
+
+
+def configure(options: EngineOptions) -> None:
+    """Use these options for all saves from now on.
+
+    Raises:
+        OptionError: Saves are being written with the old ones; or these are no ``EngineOptions``.
+    """
+    global _default
+    if not isinstance(options, EngineOptions):
+        raise OptionError(
+            f"configure() got an object of type {type(options).__name__}",
+            hint="use configure(EngineOptions(name=value))",
+        )
+    with _default_lock:
+        if _default is not None and _default.is_writing:
+            raise OptionError(
+                "the engine cannot be configured while saves are being written",
+                hint="configure it before the first save, or finish the saves in flight first",
+            )
+        old, _default = _default, Engine(options)
+    if old is not None:
+        old.close()
+
+
+def warmup(nbytes: int = 0, *, timeout: float = 30.0) -> None:
+    """Start the writer process, and reserve memory for a snapshot, before the first save needs them.
+
+    Args:
+        nbytes: Size of this rank's share of a checkpoint in bytes; 0 to start the process only.
+        timeout: Seconds to wait for the process.
+
+    Raises:
+        ReservationError: There is not that much memory.
+        SaveTimeoutError: The process did not start in time.
+        OptionError: ``nbytes`` is no number of bytes, or ``timeout`` none of seconds.
+    """
+    require_integer("nbytes", nbytes, at_least=0)
+    if not is_possible_wait(timeout):
+        raise OptionError(f"timeout={timeout!r} is not possible", hint="use seconds")
+    default_engine().warmup(nbytes, timeout_s=timeout)
+
+
+def status() -> tuple[SaveStatus, ...]:
+    """How far the saves of this process are that are under way, the oldest first; from any thread, without waiting."""
+    with _default_lock:
+        engine = _default
+    return () if engine is None else engine.under_way.statuses()
+
+
+def wait_staged(timeout: float | None = None) -> None:
+    """Return when tensors may be changed although saves with ``staging="overlapped"`` were asked for.
+
+    On accelerators the host does not wait: what the current streams are told from here on happens after the copies.
+
+    Args:
+        timeout: Seconds to wait at most; ``None`` for as long as it takes.
+
+    Raises:
+        SaveTimeoutError: Some snapshot is still being taken.
+    """
+    wait_for_all(timeout)
+
+
+def wait_staged_before_step(optimizer: torch.optim.Optimizer) -> RemovableHandle:
+    """Let :func:`wait_staged` run before every step of an optimizer.
+
+    Those that inherit from ``torch.optim.Optimizer`` wait by themselves, for ``EngineOptions.save_timeout_s`` at most; this is for
+    others with a ``register_step_pre_hook``.
+
+    Returns:
+        A handle whose ``remove()`` undoes it.
+    """
+    return optimizer.register_step_pre_hook(lambda *_: wait_staged())
+
+
+def reset() -> None:
+    """End the default engine: its processes, its memory, its caches. The next save makes a new one."""
+    global _default
+    with _default_lock:
+        old, _default = _default, None
+    if old is not None:
+        old.abort("the engine was reset")
+        old.close()
+
+
+def _after_fork_in_child() -> None:
+    global _default, _default_lock
+    _default_lock = threading.Lock()  # another thread may have held it when this process was made
+    old, _default = _default, None
+    if old is not None:
+        old.abandon_after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

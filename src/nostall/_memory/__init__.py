@@ -1,0 +1,1 @@
+"""Host memory: what there is, who has it, and how tensors get there."""

@@ -1,0 +1,162 @@
+"""Snapshot: copy every live tensor once, straight to its place in the image of the file it will be in.
+
+The bytes around the payloads are the same for every save of a layout; they are laid down when a block first serves
+that layout and stay in it. In steady state a snapshot is nothing but the copies. Tensors that a stager has already
+put at their place (see ``restage``) are recognised by address and not copied again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from nostall import _torch
+from nostall._memory.arena import Block, Lease, address_of
+from nostall._memory.copying import Copies, CopyMethod, Places
+from nostall._model.jobs import RankReport
+from nostall._model.values import Layout, PlannedSave, Share, TensorForm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A rank's share, private to the save: nothing the trainer does can change it, and no tensor is held by it."""
+
+    rank: int
+    layout: Layout
+    lease: Lease
+    wave: int = 0
+    """Which part of a save that does not fit into memory as a whole."""
+    earlier: tuple[Future[RankReport], ...] = ()
+    """The parts before this one, on their way to storage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Primed:
+    """What a block keeps for the next save of the same layout."""
+
+    layout_key: Hashable
+    forms: tuple[TensorForm | None, ...]
+    places: Places
+    """Where payloads go."""
+    items: list[int]
+    """Which item goes where."""
+    runs: list[tuple[int, int]]
+    """Items that are bytes, and where they begin."""
+    is_laid_down: bool = True
+    """Whether what surrounds the payloads is there."""
+
+
+def begin_snapshot(
+    planned: PlannedSave,
+    layout: Layout,
+    lease: Lease,
+    *,
+    method: CopyMethod,
+    after: Mapping[torch.device, Any] | None = None,
+) -> tuple[Snapshot, Copies]:
+    """Fill the lease's block with the images of all files of ``layout``; host tensors are copied on return.
+
+    Args:
+        planned: What to copy.
+        layout: Where to.
+        lease: Memory for ``layout.image_nbytes`` bytes.
+        method: How to copy large tensors.
+        after: Per accelerator, the event that copies off it are ordered after; its current stream if there is none.
+
+    Returns:
+        The snapshot, which is complete when the copies have been waited for.
+    """
+    primed = _prime(planned.share, layout, lease.block)
+    for item, at in primed.runs:
+        content = cast("bytes", planned.sources[item])
+        lease.block.memory[at : at + len(content)] = content
+    sources = [planned.sources[item] for item in primed.items]
+    copies = primed.places.fill(cast("list[torch.Tensor]", sources), method=method, after=after)
+    return Snapshot(rank=planned.share.rank, layout=layout, lease=lease), copies
+
+
+def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot | None:
+    """The snapshot that a staged state dict already is, or ``None`` if a tensor is not at its place."""
+    if layout.image_nbytes > lease.block.nbytes:
+        return None  # an object has grown since the places were remembered
+    base = address_of(lease.block)
+    for file in layout.files:
+        for slot in file.slots:
+            source = planned.sources[slot.item]
+            if (
+                isinstance(source, torch.Tensor)
+                and slot.payload_nbytes
+                and source.data_ptr() != base + file.image_offset + slot.payload_offset
+            ):
+                return None
+    lease.block.primed = None  # its views belong to tensors that the caller may still hold
+    _lay_down_containers(layout, lease.block)
+    for file in layout.files:
+        for slot in file.slots:
+            source = planned.sources[slot.item]
+            if isinstance(source, bytes):
+                at = file.image_offset + slot.offset
+                lease.block.memory[at : at + slot.length] = source
+    return Snapshot(rank=planned.share.rank, layout=layout, lease=lease)
+
+
+def write_over(block: Block) -> None:
+    """Note that a block is used for something else: what surrounds payloads is lost then, views on their places are not."""
+    if block.primed is not None:
+        block.primed = replace(block.primed, is_laid_down=False)
+
+
+def _prime(share: Share, layout: Layout, block: Block) -> _Primed:
+    """Make a block ready for a layout, once: lay down what surrounds the payloads, and views on their places."""
+    primed: _Primed | None = block.primed
+    fits = primed and primed.layout_key == layout.key and primed.forms == share.forms
+    if not (primed and fits and primed.is_laid_down):
+        write_over(block)  # before: half of it may be there if something comes in between
+        _lay_down_containers(layout, block)
+    if not (primed and fits):
+        block.primed = primed = _views(share, layout, block)
+    elif primed.forms is not share.forms or not primed.is_laid_down:
+        # The next comparison is one of identities.
+        block.primed = primed = replace(
+            primed, layout_key=layout.key, forms=share.forms, is_laid_down=True
+        )
+    return primed
+
+
+def _views(share: Share, layout: Layout, block: Block) -> _Primed:
+    places: list[_torch.Place] = []
+    items, runs = [], []
+    for file in layout.files:
+        for slot in file.slots:
+            form = share.forms[slot.item]
+            at = file.image_offset + slot.payload_offset
+            if form is None:
+                runs.append((slot.item, at))
+            elif slot.payload_nbytes:
+                places.append((at, form.dtype, form.size, form.stride))
+                items.append(slot.item)
+    return _Primed(
+        layout_key=layout.key,
+        forms=share.forms,
+        places=Places(_torch.views_of(block.memory, places)),
+        items=items,
+        runs=runs,
+    )
+
+
+def _lay_down_containers(layout: Layout, block: Block) -> None:
+    """Put everything but payloads in its place: blobs are without gaps, so what is between two payloads goes there in one go."""
+    memory = block.memory
+    for file in layout.files:
+        at, suffix = file.image_offset, b""
+        for slot in file.slots:
+            container = layout.shapes[slot.item].container
+            prefix = b"" if container is None else container.prefix
+            memory[at : at + len(suffix) + len(prefix)] = suffix + prefix
+            at = file.image_offset + slot.payload_offset + slot.payload_nbytes
+            suffix = b"" if container is None else container.suffix
+        memory[at : at + len(suffix)] = suffix

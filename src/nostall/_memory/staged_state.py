@@ -1,0 +1,287 @@
+"""Stage a whole state dict into snapshot memory, for ``dcp.async_save``, which stages before it plans.
+
+The copy that stock's executors then plan and save consists of views into one block. If the structure was saved before,
+every tensor goes straight to the place it will have in its file image, and the later write finds the image complete:
+still one copy. The first time, places are unknown; tensors lie side by side and the write, which is in the background
+by then, copies them once more. Correctness never rests on the prediction: ``snapshot.adopt_staged`` compares addresses.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import mmap
+import os
+import pickle
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.reduction import DupFd
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from nostall import _torch
+from nostall._memory.arena import Lease
+from nostall._memory.copying import Places
+from nostall.errors import NostallError, StagingError
+
+_ALIGNMENT = 64
+_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
+
+Structure = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """A tensor of a state dict, and how it lies in a file."""
+
+    fqn: str
+    tensor: torch.Tensor
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spoiled:
+    """What the lease of a copy is labelled with that must not be saved."""
+
+    why: str
+
+
+class StagedStateDict(dict[str, Any]):
+    """A private copy of a state dict whose tensors lie in leased memory; the lease ends with it."""
+
+    def __init__(self, content: Mapping[str, Any], lease: Lease, structure: Structure) -> None:
+        super().__init__(content)
+        self.lease = lease
+        lease.label = structure
+        weakref.finalize(self, lease.release).atexit = False
+
+    def spoil(self, why: str) -> None:
+        """Keep everybody from using it, who finds it by its tensors, too."""
+        self.lease.label = Spoiled(why=f"the staged copy cannot be used: {why}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel to another process as one descriptor and the places in it, not as one file per tensor."""
+        if isinstance(self.lease.label, Spoiled):
+            raise StagingError(self.lease.label.why, phase="stage")
+        block = self.lease.block
+        stream = io.BytesIO()
+        _PlacePickler(stream, block.memory).dump(dict(self))
+        return (_arrive, (DupFd(block.fd), block.nbytes, stream.getvalue()))
+
+
+class Unstaged:
+    """Stands in a state dict for what could not be copied: whoever plans to save it fails with the reason.
+
+    That is where DCP shares failures, so every rank hears of it; an error of the stager's would leave the others waiting.
+    """
+
+    def __init__(self, error: NostallError) -> None:
+        self._error = error
+
+    def __create_write_items__(
+        self, fqn: str, value: object
+    ) -> NoReturn:  # what DCP's planner looks for
+        del fqn, value
+        raise copy.copy(self._error)  # without the traceback of the last time
+
+    def __reduce__(self) -> NoReturn:
+        raise copy.copy(self._error)
+
+
+def unstaged(value: Any, error: NostallError) -> Any:
+    """A state dict of the same names, each of which stands for what could not be copied."""
+    if isinstance(value, Mapping):
+        return {key: unstaged(element, error) for key, element in value.items()}
+    if type(value) in (list, tuple):
+        return [unstaged(element, error) for element in value]
+    return Unstaged(error)
+
+
+def find_leaves(state_dict: Mapping[str, Any]) -> list[Leaf]:
+    """The tensors of a state dict that one payload can hold, in a fixed order."""
+    leaves: list[Leaf] = []
+
+    def note(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
+        stride = _payload_stride(tensor.detach())
+        if stride is not None:
+            leaves.append(Leaf(fqn=fqn, tensor=tensor.detach(), stride=stride))
+        return tensor
+
+    _rebuild(state_dict, "", note, lambda _, value: value)
+    return leaves
+
+
+def _payload_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    return None if _torch.missing_data(tensor) else _torch.payload_stride(tensor)
+
+
+def structure_of(leaves: list[Leaf]) -> Structure:
+    """What has to be equal for an earlier placement to fit."""
+    return tuple((leaf.fqn, leaf.tensor.nbytes) for leaf in leaves)
+
+
+def stage_state_dict(
+    state_dict: Mapping[str, Any],
+    leaves: list[Leaf],
+    placement: Mapping[str, tuple[int, int]],
+    lease_of: Callable[[int], Lease],
+) -> tuple[StagedStateDict, Places]:
+    """Copy a state dict into leased memory, but for the leaves.
+
+    Args:
+        state_dict: What to copy.
+        leaves: What :func:`find_leaves` found in it.
+        placement: Offset and length of payloads in the block by name, as far as they are known.
+        lease_of: Gives a lease on at least so many bytes.
+
+    Returns:
+        The copy, and the places that the leaves have yet to be copied to.
+    """
+    end = max((offset + nbytes for offset, nbytes in placement.values()), default=0)
+    names = Counter(leaf.fqn for leaf in leaves)
+    offsets = []
+    for leaf in leaves:
+        offset, nbytes = placement.get(leaf.fqn, (0, -1))
+        # Who gets the copy may compute with it, and complex128 at an address that is no multiple of 16 faults.
+        movable = leaf.tensor.dtype is not torch.complex128 or offset % _ALIGNMENT == 0
+        if nbytes == leaf.tensor.nbytes and names[leaf.fqn] == 1 and movable:
+            offsets.append(offset)
+        else:
+            end = -(-end // _ALIGNMENT) * _ALIGNMENT
+            offsets.append(end)
+            end += leaf.tensor.nbytes
+    lease = lease_of(end)
+    try:
+        content, places = _copied(state_dict, leaves, offsets, lease)
+    except BaseException:
+        lease.release()
+        raise
+    return StagedStateDict(content, lease, structure_of(leaves)), places
+
+
+def _copied(
+    state_dict: Mapping[str, Any],
+    leaves: list[Leaf],
+    offsets: list[int],
+    lease: Lease,
+) -> tuple[dict[str, Any], Places]:
+    views = _torch.views_of(
+        lease.block.memory,
+        (
+            (offset, leaf.tensor.dtype, leaf.tensor.shape, leaf.stride)
+            for leaf, offset in zip(leaves, offsets, strict=True)
+        ),
+    )
+    lease.block.primed = None
+    lease.block.is_shown = True
+    remaining = iter(views)
+
+    def place(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
+        if _payload_stride(tensor.detach()) is not None:
+            return next(remaining).requires_grad_(tensor.requires_grad)
+        copied: torch.Tensor = _private_copy(fqn, _torch.plain(tensor))
+        return copied.requires_grad_() if tensor.requires_grad else copied
+
+    content: dict[str, Any] = _rebuild(state_dict, "", place, _private_copy)
+    return content, Places(views)
+
+
+def _private_copy(fqn: str, value: Any) -> Any:
+    if type(value) in _IMMUTABLE:
+        return value
+    try:
+        return _torch.private_copy(value)
+    except Exception as error:
+        raise StagingError(
+            f"item {fqn!r} cannot be staged: {type(error).__name__}: {error}", phase="stage"
+        ) from error
+
+
+def _rebuild(
+    value: Any,
+    path: str,
+    on_tensor: Callable[[str, torch.Tensor], torch.Tensor],
+    on_object: Callable[[str, Any], Any],
+) -> Any:
+    """Copy what DCP takes apart; hand on, with their flattened names, local tensors and what is saved as one object."""
+
+    def inner(key: object, element: Any) -> Any:
+        name = f"{path}.{key}" if path else str(key)
+        return _rebuild(element, name, on_tensor, on_object)
+
+    if isinstance(value, DTensor):
+        return DTensor.from_local(
+            on_tensor(path, value.to_local()),
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.size(),
+            stride=value.stride(),
+        )
+    if isinstance(value, _torch.ShardedTensor):
+        return _torch.with_other_shards(
+            value, lambda number, shard: on_tensor(f"{path}#{number}", shard)
+        )
+    if isinstance(value, torch.Tensor):
+        return on_tensor(path, value)
+    if isinstance(value, Mapping):
+        return {key: inner(key, element) for key, element in value.items()}
+    if _is_taken_apart(value):
+        return [inner(key, element) for key, element in enumerate(value)]
+    return on_object(path, value)
+
+
+def _is_taken_apart(value: Any) -> bool:
+    """Whether DCP saves what is in it item by item: a mapping, or a list that holds one, or a tensor, at any depth."""
+    return isinstance(value, Mapping) or (
+        isinstance(value, list)
+        and any(isinstance(each, torch.Tensor) or _is_taken_apart(each) for each in value)
+    )
+
+
+# --- to another process ---------------------------------------------------------------------------------------------
+
+
+class _PlacePickler(pickle.Pickler):
+    """Pickles tensors that lie in a block as their place in it."""
+
+    def __init__(self, stream: io.BytesIO, memory: mmap.mmap) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        self._begin, self._end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+
+    def persistent_id(self, value: Any) -> Any:
+        if type(value) is torch.Tensor and self._begin <= value.data_ptr() < self._end:
+            return (
+                value.data_ptr() - self._begin,
+                value.dtype,
+                tuple(value.shape),
+                tuple(value.stride()),
+                value.requires_grad,
+            )
+        return None
+
+
+class _PlaceUnpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, memory: mmap.mmap) -> None:
+        super().__init__(stream)
+        self._memory = memory
+
+    def persistent_load(self, place: Any) -> torch.Tensor:
+        offset, dtype, shape, stride, requires_grad = place
+        (view,) = _torch.views_of(self._memory, [(offset, dtype, shape, stride)])
+        return view.requires_grad_(requires_grad)
+
+
+def _arrive(descriptor: Any, nbytes: int, pickled: bytes) -> dict[str, Any]:
+    fd = descriptor.detach()
+    try:
+        memory = mmap.mmap(fd, nbytes)
+    finally:
+        os.close(fd)
+    content: dict[str, Any] = _PlaceUnpickler(io.BytesIO(pickled), memory).load()
+    return content

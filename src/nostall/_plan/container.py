@@ -1,0 +1,145 @@
+"""The zip container that ``torch.save`` writes for one tensor, as arithmetic over bytes.
+
+A container is a zip archive of stored (uncompressed) records in this order::
+
+    data.pkl  .format_version  .storage_alignment  byteorder  data/0  version  .data/serialization_id  | directory
+
+``data/0`` is the raw payload. ``torch.serialization.skip_data`` produces everything else, so the record set of the
+installed torch is taken as it comes; only three things are computed here, because they depend on the payload:
+
+* its CRC-32, which stands in the data descriptor behind the payload and in the central directory;
+* the last 20 digits of the identifier record: ``h = h ^ (crc + 0x9e3779b9 + (h << 6) + (h >> 2))``, unsigned 64-bit
+  from 0, over the CRCs of all non-empty records before it in file order (PyTorch's ``inline_container.cc``);
+* the CRC-32 of that identifier record, in its own descriptor and directory entry.
+
+All of them lie behind the payload, so a file can be sealed while it is written from front to back.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nostall._model.jobs import Seal
+from nostall._model.sealing import ID_DIGITS, combine_hash
+from nostall._model.values import Container
+from nostall.errors import NostallError
+
+_DIRECTORY_ENTRY = struct.Struct("<4s6H3L5H2L")
+_END = struct.Struct("<4s4H2LH")
+_ZIP64_END = struct.Struct("<4sQ2H2L4Q")
+_ZIP64_LOCATOR_NBYTES = 20
+_LOCAL_HEADER_NBYTES = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    name: bytes
+    nbytes: int
+    crc32: int
+    data_at: int
+    directory_crc_at: int
+
+    @property
+    def descriptor_crc_at(self) -> int:
+        return self.data_at + self.nbytes + 4
+
+
+def build_container(
+    *, prefix: bytes, payload_nbytes: int, suffix: bytes, checksums: bool
+) -> Container:
+    """Find out which bytes of a skeleton depend on its payload.
+
+    Args:
+        prefix: The skeleton's bytes in front of the payload.
+        payload_nbytes: Length of the payload that the skeleton leaves out.
+        suffix: The skeleton's bytes behind the payload.
+        checksums: False if torch was told to leave CRCs at zero.
+
+    Raises:
+        NostallError: The skeleton is not a container of the known form.
+    """
+    if not checksums or not payload_nbytes:
+        return Container(prefix=prefix, payload_nbytes=payload_nbytes, suffix=suffix, seal=None)
+    records = list(_records(prefix, payload_nbytes, suffix))
+    payload = next(i for i, r in enumerate(records) if r.name.endswith(b"/data/0"))
+    identifier = records[-1]
+    if (
+        not identifier.name.endswith(b"/.data/serialization_id")
+        or identifier.nbytes != 2 * ID_DIGITS
+    ):
+        raise NostallError(
+            "torch.save's container has no serialization_id record at its end",
+            phase="plan",
+            hint="this torch is newer than this nostall; please report it",
+        )
+    if records[payload].data_at != len(prefix):
+        raise NostallError(
+            "torch.save's container has its payload where its own directory does not find it",
+            phase="plan",
+            hint="torch cannot read such a file either; use a storage_alignment of at most 65536",
+        )
+    before = 0
+    for record in records[:payload]:
+        before = combine_hash(before, record.crc32) if record.nbytes else before
+    id_in_suffix = identifier.data_at - len(prefix) - payload_nbytes
+    seal = Seal(
+        payload_crc_at=(records[payload].descriptor_crc_at, records[payload].directory_crc_at),
+        hash_before=before,
+        crcs_after=tuple(r.crc32 for r in records[payload + 1 : -1] if r.nbytes),
+        id_at=identifier.data_at,
+        id_names=suffix[id_in_suffix : id_in_suffix + ID_DIGITS],
+        id_crc_at=(identifier.descriptor_crc_at, identifier.directory_crc_at),
+    )
+    return Container(prefix=prefix, payload_nbytes=payload_nbytes, suffix=suffix, seal=seal)
+
+
+def _records(prefix: bytes, payload_nbytes: int, suffix: bytes) -> Iterator[_Record]:
+    """The archive's records in file order, read from the central directory at its end."""
+    hole = (len(prefix), len(prefix) + payload_nbytes)
+
+    def read(at: int, nbytes: int) -> bytes:
+        if at + nbytes <= hole[0]:
+            return prefix[at : at + nbytes]
+        return suffix[at - hole[1] : at - hole[1] + nbytes]
+
+    total = hole[1] + len(suffix)
+    end = _END.unpack(suffix[-_END.size :])
+    count, at = end[4], end[6]
+    if at == 0xFFFFFFFF or suffix[-_END.size - _ZIP64_LOCATOR_NBYTES :][:4] == b"PK\x06\x07":
+        zip64_at = total - _END.size - _ZIP64_LOCATOR_NBYTES - _ZIP64_END.size
+        zip64 = _ZIP64_END.unpack(read(zip64_at, _ZIP64_END.size))
+        count, at = zip64[7], zip64[9]
+    for _ in range(count):
+        entry = _DIRECTORY_ENTRY.unpack(read(at, _DIRECTORY_ENTRY.size))
+        name_nbytes, extra_nbytes, comment_nbytes = entry[10:13]
+        name = read(at + _DIRECTORY_ENTRY.size, name_nbytes)
+        extra = read(at + _DIRECTORY_ENTRY.size + name_nbytes, extra_nbytes)
+        nbytes, header_at = _sizes(entry[9], entry[8], entry[16], extra)
+        local = struct.unpack("<2H", read(header_at + _LOCAL_HEADER_NBYTES - 4, 4))
+        yield _Record(
+            name=name,
+            nbytes=nbytes,
+            crc32=entry[7],
+            data_at=header_at + _LOCAL_HEADER_NBYTES + sum(local),
+            directory_crc_at=at + 16,
+        )
+        at += _DIRECTORY_ENTRY.size + name_nbytes + extra_nbytes + comment_nbytes
+
+
+def _sizes(nbytes: int, stored_nbytes: int, header_at: int, extra: bytes) -> tuple[int, int]:
+    """Record length and header offset; from the zip64 extra field where 32 bits do not hold them."""
+    at = 0
+    while at + 4 <= len(extra):
+        tag, length = struct.unpack_from("<2H", extra, at)
+        if tag == 1:
+            wide = list(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
+            if nbytes == 0xFFFFFFFF:
+                nbytes = wide.pop(0)
+            if stored_nbytes == 0xFFFFFFFF:
+                wide.pop(0)
+            if header_at == 0xFFFFFFFF:
+                header_at = wide.pop(0)
+        at += 4 + length
+    return nbytes, header_at

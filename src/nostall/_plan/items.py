@@ -1,0 +1,113 @@
+"""Plan: turn DCP's save plan into this rank's items, each with its source and the container around it.
+
+What the planner hands out is classified once:
+
+* *bytes*: an object that the planner has serialised; its bytes are fixed from here on;
+* *tensor*: a plain strided tensor, on any device; only its container is made here, the copy is the snapshot's;
+* *run*: a tensor whose file form is more than one payload (sparse, conjugated, quantised, a subclass, a sub-byte dtype).
+  ``torch.save`` writes it into memory here, as stock would into the file.
+"""
+
+from __future__ import annotations
+
+import io
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from nostall import _torch
+from nostall._model.values import Container, ItemShape, PlannedSave, Share, TensorForm
+from nostall._plan.container import build_container
+from nostall.errors import StagingError
+
+
+class Resolver(Protocol):
+    """What is used of a ``SavePlanner`` here."""
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The live tensor, or the serialised object, behind a planned item."""
+
+
+def plan_rank(plan: SavePlan, resolver: Resolver, *, rank: int) -> PlannedSave:
+    """Resolve every item of a rank's final plan.
+
+    Raises:
+        StagingError: A tensor has no data (meta device), or the planner could not produce an item.
+    """
+    settings = _torch.container_settings()
+    items = [_plan_item(item, resolver, rank, settings) for item in plan.items]
+    share = Share(
+        rank=rank,
+        plan=plan,
+        shapes=tuple(shape for shape, _, _ in items),
+        forms=tuple(form for _, form, _ in items),
+    )
+    return PlannedSave(share=share, sources=[source for _, _, source in items])
+
+
+_Item = tuple[ItemShape, TensorForm | None, torch.Tensor | bytes]
+_Settings = tuple[bool, int]
+"""Asked for once per save: torch takes 25 us to tell them, which is most of what an item costs."""
+
+
+def _plan_item(item: WriteItem, resolver: Resolver, rank: int, settings: _Settings) -> _Item:
+    try:
+        value: Any = resolver.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO:
+            return _run(item, value.getvalue(), weight=0)
+        return _plan_tensor(item, _torch.plain(value), settings)
+    except Exception as error:
+        raise StagingError(
+            f"item {item.index.fqn!r} cannot be staged: {type(error).__name__}: {error}",
+            rank=rank,
+            phase="plan",
+        ) from error
+
+
+def _plan_tensor(item: WriteItem, tensor: torch.Tensor, settings: _Settings) -> _Item:
+    if missing := _torch.missing_data(tensor):
+        raise ValueError(missing)
+    weight = _chunk_nbytes(item, tensor)
+    stride = _torch.payload_stride(tensor)
+    if stride is None:
+        buffer = io.BytesIO()
+        torch.save(_torch.as_stock_writes(tensor), buffer)
+        return _run(item, buffer.getvalue(), weight=weight or 1)
+    size = tuple(tensor.shape)
+    container = _container(tensor.dtype, size, stride, settings)
+    shape = ItemShape(
+        fqn=item.index.fqn, container=container, nbytes=container.nbytes, weight=weight
+    )
+    return shape, TensorForm(dtype=tensor.dtype, size=size, stride=stride), tensor
+
+
+@lru_cache(maxsize=65536)
+def _container(
+    dtype: torch.dtype,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    _settings: _Settings,  # part of the cache key: they change what torch writes
+) -> Container:
+    skeleton = _torch.container_skeleton(dtype, size, stride)
+    return build_container(
+        prefix=skeleton.prefix,
+        payload_nbytes=skeleton.payload_nbytes,
+        suffix=skeleton.suffix,
+        checksums=skeleton.checksums,
+    )
+
+
+def _run(item: WriteItem, content: bytes, *, weight: int) -> _Item:
+    shape = ItemShape(fqn=item.index.fqn, container=None, nbytes=len(content), weight=weight)
+    return shape, None, content
+
+
+def _chunk_nbytes(item: WriteItem, tensor: torch.Tensor) -> int:
+    if item.tensor_data is None:
+        return tensor.nbytes
+    count = 1
+    for extent in item.tensor_data.chunk.sizes:
+        count *= extent
+    return count * tensor.itemsize

@@ -1,0 +1,184 @@
+"""Lay out: which file an item goes to, and at which offset. Pure arithmetic.
+
+Files are filled as stock ``FileSystemWriter`` fills them: with one file, bytes items in plan order and then tensors in
+plan order; with several, bytes items round-robin and tensors largest first onto the least loaded file, by the size of
+the chunk that is really written (stock counts the whole tensor's size, so a sharded one weighs as much as its model).
+Items lie end to end without padding, each in its container.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from nostall._model.jobs import Seal, SealTable, page_aligned
+from nostall._model.names import SHARD_SUFFIX
+from nostall._model.values import FileLayout, ItemShape, Layout, Slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileNaming:
+    """How a rank's files are called: ``{group}{prefix}{n}{mark}.distcp``."""
+
+    prefix: str
+    """Stock's storage prefix, ``__{rank}_``."""
+    mark: str = ""
+    """Sets the files apart from those of the committed checkpoint that is being replaced."""
+    separation_hint: str | None = None
+
+    def name_of(self, group: str, number: int) -> str:
+        """The name of a rank's ``number``-th file, which belongs to ``group``."""
+        return f"{group}{self.prefix}{number}{self.mark}{SHARD_SUFFIX}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How many files a rank's items are spread over."""
+
+    file_count: int
+    file_per_item: bool = False
+    max_file_nbytes: int | None = None
+    """Files are not made larger than this, but for an item that is; ``None`` for as large as they come."""
+
+
+def lay_out(shapes: Sequence[ItemShape], naming: FileNaming, packing: Packing) -> Layout:
+    """The files of one rank; a file that would be empty is left out."""
+    files: list[FileLayout] = []
+    image_offset = 0
+    for group, items in _buckets(shapes, naming.separation_hint, packing):
+        name = naming.name_of(group, len(files))
+        file = _lay_out_file(name, group, items, shapes, image_offset)
+        files.append(file)
+        image_offset += page_aligned(file.nbytes)
+    frozen = tuple(shapes)
+    return Layout(
+        key=(tuple((s.container, s.nbytes) for s in frozen), tuple(f.slots for f in files)),
+        shapes=frozen,
+        files=tuple(files),
+    )
+
+
+def _buckets(
+    shapes: Sequence[ItemShape], hint: str | None, packing: Packing
+) -> Iterator[tuple[str, list[int]]]:
+    everything = list(range(len(shapes)))
+    if packing.file_per_item:
+        for item in everything:
+            yield (hint if hint and shapes[item].fqn.startswith(hint) else ""), [item]
+        return
+    groups = [("", everything)]
+    if hint:
+        hinted = [item for item in everything if shapes[item].fqn.startswith(hint)]
+        others = [item for item in everything if not shapes[item].fqn.startswith(hint)]
+        groups = [(name, items) for name, items in (("", others), (hint, hinted)) if items]
+    count = max(1, packing.file_count // max(1, len(groups)))
+    for name, items in groups:
+        for bucket in _pack(shapes, items, count):
+            for part in _split(shapes, bucket, packing.max_file_nbytes):
+                yield name, part
+
+
+def _split(
+    shapes: Sequence[ItemShape], items: list[int], max_nbytes: int | None
+) -> Iterator[list[int]]:
+    """Runs of items that fit into a file."""
+    part: list[int] = []
+    nbytes = 0
+    for item in items:
+        if part and max_nbytes is not None and nbytes + shapes[item].nbytes > max_nbytes:
+            yield part
+            part, nbytes = [], 0
+        part.append(item)
+        nbytes += shapes[item].nbytes
+    if part:
+        yield part
+
+
+def _pack(shapes: Sequence[ItemShape], items: list[int], count: int) -> list[list[int]]:
+    runs = [item for item in items if shapes[item].weight == 0 and shapes[item].container is None]
+    run_set = set(runs)
+    tensors = [item for item in items if item not in run_set]
+    if count == 1:
+        return [runs + tensors]
+    buckets: list[list[int]] = [[] for _ in range(count)]
+    for position, item in enumerate(runs):
+        buckets[position % count].append(item)
+    loads = [(0, number) for number in range(count)]
+    for item in sorted(tensors, key=lambda i: shapes[i].weight, reverse=True):
+        load, number = heapq.heappop(loads)
+        buckets[number].append(item)
+        heapq.heappush(loads, (load + shapes[item].weight, number))
+    return buckets
+
+
+def renamed(layout: Layout, naming: FileNaming) -> Layout:
+    """The same layout with files of other names."""
+    files = tuple(
+        replace(file, name=naming.name_of(file.group, number))
+        for number, file in enumerate(layout.files)
+    )
+    return replace(layout, files=files)
+
+
+def waves(layout: Layout, max_nbytes: int | None) -> list[Layout]:
+    """Runs of a layout's files whose images fit into ``max_nbytes`` bytes, or are one file; each has an image of its own."""
+    runs: list[list[FileLayout]] = [[]]
+    nbytes = 0
+    for file in layout.files:
+        needed = page_aligned(file.nbytes)
+        if runs[-1] and max_nbytes is not None and nbytes + needed > max_nbytes:
+            runs.append([])
+            nbytes = 0
+        runs[-1].append(replace(file, image_offset=nbytes))
+        nbytes += needed
+    if len(runs) == 1:
+        return [layout]
+    return [
+        replace(layout, key=(layout.key, number), files=tuple(files))
+        for number, files in enumerate(runs)
+    ]
+
+
+def _lay_out_file(
+    name: str, group: str, items: list[int], shapes: Sequence[ItemShape], image_offset: int
+) -> FileLayout:
+    slots = []
+    at = 0
+    for item in items:
+        shape = shapes[item]
+        container = shape.container
+        head = len(container.prefix) if container else 0
+        slots.append(
+            Slot(
+                item=item,
+                offset=at,
+                length=shape.nbytes,
+                payload_offset=at + head,
+                payload_nbytes=container.payload_nbytes if container else shape.nbytes,
+            )
+        )
+        at += shape.nbytes
+    return FileLayout(
+        name=name,
+        group=group,
+        nbytes=at,
+        slots=tuple(slots),
+        image_offset=image_offset,
+        seals=_seal_table(slots, shapes),
+    )
+
+
+def _seal_table(slots: Sequence[Slot], shapes: Sequence[ItemShape]) -> SealTable:
+    templates: dict[tuple[int, int, Seal | None], int] = {}
+    template_of_slot = []
+    for slot in slots:
+        container = shapes[slot.item].container
+        seal = container.seal if container is not None else None
+        template = (slot.payload_offset - slot.offset, slot.payload_nbytes, seal)
+        template_of_slot.append(templates.setdefault(template, len(templates)))
+    return SealTable(
+        templates=tuple(templates),
+        blob_offsets=tuple(slot.offset for slot in slots),
+        template_of_slot=tuple(template_of_slot),
+    )

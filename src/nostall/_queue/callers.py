@@ -1,0 +1,307 @@
+"""Callers: which process does what a request asks for.
+
+nostall's own saves go to the torch-free writer process, whichever caller takes them. Any other callable runs in a Python
+process: a lasting one (:class:`PersistentAsyncCaller`) or one per call (:class:`TemporalAsyncCaller`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any
+
+from nostall._engine import default_engine
+from nostall._model.jobs import Failure, RankFailed, RankReport
+from nostall._model.lifecycle import Lifecycle, State
+from nostall._queue.python_worker import Outcome, PythonWorker, serialize_call
+from nostall._queue.requests import AsyncRequest
+from nostall._ranks.failures import error_of, failure_of
+from nostall._ranks.group import coordination_for
+from nostall._ranks.reports import is_done
+from nostall._save.background import BackgroundSave
+from nostall.errors import SaveTimeoutError
+
+
+class Call:
+    """A scheduled request on its way."""
+
+    def __init__(self, request: AsyncRequest) -> None:
+        self.request = request
+        self.life = Lifecycle()
+        self.begun_s = time.monotonic()
+        self.outcome: Future[Outcome] = Future()
+        self.process: PythonWorker | None = None
+        """What runs a callable that is not nostall's own."""
+
+    @property
+    def native(self) -> BackgroundSave | None:
+        """The save behind the request, if it is nostall's own."""
+        return self.request.async_fn if isinstance(self.request.async_fn, BackgroundSave) else None
+
+    def settle(self, failure: Outcome) -> None:
+        # Aborting and an answer may coincide; the first one stands.
+        with suppress(InvalidStateError):
+            self.outcome.set_result(failure)
+
+    def failure(self) -> Failure | None:
+        """Why it failed; only once it is done."""
+        return self.outcome.result(0)
+
+
+def _failure_in(report: RankReport) -> Outcome:
+    return report.failure if isinstance(report, RankFailed) else None
+
+
+class AsyncCaller(ABC):
+    """Runs requests in the background, one after the other.
+
+    Subclasses say which process runs callables that are not nostall's own.
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[Call] = deque()
+
+    def schedule_async_call(self, async_req: AsyncRequest) -> None:
+        """Take the snapshot and start the request; returns when the trainer may change its tensors.
+
+        Raises:
+            StagingError: The request cannot be sent to another process.
+        """
+        self.begin(async_req)
+
+    def begin(self, request: AsyncRequest) -> Call:
+        """As :meth:`schedule_async_call`; returns the call."""
+        call = Call(request)
+        self._calls.append(call)
+        call.life.to(State.STAGING)
+        if request.async_fn is None:
+            call.settle(None)
+            call.life.to(State.STAGED)
+            call.life.to(State.WRITING)
+            return call
+        try:
+            args = request.loaded_args()
+        except Exception as error:
+            # The other ranks wait for this one; all of them raise when finalising.
+            self._fail(call, error, phase="stage")
+            return call
+        except BaseException as error:
+            self._forget(call, error)
+            raise
+        call.life.to(State.STAGED)
+        fd = None
+        if call.native is None:
+            try:
+                fd = serialize_call(request.async_fn, args, request.async_fn_kwargs or {})
+            except BaseException:
+                # What cannot travel on one rank cannot on any; said where it was scheduled.
+                self.take_over(call)
+                raise
+        try:
+            self._start(call, args, fd)
+        except (
+            Exception
+        ) as error:  # such as no process to start; all ranks raise it when finalising
+            self._fail(call, error, phase="start")
+            return call
+        except BaseException as error:
+            self._forget(call, error)
+            raise
+        call.life.to(State.WRITING)
+        return call
+
+    def _forget(self, call: Call, interrupt: BaseException) -> None:
+        """Leave nothing of a request that nobody gets to know of, as its scheduling was interrupted."""
+        self.take_over(call)
+        if call.native is not None:
+            call.native.give_up(interrupt)
+
+    def _start(self, call: Call, args: list[Any], call_fd: int | None) -> None:
+        if call.native is not None:
+            report = call.native.start(args[1])
+            report.add_done_callback(lambda done: call.settle(_failure_in(done.result())))
+            return
+        assert call_fd is not None  # serialised above
+        try:
+            call.process = self._worker()
+        except BaseException:
+            os.close(call_fd)
+            raise
+        call.process.submit(call_fd).add_done_callback(lambda done: call.settle(done.result()))
+
+    def _fail(self, call: Call, error: Exception, *, phase: str) -> None:
+        if call.native is not None:
+            call.native.fail(error, phase=phase)
+        call.life.to(State.FAILED)
+        call.settle(failure_of(error, phase=phase))
+
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+        """Whether the oldest request is done, on every rank unless ``no_dist``. Collective unless ``no_dist``.
+
+        Raises:
+            SaveError: It is done and a callable that is not nostall's own failed here. A save of nostall's reports its
+                failure on every rank when it is finalised.
+            SaveTimeoutError: ``blocking``, and it was not done within ``EngineOptions.save_timeout_s``.
+        """
+        if not self._calls:
+            return True
+        call = self._calls[0]
+        while True:
+            if blocking:
+                timeout_s = default_engine().options.save_timeout_s
+                if not is_done(call.outcome, timeout_s):
+                    raise SaveTimeoutError(
+                        f"request {call.request.call_idx} was not done within {timeout_s:g} s",
+                        rank=coordination_for(None).rank,
+                        phase="write",
+                        hint="wait again, or give it up with close(abort=True)",
+                    )
+            alive = not call.outcome.done()
+            done = not alive if no_dist else self.sync_all_async_calls(alive)
+            if done:
+                self.take_over(call)
+                failure = call.failure()
+                if failure is not None and call.native is None:
+                    raise error_of(RankFailed(rank=coordination_for(None).rank, failure=failure))
+            if done or not blocking:
+                return done
+
+    def sync_all_async_calls(self, is_alive: bool) -> bool:
+        """Whether all ranks are done, this one's part being unfinished if ``is_alive``. Collective."""
+        return coordination_for(None).maximum([int(is_alive)]) == [0]
+
+    def take_over(self, call: Call) -> bool:
+        """Take a call that is done out of the caller; false if another thread has aborted it.
+
+        A call leaves the deque once, so that what is being finalised is not aborted, nor the other way round.
+        """
+        try:
+            self._calls.remove(call)
+        except ValueError:
+            return False
+        self._call_is_done(call)
+        return True
+
+    @abstractmethod
+    def close(self, abort: bool = False) -> None:
+        """End the processes of this caller: when they are done, or now with ``abort``. Idempotent."""
+
+    def _worker(self) -> PythonWorker:
+        """The process for callables that are not nostall's own."""
+        raise NotImplementedError(f"{type(self).__name__} runs nothing but nostall's own saves")
+
+    def _call_is_done(self, call: Call) -> None:  # noqa: B027  # a hook; most callers keep what served the call
+        """A call left; subclasses may end what served it."""
+
+    def abandon_after_fork(self) -> None:
+        """In a forked child: let go of calls and processes, which are the parent's."""
+        for process in {call.process for call in self._calls if call.process is not None}:
+            process.abandon_after_fork()
+        self._calls.clear()
+
+    def _abort_calls(self) -> None:
+        calls, self._calls = self._calls, deque()  # what is scheduled from here on stays
+        while True:
+            try:
+                call = calls.popleft()
+            except IndexError:  # by now another thread may have taken the last one
+                return
+            if call.life.state is State.WRITING:  # else the thread that schedules it finds out
+                call.life.to(State.ABORTED)
+            if call.native is not None and not call.outcome.done():
+                call.native.abort()
+            call.settle(
+                Failure(kind="SaveAbortedError", message="the request was aborted", phase="write")
+            )
+            if call.native is not None:
+                call.native.discard()
+
+
+_LEGACY_CPU_PRIORITY = 10
+
+
+def asked_priority(cpu_priority: int) -> int | None:
+    """The niceness that a caller asked for; the default in a signature that frameworks know asks for nothing."""
+    return None if cpu_priority == _LEGACY_CPU_PRIORITY else cpu_priority
+
+
+class PersistentAsyncCaller(AsyncCaller):
+    """One Python process, started when first needed and used again, for callables that are not nostall's own.
+
+    Args:
+        is_daemon: Accepted for compatibility; workers never outlive the trainer.
+        cpu_priority: Niceness of background processes, 0 to 19; left at its default, what ``EngineOptions`` says.
+        io_priority: Their I/O scheduling class (Linux ``ionice``); ``None`` for what ``EngineOptions`` says.
+        sigterm_timeout: Seconds between SIGTERM and SIGKILL when a process is ended.
+        cpu_shm_mode: Accepted for compatibility; snapshots are always in shared host memory.
+    """
+
+    def __init__(
+        self,
+        is_daemon: bool = True,
+        cpu_priority: int = 10,
+        io_priority: int | None = None,
+        sigterm_timeout: float = 30.0,
+        cpu_shm_mode: bool = False,
+    ) -> None:
+        super().__init__()
+        self._cpu_priority = asked_priority(cpu_priority)
+        self._io_priority = io_priority
+        self._sigterm_timeout_s = sigterm_timeout
+        self._process: PythonWorker | None = None
+
+    def begin(self, request: AsyncRequest) -> Call:
+        """As the base class, with this caller's priorities."""
+        default_engine().set_priority(self._cpu_priority, self._io_priority)
+        return super().begin(request)
+
+    def close(self, abort: bool = False) -> None:
+        """End the worker process, if there is one."""
+        if abort:
+            self._abort_calls()
+        process, self._process = self._process, None
+        if process is not None:
+            process.end(abort=abort)
+
+    def abandon_after_fork(self) -> None:
+        """In a forked child: let go of calls and processes, which are the parent's."""
+        process, self._process = self._process, None
+        super().abandon_after_fork()
+        if process is not None:
+            process.abandon_after_fork()
+
+    def _worker(self) -> PythonWorker:
+        if self._process is None or not self._process.alive:
+            self._process = self._new_worker()
+        return self._process
+
+    def _new_worker(self) -> PythonWorker:
+        options = default_engine().options
+        return PythonWorker(
+            cpu_priority=options.cpu_priority,
+            io_priority=options.io_priority,
+            sigterm_timeout_s=self._sigterm_timeout_s,
+        )
+
+
+class TemporalAsyncCaller(PersistentAsyncCaller):
+    """A new Python process for every call of a callable that is not nostall's own."""
+
+    def close(self, abort: bool = False) -> None:
+        """End the processes of all calls."""
+        calls = list(self._calls)
+        super().close(abort)
+        for call in calls:
+            if call.process is not None:
+                call.process.end(abort=abort)
+
+    def _worker(self) -> PythonWorker:
+        return self._new_worker()
+
+    def _call_is_done(self, call: Call) -> None:
+        if call.process is not None:
+            call.process.end(abort=not call.process.idle)

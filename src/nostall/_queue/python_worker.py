@@ -1,0 +1,159 @@
+"""A Python process that calls any importable function: for requests that are not nostall's own saves.
+
+Its start costs what importing torch costs, and it is started only when such a request comes. Arguments are serialised
+with ``torch.save`` into anonymous memory on the caller's thread, so that nothing the trainer does later changes them, and
+travel as one descriptor. The user's main script is not run again in the process, so it needs no ``__main__`` guard; what
+is defined in it cannot travel, and says so when the request is scheduled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import asdict
+from types import FunctionType
+from typing import Any
+
+from nostall._model.jobs import Failure
+from nostall._writer.child import ChildProcess
+from nostall._writer.framing import Message, send
+from nostall._writer.messages import failure_from_plain
+from nostall._writer.parent import messages_from_parent
+from nostall.errors import StagingError
+
+_DRAIN_TIMEOUT_S = 1800.0
+"""Longest wait for calls at the end; the same as ``EngineOptions.save_timeout_s`` by default."""
+
+Outcome = Failure | None
+"""``None`` if the function returned."""
+
+_ENTRY = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
+    " from nostall._queue.python_worker import serve; serve(int(sys.argv[2]), int(sys.argv[3]))"
+)
+
+
+class _Travelling:
+    """Stands in for the pickle module in ``torch.save``; refuses what another process could not find."""
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, FunctionType | type) and value.__module__ == "__main__":
+                raise pickle.PicklingError(f"{value.__qualname__} is defined in the main script")
+            return NotImplemented
+
+
+def serialize_call(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> int:
+    """Put a call into anonymous memory and return its descriptor.
+
+    Raises:
+        StagingError: Something in it cannot travel to another process; the message names it.
+    """
+    import torch
+
+    fd = os.memfd_create("nostall-call", os.MFD_CLOEXEC)
+    try:
+        with open(fd, "wb", closefd=False) as stream:
+            torch.save((function, tuple(args), dict(kwargs)), stream, pickle_module=_Travelling)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        os.close(fd)
+        raise StagingError(
+            f"the request cannot be sent to another process: {error}",
+            phase="stage",
+            hint="use a function defined at the top level of an importable module, and plain arguments;"
+            " finalize functions may be closures",
+        ) from error
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+class PythonWorker(ChildProcess[Outcome]):
+    """One process, one call at a time, in order."""
+
+    kind = "worker process"
+
+    def __init__(
+        self, *, cpu_priority: int | None, io_priority: int | None, sigterm_timeout_s: float
+    ) -> None:
+        self._sigterm_timeout_s = sigterm_timeout_s
+        self._calls = 0
+        super().__init__(
+            ["-c", _ENTRY, json.dumps(sys.path)], cpu_priority=cpu_priority, io_priority=io_priority
+        )
+
+    def submit(self, call_fd: int) -> Future[Outcome]:
+        """Hand over a serialised call and its descriptor; the future always ends."""
+        self._calls += 1
+        job = str(self._calls)
+        request = {"type": "call", "job": job}
+        try:
+            return self._ask(job, lambda failure: failure, [(request, (call_fd,))])
+        finally:
+            os.close(call_fd)
+
+    def end(self, *, abort: bool, drain_timeout_s: float = _DRAIN_TIMEOUT_S) -> None:
+        """End the process: now, or when it has done what it was asked, but not later than a deadline. Idempotent."""
+        with self._lock:
+            unfinished = [waiting.future for waiting in self._waiting.values()]
+        if abort or wait(unfinished, drain_timeout_s).not_done:
+            self.terminate("the request was aborted", kill_after_s=self._sigterm_timeout_s)
+            return
+        self.close(kill_after_s=self._sigterm_timeout_s)
+
+    def _answer(self, message: Message) -> Outcome:
+        failure = message["failure"]
+        return None if failure is None else failure_from_plain(failure)
+
+
+def serve(socket_fd: int, parent_pid: int) -> None:
+    """What runs in the process: the main thread calls, another one watches the connection and the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when this process ends
+    sock = socket.socket(fileno=socket_fd)
+    calls: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(sock, parent_pid, calls), daemon=True).start()
+    send(sock, {"type": "ready", "pid": os.getpid()})
+    while True:
+        job, fd = calls.get()
+        failure: Failure | None = None
+        try:
+            _call(fd)
+        except Exception as error:  # the process survives whatever a request does
+            failure = Failure(
+                kind="SaveError",
+                message=f"{type(error).__name__}: {error}",
+                phase="write",
+                errno=error.errno if isinstance(error, OSError) else None,
+                traceback=traceback.format_exc(),
+            )
+        plain = None if failure is None else asdict(failure)
+        send(sock, {"type": "returned", "job": job, "failure": plain})
+
+
+def _listen(
+    sock: socket.socket, parent_pid: int, calls: queue.SimpleQueue[tuple[str, int]]
+) -> None:
+    for message, descriptors in messages_from_parent(sock, parent_pid):
+        calls.put((message["job"], descriptors[0]))
+
+
+def _call(fd: int) -> None:
+    import torch
+
+    with open(fd, "rb") as stream:
+        stream.seek(0)
+        # Trusted input: the trainer made it a moment ago, and it exists nowhere but in this descriptor.
+        function, args, kwargs = torch.load(stream, map_location="cpu", weights_only=False)
+    function(*args, **kwargs)

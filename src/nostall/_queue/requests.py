@@ -1,0 +1,106 @@
+"""A request: something to do in the background, and what follows it in the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from nostall._ranks.failures import failure_of, raise_everywhere
+from nostall._ranks.group import coordination_for
+from nostall._save.background import BackgroundSave
+from nostall.errors import OptionError, RankMismatchError
+
+
+class AsyncRequest(NamedTuple):
+    """Something to do in the background, and what follows it in the trainer."""
+
+    async_fn: Callable[..., Any] | None
+    """Runs in the background; ``None`` if this rank has nothing to do."""
+    async_fn_args: tuple[Any, ...] | list[Any]
+    """Its arguments; what ``preload_fn`` returns is put in place of index 1."""
+    finalize_fns: list[Callable[[], Any]]
+    """Run in the trainer, in order, once every rank is done; never after a failure."""
+    async_fn_kwargs: dict[str, Any] | None = None
+    """Its keyword arguments."""
+    preload_fn: Callable[[], Any] | None = None
+    """Runs in the trainer when the request is scheduled; its result takes the place of argument index 1."""
+    is_frozen: bool = False
+    call_idx: int = 0
+
+    def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
+        """Append a finalize function.
+
+        Raises:
+            RuntimeError: The request is scheduled already.
+        """
+        if self.is_frozen:
+            raise RuntimeError(
+                "a request that is scheduled already takes no more finalize functions"
+            )
+        self.finalize_fns.append(fn)
+
+    def execute_sync(self) -> None:
+        """Do everything here and now, with the code that would have run in the background. Collective.
+
+        Raises:
+            CheckpointException: It failed on some rank; raised on every rank, and nothing is finalised. A callable that
+                is not nostall's own raises its own exception where there is one process only.
+        """
+        native = self.async_fn if isinstance(self.async_fn, BackgroundSave) else None
+        error: Exception | None = None
+        try:
+            if self.async_fn is not None:
+                self.async_fn(*self.loaded_args(), **(self.async_fn_kwargs or {}))
+        except Exception as raised:  # the other ranks are on their way to finalising
+            error = raised
+            if native is not None:
+                native.fail(raised, phase="stage")
+        coordination = coordination_for(None)
+        if error is not None and native is None and coordination.world_size == 1:
+            raise error
+        failure = failure_of(error, phase="write") if error is not None else None
+        if native is not None and native.failure() is not None:
+            failure = native.failure()
+        if coordination.maximum([int(failure is not None)]) != [0]:
+            if native is not None:
+                native.discard()
+            raise_everywhere(failure, coordination)
+        for finalize in self.finalize_fns:
+            finalize()
+
+    def loaded_args(self) -> list[Any]:
+        """The arguments after preloading."""
+        args = list(self.async_fn_args)
+        if self.preload_fn is not None:
+            loaded = self.preload_fn()
+            if len(args) < 2:
+                raise OptionError(
+                    f"a request with a preload_fn has {len(args)} arguments",
+                    hint="give async_fn_args at least two: the result replaces index 1",
+                )
+            args[1] = loaded
+        return args
+
+    def freeze(self) -> AsyncRequest:
+        """The same request, closed to further finalize functions."""
+        return self._replace(is_frozen=True)
+
+    def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
+        """Run the finalize functions and return the call index.
+
+        With ``validate_matching_call_idx`` this is collective: ranks first compare their indices.
+
+        Raises:
+            RankMismatchError: Ranks are about to finalise different requests.
+        """
+        if validate_matching_call_idx:
+            highest, lowest = coordination_for(None).maximum([self.call_idx, -self.call_idx])
+            if highest != -lowest:
+                raise RankMismatchError(
+                    f"ranks finalise different requests: this one {self.call_idx}, others {-lowest} to {highest}",
+                    phase="commit",
+                    hint="every rank has to schedule and finalise the same requests in the same order",
+                )
+        for finalize in self.finalize_fns:
+            finalize()
+        return self.call_idx

@@ -1,0 +1,133 @@
+"""A failure as plain data, as an exception, and as what every rank raises: DCP's ``CheckpointException``.
+
+The text on the coordinator contains ``Worker failure``, which frameworks look for; everywhere it names rank, phase,
+file and cause.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Mapping
+from copy import copy
+from typing import Any, NoReturn, TypeVar
+
+from nostall import _torch, errors
+from nostall._model.jobs import Failure, RankFailed
+from nostall._ranks.group import Coordination
+from nostall.errors import (
+    NostallError,
+    NotDurableError,
+    SaveError,
+    WriteError,
+    WriterDiedError,
+)
+
+T = TypeVar("T")
+
+
+def sendable(wrapped: _torch.WrappedException) -> _torch.WrappedException:
+    """The same failure with an exception that survives the way to another rank."""
+    error, trace = wrapped
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # a user's exception may fail to pickle in any way
+        error = SaveError(f"{type(error).__name__}: {error}")
+    return error, trace
+
+
+def exception_for(
+    failures: Mapping[int, _torch.WrappedException], *, step: str, on_coordinator: bool
+) -> _torch.CheckpointException:
+    """What to raise on this rank.
+
+    Args:
+        failures: The failed ranks, within the save's group, and why.
+        step: The part of the save that failed, in DCP's words.
+        on_coordinator: Whether this rank is the coordinator.
+    """
+    named: dict[int, _torch.WrappedException] = {}
+    for rank, (error, trace) in failures.items():
+        told = (
+            copy(error)
+            if isinstance(error, NostallError)
+            else SaveError(f"{type(error).__name__}: {error}", rank=rank, phase=step)
+        )
+        told.rank = rank
+        if on_coordinator:
+            told.message = f"Worker failure: {told.message}"
+        told.__cause__ = error.__cause__ if told is error else error
+        named[rank] = (told, trace)
+    return _torch.CheckpointException(step, named)
+
+
+def raise_everywhere(
+    mine: Failure | None, coordination: Coordination, *, only_here: bool = False
+) -> NoReturn:
+    """Raise what went wrong on any rank on all of them. Collective unless ``only_here``.
+
+    Raises:
+        CheckpointException: Always.
+    """
+    wrapped = None
+    if mine is not None:
+        error = error_of(RankFailed(rank=coordination.rank, failure=mine))
+        wrapped = sendable(_torch.wrap_exception(error))
+    everyone = {coordination.rank: wrapped}
+    if not only_here:
+        everyone = dict(enumerate(coordination.all_gather(wrapped)))
+    failures = {rank: failure for rank, failure in everyone.items() if failure is not None}
+    raise exception_for(failures, step="write", on_coordinator=coordination.is_coordinator)
+
+
+_ERROR_KINDS: dict[str, type[NostallError]] = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, NostallError)
+}
+
+
+def error_of(report: RankFailed, *, job: str | None = None) -> NostallError:
+    """The exception that a failed rank's report stands for."""
+    failure = report.failure
+    kind = _ERROR_KINDS.get(failure.kind, SaveError)
+    place: dict[str, Any] = {
+        "rank": report.rank,
+        "phase": failure.phase,
+        "path": failure.path,
+        "job": job,
+        "hint": failure.hint,
+    }
+    error: NostallError
+    if issubclass(kind, WriteError | NotDurableError):
+        error = kind(failure.message, errno=failure.errno, **place)
+    elif kind is WriterDiedError:
+        error = WriterDiedError(failure.message, exit_code=failure.exit_code, **place)
+    else:
+        error = kind(failure.message, **place)
+    if failure.traceback:
+        # As add_note() does it, which Python 3.10 lacks; a cause would be lost on the way to another rank.
+        vars(error)["__notes__"] = [f"Where it happened:\n{failure.traceback.rstrip()}"]
+    return error
+
+
+def _if_of(kind: type[T], value: object) -> T | None:
+    """The value, if it is what it is taken for: users' exceptions have attributes of the same names."""
+    return value if isinstance(value, kind) else None
+
+
+def failure_of(error: BaseException, *, phase: str) -> Failure:
+    """Any exception as plain data."""
+    known = isinstance(error, NostallError)
+    return Failure(
+        kind=type(error).__name__,
+        message=error.message
+        if isinstance(error, NostallError)
+        else f"{type(error).__name__}: {error}",
+        phase=(error.phase if known else None) or phase,  # type: ignore[attr-defined]  # known says that it is there
+        path=getattr(error, "path", None) if known else None,
+        errno=_if_of(int, getattr(error, "errno", None)),
+        exit_code=_if_of(int, getattr(error, "exit_code", None)),
+        hint=_if_of(str, getattr(error, "hint", None)),
+        traceback="".join(traceback.format_exception(error)),
+    )

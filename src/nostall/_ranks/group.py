@@ -1,0 +1,257 @@
+"""What ranks need to say to each other, as a small port with two adapters.
+
+All of it happens on the caller's thread, on a group that the caller named. ``maximum`` is the cheap one (a few integers);
+``gather`` and ``broadcast`` carry objects. A single process needs no group and gets the same answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from nostall import _torch
+from nostall._ranks.messages import broadcast_message, gather_messages
+from nostall.errors import OptionError, RankLostError
+
+T = TypeVar("T")
+
+_log = logging.getLogger("nostall")
+
+_KEY = "nostall/"
+_TIMED_OUT = re.compile(r"time(d )?-?out", re.IGNORECASE)
+_LONGEST_S = 1e9
+"""What a timedelta takes; as good as for ever."""
+
+
+class Coordination(Protocol):
+    """How the ranks of one save reach each other.
+
+    Raises:
+        RankLostError: By whatever is collective: another rank has ended, or the group cannot be used any more.
+    """
+
+    rank: int
+    world_size: int
+    coordinator: int
+    """The coordinator's rank within the group."""
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank publishes the metadata."""
+
+    def maximum(self, values: Sequence[int], *, timeout_s: float | None = None) -> list[int]:
+        """Element-wise maximum over all ranks. Collective: call on every rank.
+
+        Raises:
+            TimeoutError: Not all ranks have called it within ``timeout_s`` seconds; the group cannot be used any more.
+        """
+
+    def announce(self, topic: str, number: int) -> None:
+        """Let other ranks look something up, without asking for them."""
+
+    def announced(self, topic: str) -> dict[int, int]:
+        """What every rank of the group has announced; 0 for one that has not. Empty if that cannot be told."""
+
+    def gather(self, value: T) -> list[T] | None:
+        """Every rank's value, in rank order, on the coordinator; ``None`` elsewhere. Collective."""
+
+    def broadcast(self, value: T | None) -> T:
+        """The coordinator's value on every rank. Collective."""
+
+    def scatter(self, values: list[T] | None) -> T:
+        """This rank's element of the coordinator's list. Collective."""
+
+    def all_gather(self, value: T) -> list[T]:
+        """Every rank's value, in rank order, on every rank. Collective."""
+
+
+class SingleProcess:
+    """One process that is its own coordinator."""
+
+    rank = 0
+    world_size = 1
+    coordinator = 0
+    is_coordinator = True
+
+    def maximum(self, values: Sequence[int], *, timeout_s: float | None = None) -> list[int]:
+        """The values themselves."""
+        del timeout_s
+        return list(values)
+
+    def announce(self, topic: str, number: int) -> None:
+        """There is nobody to tell."""
+
+    def announced(self, topic: str) -> dict[int, int]:
+        """There is nobody to wait for."""
+        del topic
+        return {}
+
+    def gather(self, value: T) -> list[T] | None:
+        """The value, in a list."""
+        return [value]
+
+    def broadcast(self, value: T | None) -> T:
+        """The value itself."""
+        return value  # type: ignore[return-value]  # the coordinator never broadcasts None where T excludes it
+
+    def scatter(self, values: list[T] | None) -> T:
+        """The only element."""
+        assert values is not None
+        return values[0]
+
+    def all_gather(self, value: T) -> list[T]:
+        """The value, in a list."""
+        return [value]
+
+
+class TorchGroup:
+    """Ranks of a ``torch.distributed`` process group; ranks here are those within the group."""
+
+    def __init__(self, group: dist.ProcessGroup | None, coordinator: int) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.coordinator = coordinator
+        self._coordinator_global = (
+            coordinator if group is None else dist.get_global_rank(group, coordinator)
+        )
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank publishes the metadata."""
+        return self.rank == self.coordinator
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Say in our words that ranks cannot talk any more; the backend's own have no type."""
+        try:
+            yield
+        except (RecursionError, NotImplementedError):  # of what is to be sent, on this rank
+            raise
+        except RuntimeError as error:
+            raise RankLostError(
+                f"ranks cannot talk to each other any more: {error}",
+                rank=self.rank,
+                hint="another rank has ended or does not take part; its own log says why",
+            ) from error
+
+    def maximum(self, values: Sequence[int], *, timeout_s: float | None = None) -> list[int]:
+        """One all_reduce of a few 64-bit integers."""
+        device = _torch.device_for_collectives(self._group)
+        tensor = torch.tensor(list(values), dtype=torch.int64, device=device)
+        with self._together():
+            if timeout_s is None:
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+                return [int(value) for value in tensor.tolist()]
+            began_s = time.monotonic()
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            try:
+                work.wait(timedelta(seconds=min(timeout_s, _LONGEST_S)))
+            except RuntimeError as error:
+                if time.monotonic() - began_s < timeout_s and not _TIMED_OUT.search(str(error)):
+                    raise  # neither our clock nor the group's own: a rank has died
+                raise TimeoutError(str(error)) from error
+            return [int(value) for value in tensor.tolist()]
+
+    def announce(self, topic: str, number: int) -> None:
+        """One entry in the store that the process group was made with; a store that has gone costs only the word."""
+        store = _torch.default_store()
+        if store is None:
+            return
+        try:
+            store.set(f"{_KEY}{topic}/{dist.get_rank()}", str(number))
+        except RuntimeError:
+            _log.debug("other ranks cannot be told how far this one is", exc_info=True)
+
+    def announced(self, topic: str) -> dict[int, int]:
+        """What is in that store."""
+        store = _torch.default_store()
+        if store is None:
+            return {}
+        found = {}
+        for rank in range(self.world_size):
+            everywhere = rank if self._group is None else dist.get_global_rank(self._group, rank)
+            key = f"{_KEY}{topic}/{everywhere}"
+            found[rank] = int(store.get(key)) if store.check([key]) else 0
+        return found
+
+    def gather(self, value: T) -> list[T] | None:
+        """One all_gather of short messages; a gather follows if one is long."""
+        message, device = pickle.dumps(value), _torch.device_for_collectives(self._group)
+        with self._together():
+            messages = gather_messages(
+                message, receiver=self._coordinator_global, group=self._group, device=device
+            )
+        return None if messages is None else [pickle.loads(each) for each in messages]
+
+    def broadcast(self, value: T | None) -> T:
+        """One broadcast of a short message; another one follows if it is long."""
+        message = pickle.dumps(value) if self.is_coordinator else b""
+        device = _torch.device_for_collectives(self._group)
+        with self._together():
+            told = broadcast_message(
+                message, sender=self._coordinator_global, group=self._group, device=device
+            )
+        if self.is_coordinator:  # what was sent has lost the causes of its errors
+            return value  # type: ignore[return-value]  # the coordinator never broadcasts None where T excludes it
+        return pickle.loads(told)  # type: ignore[no-any-return]  # what the coordinator has sent
+
+    def scatter(self, values: list[T] | None) -> T:
+        """One scatter_object_list."""
+        holder: list[Any] = [None]
+        with self._together():
+            dist.scatter_object_list(
+                holder, values, src=self._coordinator_global, group=self._group
+            )
+        return holder[0]  # type: ignore[no-any-return]  # torch fills the list in place
+
+    def all_gather(self, value: T) -> list[T]:
+        """One all_gather_object."""
+        collected: list[Any] = [None] * self.world_size
+        with self._together():
+            dist.all_gather_object(collected, value, group=self._group)
+        return collected
+
+
+def require_members(group: dist.ProcessGroup | None, coordinator: int) -> None:
+    """Make sure that this rank and the coordinator belong to the group: ranks would wait for one that does not for ever.
+
+    Raises:
+        OptionError: One of them does not.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    if dist.get_rank(group) < 0:
+        raise OptionError(
+            f"rank {dist.get_rank()} is not in process_group",
+            hint="call this on the ranks of the group only",
+        )
+    world_size = dist.get_world_size(group)
+    if coordinator not in range(world_size):
+        raise OptionError(
+            f"coordinator_rank={coordinator!r} is not a rank of the group, which has {world_size}",
+            hint=f"use a rank within the group, 0 to {world_size - 1}",
+        )
+
+
+def coordination_of(wrapper: _torch.DistWrapper) -> Coordination:
+    """The port for the wrapper that DCP and frameworks pass around."""
+    if not wrapper.use_dist:
+        return SingleProcess()
+    return TorchGroup(wrapper.group, wrapper.coordinator_rank)
+
+
+def coordination_for(group: dist.ProcessGroup | None, coordinator: int = 0) -> Coordination:
+    """The port for a process group, or for one process where none is initialised."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return SingleProcess()
+    return TorchGroup(group, coordinator)

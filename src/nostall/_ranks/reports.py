@@ -1,0 +1,85 @@
+"""Reports that are on their way: joined to one, and waited for with a deadline."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
+
+from nostall._model.jobs import Failure, FileReceipt, RankFailed, RankReport, RankWritten
+from nostall._ranks.failures import failure_of
+
+CANCEL_TIMEOUT_S = 4.0
+"""A writer drops a job between two chunks, so well within this; one that does not is killed."""
+
+
+def when_done(
+    parts: Sequence[Future[RankReport]], finish: Callable[[list[RankReport]], RankReport]
+) -> Future[RankReport]:
+    """What ``finish`` makes of all reports once the last one is there; a failed one if it raises, so that nobody waits for it."""
+    whole: Future[RankReport] = Future()
+    whole.set_running_or_notify_cancel()
+    left = len(parts)
+    lock = threading.Lock()
+
+    def one_done(_: Future[RankReport]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if left:
+                return
+        reports = [part.result() for part in parts]
+        try:
+            report = finish(reports)
+        except Exception as error:
+            report = RankFailed(rank=reports[0].rank, failure=failure_of(error, phase="write"))
+        whole.set_result(report)
+
+    for part in parts:
+        part.add_done_callback(one_done)
+    return whole
+
+
+def joined(reports: Sequence[RankReport]) -> RankReport:
+    """One report for all parts of a rank's share: the first failure, or all receipts."""
+    receipts: list[FileReceipt] = []
+    for report in reports:
+        if isinstance(report, RankFailed):
+            return report
+        receipts += report.receipts
+    return RankWritten(rank=reports[0].rank, receipts=tuple(receipts))
+
+
+def is_done(future: Future[Any], timeout_s: float) -> bool:
+    """Whether a future is done, or is so within that time.
+
+    Not by the error of ``result()``: before Python 3.11 it was not the built-in one, and a result may itself be an error
+    that says that something took too long.
+    """
+    return not wait([future], timeout_s).not_done
+
+
+def await_report(
+    future: Future[RankReport],
+    *,
+    rank: int,
+    path: str,
+    timeout_s: float,
+    give_up: Callable[[], None],
+) -> RankReport:
+    """Wait for a rank's report; one that does not come in time is a failed one, and the write is given up."""
+    if is_done(future, timeout_s):
+        return future.result()
+    give_up()
+    hint = "the storage is slower than EngineOptions.save_timeout_s allows, or it is stuck"
+    if not future.done():
+        hint += "; what was written is removed when it answers, or stays"
+    failure = Failure(
+        kind="SaveTimeoutError",
+        message=f"the files were not written within {timeout_s:g} s",
+        phase="write",
+        path=path,
+        hint=hint,
+    )
+    return RankFailed(rank=rank, failure=failure)

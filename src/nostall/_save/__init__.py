@@ -1,0 +1,1 @@
+"""One save of one rank, from its plan to its receipts. Read ``session`` first."""

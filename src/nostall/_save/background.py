@@ -1,0 +1,138 @@
+"""A save that can be written in the background: what the queue schedules without a Python worker."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any
+
+from nostall._engine import Engine, default_engine
+from nostall._model.jobs import Failure, RankFailed, RankReport
+from nostall._model.progress import Progress
+from nostall._ranks.failures import failure_of
+from nostall._ranks.reports import CANCEL_TIMEOUT_S, await_report
+from nostall.errors import OptionError, StagingError
+
+
+class BackgroundSave(ABC):
+    """One rank's share of one save and, once there is one, its report."""
+
+    def __init__(self, *, rank: int, job: str, progress: Progress) -> None:
+        self.rank = rank
+        self.job = job
+        self.progress = progress
+        self.engine: Engine = default_engine()
+        self._report: Future[RankReport] = Future()
+        self._was_started = False
+        self.aborted = False
+        """Whether it was given up; a snapshot that is still being taken is not written then."""
+
+    @abstractmethod
+    def stage(self) -> Any:
+        """Take the snapshot: the ``preload_fn``. When it returns, tensors may be changed."""
+
+    @abstractmethod
+    def write(self, snapshot: Any) -> RankReport:
+        """Write a snapshot here and now; releases it."""
+
+    @abstractmethod
+    def submit(self, snapshot: Any) -> Future[RankReport]:
+        """Let the writer process write a snapshot; it is released when the future is done."""
+
+    def discard(self) -> None:  # noqa: B027  # a hook; a failed write removes its own files
+        """Remove what was written of a save that will not be committed; nothing by default."""
+
+    def __call__(self, _rank: int, snapshot: Any, _results: object = None) -> None:
+        """Write here and now: the ``save_fn``, with the snapshot in place of argument index 1."""
+        self._begin(snapshot)
+        try:
+            report = self.write(snapshot)
+        except BaseException as error:
+            self.fail(
+                error, phase="write"
+            )  # for the other ranks, should this one go on to finalise
+            raise
+        self._settle(report)
+
+    def start(self, snapshot: Any) -> Future[RankReport]:
+        """Write in the background; the future always ends with a report."""
+        self._begin(snapshot)
+        self.submit(snapshot).add_done_callback(lambda done: self._settle(done.result()))
+        return self._report
+
+    def fail(self, error: BaseException, *, phase: str) -> None:
+        """Record that this rank cannot do its part, to be reported when the save is finalised."""
+        self._settle(self.failed(error, phase=phase))
+
+    def failed(self, error: BaseException, *, phase: str) -> RankFailed:
+        """An error as this rank's report."""
+        return RankFailed(rank=self.rank, failure=failure_of(error, phase=phase))
+
+    def abort(self) -> None:
+        """Give the save up; bounded in time, and harmless when it is over."""
+        self.aborted = True
+        self.engine.cancel(self.job, self._report, timeout_s=CANCEL_TIMEOUT_S)
+        failure = Failure(kind="SaveAbortedError", message="the save was aborted", phase="write")
+        self._settle(RankFailed(rank=self.rank, failure=failure))
+        self.progress.end()
+
+    def give_up(self, interrupt: BaseException) -> None:
+        """Leave nothing of a save whose scheduling was interrupted, wherever that was."""
+        self.aborted = True
+        self.engine.recall(self.job)
+        self.fail(interrupt, phase="start")
+        self.discard()
+        self.progress.end()
+
+    def await_report(self) -> RankReport:
+        """What came of it, waiting if need be; a report that does not come in time is a failed one."""
+        if not self._was_started and not self._report.done():
+            failure = Failure(
+                kind="SaveError",
+                message="the save was planned, but nothing was scheduled that would write it",
+                phase="write",
+                hint="schedule what get_save_function_and_args() returns before finalising",
+            )
+            return RankFailed(rank=self.rank, failure=failure)
+        timeout_s = self.engine.options.save_timeout_s
+        return await_report(
+            self._report,
+            rank=self.rank,
+            path=self.progress.path,
+            timeout_s=timeout_s,
+            give_up=self.abort,
+        )
+
+    def failure(self) -> Failure | None:
+        """Why it failed, if it has been written here and did."""
+        report = self._report.result(0) if self._report.done() else None
+        return report.failure if isinstance(report, RankFailed) else None
+
+    def _begin(self, snapshot: Any) -> None:
+        if snapshot is None:
+            raise OptionError(
+                "the save function got nothing to write",
+                rank=self.rank,
+                hint="give the request its preload_fn, or put what that returns in place of argument index 1",
+            )
+        if self._was_started:
+            raise StagingError(
+                "this snapshot was written already, and its memory may hold another save's by now",
+                rank=self.rank,
+                phase="write",
+                job=self.job,
+                hint="plan again for another try",
+            )
+        self._was_started = True
+
+    def _settle(self, report: RankReport) -> None:
+        # Aborting and an answer may coincide; the first one stands.
+        with suppress(InvalidStateError):
+            self._report.set_result(report)
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise TypeError(
+            "a nostall save function does not travel to other processes: schedule it with nostall's"
+            " AsyncCallsQueue, which hands the snapshot to the writer process, or call it yourself"
+        )

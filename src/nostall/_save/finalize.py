@@ -1,0 +1,310 @@
+"""From what all ranks have written to a checkpoint that exists: what stands in its metadata file, and its commit.
+
+Runs on the coordinator. What may fail before the commit, so that the files are certain to be nobody's, is apart from it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from itertools import chain
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
+
+from nostall._commit.ahead import WrittenAhead
+from nostall._commit.collect import require_all_present
+from nostall._commit.manifest import files_in_manifest, with_manifest
+from nostall._commit.metadata import (
+    Publication,
+    complete_metadata,
+    planned_indices,
+    publication_of,
+    referenced_files,
+)
+from nostall._commit.publish import Begun, commit
+from nostall._engine import Engine
+from nostall._model import checksum
+from nostall._model.names import METADATA_SUFFIX, is_given_to_shards, is_ours_to_remove
+from nostall._model.values import RankFiles
+from nostall._storage import directories
+from nostall._storage.deadlines import REMOVAL_TIMEOUT_S, in_time, remove_in_time
+from nostall._storage.posix import may_be_there, remove_files
+from nostall._storage.reading import open_to_read, read_metadata_file
+from nostall._writer.faults import Faults
+from nostall.errors import NotDurableError, SaveAbortedError, SaveTimeoutError, WriteError
+
+_LOCK_GRACE_S = 1.0
+"""Who waits for another save's commit to end has the error that says so, not the one of storage that hangs."""
+
+_log = logging.getLogger("nostall")
+
+_LONG_S = 600.0
+_SAVES_PER_AGE = 2
+"""After this many times ``save_timeout_s``, or ``_LONG_S`` if that is longer, no save under way can have made a file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedMetadata:
+    """What is going to stand in a metadata file."""
+
+    content: Sequence[bytes]
+    """In pieces, those of the publication's program first."""
+    storage_meta: StorageMeta | None
+    """What DCP says there about this one save."""
+    left: frozenset[str]
+    """Names of files that ranks have made for earlier saves and know nothing of."""
+
+
+def publication_of_results(metadata: Metadata, results: list[list[WriteResult]]) -> Publication:
+    """What there is to publish once all ranks have written.
+
+    Raises:
+        IncompleteSaveError: An item of the metadata was written by no rank.
+    """
+    completed = complete_metadata(metadata, results)
+    require_all_present(planned_indices(completed), completed.storage_data)
+    return publication_of(completed)
+
+
+def finish_metadata(
+    publication: Publication,
+    written: Sequence[RankFiles | None],
+    storage_meta: StorageMeta | None,
+) -> FinishedMetadata:
+    """What is going to stand in the metadata file of one checkpoint.
+
+    Args:
+        publication: What there is to publish.
+        written: What each rank has written, as far as that is known, for the manifest.
+        storage_meta: What DCP says about this one save.
+    """
+    content = publication.content(storage_meta)
+    known = [each.files for each in written if each is not None and each.files is not None]
+    # A manifest of some of the files would make the others look like strangers.
+    if len(known) == len(written):
+        last = b"".join(content[len(publication.program) :])
+        content = with_manifest(
+            content,
+            tuple(chain.from_iterable(known)),
+            crc32=checksum.crc32(last, publication.crc32),
+            committed_at_s=time.time(),
+        )
+    left = chain.from_iterable(each.left for each in written if each is not None)
+    return FinishedMetadata(content=content, storage_meta=storage_meta, left=frozenset(left))
+
+
+def publish(
+    path: str,
+    publication: Publication,
+    finished: FinishedMetadata,
+    engine: Engine,
+    *,
+    sync: bool,
+    ahead: WrittenAhead | None,
+    written_here: str | None,
+) -> None:
+    """Publish finished metadata.
+
+    Args:
+        path: The metadata file, in the checkpoint directory.
+        publication: What there is to publish.
+        finished: What :func:`finish_metadata` has made of it.
+        engine: Whose next save waits for what a replaced checkpoint held.
+        sync: Whether to wait until the device has it.
+        ahead: What was written ahead of it, if anything was.
+        written_here: A file that this rank has written for the checkpoint, if it has.
+
+    Raises:
+        WriteError: The metadata could not be published, or the directory was removed and made again meanwhile.
+        SaveTimeoutError: Another save has been committing to the same directory all the time, or storage hangs; nothing is
+            published.
+        NotDurableError: Storage hangs, and something may be published.
+    """
+    directory, name = os.path.split(path)
+    timeout_s = engine.options.save_timeout_s
+    point = _PointOfNoReturn(Faults(engine.faults).at)
+    to_remove: list[str] = []
+
+    def at(where: str) -> None:
+        # The temporary file is in the directory already, so that both are in the same one.
+        if where == "publish" and written_here is not None and not may_be_there(written_here):
+            raise OSError(errno.ENOENT, "the files of this save are gone", written_here)
+        point.at(where)
+
+    def run() -> None:
+        with directories.committing(directory, timeout_s=timeout_s):
+            replaced = files_of(path)
+            file = None if ahead is None else ahead.take(publication, timeout_s=timeout_s)
+            commit(
+                directory,
+                finished.content,
+                metadata_name=name,
+                replaced_files=_unused(path, publication, replaced, finished.left, timeout_s),
+                sync=sync,
+                begun=None if file is None else Begun(file=file, pieces=len(publication.program)),
+                remove=to_remove.extend,
+                at=at,
+            )
+            directories.note_removed(to_remove)
+
+    began_s = time.monotonic()
+    try:
+        in_time(
+            run,
+            timeout_s=timeout_s + _LOCK_GRACE_S,
+            doing="publishing the metadata",
+            phase="commit",
+            path=path,
+            give_up=point.give_up,
+        )
+    except SaveTimeoutError as error:
+        if point.give_up():
+            raise
+        raise NotDurableError(
+            f"it cannot be told whether the metadata was published: {error.message}",
+            phase="commit",
+            path=path,
+            hint="look at the directory when storage answers again",
+        ) from error
+    left_s = timeout_s - (time.monotonic() - began_s)
+    try:
+        remove_in_time(
+            to_remove, remove=engine.remove_files, timeout_s=max(REMOVAL_TIMEOUT_S, left_s)
+        )
+    except Exception:  # the checkpoint is there, and must not be taken for lost
+        _log.exception("files of the replaced checkpoint stay path=%s", directory)
+
+
+class _PointOfNoReturn:
+    """Between what can be given up and what may be published: nobody may take a checkpoint for lost that appears later.
+
+    Args:
+        at: Told where the commit is; may raise.
+    """
+
+    def __init__(self, at: Callable[[str], None]) -> None:
+        self._at = at
+        self._lock = threading.Lock()
+        self._is_given_up = False
+        self._is_passed = False
+
+    def at(self, point: str) -> None:
+        """Go on, unless it was given up.
+
+        Raises:
+            SaveAbortedError: It was.
+        """
+        self._at(point)
+        with self._lock:
+            if self._is_given_up:
+                raise SaveAbortedError("nobody waits for the commit any more", phase="commit")
+            self._is_passed = point == "publish"
+
+    def give_up(self) -> bool:
+        """Let nothing be published; false if that may have happened already."""
+        with self._lock:
+            self._is_given_up = not self._is_passed
+            return self._is_given_up
+
+
+def _unused(
+    path: str,
+    publication: Publication,
+    replaced: Set[str],
+    left: Set[str],
+    save_timeout_s: float,
+) -> Iterator[str]:
+    """Names of the files that nothing refers to once metadata is published; looks at the directory only then.
+
+    Args:
+        path: The metadata file.
+        publication: What was published.
+        replaced: Names of the replaced checkpoint's files.
+        left: Names of files that ranks of this save have made before, for saves that are over.
+        save_timeout_s: How long a save may take.
+    """
+    used = publication.files | directories.names_in_use(os.path.dirname(path))
+    yield from replaced - used
+    try:
+        strangers = _unreferenced(path) - used - replaced
+        yield from strangers & left
+        yield from _old_ones(path, strangers - left, save_timeout_s)
+    except OSError:  # not a reason to fail: the next save looks again
+        _log.debug("files of other saves are not looked for path=%s", path, exc_info=True)
+
+
+def _unreferenced(path: str) -> set[str]:
+    """Names in a directory as shard files have them that no other metadata than this refers to."""
+    directory, own = os.path.split(path)
+    names = os.listdir(directory)
+    strangers = set(filter(is_given_to_shards, names))
+    for name in names:
+        if name.endswith(METADATA_SUFFIX) and name != own:
+            files = files_of(os.path.join(directory, name))
+            if not files:  # it cannot be read, for all that is known
+                return set()
+            strangers -= files
+    return strangers
+
+
+def _old_ones(path: str, names: Set[str], save_timeout_s: float) -> Iterator[str]:
+    """Those of the files that no save of any process can still be about to commit, by the clock of the storage."""
+    directory, own = os.path.split(path)
+    rank = own.removesuffix(METADATA_SUFFIX)  # empty, if all ranks have saved together
+    if not names:
+        return
+    oldest_s = os.stat(path).st_mtime - _SAVES_PER_AGE * max(save_timeout_s, _LONG_S)
+    for name in sorted(names):
+        is_of_rank = not rank or f"{rank}_" in name
+        if is_of_rank and os.stat(os.path.join(directory, name)).st_mtime < oldest_s:
+            yield name
+
+
+def remove_unpublished(
+    path: str, results: Sequence[Sequence[WriteResult]], written: Sequence[RankFiles | None]
+) -> None:
+    """Remove all ranks' files of a save of which it is certain that its metadata was not published.
+
+    Args:
+        path: The metadata file.
+        results: What all ranks have written.
+        written: Where each rank has written it; what is elsewhere, or unknown, stays.
+    """
+    directory = os.path.dirname(path)
+    names = {
+        result.storage_data.relative_path
+        for of_rank, each in zip(results, written, strict=True)
+        if each is not None and each.directory == directory
+        for result in of_rank
+    }
+
+    def remove(paths: Sequence[str]) -> None:
+        # Another host's directory may have the same path, and a checkpoint in it.
+        committed = files_of(path)
+        remove_files(each for each in paths if os.path.basename(each) not in committed)
+
+    paths = [os.path.join(directory, name) for name in sorted(filter(is_ours_to_remove, names))]
+    remove_in_time(paths, remove=remove)
+
+
+def is_unpublished(error: Exception) -> bool:
+    """Whether it is certain that no metadata refers to the files; what a subclass raises may come after the commit."""
+    return isinstance(error, WriteError | SaveTimeoutError)
+
+
+def files_of(path: str) -> set[str]:
+    """Names of the shard files of the checkpoint whose metadata this is; empty if there is none that can be trusted."""
+    try:
+        with open_to_read(path) as stream:
+            files = files_in_manifest(stream)
+        if files is None:  # which takes a fraction of the time that metadata takes
+            files = referenced_files(read_metadata_file(path), path=path)
+    except OSError:
+        return set()
+    return set(filter(is_ours_to_remove, files))

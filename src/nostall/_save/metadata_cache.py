@@ -1,0 +1,84 @@
+"""What one sequence of saves remembers: plans, the structure that was saved last, and who was told what about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from nostall._commit.known_results import KnownResults
+from nostall._plan.cache import CachedPlans, same_plan
+from nostall._save.plan_together import PlanMemory
+from nostall._save.session import KnownSave
+
+
+class CheckpointMetadataCache(PlanMemory):
+    """What one sequence of saves remembers of its plans. Make one per kind of checkpoint and keep it.
+
+    The methods that frameworks call are a view of :class:`~nostall._save.plan_together.PlanMemory`; metadata handed in or out is
+    never changed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._central: SavePlan | None = None
+        self._local: SavePlan | None = None
+        self._validated = False
+        self.known: KnownSave | None = None
+        """The structure of the last save that reused a plan, and what follows from it."""
+        self.told: str | None = None
+        """Identifies the results that the coordinator has from this rank."""
+        self.known_results = KnownResults()
+        """On the coordinator, the results that it has from all ranks."""
+
+    def set_cached_global_metadata(self, metadata: Metadata | None) -> None:
+        """Adopt the metadata of a loaded checkpoint, so that the first save after a resume need not be planned anew."""
+        self.adopt_loaded(metadata)
+
+    def set_cache_metadata(
+        self, central_plan: SavePlan, local_plan: SavePlan, global_md_verify_reuse: bool
+    ) -> None:
+        """Remember a plan; the second equal one in a row makes the cache valid on this rank."""
+        self._validated = self._central is not None and same_plan(self._central, central_plan)
+        self._central, self._local = central_plan, local_plan
+        self.verified_loaded = global_md_verify_reuse
+
+    def prepare_save_state_dict_ret(
+        self, rank: int, coordinator: int, save_state_dict_ret: tuple[Any, Any, Any]
+    ) -> tuple[Any, Any, Any]:
+        """The tuple with metadata filled in on the coordinator where planning was skipped."""
+        writer, metadata, wrapper = save_state_dict_ret
+        if rank == coordinator:
+            if metadata is None:
+                metadata = self.reusable_metadata()
+            else:
+                self._metadata = metadata
+        return writer, metadata, wrapper
+
+    def get_cache_metadata(
+        self,
+    ) -> tuple[SavePlan | None, SavePlan | None, bool, list[SavePlan] | None]:
+        """``(central_plan, local_plan, validated_cache_reuse, loaded_all_plans)``."""
+        return self._central, self._local, self._validated, self.loaded_all_plans
+
+    def get_metadata_caching_status(self) -> tuple[bool, bool]:
+        """``(validated_cache_reuse, validated_loaded_metadata_reuse)``."""
+        return self._validated, self.verified_loaded
+
+    def keep(
+        self, plans: CachedPlans, all_plans: list[SavePlan] | None, metadata: Metadata | None
+    ) -> None:
+        """Remember a plan that all ranks made together."""
+        super().keep(plans, all_plans, metadata)
+        self._central, self._local = plans.final, plans.local
+        self._validated = plans.validated  # what all ranks agreed on, not what this one sees
+        self.known = self.told = None
+        self.known_results = KnownResults()
+
+    def forget(self) -> None:
+        """Plan the next save together."""
+        super().forget()
+        self._central = self._local = self.known = self.told = None
+        self.known_results = KnownResults()
+        self._validated = False

@@ -1,0 +1,351 @@
+"""One rank's part of a save: the composer that joins the stages. Read this first.
+
+::
+
+    plan -> PlannedSave -> lay_out -> Layout             prepare() here
+         -> begin_snapshot -> Snapshot                   stage() in stage
+         -> write -> RankReport                          write_here(), write_in_background() in write;
+                                                         write_now() in write_directly does both for synchronous saves
+         -> results                                      write_results() here
+
+Facades call these functions and nothing below them. Where the writing happens is the caller's choice: in a writer
+process, or here and now; the code that writes is the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from nostall import _torch
+from nostall._commit.collect import require_one_result_each
+from nostall._engine import Engine
+from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
+from nostall._model.progress import Progress
+from nostall._model.values import ItemShape, Layout, PlannedSave, RankFiles, Share, WrittenFile
+from nostall._plan.items import Resolver, plan_rank
+from nostall._plan.layout import FileNaming, Packing, renamed
+from nostall._plan.structure import KnownStructure
+from nostall._ranks.failures import error_of
+from nostall._storage.deadlines import in_time
+from nostall._storage.directories import Visit
+from nostall._storage.posix import require_file
+from nostall._storage.streams import StreamTarget
+from nostall.errors import IncompleteSaveError, SaveTimeoutError, WriteError
+from nostall.options import WriterOptions
+from nostall.stats import Timeline
+
+_log = logging.getLogger("nostall")
+
+
+@dataclass
+class Beside(_torch.StoragePrefix):
+    """DCP's prefix of a rank's file names, from a coordinator that has seen a checkpoint."""
+
+    beside: str
+    """The directory that it is in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveTarget:
+    """Where and how one rank's files of one save are written."""
+
+    job: str
+    directory: str
+    naming: FileNaming
+    options: WriterOptions
+    stream: StreamTarget | None
+    visit: Visit
+    """Tells other saves of this process that this one is under way in the directory."""
+    transform_descriptors: tuple[str, ...] | None
+    """What DCP's reader needs to undo stream transforms; ``None`` without any."""
+    timeline: Timeline
+    """Where the composer notes how long the stages take."""
+    progress: Progress
+    """Where everybody notes how far the save is."""
+    timeout_s: float
+    """How long storage may take to answer."""
+    faults: tuple[dict[str, Any], ...]
+    """What ``nostall.testing`` lets happen to this save."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedSave:
+    """A rank's share with its layout: all that can be done before data is copied."""
+
+    planned: PlannedSave
+    layout: Layout
+    target: SaveTarget
+    known: KnownSave | None = None
+    """What it was recognised as, if it is going to have the results that such a save has, but for the names of files."""
+
+    @property
+    def rank(self) -> int:
+        """The rank whose share it is."""
+        return self.planned.share.rank
+
+    @property
+    def plan(self) -> SavePlan:
+        """The rank's final plan."""
+        return self.planned.share.plan
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the rank's files, in layout order."""
+        return tuple(file.name for file in self.layout.files)
+
+
+def prepare(
+    plan: SavePlan, resolver: Resolver, *, rank: int, target: SaveTarget, engine: Engine
+) -> PreparedSave:
+    """Resolve a final plan and lay it out.
+
+    Raises:
+        StagingError: An item could not be resolved.
+    """
+    planned = plan_rank(plan, resolver, rank=rank)
+    with target.timeline.measure("layout"):
+        packing = _packing(target.options, engine)
+        layout = engine.lay_out(planned.share.shapes, target.naming, packing)
+    target.progress.expect(layout.nbytes)
+    return PreparedSave(planned=planned, layout=layout, target=target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownSave:
+    """What of a prepared save is structure: all that the next save of the same structure can reuse."""
+
+    structure: KnownStructure
+    share: Share
+    layout: Layout
+    naming: FileNaming
+    packing: Packing
+    token: str
+    """Identifies it among all that ranks may know."""
+
+    @cached_property
+    def runs(self) -> list[int]:
+        """Items that are bytes."""
+        return [item for item, form in enumerate(self.share.forms) if form is None]
+
+    @cached_property
+    def results(self) -> tuple[WriteResult, ...]:
+        """DCP's results of a save that is written by this layout."""
+        return tuple(_expected_results(self.share, self.layout))
+
+
+def known(prepared: PreparedSave, structure: KnownStructure, engine: Engine) -> KnownSave:
+    """What the next save of this structure can reuse."""
+    return KnownSave(
+        structure=structure,
+        share=prepared.planned.share,
+        layout=prepared.layout,
+        naming=prepared.target.naming,
+        packing=_packing(prepared.target.options, engine),
+        token=uuid.uuid4().hex,
+    )
+
+
+def prepare_known(
+    known: KnownSave, sources: list[torch.Tensor | bytes], *, target: SaveTarget, engine: Engine
+) -> PreparedSave:
+    """As :func:`prepare`, for a structure that was saved before."""
+    share, layout, packing = known.share, known.layout, _packing(target.options, engine)
+    shapes = _with_lengths(share, sources, known.runs)
+    same_group = known.naming.separation_hint == target.naming.separation_hint
+    if shapes is not share.shapes or packing != known.packing or not same_group:
+        share = replace(share, shapes=shapes)
+        with target.timeline.measure("layout"):
+            layout = engine.lay_out(shapes, target.naming, packing)
+    elif target.naming != known.naming:
+        layout = renamed(layout, target.naming)
+    planned = PlannedSave(share=share, sources=sources)
+    target.progress.expect(layout.nbytes)
+    as_known = share is known.share and target.transform_descriptors is None
+    return PreparedSave(
+        planned=planned, layout=layout, target=target, known=known if as_known else None
+    )
+
+
+def _with_lengths(
+    share: Share, sources: Sequence[torch.Tensor | bytes], runs: Sequence[int]
+) -> tuple[ItemShape, ...]:
+    """The share's shapes with the lengths that its objects have now."""
+    lengths = {item: len(cast("bytes", sources[item])) for item in runs}
+    changed = {
+        item: replace(share.shapes[item], nbytes=nbytes)
+        for item, nbytes in lengths.items()
+        if nbytes != share.shapes[item].nbytes
+    }
+    if not changed:
+        return share.shapes
+    return tuple(changed.get(item, shape) for item, shape in enumerate(share.shapes))
+
+
+def _packing(options: WriterOptions, engine: Engine) -> Packing:
+    return Packing(
+        file_count=options.thread_count,
+        file_per_item=options.file_per_item,
+        max_file_nbytes=engine.options.max_wave_nbytes,
+    )
+
+
+def require_written(prepared: PreparedSave, report: RankReport) -> list[FileReceipt]:
+    """A rank's receipts, in layout order.
+
+    Args:
+        prepared: The save :func:`as_written`.
+        report: What the rank has written.
+
+    Raises:
+        SaveError: The report says that the rank failed; the subclass says how.
+        IncompleteSaveError: There is no receipt for a file.
+        WriteError: A file is not there any more.
+    """
+    if isinstance(report, RankFailed):
+        raise error_of(report, job=prepared.target.job)
+    receipts = _in_layout_order(prepared, report)
+    if prepared.target.stream is None and receipts:
+        _require_file(prepared.target, receipts[0])
+    for receipt in receipts:
+        if receipt.failed_attempts:
+            _log.warning(
+                "written after retries=%d path=%s rank=%d last_failure=%r",
+                len(receipt.failed_attempts),
+                os.path.join(prepared.target.directory, receipt.name),
+                prepared.rank,
+                receipt.failed_attempts[-1],
+            )
+    return receipts
+
+
+def as_written(prepared: PreparedSave, report: RankReport) -> PreparedSave:
+    """The same with the names that its files have got."""
+    if isinstance(report, RankFailed):
+        return prepared
+    names = {each.planned_name: each.name for each in report.receipts}
+    if all(planned == name for planned, name in names.items()):
+        return prepared
+    files = [replace(file, name=names.get(file.name, file.name)) for file in prepared.layout.files]
+    return replace(prepared, layout=replace(prepared.layout, files=tuple(files)))
+
+
+def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResult]:
+    """DCP's results for a rank's report, exactly one per planned item.
+
+    Args:
+        prepared: The save :func:`as_written`.
+        report: What the rank has written.
+
+    Raises:
+        SaveError: As :func:`require_written`.
+        IncompleteSaveError: Items and results do not match.
+    """
+    receipts = require_written(prepared, report)
+    extents = [receipt.extents for receipt in receipts]
+    if prepared.known is not None and prepared.layout is prepared.known.layout:
+        return list(prepared.known.results)
+    descriptors = prepared.target.transform_descriptors
+    results = _expected_results(prepared.planned.share, prepared.layout, extents, descriptors)
+    require_one_result_each(
+        (item.index for item in prepared.plan.items),
+        (result.index for result in results),
+        rank=prepared.rank,
+    )
+    return results
+
+
+def _require_file(target: SaveTarget, receipt: FileReceipt) -> None:
+    """Look for one file once more before anybody is told: the directory may have been removed since it was written.
+
+    One is enough for that, and the trainer waits.
+    """
+    path = os.path.join(target.directory, receipt.name)
+    try:
+        in_time(
+            lambda: require_file(path, receipt.nbytes),
+            timeout_s=target.timeout_s,
+            doing="looking for the file that was written",
+            phase="collect",
+            path=path,
+        )
+    except SaveTimeoutError:
+        raise
+    except OSError as error:
+        raise WriteError(
+            f"the file was written and is not there now: {error.strerror}",
+            errno=error.errno,
+            phase="collect",
+            path=path,
+            job=target.job,
+            hint="something else removes or changes files in the checkpoint directory",
+        ) from error
+
+
+class WrittenItems(list[WriteResult]):
+    """DCP's results of one rank and the files that they are in; they travel to the coordinator together."""
+
+    def __init__(
+        self, results: Iterable[WriteResult] = (), written: RankFiles | None = None
+    ) -> None:
+        super().__init__(results)
+        self.written = written
+
+
+def written_files(prepared: PreparedSave, report: RankReport | None) -> RankFiles:
+    """What a rank has written by its report; nothing, if there is none."""
+    target = prepared.target
+    files: tuple[WrittenFile, ...] | None = ()
+    if target.stream is not None or isinstance(report, RankFailed):
+        files = None
+    elif report is not None:
+        files = tuple(
+            WrittenFile(name=each.name, nbytes=each.nbytes, crc32=each.crc32_of_file)
+            for each in report.receipts
+        )
+    return RankFiles(directory=target.directory, files=files, left=target.visit.left_before())
+
+
+_Extents = tuple[tuple[int, int], ...] | None
+
+
+def _expected_results(
+    share: Share,
+    layout: Layout,
+    extents: Sequence[_Extents] | None = None,
+    descriptors: tuple[str, ...] | None = None,
+) -> list[WriteResult]:
+    """DCP's results for files that are written as laid out, but for the extents that streams have decided."""
+    results = []
+    for number, file in enumerate(layout.files):
+        decided = extents[number] if extents else None
+        for position, slot in enumerate(file.slots):
+            offset, length = decided[position] if decided else (slot.offset, slot.length)
+            info = _torch.StorageInfo(
+                file.name, offset, length, None if descriptors is None else list(descriptors)
+            )
+            index = share.plan.items[slot.item].index
+            results.append(WriteResult(index=index, size_in_bytes=length, storage_data=info))
+    return results
+
+
+def _in_layout_order(prepared: PreparedSave, report: RankWritten) -> list[FileReceipt]:
+    receipts = {receipt.name: receipt for receipt in report.receipts}
+    missing = [file.name for file in prepared.layout.files if file.name not in receipts]
+    if missing:
+        raise IncompleteSaveError(
+            f"there is no receipt for {missing}",
+            rank=prepared.rank,
+            phase="collect",
+            job=prepared.target.job,
+        )
+    return [receipts[file.name] for file in prepared.layout.files]

@@ -1,0 +1,243 @@
+"""Write a snapshot: in writer processes, in a thread if the user's callables cannot travel, or here and now."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
+
+from nostall import _torch
+from nostall._engine import Engine
+from nostall._memory.snapshot import Snapshot
+from nostall._model.jobs import NO_BLOCK, FileImage, RankFailed, RankReport, WriteJob, page_aligned
+from nostall._model.lifecycle import State
+from nostall._model.values import Layout
+from nostall._ranks.failures import failure_of
+from nostall._ranks.reports import CANCEL_TIMEOUT_S, await_report, is_done, joined, when_done
+from nostall._save.session import SaveTarget
+from nostall._storage.deadlines import remove_in_time
+from nostall._storage.streams import StreamTarget
+from nostall._writer.files import perform
+from nostall._writer.images import WholeImage
+
+
+def write_here(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> RankReport:
+    """Write in this process while the caller waits; releases the snapshot."""
+    written = _write_in_thread(snapshot, target, engine)
+    return wait_for(written, target, engine, rank=snapshot.rank)
+
+
+def wait_for(
+    written: Future[RankReport], target: SaveTarget, engine: Engine, *, rank: int
+) -> RankReport:
+    """A rank's report; the save is given up if it does not come in time, or if the caller is interrupted.
+
+    Nobody hears of what was written when an interrupt came, so that it goes.
+    """
+
+    def give_up() -> None:
+        engine.cancel(target.job, written, timeout_s=CANCEL_TIMEOUT_S)
+
+    try:
+        return await_report(
+            written,
+            rank=rank,
+            path=target.directory,
+            timeout_s=engine.options.save_timeout_s,
+            give_up=give_up,
+        )
+    except BaseException:
+        give_up()
+        remove_in_time(sorted(target.progress.created))
+        raise
+
+
+def _write(
+    snapshot: Snapshot, target: SaveTarget, engine: Engine, *, cancelled: threading.Event
+) -> RankReport:
+    try:
+        (job,) = _snapshot_jobs(snapshot, target, engine)
+        images = _images(job, snapshot)
+        report = perform(
+            job,
+            images,
+            target.stream,
+            cancelled,
+            engine.cuts.cut,
+            follow(target, job),
+            target.progress.created.add,
+        )
+    finally:
+        snapshot.lease.release()
+    if not snapshot.earlier:
+        return report
+    before = wait_for(when_done(snapshot.earlier, joined), target, engine, rank=snapshot.rank)
+    return joined([before, report])
+
+
+def follow(target: SaveTarget, job: WriteJob) -> Callable[[int], None]:
+    """What notes how much of a job that is done in this process is written."""
+    return lambda nbytes: target.progress.wrote(job.job, nbytes)
+
+
+def write_in_background(
+    snapshot: Snapshot, target: SaveTarget, engine: Engine
+) -> Future[RankReport]:
+    """Write in writer processes, or in a thread if the user's callables cannot travel; releases the snapshot."""
+    target.progress.to(State.STAGED)
+    stream = _pickled(target.stream)
+    if target.stream is not None and stream is None:
+        return _write_in_thread(snapshot, target, engine)
+    processes = min(target.options.processes, len(snapshot.layout.files))
+    parts = _snapshot_jobs(snapshot, target, engine, processes=processes, stream=stream)
+    return engine.submit(parts, snapshot.lease, after=snapshot.earlier)
+
+
+def _pickled(stream: StreamTarget | None) -> bytes | None:
+    """The user's callables as a pickle that a process without the user's main module can read, or ``None``."""
+    if stream is None:
+        return None
+    try:
+        pickled = pickle.dumps(stream)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return None
+    return None if b"__main__" in pickled else pickled
+
+
+def _write_in_thread(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> Future[RankReport]:
+    snapshot = replace(snapshot, lease=engine.arena.adopt(snapshot.lease))  # as Engine.submit does
+    return in_thread(
+        lambda cancelled: _write(snapshot, target, engine, cancelled=cancelled),
+        target,
+        engine,
+        rank=snapshot.rank,
+    )
+
+
+def in_thread(
+    write: Callable[[threading.Event], RankReport],
+    target: SaveTarget,
+    engine: Engine,
+    *,
+    rank: int,
+) -> Future[RankReport]:
+    """Write on a thread of its own, which is left behind if storage hangs; whatever the write holds is the thread's.
+
+    Args:
+        write: Gets an event that is set when the save is given up.
+        target: Where it is written to.
+        engine: Whose ``cancel`` sets the event.
+        rank: Whose files they are.
+    """
+    future: Future[RankReport] = Future()
+    future.set_running_or_notify_cancel()
+    registered = ExitStack()
+    cancelled = registered.enter_context(engine.cancellable(target.job))
+    is_anybodys = threading.Lock()
+
+    def run() -> None:
+        if not is_anybodys.acquire(blocking=False):
+            return
+        with registered:
+            try:
+                engine.await_room()
+                report = write(cancelled)
+            except BaseException as error:  # whoever waits must hear of it
+                report = RankFailed(rank=rank, failure=failure_of(error, phase="write"))
+        future.set_result(report)
+
+    try:
+        threading.Thread(target=run, name="nostall-writer", daemon=True).start()
+    except RuntimeError:  # the interpreter is ending, or the system has no thread to give
+        run()
+    except BaseException:  # from outside, such as Ctrl-C: the thread may be at work, or never begin
+        cancelled.set()
+        run()
+        is_done(future, CANCEL_TIMEOUT_S)
+        raise
+    return future
+
+
+def jobs(
+    layout: Layout,
+    target: SaveTarget,
+    engine: Engine,
+    *,
+    rank: int,
+    wave: int = 0,
+    block: int = NO_BLOCK,
+    processes: int = 1,
+    stream: bytes | None = None,
+) -> list[WriteJob]:
+    """What there is to do for a rank's files, in one job per process.
+
+    Args:
+        layout: The files.
+        target: Where they belong.
+        engine: Says how they are written.
+        rank: Whose files they are.
+        wave: Which part of the save they are.
+        block: Identifier of the arena block that holds their images.
+        processes: How many jobs to make, at most one per file.
+        stream: Pickle of the user's own callables.
+    """
+    shares: list[list[FileImage]] = [[] for _ in range(max(1, processes))]
+    for number, file in enumerate(layout.files):
+        image = FileImage(
+            name=file.name,
+            nbytes=file.nbytes,
+            block=block,
+            block_offset=file.image_offset,
+            seals=file.seals,
+        )
+        shares[number % len(shares)].append(image)
+    return [
+        WriteJob(
+            job=f"{target.job}/{rank}/{wave}.{number}",
+            rank=rank,
+            directory=target.directory,
+            files=tuple(files),
+            sync_files=target.options.sync_files,
+            io_threads=engine.io_threads,
+            chunk_nbytes=engine.options.chunk_nbytes,
+            direct=engine.options.direct_io,
+            retries=engine.options.write_retries,
+            checksum_files=_torch.container_settings()[0],
+            stream=stream,
+            sys_path=tuple(sys.path) if stream is not None else (),
+            faults=target.faults,
+        )
+        for number, files in enumerate(shares)
+    ]
+
+
+def _snapshot_jobs(
+    snapshot: Snapshot,
+    target: SaveTarget,
+    engine: Engine,
+    *,
+    processes: int = 1,
+    stream: bytes | None = None,
+) -> list[WriteJob]:
+    return jobs(
+        snapshot.layout,
+        target,
+        engine,
+        rank=snapshot.rank,
+        wave=snapshot.wave,
+        block=snapshot.lease.block.id,
+        processes=processes,
+        stream=stream,
+    )
+
+
+def _images(job: WriteJob, snapshot: Snapshot) -> dict[str, WholeImage]:
+    block = snapshot.lease.block
+    return {
+        image.name: WholeImage(block.image(image.block_offset, page_aligned(image.nbytes)))
+        for image in job.files
+    }

@@ -1,0 +1,199 @@
+"""Write tensors that nobody changes meanwhile: through a ring of chunk buffers, without a snapshot.
+
+A synchronous save blocks the trainer until its files are complete, so there is nothing to protect from it. Every writing
+thread puts the next chunk of a file together in a buffer of its own, seals and writes it, and goes on to another one:
+copying a chunk overlaps with writing others, and memory for a few chunks is enough for a save of any size.
+
+A container's end may reach over from one chunk into the next. It is sealed where its payload ends, in a buffer that is
+long enough for it, and its last bytes are handed over to the chunk that they belong to.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from nostall._engine import Engine
+from nostall._memory.arena import Lease, address_of
+from nostall._memory.copying import copy_bytes, in_payload_order
+from nostall._memory.snapshot import write_over
+from nostall._model.jobs import RankReport, page_aligned
+from nostall._model.values import FileLayout, ItemShape, Slot
+from nostall._save.session import PreparedSave
+from nostall._save.stage import lease_for, stage
+from nostall._save.write import follow, in_thread, jobs, wait_for, write_here
+from nostall._writer.files import perform
+from nostall._writer.images import Window
+from nostall.errors import StagingError
+
+
+def write_now(prepared: PreparedSave, engine: Engine) -> RankReport:
+    """Write a rank's share while the caller, and with it the trainer, waits.
+
+    By way of a snapshot if that takes no more memory than the ring does, and where chunks cannot be made one by one: from
+    tensors on an accelerator, and for the user's own streams.
+
+    Raises:
+        SaveTimeoutError: Earlier saves still hold all snapshot memory.
+        ReservationError: There is not enough host memory.
+        StagingError: A copy failed.
+    """
+    # If the planner made new tensors of everything that was staged, the stager's lease is still out: not waited for.
+    beyond_limit = engine.arena.anything_labelled
+    threads, buffer_nbytes = _ring_size(prepared, engine)
+    if (
+        prepared.target.stream is not None
+        or prepared.layout.image_nbytes <= threads * buffer_nbytes
+        or not all(isinstance(each, bytes) or each.is_cpu for each in prepared.planned.sources)
+    ):
+        snapshot = stage(prepared, engine, beyond_limit=beyond_limit)
+        return write_here(snapshot, prepared.target, engine)
+    lease = lease_for(prepared, engine, threads * buffer_nbytes, beyond_limit=beyond_limit)
+    target, lease = prepared.target, engine.arena.adopt(lease)
+
+    def write(cancelled: threading.Event) -> RankReport:
+        try:
+            return _write(prepared, engine, lease, threads, buffer_nbytes, cancelled)
+        finally:
+            lease.release()
+
+    written = in_thread(write, target, engine, rank=prepared.rank)
+    return wait_for(written, target, engine, rank=prepared.rank)
+
+
+def _ring_size(prepared: PreparedSave, engine: Engine) -> tuple[int, int]:
+    """Buffers, one per thread, and the bytes of each: a chunk and the longest end of a container."""
+    ends = (len(each.container.suffix) for each in prepared.layout.shapes if each.container)
+    buffer_nbytes = page_aligned(engine.options.chunk_nbytes + max(ends, default=0))
+    limit = engine.options.max_wave_nbytes
+    threads = engine.io_threads
+    return (
+        threads if limit is None else max(1, min(threads, limit // buffer_nbytes))
+    ), buffer_nbytes
+
+
+def _write(
+    prepared: PreparedSave,
+    engine: Engine,
+    lease: Lease,
+    threads: int,
+    buffer_nbytes: int,
+    cancelled: threading.Event,
+) -> RankReport:
+    write_over(lease.block)
+    base = address_of(lease.block)
+    buffers = [
+        _Buffer(memory=lease.block.image(at, buffer_nbytes), address=base + at)
+        for at in range(0, threads * buffer_nbytes, buffer_nbytes)
+    ]
+    payloads = _payloads(prepared)
+    images = {
+        file.name: _LiveImage(file, prepared.layout.shapes, payloads, buffers)
+        for file in prepared.layout.files
+    }
+    (job,) = jobs(prepared.layout, prepared.target, engine, rank=prepared.rank)
+    return perform(
+        replace(job, io_threads=threads),
+        images,
+        cancelled=cancelled,
+        cutter=engine.cuts.cut,
+        on_progress=follow(prepared.target, job),
+        on_created=prepared.target.progress.created.add,
+    )
+
+
+def _payloads(prepared: PreparedSave) -> list[torch.Tensor | bytes]:
+    """What to copy from, byte by byte."""
+    share = prepared.planned.share
+    payloads: list[torch.Tensor | bytes] = []
+    for shape, form, source in zip(
+        share.shapes, share.forms, prepared.planned.sources, strict=True
+    ):
+        if form is None or isinstance(source, bytes):
+            payloads.append(source)
+            continue
+        try:
+            payloads.append(in_payload_order(source, form))
+        except Exception as error:
+            raise StagingError(
+                f"item {shape.fqn!r} cannot be read: {type(error).__name__}: {error}",
+                rank=prepared.rank,
+                phase="stage",
+                job=prepared.target.job,
+            ) from error
+    return payloads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Buffer:
+    """One thread's memory, and where that is."""
+
+    memory: memoryview
+    address: int
+
+
+class _LiveImage:
+    """A file image of which as many chunks exist at a time as there are buffers."""
+
+    def __init__(
+        self,
+        file: FileLayout,
+        shapes: Sequence[ItemShape],
+        payloads: Sequence[torch.Tensor | bytes],
+        buffers: Sequence[_Buffer],
+    ) -> None:
+        self._slots = file.slots
+        self._begins = [slot.offset for slot in file.slots]
+        self._shapes = shapes
+        self._payloads = payloads
+        self._buffers = buffers
+        self._reaching_over = b""
+        """Sealed bytes that belong behind the last chunk handed over."""
+
+    def window(self, begin: int, end: int, *, thread: int) -> Window:
+        """Put a chunk together in the thread's buffer."""
+        buffer = self._buffers[thread]
+        first = bisect_right(self._begins, begin) - 1
+        for slot in self._slots[first : bisect_left(self._begins, end)]:
+            slot_end = slot.offset + slot.length
+            upto = slot_end if _is_sealed_in(slot, begin, end) else min(end, slot_end)
+            self._put(slot, max(begin, slot.offset), upto, buffer, begin)
+        return Window(buffer.memory, begin)
+
+    def hand_over(self, window: Window, end: int) -> None:
+        """Let what was sealed before the chunk take its place there, and keep what reaches over from it."""
+        if not window.origin:
+            self._reaching_over = b""  # of an attempt that has failed
+        nbytes = end - window.origin
+        inherited, rest = self._reaching_over[:nbytes], self._reaching_over[nbytes:]
+        window.memory[: len(inherited)] = inherited
+        last = self._slots[bisect_left(self._begins, end) - 1] if nbytes else None
+        if last is not None and _is_sealed_in(last, window.origin, end):
+            rest = bytes(window.memory[nbytes : last.offset + last.length - window.origin])
+        self._reaching_over = rest
+
+    def _put(self, slot: Slot, begin: int, end: int, buffer: _Buffer, origin: int) -> None:
+        """Put a slot's bytes from ``begin`` to ``end``, in the file, into a buffer that begins at ``origin``."""
+        payload, container = self._payloads[slot.item], self._shapes[slot.item].container
+        payload_end = slot.payload_offset + slot.payload_nbytes
+        parts = [(slot.payload_offset, payload)] if isinstance(payload, bytes) else []
+        if container is not None:
+            parts += [(slot.offset, container.prefix), (payload_end, container.suffix)]
+        for at, content in parts:
+            low, high = max(begin, at), min(end, at + len(content))
+            if low < high:
+                piece = memoryview(content)[low - at : high - at]
+                buffer.memory[low - origin : high - origin] = piece
+        low, high = max(begin, slot.payload_offset), min(end, payload_end)
+        if isinstance(payload, torch.Tensor) and low < high:
+            address = payload.data_ptr() + low - slot.payload_offset
+            copy_bytes(buffer.address + low - origin, address, high - low)
+
+
+def _is_sealed_in(slot: Slot, begin: int, end: int) -> bool:
+    """Whether a slot's payload ends in a chunk; its container is sealed there, beyond the end of the chunk if need be."""
+    return begin < slot.payload_offset + slot.payload_nbytes <= end
