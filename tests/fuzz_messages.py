@@ -23,7 +23,7 @@ from nostall._writer.handle import WriterProcess
 from nostall._writer.main import _Writer
 from nostall._writer.messages import created_to_message, progress_to_message
 from nostall._writer.position import Position
-from nostall._writer.seals import cut
+from nostall._writer.seals import plan_chunks
 from nostall.errors import ProtocolError
 from test_pure import example_messages, example_table
 
@@ -93,7 +93,7 @@ def _at_writer(sock: socket.socket) -> str:
             for image in job.files:
                 at = Position(phase="open", path=job.directory, on_progress=lambda _: None)
                 content = images[image.name]
-                _FileTask(job, image, content, Faults(()), at, cut, threading.Semaphore())
+                _FileTask(job, image, content, Faults(()), at, plan_chunks, threading.Semaphore())
         except ProtocolError:
             outcomes.append("job in no memory")
         except (IndexError, ValueError):  # which the writer answers as a failed job

@@ -93,13 +93,13 @@ def test_a_larger_request_makes_a_free_block_grow() -> None:
     arena = Arena(max_blocks=2, on_drop=lambda block: dropped.append(block.id))
     first = lease(arena, UNIT)
     block_id = first.block.id
-    first.block.primed = ("key", "views")
+    first.block.prepared_views = ("key", "views")
     first.block.memory[:4] = b"kept"
     first.release()
     second = lease(arena, 3 * UNIT)
     assert second.block.id != block_id
     assert dropped == [block_id]
-    assert first.block.primed is None
+    assert first.block.prepared_views is None
     assert second.block.memory[:4] == b"kept"
     assert len(second.block.memory) == os.fstat(second.block.fd).st_size == 3 * UNIT
     assert arena.reserved_nbytes == 3 * UNIT

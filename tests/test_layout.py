@@ -83,7 +83,7 @@ PACKINGS = st.builds(Packing, file_count=st.integers(1, 6), file_per_item=st.boo
 NAMINGS = st.builds(
     FileNaming,
     prefix=st.sampled_from(["__0_", "__17_"]),
-    mark=st.sampled_from(["", "-1a2b3c4d"]),
+    suffix=st.sampled_from(["", "-1a2b3c4d"]),
     separation_hint=st.sampled_from([None, "optimizer", "opt", "absent"]),
 )
 PLAIN = FileNaming(prefix="__0_")
@@ -184,7 +184,7 @@ def test_the_key_is_that_of_the_places_not_of_the_names(
 ) -> None:
     """What was laid down in memory for one checkpoint serves the next one, whose files are called otherwise."""
     one = lay_out(shapes, PLAIN, packing)
-    other = lay_out(shapes, FileNaming(prefix="__0_", mark="-deadbeef"), packing)
+    other = lay_out(shapes, FileNaming(prefix="__0_", suffix="-deadbeef"), packing)
     assert one.key == other.key
     assert hash(one.key) == hash(other.key)
 
@@ -195,7 +195,7 @@ def test_what_was_laid_out_for_one_checkpoint_serves_the_next_one(
 ) -> None:
     """Saves that replace each other have file names of their own, and are laid out once."""
     engine = Engine()
-    other = replace(naming, mark="-deadbeef")
+    other = replace(naming, suffix="-deadbeef")
     one, two = (engine.lay_out(shapes, each, packing) for each in (naming, other))
     assert two.key is one.key
     assert (one, two) == tuple(lay_out(shapes, each, packing) for each in (naming, other))
@@ -230,11 +230,11 @@ def test_the_key_changes_with_any_length(
 def test_file_names_differ_and_count_up(
     shapes: list[ItemShape], naming: FileNaming, packing: Packing
 ) -> None:
-    """``{group}{prefix}{n}{mark}.distcp`` with n from 0, so no two files of a rank share a name."""
+    """``{group}{prefix}{n}{suffix}.distcp`` with n from 0, so no two files of a rank share a name."""
     names = [file.name for file in lay_out(shapes, naming, packing).files]
     assert len(set(names)) == len(names)
     for number, name in enumerate(names):
-        plain = f"{naming.prefix}{number}{naming.mark}.distcp"
+        plain = f"{naming.prefix}{number}{naming.suffix}.distcp"
         assert name in {plain, f"{naming.separation_hint}{plain}"}
 
 

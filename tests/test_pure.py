@@ -82,7 +82,7 @@ from nostall._writer.messages import (
     seals_from_message,
     seals_to_message,
 )
-from nostall._writer.seals import Cuts, Payloads, cut
+from nostall._writer.seals import ChunkPlans, Payloads, plan_chunks
 from nostall.errors import (
     IllegalTransitionError,
     IncompleteSaveError,
@@ -220,12 +220,12 @@ def test_an_image_is_sealed_the_same_wherever_it_is_cut(
     size = data.draw(st.integers(1, 200))
     bounds = [*range(0, end, size), end] if end else [0, 0]
     with patch.object(seals, "_WORTH_JOINING_NBYTES", data.draw(st.integers(1, 90))):
-        payloads = Payloads(cut(table, bounds))
+        payloads = Payloads(plan_chunks(table, bounds))
     memory = bytearray(image)
     window = Window(memoryview(memory), 0)
     chunks = range(len(bounds) - 1)
     for chunk in data.draw(st.permutations(chunks)):
-        payloads.sum_pieces(window, chunk)
+        payloads.sum_parts(window, chunk)
     for chunk in data.draw(st.permutations(chunks)):
         payloads.seal_ending_in(window, chunk)
     assert bytes(memory) == expected
@@ -237,15 +237,15 @@ def test_an_image_is_sealed_the_same_wherever_it_is_cut(
 
 def test_a_cut_is_remembered_for_its_table_and_its_bounds() -> None:
     """The same table cut at the same bounds gives the very same value; other bounds or another table, a new one."""
-    cuts = Cuts()
+    plans = ChunkPlans()
     one, other = (
         SealTable(templates=((0, 9, None),), blob_offsets=(0,), template_of_slot=(0,))
         for _ in range(2)
     )
 
     def of(table: SealTable, bounds: Sequence[int]) -> Any:
-        found = cuts.cut(table, bounds)
-        assert found == cut(table, bounds)
+        found = plans.plan(table, bounds)
+        assert found == plan_chunks(table, bounds)
         return found
 
     first = of(one, [0, 9])

@@ -35,7 +35,7 @@ from nostall._storage.deadlines import start_apart
 from nostall._storage.posix import close_all, has_room_for, remove_and_hold
 from nostall._writer.handle import WriterProcess
 from nostall._writer.priority import lower_priority
-from nostall._writer.seals import Cuts
+from nostall._writer.seals import ChunkPlans
 from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError
 from nostall.options import EngineOptions, is_possible_wait, require_integer
 
@@ -64,7 +64,7 @@ class Engine:
         """Where the payloads of a staged state dict ended up in its image, by structure; see ``restage``."""
         self.faults: tuple[dict[str, Any], ...] = ()
         """Faults for every save that starts now; set by ``nostall.testing`` only."""
-        self.cuts = Cuts()
+        self.chunk_plans = ChunkPlans()
         """For saves that are written in this process."""
         self.under_way = UnderWay()
         """How far the saves are that use this engine."""

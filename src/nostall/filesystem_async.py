@@ -33,7 +33,7 @@ from nostall._commit.ahead import WrittenAhead, is_worth_it
 from nostall._commit.collect import require_one_directory
 from nostall._commit.metadata import Publication
 from nostall._engine import Engine, default_engine
-from nostall._memory.overlap import Guard
+from nostall._memory.overlap import SnapshotFence
 from nostall._model.jobs import FileReceipt, RankReport, RankWritten
 from nostall._model.values import RankFiles
 from nostall._plan.layout import FileNaming
@@ -141,11 +141,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._save: RankSave | None = None
         self._failure: NostallError | None = None
         self._staging = staging
-        self._guard: Guard | None = None
+        self._fence: SnapshotFence | None = None
         """Of what was staged last; ``dcp.async_save`` resets the writer between staging and writing."""
         self.timeline = Timeline()
         self._staging_timeline = Timeline()
-        """Of what was staged last, as ``_guard``."""
+        """Of what was staged last, as ``_fence``."""
         self._is_staged = False
         """Whether what was staged last is what will be written next, although the writer is reset before."""
         self._receipts: tuple[FileReceipt, ...] = ()
@@ -176,7 +176,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._save = None
         self._failure = None
         if not self._is_staged:
-            self._guard, self._staging_timeline = None, Timeline()
+            self._fence, self._staging_timeline = None, Timeline()
         self._is_staged = False
         self.timeline = Timeline()
         self._receipts = ()
@@ -245,11 +245,11 @@ class FileSystemWriterAsync(FileSystemWriter):
             return self._write_share(plan, planner)
 
     def _write_share(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        guard, self._guard = self._guard, None
-        if guard is not None and guard.failure is not None:
+        fence, self._fence = self._fence, None
+        if fence is not None and fence.failure is not None:
             # Also where a planner has made new tensors of everything, so that nothing shows where they come from.
             raise StagingError(
-                f"the staged copy cannot be used: {guard.failure}",
+                f"the staged copy cannot be used: {fence.failure}",
                 rank=self.rank,
                 phase="stage",
                 path=str(self.path),
@@ -405,7 +405,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             rank=_rank_among_peers(),
             path=str(self.path),
         )
-        self._guard = staged.guard
+        self._fence = staged.fence
         return staged.copied
 
     def __getstate__(self) -> dict[str, Any]:
@@ -414,7 +414,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             **self.__dict__,
             "_save": None,
             "_visit": None,
-            "_guard": None,
+            "_fence": None,
         }
 
     def wait_staged(self, timeout: float | None = None) -> None:
@@ -425,8 +425,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             SaveTimeoutError: It is not safe yet after ``timeout`` seconds.
         """
-        if self._guard is not None:
-            self._guard.wait(timeout)
+        if self._fence is not None:
+            self._fence.wait(timeout)
         if self._save is not None:
             self._save.wait_staged(timeout)
 
@@ -624,7 +624,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             directory=directory,
             naming=FileNaming(
                 prefix=prefix,
-                mark=f"-{job[:8]}" if replaces else "",
+                suffix=f"-{job[:8]}" if replaces else "",
                 separation_hint=self._separation_hint,
             ),
             options=self._options(),

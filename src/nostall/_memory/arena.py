@@ -55,7 +55,7 @@ class Block:
             raise
         # A forked data loader must neither pay for these pages nor keep them.
         self.memory.madvise(mmap.MADV_DONTFORK)
-        self.primed: Any = None
+        self.prepared_views: Any = None
         """What the snapshot keeps in the block for the next save of the same layout."""
         self.is_shown = False
         """Whether tensors over it were given to somebody who may keep them; it stays where it is then."""
@@ -318,7 +318,7 @@ class Arena:
             self._drop(block)
 
     def _drop(self, block: Block) -> None:
-        block.primed = None
+        block.prepared_views = None
         self._on_drop(block)
 
 

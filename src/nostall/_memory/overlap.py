@@ -6,7 +6,7 @@ Three lines of defence, of which the first two need nobody's help:
    are copied before the call returns.
 2. What is left is changed by optimizers. No ``step()`` of the process begins before all copies are made: torch calls
    :func:`_before_step` first, whatever the optimizer and the implementation.
-3. A tensor that is changed elsewhere without :meth:`Guard.wait` is noticed by its version counter, and the save fails instead of
+3. A tensor that is changed elsewhere without :meth:`SnapshotFence.wait` is noticed by its version counter, and the save fails instead of
    committing a torn snapshot. Changes that go past the counter (through ``.data``, NumPy, ``Tensor.apply_``, or code outside of
    torch) cannot be seen; replacing a parameter's ``data`` does no harm, as the copy is of what was there.
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 Marks = Mapping[torch.device, Any]
 """Per accelerator, how far its stream had been told to go when the save was asked for."""
 
-_under_way: set[Guard] = set()
+_under_way: set[SnapshotFence] = set()
 """Of all snapshots that are being taken, whatever engine they belong to."""
 _under_way_lock = threading.Lock()
 
@@ -66,7 +66,7 @@ _AT_EXIT_TIMEOUT_S = 20.0
 """A hundred gigabytes and more are copied in this time; who waits for memory so long need not be waited for."""
 
 
-class Guard:
+class SnapshotFence:
     """What has to be waited for before tensors may change. Holds none of them itself.
 
     Args:
@@ -209,7 +209,7 @@ def wait_for_all(timeout: float | None) -> None:
     """
     deadline_s = None if timeout is None else time.monotonic() + timeout
     _wait_for_all(
-        lambda guard: guard.wait(
+        lambda fence: fence.wait(
             None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
         )
     )
@@ -217,24 +217,24 @@ def wait_for_all(timeout: float | None) -> None:
 
 def _before_step(*_: object) -> None:
     """Keep an optimizer from changing what has yet to be copied; torch calls this before every step of the process."""
-    _wait_for_all(Guard.wait_or_lose)
+    _wait_for_all(SnapshotFence.wait_or_lose)
 
 
-def _wait_for_all(wait: Callable[[Guard], None]) -> None:
+def _wait_for_all(wait: Callable[[SnapshotFence], None]) -> None:
     called_s = time.monotonic()
     with _under_way_lock:
-        guards = list(_under_way)
-    for guard in guards:
-        wait(guard)
+        fences = list(_under_way)
+    for fence in fences:
+        wait(fence)
     _process.waited_s = max(_process.waited_s, called_s)
 
 
 def _after_fork_in_child() -> None:
     global _under_way, _under_way_lock
     # The threads that would end them are the parent's; and another thread may have held any of the locks.
-    guards, _under_way, _under_way_lock = _under_way, set(), threading.Lock()
-    for guard in guards:
-        guard.abandon_after_fork()
+    fences, _under_way, _under_way_lock = _under_way, set(), threading.Lock()
+    for fence in fences:
+        fence.abandon_after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -271,7 +271,7 @@ def stage_behind(
     *,
     is_watched: bool,
     timeout_s: float,
-) -> tuple[Future[T], Guard]:
+) -> tuple[Future[T], SnapshotFence]:
     """Take a snapshot on a thread of its own.
 
     Args:
@@ -280,7 +280,7 @@ def stage_behind(
         begin: Makes the copies of what it is given in the place of ``sources``, ordered after the marks it is given, and what they
             are copies for.
         discard: Gives up what ``begin`` has made, if it cannot be used.
-        is_watched: Whether the trainer is going to ask for :meth:`Guard.changed_unseen`.
+        is_watched: Whether the trainer is going to ask for :meth:`SnapshotFence.changed_unseen`.
         timeout_s: How long an optimizer's step waits for it.
 
     Returns:
@@ -294,7 +294,7 @@ def stage_behind(
     before = _torch.changes_of(counted)
     tensors = [each for each in detached if isinstance(each, torch.Tensor)]
     marks, devices = _torch.stream_marks(tensors), _torch.current_devices(tensors)
-    guard = Guard(timeout_s)
+    fence = SnapshotFence(timeout_s)
     is_wanted = threading.Event()
 
     def changed() -> list[str]:
@@ -307,16 +307,16 @@ def stage_behind(
             made, copies = begin(detached, marks)
             try:
                 if not is_watched:
-                    guard.wait_awaited(min(time.monotonic() - began_s, _SECOND_LOOK_S))
+                    fence.wait_awaited(min(time.monotonic() - began_s, _SECOND_LOOK_S))
                 spoiled = changed()  # before anybody may change them
-                guard.open(copies)
+                fence.open(copies)
                 copies.wait()
-                spoiled = spoiled or guard.close(changed)
+                spoiled = spoiled or fence.close(changed)
                 if spoiled:
                     raise changed_too_early(spoiled)
                 if is_watched:
                     _torch.empty_all(counted)
-                    guard.keep_watch(changed)
+                    fence.keep_watch(changed)
             except BaseException:
                 discard(made)
                 raise
@@ -328,15 +328,15 @@ def stage_behind(
         try:
             made = take()
         except BaseException as error:  # whoever waits must hear of it
-            guard.end(str(error))
+            fence.end(str(error))
             done.set_exception(error)
         else:
-            guard.end()
+            fence.end()
             done.set_result(made)
         finally:
-            guard.leave()
+            fence.leave()
 
-    guard.enter()
+    fence.enter()
     try:
         threading.Thread(target=run, name=_THREAD_NAME, daemon=True).start()
     except RuntimeError:  # the system has no thread to give
@@ -344,9 +344,9 @@ def stage_behind(
         run()
     except BaseException:
         # Nobody gets to know of this snapshot; a thread that has begun ends by itself.
-        guard.end()
-        guard.leave()
+        fence.end()
+        fence.leave()
         raise
     finally:
         is_wanted.set()
-    return done, guard
+    return done, fence

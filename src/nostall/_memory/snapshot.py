@@ -35,7 +35,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Primed:
+class _PreparedViews:
     """What a block keeps for the next save of the same layout."""
 
     layout_key: Hashable
@@ -70,12 +70,14 @@ def begin_snapshot(
     Returns:
         The snapshot, which is complete when the copies have been waited for.
     """
-    primed = _prime(planned.share, layout, lease.block)
-    for item, at in primed.runs:
+    prepared_views = _prepare_views(planned.share, layout, lease.block)
+    for item, at in prepared_views.runs:
         content = cast("bytes", planned.sources[item])
         lease.block.memory[at : at + len(content)] = content
-    sources = [planned.sources[item] for item in primed.items]
-    copies = primed.places.fill(cast("list[torch.Tensor]", sources), method=method, after=after)
+    sources = [planned.sources[item] for item in prepared_views.items]
+    copies = prepared_views.places.fill(
+        cast("list[torch.Tensor]", sources), method=method, after=after
+    )
     return Snapshot(rank=planned.share.rank, layout=layout, lease=lease), copies
 
 
@@ -93,7 +95,7 @@ def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot
                 and source.data_ptr() != base + file.image_offset + slot.payload_offset
             ):
                 return None
-    lease.block.primed = None  # its views belong to tensors that the caller may still hold
+    lease.block.prepared_views = None  # its views belong to tensors that the caller may still hold
     _lay_down_containers(layout, lease.block)
     for file in layout.files:
         for slot in file.slots:
@@ -106,28 +108,32 @@ def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot
 
 def write_over(block: Block) -> None:
     """Note that a block is used for something else: what surrounds payloads is lost then, views on their places are not."""
-    if block.primed is not None:
-        block.primed = replace(block.primed, is_laid_down=False)
+    if block.prepared_views is not None:
+        block.prepared_views = replace(block.prepared_views, is_laid_down=False)
 
 
-def _prime(share: Share, layout: Layout, block: Block) -> _Primed:
+def _prepare_views(share: Share, layout: Layout, block: Block) -> _PreparedViews:
     """Make a block ready for a layout, once: lay down what surrounds the payloads, and views on their places."""
-    primed: _Primed | None = block.primed
-    fits = primed and primed.layout_key == layout.key and primed.forms == share.forms
-    if not (primed and fits and primed.is_laid_down):
+    prepared_views: _PreparedViews | None = block.prepared_views
+    fits = (
+        prepared_views
+        and prepared_views.layout_key == layout.key
+        and prepared_views.forms == share.forms
+    )
+    if not (prepared_views and fits and prepared_views.is_laid_down):
         write_over(block)  # before: half of it may be there if something comes in between
         _lay_down_containers(layout, block)
-    if not (primed and fits):
-        block.primed = primed = _views(share, layout, block)
-    elif primed.forms is not share.forms or not primed.is_laid_down:
+    if not (prepared_views and fits):
+        block.prepared_views = prepared_views = _views(share, layout, block)
+    elif prepared_views.forms is not share.forms or not prepared_views.is_laid_down:
         # The next comparison is one of identities.
-        block.primed = primed = replace(
-            primed, layout_key=layout.key, forms=share.forms, is_laid_down=True
+        block.prepared_views = prepared_views = replace(
+            prepared_views, layout_key=layout.key, forms=share.forms, is_laid_down=True
         )
-    return primed
+    return prepared_views
 
 
-def _views(share: Share, layout: Layout, block: Block) -> _Primed:
+def _views(share: Share, layout: Layout, block: Block) -> _PreparedViews:
     places: list[_torch.Place] = []
     items, runs = [], []
     for file in layout.files:
@@ -139,7 +145,7 @@ def _views(share: Share, layout: Layout, block: Block) -> _Primed:
             elif slot.payload_nbytes:
                 places.append((at, form.dtype, form.size, form.stride))
                 items.append(slot.item)
-    return _Primed(
+    return _PreparedViews(
         layout_key=layout.key,
         forms=share.forms,
         places=Places(_torch.views_of(block.memory, places)),

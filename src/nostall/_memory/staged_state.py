@@ -176,7 +176,7 @@ def _copied(
             for leaf, offset in zip(leaves, offsets, strict=True)
         ),
     )
-    lease.block.primed = None
+    lease.block.prepared_views = None
     lease.block.is_shown = True
     remaining = iter(views)
 

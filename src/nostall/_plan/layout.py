@@ -19,17 +19,17 @@ from nostall._model.values import FileLayout, ItemShape, Layout, Slot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileNaming:
-    """How a rank's files are called: ``{group}{prefix}{n}{mark}.distcp``."""
+    """How a rank's files are called: ``{group}{prefix}{n}{suffix}.distcp``."""
 
     prefix: str
     """Stock's storage prefix, ``__{rank}_``."""
-    mark: str = ""
+    suffix: str = ""
     """Sets the files apart from those of the committed checkpoint that is being replaced."""
     separation_hint: str | None = None
 
     def name_of(self, group: str, number: int) -> str:
         """The name of a rank's ``number``-th file, which belongs to ``group``."""
-        return f"{group}{self.prefix}{number}{self.mark}{SHARD_SUFFIX}"
+        return f"{group}{self.prefix}{number}{self.suffix}{SHARD_SUFFIX}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

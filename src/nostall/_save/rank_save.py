@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall._commit.ahead import WrittenAhead
-from nostall._memory.overlap import Guard, changed_too_early
+from nostall._memory.overlap import SnapshotFence, changed_too_early
 from nostall._memory.snapshot import Snapshot
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._model.lifecycle import State
@@ -32,7 +32,7 @@ class RankSave(BackgroundSave):
         self.prepared = prepared
         self.ahead: WrittenAhead | None = None
         """On the coordinator: metadata that is written while the files are."""
-        self._guard: Guard | None = None
+        self._fence: SnapshotFence | None = None
         self._collected: RankReport | None = None
         self._is_over = False
         self._changed: list[str] = []
@@ -64,7 +64,7 @@ class RankSave(BackgroundSave):
         target = replace(self.prepared.target, faults=self.engine.faults)
         self.prepared = replace(self.prepared, target=target)
         if self.prepared.target.options.staging == "overlapped":
-            snapshot, self._guard = stage_in_background(
+            snapshot, self._fence = stage_in_background(
                 self.prepared, self.engine, is_aborted=lambda: self.aborted
             )
         else:
@@ -74,8 +74,8 @@ class RankSave(BackgroundSave):
 
     def wait_staged(self, timeout: float | None) -> None:
         """Return when the snapshot is taken."""
-        if self._guard is not None:
-            self._guard.wait(timeout)
+        if self._fence is not None:
+            self._fence.wait(timeout)
 
     def write(self, snapshot: Snapshot | Future[Snapshot]) -> RankReport:
         """Write a snapshot here and now, waiting for it if need be."""
@@ -135,8 +135,8 @@ class RankSave(BackgroundSave):
                     written = self._submit(staged.result())
                 finally:
                     # The writer's now; before the report, so that who waits for that finds nothing under way.
-                    if self._guard is not None:
-                        self._guard.leave()
+                    if self._fence is not None:
+                        self._fence.leave()
             except BaseException as error:  # whoever waits must hear of it
                 report.set_result(self.failed(error, phase="stage"))
                 return
@@ -204,7 +204,7 @@ class RankSave(BackgroundSave):
             # Before anything is raised: names and memory of a save that is lost are in use until its report is there.
             self._collected = self.await_report()
             self.prepared = session.as_written(self.prepared, self._collected)
-            self._changed = [] if self._guard is None else self._guard.changed_unseen()
+            self._changed = [] if self._fence is None else self._fence.changed_unseen()
         if self._changed:
             error = changed_too_early(self._changed)
             error.path = self.prepared.target.directory

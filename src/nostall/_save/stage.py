@@ -11,7 +11,7 @@ import torch
 from nostall._engine import Engine
 from nostall._memory.arena import Lease
 from nostall._memory.copying import Copies
-from nostall._memory.overlap import Guard, Marks, stage_behind
+from nostall._memory.overlap import Marks, SnapshotFence, stage_behind
 from nostall._memory.snapshot import Snapshot, begin_snapshot
 from nostall._model.jobs import RankFailed, RankReport
 from nostall._model.lifecycle import State
@@ -42,8 +42,8 @@ def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False)
 
 def stage_in_background(
     prepared: PreparedSave, engine: Engine, *, is_aborted: Callable[[], bool]
-) -> tuple[Future[Snapshot], Guard]:
-    """Take the snapshot behind the trainer's back, which must not change a tensor until it has waited for the guard."""
+) -> tuple[Future[Snapshot], SnapshotFence]:
+    """Take the snapshot behind the trainer's back, which must not change a tensor until it has waited for the fence."""
     _require_unstaged(prepared)
     prepared.target.progress.to(State.STAGING)
     bare = without_sources(prepared)  # what the thread refers to

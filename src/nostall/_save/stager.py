@@ -18,7 +18,7 @@ import torch
 from nostall._engine import Engine
 from nostall._memory.arena import Lease
 from nostall._memory.copying import Copies, Places
-from nostall._memory.overlap import Guard, Marks, stage_behind
+from nostall._memory.overlap import Marks, SnapshotFence, stage_behind
 from nostall._memory.snapshot import Snapshot, adopt_staged
 from nostall._memory.staged_state import (
     Leaf,
@@ -46,7 +46,7 @@ class Staged:
 
     copied: dict[str, Any] | Future[Any]
     """With overlapped staging a future, which always ends well."""
-    guard: Guard | None
+    fence: SnapshotFence | None
     """Who knows whether the copy can be used and tensors may change; ``None`` if both is so."""
 
 
@@ -80,7 +80,7 @@ def stage_for_later(
     try:
         if overlapped:
             return _copy_in_background(state_dict, engine, timeline)
-        return Staged(copied=_copy(state_dict, engine, timeline), guard=None)
+        return Staged(copied=_copy(state_dict, engine, timeline), fence=None)
     except Exception as error:
         if rank is None:
             raise
@@ -115,7 +115,7 @@ def _copy_in_background(
         with timeline.measure("stage"):
             return None, places.fill(tensors, method=method, after=after)
 
-    done, guard = stage_behind(
+    done, fence = stage_behind(
         [leaf.tensor for leaf in leaves],
         [leaf.fqn for leaf in leaves],
         begin=begin,
@@ -127,13 +127,13 @@ def _copy_in_background(
     future.set_running_or_notify_cancel()
 
     def settle(_: Future[None]) -> None:
-        if guard.failure is not None:
-            staged.spoil(guard.failure)
-        guard.leave()
+        if fence.failure is not None:
+            staged.spoil(fence.failure)
+        fence.leave()
         future.set_result(staged)
 
     done.add_done_callback(settle)
-    return Staged(copied=future, guard=guard)
+    return Staged(copied=future, fence=fence)
 
 
 def _begin_copy(
@@ -151,14 +151,14 @@ def _nothing(
     """What takes the place of a copy that could not be made, where other ranks have to hear of it: see ``Unstaged``."""
     told = error_of(RankFailed(rank=rank, failure=failure_of(error, phase="stage")))
     told.path = path
-    guard = Guard()
-    guard.end(told.message)
+    fence = SnapshotFence()
+    fence.end(told.message)
     nothing = unstaged(state_dict, told)
     if not overlapped:
-        return Staged(copied=nothing, guard=guard)
+        return Staged(copied=nothing, fence=fence)
     future: Future[dict[str, Any]] = Future()
     future.set_result(nothing)
-    return Staged(copied=future, guard=guard)
+    return Staged(copied=future, fence=fence)
 
 
 def take_over(prepared: PreparedSave, engine: Engine) -> Snapshot | None:

@@ -67,7 +67,7 @@ def _write(
             images,
             target.stream,
             cancelled,
-            engine.cuts.cut,
+            engine.chunk_plans.plan,
             follow(target, job),
             target.progress.created.add,
         )

@@ -100,7 +100,7 @@ def _write(
         replace(job, io_threads=threads),
         images,
         cancelled=cancelled,
-        cutter=engine.cuts.cut,
+        chunk_planner=engine.chunk_plans.plan,
         on_progress=follow(prepared.target, job),
         on_created=prepared.target.progress.created.add,
     )

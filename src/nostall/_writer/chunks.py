@@ -38,7 +38,7 @@ from nostall._storage.posix import ImageFile, make_directory, may_pass, remove_f
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image
 from nostall._writer.position import Cancelled, Position
-from nostall._writer.seals import Cutter, Payloads
+from nostall._writer.seals import ChunkPlanner, Payloads
 
 _BACKOFF_S = 0.1
 _BACKOFF_FACTOR = 4
@@ -54,7 +54,7 @@ def write_images(
     faults: Faults,
     at: Position,
     cancelled: threading.Event,
-    cutter: Cutter,
+    chunk_planner: ChunkPlanner,
 ) -> tuple[FileReceipt, ...]:
     """Write all files of a job; one that the storage fails for a reason that may pass is written anew, a few times.
 
@@ -64,7 +64,7 @@ def write_images(
         faults: Those to inject.
         at: Told which file has failed, and in which phase.
         cancelled: Set by another thread to give the job up between two chunks.
-        cutter: Says which payload lies where among the chunks.
+        chunk_planner: Says which payload lies where among the chunks.
 
     Returns:
         A receipt for every file.
@@ -79,7 +79,7 @@ def write_images(
     failed_attempts: dict[str, list[str]] = {image.name: [] for image in job.files}
     for attempt in itertools.count():
         tasks = [
-            _FileTask(job, image, images[image.name], faults, at, cutter, checksums)
+            _FileTask(job, image, images[image.name], faults, at, chunk_planner, checksums)
             for image in job.files
             if image.name not in done
         ]
@@ -207,7 +207,7 @@ class _FileTask:
         content: Image,
         faults: Faults,
         at: Position,
-        cutter: Cutter,
+        chunk_planner: ChunkPlanner,
         checksums: threading.Semaphore,
     ) -> None:
         self.name = image.name
@@ -235,7 +235,7 @@ class _FileTask:
         self.failure: Exception | None = None
         self.failed_in = ""
         """The phase that it failed in."""
-        self._payloads = Payloads(cutter(image.seals, self._bounds))
+        self._payloads = Payloads(chunk_planner(image.seals, self._bounds))
         self._started_s = 0.0
         self._finished_s = 0.0
         self._spans: list[tuple[str, int, float, float]] = []
@@ -247,7 +247,7 @@ class _FileTask:
         started_s = time.monotonic()
         with self._checksums:
             window = self._content.window(begin, end, thread=thread)
-            self._payloads.sum_pieces(window, number)
+            self._payloads.sum_parts(window, number)
         self._summed[number].set()
         for earlier in range(self._payloads.first_chunk_needed(number), number):
             self._wait(self._summed[earlier])

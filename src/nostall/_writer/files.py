@@ -23,7 +23,7 @@ from nostall._writer.chunks import write_images
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image
 from nostall._writer.position import Cancelled, Position
-from nostall._writer.seals import Cutter, cut
+from nostall._writer.seals import ChunkPlanner, plan_chunks
 from nostall._writer.streams import write_streams
 
 
@@ -32,7 +32,7 @@ def perform(
     images: Mapping[str, Image],
     stream: StreamTarget | None = None,
     cancelled: threading.Event | None = None,
-    cutter: Cutter = cut,
+    chunk_planner: ChunkPlanner = plan_chunks,
     on_progress: Callable[[int], None] = lambda _: None,
     on_created: Callable[[str], None] = lambda _: None,
 ) -> RankReport:
@@ -43,7 +43,7 @@ def perform(
         images: Per file name, its bytes.
         stream: The user's own callables, if files are to be written through them.
         cancelled: Set by another thread to give the job up between two chunks.
-        cutter: :func:`~nostall._writer.seals.cut`, or one that remembers.
+        chunk_planner: :func:`~nostall._writer.seals.plan_chunks`, or one that remembers.
         on_progress: Told how many bytes storage has taken, in any thread, now and then.
         on_created: Told the path of each file as soon as it is there, in any thread.
 
@@ -58,10 +58,10 @@ def perform(
         faults.at("start")
         make_directory(job.directory)
         if stream is None:
-            receipts = write_images(job, images, faults, at, cancelled, cutter)
+            receipts = write_images(job, images, faults, at, cancelled, chunk_planner)
             _look_for(receipts, job, at)
         else:
-            receipts = write_streams(job, images, faults, at, stream, cancelled, cutter)
+            receipts = write_streams(job, images, faults, at, stream, cancelled, chunk_planner)
         if job.sync_files and os.path.isdir(job.directory):
             at.move("fsync", job.directory)
             sync_directory(job.directory)

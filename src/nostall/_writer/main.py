@@ -38,7 +38,7 @@ from nostall._writer.messages import (
     seals_from_message,
 )
 from nostall._writer.parent import messages_from_parent
-from nostall._writer.seals import Cuts
+from nostall._writer.seals import ChunkPlans
 from nostall.errors import ProtocolError
 
 _TELL_EVERY_S = 0.25
@@ -75,7 +75,7 @@ class _Writer:
         self._sock = sock
         self._blocks: dict[int, mmap.mmap] = {}
         self._seals: dict[int, tuple[SealTable, ...]] = {}
-        self._cuts = Cuts()
+        self._chunk_plans = ChunkPlans()
         self._jobs: queue.SimpleQueue[tuple[WriteJob, threading.Event]] = queue.SimpleQueue()
         self._waiting: dict[str, WriteJob] = {}
         """Jobs that have not begun; whoever takes one out answers it."""
@@ -138,7 +138,7 @@ class _Writer:
                     self._images(job),
                     _stream_target(job),
                     cancelled,
-                    self._cuts.cut,
+                    self._chunk_plans.plan,
                     self._teller(job.job),
                     partial(self._tell_created, job),
                 )

@@ -13,7 +13,7 @@ from nostall._storage.streams import StreamTarget, write_stream
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image
 from nostall._writer.position import Cancelled, Position
-from nostall._writer.seals import Cutter, Payloads
+from nostall._writer.seals import ChunkPlanner, Payloads
 
 
 def write_streams(
@@ -23,7 +23,7 @@ def write_streams(
     at: Position,
     target: StreamTarget,
     cancelled: threading.Event,
-    cutter: Cutter,
+    chunk_planner: ChunkPlanner,
 ) -> tuple[FileReceipt, ...]:
     """Write all files of a job from front to back; an image has to be in memory as a whole.
 
@@ -50,8 +50,8 @@ def write_streams(
             os.close(fd)
         at.move("write", path)
         window = images[image.name].window(0, image.nbytes, thread=0)
-        payloads = Payloads(cutter(image.seals, [0, image.nbytes]))
-        payloads.sum_pieces(window, 0)
+        payloads = Payloads(chunk_planner(image.seals, [0, image.nbytes]))
+        payloads.sum_parts(window, 0)
         payloads.seal_ending_in(window, 0)
         started_s = time.monotonic()
         starts = image.seals.blob_offsets
