@@ -1,0 +1,84 @@
+"""The public names as users call them: checked by mypy in the types session, and never run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from typing_extensions import assert_type
+
+import nostall
+from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.integrity import Verification
+from nostall.state_dict_saver import (
+    CheckpointMetadataCache,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+from nostall.stats import SaveStats
+
+STATE = {"weight": torch.zeros(1)}
+
+
+def synchronous_and_asynchronous(path: Path) -> None:
+    dcp.save(STATE, storage_writer=nostall.FileSystemWriterAsync(path, thread_count=2))
+    writer = FileSystemWriterAsync(path, staging="overlapped")
+    dcp.async_save(STATE, storage_writer=writer, async_stager=writer)
+    assert_type(writer.wait_staged(timeout=1.0), None)
+    assert_type(writer.stats, SaveStats | None)
+
+
+def split(path: Path) -> None:
+    writer = FileSystemWriterAsync(path)
+    planned = save_state_dict_async_plan(
+        STATE, writer, enable_cache=True, metadata_cache=CheckpointMetadataCache()
+    )
+    save_fn, preload_fn, arguments = writer.get_save_function_and_args()
+    with AsyncCallsQueue() as queue:
+        request = AsyncRequest(
+            save_fn,
+            arguments,
+            [lambda: save_state_dict_async_finalize(*planned)],
+            preload_fn=preload_fn,
+        )
+        assert_type(queue.schedule_async_request(request), int)
+        assert_type(queue.maybe_finalize_async_calls(blocking=False), list[int])
+        assert_type(queue.pending, int)
+
+
+def whole_files(path: Path) -> None:
+    checkpoint = nostall.TorchAsyncCheckpoint()
+    checkpoint.async_save(STATE, path)
+    checkpoint.finalize_async_save(blocking=True)
+    checkpoint.close()
+
+
+def looking(path: Path) -> None:
+    assert_type(nostall.is_complete(path), bool)
+    assert_type(nostall.latest_complete(path), str | None)
+    found = nostall.verify(path)
+    assert_type(found, Verification)
+    if not found.ok:
+        nostall.remove_checkpoint(path)
+    dcp.load(STATE, storage_reader=nostall.CachedMetadataFileSystemReader(path))
+
+
+def engine() -> None:
+    nostall.configure(nostall.EngineOptions(io_threads=4, save_timeout_s=60.0))
+    nostall.warmup(1 << 30)
+    for each in nostall.status():
+        assert_type(each.path, str)
+    nostall.drain_on_sigterm(grace_s=30.0)
+    nostall.abort_all()
+
+
+def failures(path: Path) -> None:
+    try:
+        dcp.save(STATE, storage_writer=FileSystemWriterAsync(path))
+    except nostall.errors.WriteError as error:
+        assert_type(error.rank, int | None)
+        assert_type(error.path, str | None)
+        assert_type(error.phase, str | None)
+        assert_type(error.hint, str | None)
