@@ -1,1 +1,1 @@
-"""Host memory: what there is, who has it, and how tensors get there."""
+"""Host memory: how much is available, which save holds it, and how tensors are copied into it."""

@@ -1,11 +1,12 @@
-"""Host memory for snapshots: reserved once, handed out as leases, reused for every save.
+"""Host memory for snapshots: reserved once, leased to one save at a time, reused by later saves.
 
-A block is anonymous memory behind a descriptor (``memfd_create``), so that one descriptor gives the writer process the
-whole image and nothing is left in ``/dev/shm`` whoever dies. Its pages are reserved when it is made
-(``posix_fallocate``): too little memory is an error at that line, not a SIGBUS in the middle of a copy.
+A block is anonymous memory behind a descriptor (``memfd_create``). One descriptor gives the writer
+process the whole image, and nothing stays in ``/dev/shm`` if a process dies. The pages of a block
+are reserved when it is made (``posix_fallocate``): a lack of memory is an error at that line, not a
+SIGBUS in the middle of a copy.
 
-The lease that is not yet returned *is* the back-pressure: with ``max_blocks`` leases out, the next one waits.
-Blocks are made as large as asked for; for a larger request a free block that is too small grows.
+Leases are the back-pressure: while ``max_blocks`` leases are out, the next request waits. A block
+has the size that was requested; a free block that is too small grows for a larger request.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from nostall._memory.available import available_nbytes
 from nostall.errors import ReservationError, SaveAbortedError, SaveTimeoutError
 
 _MAP_UNIT_NBYTES = 2 << 20
-"""Blocks are whole huge pages, so that the system can back them with such."""
+"""Blocks are a multiple of a huge page, so that the system can back them with huge pages."""
 _STAGED_PATIENCE_S = 2.0
-"""Planning a staged save takes less; then it is being written, which is waited for."""
+"""Planning a staged save takes less. After that it is being written, and the wait is for that."""
 _MEMFD_PREFIX = "nostall-"
 _MADV_POPULATE_WRITE = 23
-"""From ``linux/mman.h``; Python has no name for it."""
+"""From ``linux/mman.h``; the ``mmap`` module does not define it."""
 
 
 class Block:
@@ -53,27 +54,30 @@ class Block:
         except BaseException:
             os.close(self.fd)
             raise
-        # A forked data loader must neither pay for these pages nor keep them.
+        # A forked data loader must neither copy these pages nor keep them alive.
         self.memory.madvise(mmap.MADV_DONTFORK)
         self.prepared_views: Any = None
-        """What the snapshot keeps in the block for the next save of the same layout."""
+        """Views that the snapshot keeps for the next save of the same layout."""
         self.is_shown = False
-        """Whether tensors over it were given to somebody who may keep them; it stays where it is then."""
+        """Whether a caller may hold tensors over this block, so that it cannot move."""
         self.close_descriptor = weakref.finalize(self, os.close, self.fd)
         self.close_descriptor.atexit = False
         Block._all.add(self)
 
     def grow(self, nbytes: int) -> bool:
-        """Make it larger and keep its pages; it has another ``id`` then. False if somebody still looks into it.
+        """Enlarge the block and keep its pages; its ``id`` changes.
 
-        Nobody else may have it mapped.
+        No other process may have the block mapped.
+
+        Returns:
+            False, with the block unchanged, if it cannot move because views of it exist.
         """
         if self.is_shown:
             return False
         size = -(-nbytes // _MAP_UNIT_NBYTES) * _MAP_UNIT_NBYTES
         _require_available(size, size - self.nbytes)
         with _as_reservation_error(size):
-            # Only what is new: the system looks at every page of the range, which takes 40 ms for 1 GiB that is there.
+            # Only the new part: the system visits every page of the range, 40 ms per reserved GiB.
             os.posix_fallocate(self.fd, self.nbytes, size - self.nbytes)
         try:
             self.memory.resize(size)
@@ -85,8 +89,8 @@ class Block:
         return True
 
     def populate(self) -> None:
-        """Map all pages in this process now, so that the first copy does not fault them in one by one."""
-        # Linux before 5.14 does not know it; then the first copy pays.
+        """Map all pages into this process now, so that the first copy causes no page faults."""
+        # Linux before 5.14 does not support it; the first copy then maps the pages.
         with suppress(OSError, ValueError):
             self.memory.madvise(_MADV_POPULATE_WRITE)
 
@@ -98,8 +102,8 @@ class Block:
 def _require_available(nbytes: int, more_nbytes: int) -> None:
     available = available_nbytes()
     if more_nbytes > available:
-        # Asked for more than there is, a Linux without swap does not refuse: it takes all and then kills a process.
-        raise _reservation_error(nbytes, f"{available} are available")
+        # Without swap, Linux grants an excessive request, takes all memory and kills a process.
+        raise _reservation_error(nbytes, f"{available} bytes available")
 
 
 @contextmanager
@@ -111,19 +115,19 @@ def _as_reservation_error(nbytes: int) -> Iterator[None]:
             raise
         hint = _MEMORY_HINT
         if error.errno == errno.EFBIG:
-            hint = "raise the limit on file sizes, `ulimit -f`, which is on memory behind a descriptor, too"
+            hint = "raise the limit on file sizes (`ulimit -f`): it applies to this memory, too"
         raise _reservation_error(nbytes, os.strerror(error.errno), hint) from error
 
 
 _MEMORY_HINT = (
-    "free memory on this host or raise the container's limit; a snapshot needs the size of this rank's share of"
-    " the checkpoint"
+    "free memory on this host or raise the container's limit; a snapshot is as large as this"
+    " rank's share of the checkpoint"
 )
 
 
 def _reservation_error(nbytes: int, reason: str, hint: str = _MEMORY_HINT) -> ReservationError:
     return ReservationError(
-        f"{nbytes} bytes of host memory for a snapshot cannot be reserved ({reason})",
+        f"cannot reserve {nbytes} bytes of host memory for a snapshot: {reason}",
         nbytes=nbytes,
         phase="stage",
         hint=hint,
@@ -131,37 +135,37 @@ def _reservation_error(nbytes: int, reason: str, hint: str = _MEMORY_HINT) -> Re
 
 
 class Lease:
-    """The right to one block until :meth:`release`; idempotent, and released by losing the last reference, too."""
+    """The right to one block until :meth:`release`, or until the last reference is dropped."""
 
     def __init__(self, block: Block, give_back: Callable[[Block], None]) -> None:
         self.block = block
         self.label: Any = None
-        """What the holder wants to find again with :meth:`Arena.lease_at`."""
+        """Set by the holder; a stager finds its lease by it, see :meth:`Arena.lease_at`."""
         self._give_back = give_back
         self._finalizer = weakref.finalize(self, give_back, block)
-        # A handler that runs later may still wait for what is being written.
+        # At exit, a later handler may still wait for this save to be written.
         self._finalizer.atexit = False
 
     def release(self) -> None:
-        """Give the block back; its bytes may change from now on."""
+        """Return the block to the arena; its bytes may change from now on. Idempotent."""
         self._finalizer()
 
     def hand_over(self) -> Lease:
-        """A new lease on the same block; this one is over, and losing it no longer gives the block back."""
+        """A new lease on the same block. This lease ends without returning the block."""
         self._finalizer.detach()
         return Lease(self.block, self._give_back)
 
     @property
     def held(self) -> bool:
-        """Whether the block is still this lease's."""
+        """Whether this lease still holds the block."""
         return self._finalizer.alive
 
 
 class Arena:
     """At most ``max_blocks`` blocks of memory, shared by all saves of this process.
 
-    Memory is made and given back to the system outside the lock, which is only ever held for a look at the lists: a lease
-    may be released by the garbage collector, in any thread and at any line.
+    Memory is allocated and freed outside the lock, which only guards the lists: the garbage
+    collector may release a lease in any thread and at any line.
     """
 
     def __init__(
@@ -180,15 +184,17 @@ class Arena:
         self._changed = threading.Condition(threading.RLock())
 
     def lease(self, nbytes: int, *, timeout_s: float, beyond_limit: bool = False) -> Lease:
-        """A block of at least ``nbytes`` bytes, waiting for an earlier save to return one if need be.
+        """A lease on a block of at least ``nbytes`` bytes; waits for an earlier save to return one.
 
-        A caller that already holds a lease must not wait for another one: it asks ``beyond_limit``, and what exceeds
-        the limit is given back to the system on return. Labelled leases, of staged copies that nobody writes yet, are
-        waited for only a moment: if their save has failed, they last as long as somebody keeps its exception.
+        A caller that already holds a lease must not wait for another one: it passes
+        ``beyond_limit``, and blocks in excess of the limit are freed when they are returned.
+        Labelled leases belong to staged copies that are not being written yet. They are waited for
+        only a moment: the exception of a failed save keeps its lease alive for as long as the
+        exception is kept.
 
         Raises:
-            ReservationError: The system has not that much memory.
-            SaveTimeoutError: No block came back within ``timeout_s`` seconds.
+            ReservationError: The system does not have that much memory.
+            SaveTimeoutError: No block was returned within ``timeout_s`` seconds.
             SaveAbortedError: The arena was closed.
         """
         now = time.monotonic()
@@ -201,7 +207,7 @@ class Arena:
                 if block is not None:
                     return self._leased_out(block)
                 if beyond_limit or len(self._leased) + self._being_made < self._max_blocks:
-                    # All free blocks are too small, so of no more use than the larger one to come.
+                    # No free block is large enough; the new, larger block replaces them all.
                     too_small, self._free = self._free, []
                     self._being_made += 1
                     break
@@ -211,11 +217,12 @@ class Arena:
                         beyond_limit = True
                         continue
                     raise SaveTimeoutError(
-                        f"all {self._max_blocks} snapshot buffers are still being written after {timeout_s:g} s",
+                        f"all {self._max_blocks} snapshot buffers are still being written after"
+                        f" {timeout_s:g} s",
                         phase="stage",
-                        hint="save less often, or wait for the saves in flight first",
+                        hint="save less often, or wait for the saves in flight",
                     )
-            # A failed save's lease may be alive in the traceback of its exception only.
+            # The traceback of an exception may be all that keeps a failed save's lease alive.
             if not collected:
                 gc.collect()
                 collected = True
@@ -226,7 +233,7 @@ class Arena:
             raise SaveAbortedError(
                 "the engine that this save belongs to was closed",
                 phase="stage",
-                hint="make a new writer; configure() and reset() are for times without a save",
+                hint="make a new writer; call configure() and reset() while no save is in flight",
             )
         fitting = [block for block in self._free if block.nbytes >= nbytes]
         if not fitting:
@@ -240,7 +247,7 @@ class Arena:
         largest = max(too_small, key=lambda block: block.nbytes, default=None)
         too_small.clear()
         try:
-            # Pages that were touched before are worth keeping: touching new ones is most of what a first copy costs.
+            # Touched pages are worth keeping: touching new ones is most of what a first copy costs.
             made = largest if largest is not None and largest.grow(nbytes) else None
             largest = None
             made = made or Block(nbytes)
@@ -260,7 +267,7 @@ class Arena:
         return lease
 
     def adopt(self, lease: Lease) -> Lease:
-        """Take a lease over from its holder, who can no longer release it."""
+        """Take over a lease; its previous holder can no longer release it."""
         with self._changed:
             mine = lease.hand_over()
             self._leases.add(mine)
@@ -272,13 +279,13 @@ class Arena:
 
     @property
     def anything_labelled(self) -> bool:
-        """Whether a lease is out that its holder has labelled, such as a stager's."""
+        """Whether a labelled lease, such as a stager's, is out."""
         with self._changed:
             return any(lease.held and lease.label is not None for lease in self._leases)
 
     def lease_at(self, address: int) -> Lease | None:
-        """The lease, still held, whose block a memory address lies in; ``None`` for any other memory."""
-        with self._changed:  # another thread may be adding one
+        """The held lease whose block contains a memory address; ``None`` if there is none."""
+        with self._changed:  # other threads add to it
             leases = list(self._leases)
         for lease in leases:
             start = address_of(lease.block)
@@ -288,12 +295,12 @@ class Arena:
 
     @property
     def reserved_nbytes(self) -> int:
-        """Memory held at present, leased or free."""
+        """Bytes of memory held at present, leased or free."""
         with self._changed:
             return sum(block.nbytes for block in (*self._free, *self._leased))
 
     def close(self) -> None:
-        """Return all free memory to the system; leased blocks follow when they are returned."""
+        """Free all unleased memory; leased blocks are freed when they are returned."""
         with self._changed:
             self._max_blocks = 0
             free, self._free = self._free, []
@@ -303,7 +310,7 @@ class Arena:
 
     def _give_back(self, block: Block) -> None:
         if os.getpid() != self._pid:
-            return  # a forked child's copy of a lease; and another thread may have held the lock when it was made
+            return  # a forked child's copy of a lease; the lock may have been held during the fork
         with self._changed:
             self._leased.remove(block)
             keep = len(self._leased) + len(self._free) < self._max_blocks
@@ -314,7 +321,7 @@ class Arena:
             self._drop(block)
 
     def _drop_all(self, blocks: list[Block]) -> None:
-        for block in blocks:  # a method of its own, so that no variable keeps the last one
+        for block in blocks:  # in a method, so that no local variable keeps the last one alive
             self._drop(block)
 
     def _drop(self, block: Block) -> None:
@@ -328,16 +335,17 @@ def address_of(block: Block) -> int:
 
 
 def _let_go_after_fork() -> None:
-    """In a forked child, where blocks are not mapped: keep nothing of them alive, and never unmap their addresses.
+    """Close the descriptors of all blocks in a forked child, and never unmap the blocks' addresses.
 
-    An mmap object that is collected unmaps its addresses whatever lies there by then: the child's own memory.
+    Blocks are not mapped in the child (``MADV_DONTFORK``), but collecting an mmap object unmaps its
+    addresses anyway, and by then they may hold other memory of the child.
     """
     blocks = list(Block._all)
     for block in blocks:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(block.memory))
         block.close_descriptor()
     for name in os.listdir("/proc/self/fd") if blocks else ():
-        with suppress(OSError):  # an mmap object has a duplicate of its descriptor
+        with suppress(OSError):  # an mmap object holds a duplicate of its descriptor
             if os.readlink(f"/proc/self/fd/{name}").startswith(f"/memfd:{_MEMFD_PREFIX}"):
                 os.close(int(name))
 

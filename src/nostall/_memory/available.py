@@ -1,4 +1,4 @@
-"""How much memory this process may still take: what the host has, and what its control groups allow."""
+"""Memory that this process can still take: limited by the host and by its control groups."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import psutil
 
 
 def available_nbytes(*, root: str = "/") -> int:
-    """Bytes that can be taken without swapping or being killed, as far as the system tells.
+    """Bytes that this process can take without swapping or being killed, as reported by the system.
 
-    The smallest of what the host has available and what each control group (v2 or v1) of this process has left, where
-    page cache that is not in use counts as free.
+    The minimum over the host and each control group (v2 or v1) of this process. Reclaimable page
+    cache counts as free.
 
     Args:
-        root: Where ``proc`` and ``sys`` are mounted; for tests.
+        root: Directory that contains ``proc`` and ``sys``; for tests.
     """
     host: int = psutil.virtual_memory().available
     return min([host, *_left_in_groups(root)])
@@ -29,7 +29,7 @@ def _left_in_groups(root: str) -> Iterator[int]:
 
 
 def _groups(root: str) -> Iterator[tuple[str, str, str]]:
-    """Names of the files with limit and usage, and the directory they are in: each group and those it is in."""
+    """Names of the limit and usage files and their directory, for each group and its ancestors."""
     base = os.path.join(root, "sys/fs/cgroup")
     try:
         with open(os.path.join(root, "proc/self/cgroup")) as stream:
@@ -50,7 +50,7 @@ def _groups(root: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _number(path: str) -> int | None:
-    """The number in a file; ``None`` if there is none, as for ``max``."""
+    """The number in a file; ``None`` if the file holds none, as with ``max``."""
     try:
         with open(path) as stream:
             return int(stream.read())

@@ -1,9 +1,10 @@
 """Copy tensors to their places in host memory, save after save.
 
-Large CPU tensors are cut into pieces, and a few threads each take the next piece until none is left. torch's own copy cuts
-every tensor into as many parts as it has threads and waits for the slowest of them, tensor by tensor; when anything else
-wants a core, that costs several times the copy. Many pieces go past the cache (``_memory.nontemporal``), which could not hold them.
-Small tensors are copied in one call. Tensors on an accelerator are copied on a side stream.
+Large CPU tensors are split into pieces; each of a few threads takes the next piece until none is
+left. torch's own copy splits every tensor into one part per thread and waits for the slowest part,
+tensor by tensor; when other work competes for a core, that multiplies the time. Large amounts
+bypass the cache (``_memory.nontemporal``), which could not hold them. Small tensors are copied in
+one call. Tensors on an accelerator are copied on a side stream.
 """
 
 from __future__ import annotations
@@ -26,23 +27,24 @@ from nostall._model.values import TensorForm
 Source = TypeVar("Source", bound="torch.Tensor | bytes")
 
 _LARGE_NBYTES = 128 << 10
-"""From here on torch copies with several threads."""
+"""From this size on torch copies with several threads."""
 _PIECE_NBYTES = 4 << 20
-"""Takes a fraction of a millisecond, so threads end together; and far more than handing it out."""
+"""Copied in a fraction of a millisecond, so threads finish together; handing it out takes less."""
 _MORE_THAN_CACHES_HOLD_NBYTES = 64 << 20
-"""Less than this may still be in a cache when it is checksummed and written, which is worth more than a faster copy."""
+"""Less than this may still be cached when it is checksummed and written, which saves more than a
+faster copy would."""
 
 _SMALL_NBYTES = 32 << 10
-"""Statistics of a batch norm over 8,192 channels; vectors of a spectral norm; what observers keep; counters."""
+"""Batch norm statistics of 8,192 channels, spectral norm vectors, observer state, counters."""
 _SMALL_AT_ONCE_NBYTES = 8 << 20
 _AT_ONCE_NBYTES = 4 << 20
-"""What is copied inside the call may add up to, with small tensors only and in all: it takes a millisecond or two."""
+"""Limits on the bytes copied inside the call, in small tensors and in all: 1 to 2 ms."""
 
-_memcpy = ctypes.CDLL(None).memcpy  # not ctypes.memmove(), whose argument conversion costs more
+_memcpy = ctypes.CDLL(None).memcpy  # not ctypes.memmove(), whose argument conversion is slower
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memcpy.restype = None
 
-# It keeps the interpreter's lock: to give that up and get it back costs more than a small copy does.
+# Holds the interpreter lock: releasing and reacquiring it takes longer than a small copy.
 _memcpy_at_once = ctypes.PyDLL(None).memcpy
 _memcpy_at_once.argtypes = _memcpy.argtypes
 _memcpy_at_once.restype = None
@@ -50,7 +52,7 @@ _memcpy_at_once.restype = None
 
 @lru_cache(maxsize=1)
 def _copy_of_much() -> Copy:
-    """The fastest copy of more than caches hold."""
+    """The fastest copy of more bytes than caches hold."""
     past_caches = copy_past_caches(_memcpy_at_once) if _torch.runs_avx() else None
     return past_caches or _memcpy
 
@@ -67,32 +69,32 @@ class CopyMethod:
 
     threads: int
     past_caches: bool = True
-    """Whether more than caches hold may be copied past them."""
+    """Whether amounts larger than the caches may bypass them."""
 
 
 class Copies:
-    """Copies off accelerators that were begun."""
+    """Copies from accelerators that have started."""
 
     def __init__(self) -> None:
         self._copies: list[_torch.DeviceCopy] = []
 
     def add(self, copy: _torch.DeviceCopy) -> None:
-        """Count one more."""
+        """Add one copy."""
         self._copies.append(copy)
 
     def precede_what_follows(self) -> None:
-        """Order what the current streams are told from now on after the copies; the host does not wait."""
+        """Make later work on the current streams wait for the copies; the host does not wait."""
         for copy in self._copies:
             copy.precede_what_follows()
 
     def wait(self) -> None:
-        """Return when all bytes are there."""
+        """Return when all copies are complete."""
         for copy in self._copies:
             copy.wait()
 
 
 class Places:
-    """Views on host memory that tensors are copied into."""
+    """Views of host memory that tensors are copied into."""
 
     def __init__(self, views: Sequence[torch.Tensor]) -> None:
         self._views = list(views)
@@ -113,10 +115,11 @@ class Places:
         method: CopyMethod,
         after: Mapping[torch.device, Any] | None = None,
     ) -> Copies:
-        """Copy every source into its view; those in host memory are copied when this returns.
+        """Copy every source into its view; CPU sources are copied when this returns.
 
-        Sources on an accelerator are copied on a side stream, ordered after its event in ``after`` or else after what
-        the caller's stream was told so far, so that the copy sees the values which the caller's program order says.
+        A source on an accelerator is copied on a side stream, ordered after the event for its
+        device in ``after``, or else after the work queued on the caller's current stream. The copy
+        sees the values of that point in program order.
         """
         copies = Copies()
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -135,7 +138,7 @@ class Places:
                 rest = Places([self._views[position] for position in from_cpu])
                 rest._fill_from_cpu([sources[position] for position in from_cpu], method)
             except BaseException:
-                copies.wait()  # who asked gives the memory back
+                copies.wait()  # the caller releases the memory
                 raise
         return copies
 
@@ -160,25 +163,26 @@ class Places:
                 )
                 try:
                     thread.start()
-                except RuntimeError:  # the system has no thread to give; this one does it all
+                except RuntimeError:  # no more threads: this one copies the rest
                     break
                 joins.callback(thread.join)
-            joins.callback(pieces.clear)  # on an error nobody goes on
+            joins.callback(pieces.clear)  # after an error no thread continues
             if to:
                 _torch.copy_each(to, [_as_copyable(each) for each in of] if self._any_odd else of)
             _take_turns(copy, pieces)
 
 
 def _lie_alike(view: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether the bytes of both are in the same order; those of a view are without gaps."""
+    """Whether both store their elements in the same order; views are without gaps."""
     return (view.is_contiguous() and source.is_contiguous()) or view.stride() == source.stride()
 
 
 def in_payload_order(source: torch.Tensor, form: TensorForm) -> torch.Tensor:
-    """A CPU tensor whose memory is the payload of ``source``: itself, or a copy if it lies in memory in another way.
+    """A CPU tensor whose memory is the payload of ``source``: itself, or a copy if its strides
+    differ.
 
     Raises:
-        ValueError: The tensor is not any more what was planned.
+        ValueError: The tensor differs from what was planned.
     """
     if tuple(source.stride()) == form.stride:
         _require_unchanged(source, form.dtype, form.size)
@@ -188,7 +192,7 @@ def in_payload_order(source: torch.Tensor, form: TensorForm) -> torch.Tensor:
 
 
 def copied_at_once(sizes: Sequence[int]) -> set[int]:
-    """Which tensors to copy inside the call, by their sizes in bytes: the smallest, up to a limit."""
+    """Positions of the tensors to copy inside the call: the smallest, up to a limit."""
     chosen: set[int] = set()
     total = 0
     for position in sorted(range(len(sizes)), key=sizes.__getitem__):
@@ -200,19 +204,21 @@ def copied_at_once(sizes: Sequence[int]) -> set[int]:
 
 
 def detach_all(sources: Sequence[Source]) -> tuple[list[Source], list[int]]:
-    """Sources that are nobody else's objects, and which of them have the trainer's memory; that of the others is private.
+    """Private tensor objects for all sources, and positions of those that share memory with the
+    trainer.
 
-    A parameter's ``data`` can be replaced meanwhile, which does not concern a tensor that was detached from it.
+    Replacing a parameter's ``data`` meanwhile does not affect a tensor detached from it.
     """
     detached: list[Any] = list(sources)
     tensors = [at for at, each in enumerate(detached) if isinstance(each, torch.Tensor)]
     chosen = copied_at_once([detached[at].nbytes for at in tensors])
     live = []
-    # On an accelerator the copy is made in the order of the current stream: what follows on it may change the original.
+    # On an accelerator the copy is queued on the current stream; later work may change the
+    # original.
     with torch.inference_mode(mode=False), torch.no_grad():
         for number, at in enumerate(tensors):
             tensor = detached[at]
-            if number in chosen or tensor.is_inference():  # which has no version counter
+            if number in chosen or tensor.is_inference():  # no version counter
                 detached[at] = _duplicate(tensor)
             else:
                 detached[at] = tensor.detach()
@@ -221,7 +227,9 @@ def detach_all(sources: Sequence[Source]) -> tuple[list[Source], list[int]]:
 
 
 def _duplicate(tensor: torch.Tensor) -> torch.Tensor:
-    """A private copy on the same device. Of little: where torch's threads wait for a core, they take longer than one alone."""
+    """A private copy on the same device. A plain copy, as torch's threads take longer when cores
+    are busy.
+    """
     if not tensor.is_cpu or tensor.nbytes < _LARGE_NBYTES or not tensor.is_contiguous():
         return tensor.clone()
     _require_unchanged(tensor, tensor.dtype, tensor.shape)
@@ -231,17 +239,18 @@ def _duplicate(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_bytes(to: int, of: int, nbytes: int) -> None:
-    """Copy memory from one address to another; other threads run meanwhile if that takes long."""
+    """Copy memory between two addresses; a large copy releases the interpreter lock."""
     (_memcpy_at_once if nbytes < _LARGE_NBYTES else _memcpy)(to, of, nbytes)
 
 
 def _require_unchanged(source: torch.Tensor, dtype: torch.dtype, size: Sequence[int]) -> None:
-    """Refuse to read past the end of memory that was replaced or freed since the tensor was planned."""
+    """Refuse to read past the end of memory that was replaced or freed after planning."""
     there = source.untyped_storage().nbytes()
     needed = source.storage_offset() * source.itemsize + source.numel() * source.itemsize
     if source.dtype != dtype or source.shape != torch.Size(size) or there < needed:
         raise ValueError(
-            f"a tensor of {tuple(size)} {dtype} is now one of {tuple(source.shape)} {source.dtype} over {there} bytes"
+            f"the tensor was planned as {tuple(size)} {dtype} and is now {tuple(source.shape)}"
+            f" {source.dtype} in {there} bytes of storage"
         )
 
 
@@ -253,7 +262,7 @@ def _pieces(to: int, of: int, nbytes: int) -> list[_Piece]:
 
 
 def _take_turns(copy: Copy, pieces: list[_Piece]) -> None:
-    """Copy pieces as long as there are any; other threads take from the same list."""
+    """Copy pieces until none is left; other threads take from the same list."""
     while pieces:
         try:
             piece = pieces.pop()
@@ -263,5 +272,5 @@ def _take_turns(copy: Copy, pieces: list[_Piece]) -> None:
 
 
 def _as_copyable(tensor: torch.Tensor) -> torch.Tensor:
-    # Alone of all dtypes, complex128 is copied with instructions that fault on an address no multiple of 16.
+    # Only complex128 is copied with instructions that fault unless the address is a multiple of 16.
     return torch.view_as_real(tensor) if tensor.dtype is torch.complex128 else tensor

@@ -1,9 +1,10 @@
 """A copy that does not read what it overwrites.
 
-An ordinary store fetches the cache line it goes to, so copying a gigabyte moves three: one that is read, and one that is fetched
-and written back. A non-temporal store moves two. libc's ``memcpy`` uses those from a length on that depends on the cache, tens
-or hundreds of megabytes for one call, which tensors seldom have; torch's copies never do. This module has the loop as machine
-code, because a compiler is not to be expected where nostall is installed::
+An ordinary store first fetches the cache line that it writes to, so copying 1 GB moves 3 GB: one is
+read, one is fetched and one is written back. A non-temporal store moves 2 GB. libc's ``memcpy``
+uses such stores from a length on that depends on the cache, tens or hundreds of megabytes per call,
+which tensors seldom have; torch's copies never use them. The loop is machine code, because a
+compiler may be missing where nostall is installed::
 
             endbr64
     next:   vmovdqu  ymm0, [rsi]            ; 128 bytes at a time
@@ -18,13 +19,13 @@ code, because a compiler is not to be expected where nostall is installed::
             sub      rdi, -128
             add      rdx, -128
             jnz      next
-            sfence                          ; other cores, and the writer process, see all of it from here on
+            sfence                          ; from here on visible to other cores and the writer
             vzeroupper
             ret
 
-It lies in memory that this process can read and execute, and not write. Where the system gives no such memory, or the processor
-is another one, there is no such copy, and callers use ``memcpy``; so they do with ``EngineOptions(copy_past_caches=False)``.
-Nothing here imports torch.
+The code lies in memory that this process can read and execute, but not write. Callers use
+``memcpy`` where the system refuses such memory, on other processors, and with
+``EngineOptions(copy_past_caches=False)``. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -47,28 +48,28 @@ _CODE = bytes.fromhex(
 )
 _STEP_NBYTES = 128
 _ALIGNMENT = 32
-"""Of the address that ``vmovntdq`` stores to."""
+"""Required of the address that ``vmovntdq`` stores to."""
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 Copy = Callable[[int, int, int], object]
-"""Copies to an address, from an address, as many bytes."""
+"""Takes the address to copy to, the address to copy from and the number of bytes."""
 
 
 def copy_past_caches(memcpy: Copy) -> Copy | None:
-    """A copy with non-temporal stores, which gives up the interpreter's lock meanwhile; for a processor with AVX.
+    """A copy with non-temporal stores, for a processor with AVX; it releases the interpreter lock.
 
     Args:
-        memcpy: Copies what is in front of the first aligned address and behind the last whole step.
+        memcpy: Copies the bytes before the first aligned address and after the last whole step.
 
     Returns:
-        ``None`` if there can be none here.
+        ``None`` if this system or processor does not support it.
     """
     if platform.machine() != "x86_64":
         return None
     try:
         address = _executable(_CODE)
     except OSError as error:  # a hardened system
-        _log.debug("no executable memory, so large snapshots are copied with memcpy: %s", error)
+        _log.debug("executable memory refused, large snapshots are copied with memcpy: %s", error)
         return None
     loop = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(address)
 
@@ -85,7 +86,7 @@ def copy_past_caches(memcpy: Copy) -> Copy | None:
 
 
 def _executable(code: bytes) -> int:
-    """The address of a mapping that holds this code for as long as the process lives.
+    """The address of an executable mapping of this code, which lasts until the process ends.
 
     Raises:
         OSError: The system refuses executable memory.

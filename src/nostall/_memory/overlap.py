@@ -1,19 +1,22 @@
-"""A snapshot that is taken while the trainer goes on, and what keeps the trainer from spoiling it.
+"""A snapshot taken while training goes on, and the protection of its tensors until they are copied.
 
-Three lines of defence, of which the first two need nobody's help:
+Three defences; the first two need no cooperation from the trainer:
 
-1. What forward changes (running statistics, counters, averages) is small: small tensors, and those without a version counter,
-   are copied before the call returns.
-2. What is left is changed by optimizers. No ``step()`` of the process begins before all copies are made: torch calls
-   :func:`_before_step` first, whatever the optimizer and the implementation.
-3. A tensor that is changed elsewhere without :meth:`SnapshotFence.wait` is noticed by its version counter, and the save fails instead of
-   committing a torn snapshot. Changes that go past the counter (through ``.data``, NumPy, ``Tensor.apply_``, or code outside of
-   torch) cannot be seen; replacing a parameter's ``data`` does no harm, as the copy is of what was there.
+1. Tensors changed by a forward pass (running statistics, counters, averages) are small. Small
+   tensors, and tensors without a version counter, are copied before the call returns.
+2. All other tensors are changed by optimizers. No ``step()`` in the process begins before all
+   copies are made: torch calls :func:`_before_step` before every step, whatever the optimizer and
+   its implementation.
+3. A tensor that is changed elsewhere without :meth:`SnapshotFence.wait` is detected by its version
+   counter, and the save fails instead of committing a torn snapshot. Changes that bypass the
+   counter (through ``.data``, NumPy, ``Tensor.apply_``, or code outside of torch) are not detected.
+   Replacing a parameter's ``data`` is harmless, as the old memory is copied.
 
-torch counts an operation when it is over, so one that was at work during the copy may not be counted when the copy ends. The
-counters are therefore kept, without the memory, until the trainer itself comes to finalise: by then it has finished what it
-had begun. Where it does not come (``dcp.async_save`` finalises on a thread of its own), the snapshot is looked at a second
-time after as long as copying has taken, but a tenth of a second at most, and only then is it safe to change tensors.
+torch counts an operation when it ends, so an operation that ran during the copy may be uncounted
+when the copy ends. The counters are therefore kept, without the tensors' memory, until the trainer
+finalises the save: by then its operations have ended. Where the trainer does not finalise
+(``dcp.async_save`` does so on its own thread), the counters are compared a second time, after as
+long as the copy took and 0.1 s at most; only then may tensors change.
 """
 
 from __future__ import annotations
@@ -41,36 +44,37 @@ _log = logging.getLogger("nostall")
 T = TypeVar("T")
 
 Marks = Mapping[torch.device, Any]
-"""Per accelerator, how far its stream had been told to go when the save was asked for."""
+"""Per accelerator: the position of its stream when the save was requested."""
 
 _under_way: set[SnapshotFence] = set()
-"""Of all snapshots that are being taken, whatever engine they belong to."""
+"""All snapshots of this process that are being taken, whatever engine they belong to."""
 _under_way_lock = threading.Lock()
 
 
 class _Process:
-    """What all snapshots of the process share, besides ``_under_way``."""
+    """State shared by all snapshots of the process, besides ``_under_way``."""
 
     waited_s = 0.0
-    """When somebody last began to wait for all snapshots who has waited since."""
+    """Start of the latest wait for all snapshots that has succeeded."""
     is_hooked = False
-    """Whether optimizers wait. Once they do, they always do: a hook that is removed while some optimizer goes through all hooks can
-    end that optimizer's step with an error. Where nothing is under way it costs a step one or two microseconds."""
+    """Whether optimizers wait. The hook is never removed: removing it while an optimizer iterates
+    over all hooks can fail that optimizer's step. It costs a step 1 to 2 µs if no snapshot is under
+    way."""
 
 
 _process = _Process()
 _THREAD_NAME = "nostall-staging"
 _SECOND_LOOK_S = 0.1
-"""An operation on one tensor is over in this time; those who wait for the snapshot wait for it, too."""
+"""An operation on one tensor ends within this time; waits for the snapshot include it."""
 _AT_EXIT_TIMEOUT_S = 20.0
-"""A hundred gigabytes and more are copied in this time; who waits for memory so long need not be waited for."""
+"""Enough to copy 100 GB and more; a thread that still waits for memory by then is left behind."""
 
 
 class SnapshotFence:
-    """What has to be waited for before tensors may change. Holds none of them itself.
+    """Blocks changes of tensors until they are copied. Holds no tensor.
 
     Args:
-        timeout_s: How long an optimizer's step waits for it.
+        timeout_s: How long an optimizer's step waits.
     """
 
     def __init__(self, timeout_s: float = 0.0) -> None:
@@ -80,23 +84,24 @@ class SnapshotFence:
         self._lost: str | None = None
         self._copies: Copies | None = None
         self._waiting = 0
-        """How many have waited, or wait."""
+        """Number of threads that wait or have waited."""
         self._entered_s = 0.0
         self._changed: Callable[[], list[str]] | None = None
-        """What was changed since the snapshot was asked for; refers to counters, not to tensors."""
+        """Names of tensors changed since the snapshot was requested; holds counters, no tensors."""
         self.failure: str | None = None
-        """Why there is no snapshot; no exception, whose traceback would hold the tensors."""
+        """Why the snapshot failed. Not an exception, whose traceback would hold the tensors."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the tensors may be changed; at once if the snapshot has failed, which finalising reports.
+        """Return when the tensors may be changed; at once if the snapshot failed.
 
-        The host does not wait for an accelerator: what the current stream is told from here on happens after the copy.
+        The failure is raised when the save is finalised. The host does not wait for an accelerator:
+        work queued on the current stream from now on runs after the copy.
 
         Raises:
-            SaveTimeoutError: It is not safe yet after ``timeout`` seconds.
+            SaveTimeoutError: The tensors may not be changed yet after ``timeout`` seconds.
         """
         with self._moved:
-            # Counted before waiting: who is told that it is safe may change tensors that very moment.
+            # Counted before the wait: the caller may change tensors the moment it ends.
             self._waiting += 1
             self._moved.notify_all()
             if not self._moved.wait_for(lambda: self._is_safe, timeout):
@@ -111,32 +116,36 @@ class SnapshotFence:
             copies.precede_what_follows()
 
     def wait_or_lose(self) -> None:
-        """As :meth:`wait`, for somebody who goes on in any case: when its time is up, the save fails instead."""
+        """As :meth:`wait`, for an optimizer's step: after the timeout the save fails."""
         try:
             self.wait(self._timeout_s)
         except SaveTimeoutError:
             with self._moved:
                 if not self._is_safe:
-                    self._lost = f"an optimizer's step has waited {self._timeout_s:g} s for the snapshot and gone on without it"
+                    self._lost = (
+                        f"an optimizer's step waited {self._timeout_s:g} s for the snapshot,"
+                        " then continued without it"
+                    )
                     self._let_go()
 
     def wait_awaited(self, timeout: float) -> None:
-        """Return when somebody waits, or the time is up."""
+        """Return when a thread waits for this fence, or after ``timeout`` seconds."""
         with self._moved:
             self._moved.wait_for(lambda: self._waiting > 0, timeout)
 
     def open(self, copies: Copies) -> None:
-        """Let whoever waits change tensors, after copies that an accelerator has yet to make.
+        """Let waiting threads change tensors, after copies that an accelerator has yet to make.
 
         Raises:
-            SaveTimeoutError: Somebody has given up waiting before, and may have changed them.
+            SaveTimeoutError: A thread gave up waiting before, and may have changed tensors.
         """
         with self._moved:
             if self._lost is not None:
                 raise SaveTimeoutError(
                     self._lost,
                     phase="stage",
-                    hint="earlier saves may hold all snapshot memory, or EngineOptions.save_timeout_s is too short",
+                    hint="earlier saves may hold all snapshot memory,"
+                    " or EngineOptions.save_timeout_s is too short",
                 )
             self._copies = copies
             self._let_go()
@@ -146,33 +155,34 @@ class SnapshotFence:
         self._moved.notify_all()
 
     def close(self, changed: Callable[[], list[str]]) -> list[str]:
-        """The copies are made; what was changed until now although nobody has waited for them."""
-        with self._moved:  # who comes to wait now does so until this look is over
+        """All copies are made: names of tensors changed so far although no thread waited."""
+        with self._moved:  # new waiters block until this comparison ends
             self._copies = None
             return [] if self._waiting else changed()
 
     def keep_watch(self, changed: Callable[[], list[str]]) -> None:
-        """Let :meth:`changed_unseen` look again later."""
+        """Keep ``changed`` for :meth:`changed_unseen`."""
         self._changed = changed
 
     def changed_unseen(self) -> list[str]:
-        """What was changed although nobody ever waited; for the thread that changes tensors, when it comes to finalise.
+        """Names of tensors changed although no thread waited; called when the trainer finalises.
 
-        Also what was changed when the snapshot was complete: nobody can tell, who does not wait.
+        Includes tensors changed after the snapshot was complete: without a wait the two cannot be
+        told apart.
         """
         if self._changed is None or self._waiting or _process.waited_s >= self._entered_s:
             return []
         return self._changed()
 
     def end(self, failure: str | None = None) -> None:
-        """The snapshot is complete, or lost because of ``failure``: the tensors are the trainer's."""
+        """The snapshot is complete, or failed for the reason given; tensors may change."""
         with self._moved:
             self.failure = failure
             self._copies = None
             self._let_go()
 
     def enter(self) -> None:
-        """From now on the snapshot is under way, and optimizers wait; see :func:`any_under_way`."""
+        """Mark the snapshot as under way: optimizers wait. See :func:`any_under_way`."""
         self._entered_s = time.monotonic()
         with _under_way_lock:
             _under_way.add(self)
@@ -181,12 +191,12 @@ class SnapshotFence:
                 _process.is_hooked = True
 
     def leave(self) -> None:
-        """What becomes of the snapshot is somebody else's business now. Idempotent."""
+        """Mark the snapshot as no longer under way. Idempotent."""
         with _under_way_lock:
             _under_way.discard(self)
 
     def abandon_after_fork(self) -> None:
-        """In a forked child, which does not have the thread: there is nothing to wait for."""
+        """Open the fence in a forked child, which does not have the copying thread."""
         self._moved = threading.Condition()
         self._copies = None
         self._is_safe = True
@@ -202,10 +212,10 @@ def wait_for_all(timeout: float | None) -> None:
     """Wait for every snapshot of this process that is being taken.
 
     Args:
-        timeout: Seconds, for all of them together; ``None`` for as long as it takes.
+        timeout: Seconds, for all of them together; ``None`` for no limit.
 
     Raises:
-        SaveTimeoutError: One of them is not done yet.
+        SaveTimeoutError: A snapshot is not complete yet.
     """
     deadline_s = None if timeout is None else time.monotonic() + timeout
     _wait_for_all(
@@ -216,7 +226,7 @@ def wait_for_all(timeout: float | None) -> None:
 
 
 def _before_step(*_: object) -> None:
-    """Keep an optimizer from changing what has yet to be copied; torch calls this before every step of the process."""
+    """Called by torch before every optimizer step: wait until tensors are copied."""
     _wait_for_all(SnapshotFence.wait_or_lose)
 
 
@@ -231,7 +241,7 @@ def _wait_for_all(wait: Callable[[SnapshotFence], None]) -> None:
 
 def _after_fork_in_child() -> None:
     global _under_way, _under_way_lock
-    # The threads that would end them are the parent's; and another thread may have held any of the locks.
+    # The parent's threads would end them, and may have held any of the locks during the fork.
     fences, _under_way, _under_way_lock = _under_way, set(), threading.Lock()
     for fence in fences:
         fence.abandon_after_fork()
@@ -241,24 +251,25 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _finish_at_exit() -> None:
-    """Wait for threads that copy: one that comes back from torch's code to an interpreter that is gone aborts it."""
+    """Wait for copying threads: returning from torch to an ended interpreter aborts it."""
     threads = [thread for thread in threading.enumerate() if thread.name == _THREAD_NAME]
     deadline_s = time.monotonic() + _AT_EXIT_TIMEOUT_S
     for thread in threads:
         thread.join(max(0.0, deadline_s - time.monotonic()))
     if any(thread.is_alive() for thread in threads):
-        _log.warning("a snapshot is still being taken %g s after the end", _AT_EXIT_TIMEOUT_S)
+        _log.warning("a snapshot is still being taken %g s after exit began", _AT_EXIT_TIMEOUT_S)
 
 
 atexit.register(_finish_at_exit)
 
 
 def changed_too_early(names: Sequence[str]) -> StagingError:
-    """What a save fails with whose tensors were changed before anybody had waited for its snapshot."""
+    """The error of a save whose tensors were changed before any wait for its snapshot."""
     return StagingError(
-        f"{len(names)} tensors were changed while the snapshot was taken, or without waiting for it: {names[:3]}",
+        f"{len(names)} tensors were changed while the snapshot was taken,"
+        f" or without waiting for it: {names[:3]}",
         phase="stage",
-        hint="what an optimizer's step does not change and is large has to wait: call wait_staged() before changing it, "
+        hint="call wait_staged() before changing a large tensor outside an optimizer's step, "
         'or use staging="blocking"',
     )
 
@@ -272,19 +283,19 @@ def stage_behind(
     is_watched: bool,
     timeout_s: float,
 ) -> tuple[Future[T], SnapshotFence]:
-    """Take a snapshot on a thread of its own.
+    """Take a snapshot on a separate thread.
 
     Args:
         sources: The live tensors, and bytes between them.
-        names: What they are called, for messages.
-        begin: Makes the copies of what it is given in the place of ``sources``, ordered after the marks it is given, and what they
-            are copies for.
-        discard: Gives up what ``begin`` has made, if it cannot be used.
-        is_watched: Whether the trainer is going to ask for :meth:`SnapshotFence.changed_unseen`.
-        timeout_s: How long an optimizer's step waits for it.
+        names: Names of the sources, for messages.
+        begin: Starts copying the sources passed to it, which replace ``sources``, ordered after the
+            marks passed to it. Returns the snapshot and the copies.
+        discard: Releases what ``begin`` returned, if it cannot be used.
+        is_watched: Whether the trainer will call :meth:`SnapshotFence.changed_unseen`.
+        timeout_s: How long an optimizer's step waits.
 
     Returns:
-        What the snapshot is, once it is complete; and what to wait for before changing tensors.
+        The future snapshot, and the fence to wait for before changing tensors.
     """
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
@@ -308,7 +319,7 @@ def stage_behind(
             try:
                 if not is_watched:
                     fence.wait_awaited(min(time.monotonic() - began_s, _SECOND_LOOK_S))
-                spoiled = changed()  # before anybody may change them
+                spoiled = changed()  # before tensors may change
                 fence.open(copies)
                 copies.wait()
                 spoiled = spoiled or fence.close(changed)
@@ -323,11 +334,12 @@ def stage_behind(
         return made
 
     def run() -> None:
-        # Lets go of the interpreter lock at once; else the caller gets it back only after the switch interval of 5 ms.
+        # Releases the interpreter lock at once; else the caller resumes only after the 5 ms switch
+        # interval.
         is_wanted.wait()
         try:
             made = take()
-        except BaseException as error:  # whoever waits must hear of it
+        except BaseException as error:  # reported to the waiting threads
             fence.end(str(error))
             done.set_exception(error)
         else:
@@ -339,11 +351,11 @@ def stage_behind(
     fence.enter()
     try:
         threading.Thread(target=run, name=_THREAD_NAME, daemon=True).start()
-    except RuntimeError:  # the system has no thread to give
+    except RuntimeError:  # no more threads: copy on this one
         is_wanted.set()
         run()
     except BaseException:
-        # Nobody gets to know of this snapshot; a thread that has begun ends by itself.
+        # The caller never receives this fence; a thread that has started ends by itself.
         fence.end()
         fence.leave()
         raise

@@ -1,8 +1,9 @@
-"""Snapshot: copy every live tensor once, straight to its place in the image of the file it will be in.
+"""Snapshot: copy every live tensor once, straight to its place in the image of its file.
 
-The bytes around the payloads are the same for every save of a layout; they are laid down when a block first serves
-that layout and stay in it. In steady state a snapshot is nothing but the copies. Tensors that a stager has already
-put at their place (see ``restage``) are recognised by address and not copied again.
+The bytes around the payloads are the same for every save of a layout. They are written when a block
+first serves that layout and stay in it, so later snapshots consist of the copies alone. Tensors
+that a stager has already put in their places (see ``restage``) are recognised by address and not
+copied again.
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ from nostall._model.values import Layout, PlannedSave, Share, TensorForm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A rank's share, private to the save: nothing the trainer does can change it, and no tensor is held by it."""
+    """A rank's share, private to the save: the trainer cannot change it, and it holds no tensor."""
 
     rank: int
     layout: Layout
     lease: Lease
     wave: int = 0
-    """Which part of a save that does not fit into memory as a whole."""
+    """The index of this part, if the save does not fit into memory as a whole."""
     earlier: tuple[Future[RankReport], ...] = ()
-    """The parts before this one, on their way to storage."""
+    """Reports on the parts before this one, which are still being written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PreparedViews:
-    """What a block keeps for the next save of the same layout."""
+    """State that a block keeps for the next save of the same layout."""
 
     layout_key: Hashable
     forms: tuple[TensorForm | None, ...]
     places: Places
-    """Where payloads go."""
+    """Where payloads are copied to."""
     items: list[int]
-    """Which item goes where."""
+    """The item of each place."""
     runs: list[tuple[int, int]]
-    """Items that are bytes, and where they begin."""
+    """Items that are bytes, and their offsets."""
     is_laid_down: bool = True
-    """Whether what surrounds the payloads is there."""
+    """Whether the bytes around the payloads are in the block."""
 
 
 def begin_snapshot(
@@ -58,17 +59,18 @@ def begin_snapshot(
     method: CopyMethod,
     after: Mapping[torch.device, Any] | None = None,
 ) -> tuple[Snapshot, Copies]:
-    """Fill the lease's block with the images of all files of ``layout``; host tensors are copied on return.
+    """Fill the lease's block with the images of all files of ``layout``.
 
     Args:
         planned: What to copy.
-        layout: Where to.
-        lease: Memory for ``layout.image_nbytes`` bytes.
+        layout: Where to copy it.
+        lease: Memory of at least ``layout.image_nbytes`` bytes.
         method: How to copy large tensors.
-        after: Per accelerator, the event that copies off it are ordered after; its current stream if there is none.
+        after: Per accelerator, the event that its copies are ordered after; by default its stream.
 
     Returns:
-        The snapshot, which is complete when the copies have been waited for.
+        The snapshot, which is complete when the copies have been waited for, and the copies. CPU
+        tensors are copied already.
     """
     prepared_views = _prepare_views(planned.share, layout, lease.block)
     for item, at in prepared_views.runs:
@@ -82,9 +84,9 @@ def begin_snapshot(
 
 
 def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot | None:
-    """The snapshot that a staged state dict already is, or ``None`` if a tensor is not at its place."""
+    """The snapshot in a staged state dict's memory, or ``None`` if a tensor is not in its place."""
     if layout.image_nbytes > lease.block.nbytes:
-        return None  # an object has grown since the places were remembered
+        return None  # an object has grown since the places were recorded
     base = address_of(lease.block)
     for file in layout.files:
         for slot in file.slots:
@@ -107,13 +109,13 @@ def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot
 
 
 def write_over(block: Block) -> None:
-    """Note that a block is used for something else: what surrounds payloads is lost then, views on their places are not."""
+    """Record that the bytes around payloads are overwritten; views stay valid."""
     if block.prepared_views is not None:
         block.prepared_views = replace(block.prepared_views, is_laid_down=False)
 
 
 def _prepare_views(share: Share, layout: Layout, block: Block) -> _PreparedViews:
-    """Make a block ready for a layout, once: lay down what surrounds the payloads, and views on their places."""
+    """Prepare a block for a layout, once: bytes around the payloads, views of their places."""
     prepared_views: _PreparedViews | None = block.prepared_views
     fits = (
         prepared_views
@@ -121,12 +123,12 @@ def _prepare_views(share: Share, layout: Layout, block: Block) -> _PreparedViews
         and prepared_views.forms == share.forms
     )
     if not (prepared_views and fits and prepared_views.is_laid_down):
-        write_over(block)  # before: half of it may be there if something comes in between
+        write_over(block)  # before writing, as an exception may leave half of it
         _lay_down_containers(layout, block)
     if not (prepared_views and fits):
         block.prepared_views = prepared_views = _views(share, layout, block)
     elif prepared_views.forms is not share.forms or not prepared_views.is_laid_down:
-        # The next comparison is one of identities.
+        # Makes the next comparison one of identities.
         block.prepared_views = prepared_views = replace(
             prepared_views, layout_key=layout.key, forms=share.forms, is_laid_down=True
         )
@@ -155,7 +157,7 @@ def _views(share: Share, layout: Layout, block: Block) -> _PreparedViews:
 
 
 def _lay_down_containers(layout: Layout, block: Block) -> None:
-    """Put everything but payloads in its place: blobs are without gaps, so what is between two payloads goes there in one go."""
+    """Write everything but payloads, in one piece between each two, as blobs have no gaps."""
     memory = block.memory
     for file in layout.files:
         at, suffix = file.image_offset, b""

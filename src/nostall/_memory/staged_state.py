@@ -1,9 +1,10 @@
-"""Stage a whole state dict into snapshot memory, for ``dcp.async_save``, which stages before it plans.
+"""Stage a whole state dict into snapshot memory for ``dcp.async_save``, where planning comes later.
 
-The copy that stock's executors then plan and save consists of views into one block. If the structure was saved before,
-every tensor goes straight to the place it will have in its file image, and the later write finds the image complete:
-still one copy. The first time, places are unknown; tensors lie side by side and the write, which is in the background
-by then, copies them once more. Correctness never rests on the prediction: ``snapshot.adopt_staged`` compares addresses.
+Stock's executors plan and save a copy that consists of views into one block. If the structure was
+saved before, every tensor is copied straight to its place in the file image, and the later write
+finds the image complete: still one copy. In the first save the places are unknown; tensors lie side
+by side, and the write copies them once more, in the background. Correctness does not depend on the
+prediction: ``snapshot.adopt_staged`` compares addresses.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Structure = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """A tensor of a state dict, and how it lies in a file."""
+    """A tensor of a state dict, and its strides in a file."""
 
     fqn: str
     tensor: torch.Tensor
@@ -45,13 +46,13 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spoiled:
-    """What the lease of a copy is labelled with that must not be saved."""
+    """The label of a lease whose staged copy must not be saved."""
 
     why: str
 
 
 class StagedStateDict(dict[str, Any]):
-    """A private copy of a state dict whose tensors lie in leased memory; the lease ends with it."""
+    """A private copy of a state dict with its tensors in leased memory. The lease ends with it."""
 
     def __init__(self, content: Mapping[str, Any], lease: Lease, structure: Structure) -> None:
         super().__init__(content)
@@ -60,11 +61,11 @@ class StagedStateDict(dict[str, Any]):
         weakref.finalize(self, lease.release).atexit = False
 
     def spoil(self, why: str) -> None:
-        """Keep everybody from using it, who finds it by its tensors, too."""
+        """Make every later use fail, including through a lookup by its tensors' addresses."""
         self.lease.label = Spoiled(why=f"the staged copy cannot be used: {why}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel to another process as one descriptor and the places in it, not as one file per tensor."""
+        """Pickle as one descriptor and places in its memory, instead of one file per tensor."""
         if isinstance(self.lease.label, Spoiled):
             raise StagingError(self.lease.label.why, phase="stage")
         block = self.lease.block
@@ -74,9 +75,10 @@ class StagedStateDict(dict[str, Any]):
 
 
 class Unstaged:
-    """Stands in a state dict for what could not be copied: whoever plans to save it fails with the reason.
+    """Replaces a value that could not be copied: planning to save it raises the reason.
 
-    That is where DCP shares failures, so every rank hears of it; an error of the stager's would leave the others waiting.
+    DCP shares planning failures, so every rank receives the error. An error raised by the stager
+    would leave the other ranks waiting.
     """
 
     def __init__(self, error: NostallError) -> None:
@@ -84,16 +86,16 @@ class Unstaged:
 
     def __create_write_items__(
         self, fqn: str, value: object
-    ) -> NoReturn:  # what DCP's planner looks for
+    ) -> NoReturn:  # DCP's planner looks for this name
         del fqn, value
-        raise copy.copy(self._error)  # without the traceback of the last time
+        raise copy.copy(self._error)  # without the traceback of an earlier raise
 
     def __reduce__(self) -> NoReturn:
         raise copy.copy(self._error)
 
 
 def unstaged(value: Any, error: NostallError) -> Any:
-    """A state dict of the same names, each of which stands for what could not be copied."""
+    """A state dict of the same keys with every value replaced by :class:`Unstaged`."""
     if isinstance(value, Mapping):
         return {key: unstaged(element, error) for key, element in value.items()}
     if type(value) in (list, tuple):
@@ -120,7 +122,7 @@ def _payload_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def structure_of(leaves: list[Leaf]) -> Structure:
-    """What has to be equal for an earlier placement to fit."""
+    """Two state dicts with equal structures can use the same placement."""
     return tuple((leaf.fqn, leaf.tensor.nbytes) for leaf in leaves)
 
 
@@ -130,13 +132,13 @@ def stage_state_dict(
     placement: Mapping[str, tuple[int, int]],
     lease_of: Callable[[int], Lease],
 ) -> tuple[StagedStateDict, Places]:
-    """Copy a state dict into leased memory, but for the leaves.
+    """Copy a state dict into leased memory, except for its leaves.
 
     Args:
         state_dict: What to copy.
-        leaves: What :func:`find_leaves` found in it.
-        placement: Offset and length of payloads in the block by name, as far as they are known.
-        lease_of: Gives a lease on at least so many bytes.
+        leaves: The result of :func:`find_leaves` for it.
+        placement: Offset and length of each known payload in the block, by name.
+        lease_of: Returns a lease on at least the given number of bytes.
 
     Returns:
         The copy, and the places that the leaves have yet to be copied to.
@@ -146,7 +148,7 @@ def stage_state_dict(
     offsets = []
     for leaf in leaves:
         offset, nbytes = placement.get(leaf.fqn, (0, -1))
-        # Who gets the copy may compute with it, and complex128 at an address that is no multiple of 16 faults.
+        # The caller may compute with the copy; complex128 faults at addresses not a multiple of 16.
         movable = leaf.tensor.dtype is not torch.complex128 or offset % _ALIGNMENT == 0
         if nbytes == leaf.tensor.nbytes and names[leaf.fqn] == 1 and movable:
             offsets.append(offset)
@@ -207,7 +209,7 @@ def _rebuild(
     on_tensor: Callable[[str, torch.Tensor], torch.Tensor],
     on_object: Callable[[str, Any], Any],
 ) -> Any:
-    """Copy what DCP takes apart; hand on, with their flattened names, local tensors and what is saved as one object."""
+    """Copy what DCP flattens; call back with the flattened names of local tensors and objects."""
 
     def inner(key: object, element: Any) -> Any:
         name = f"{path}.{key}" if path else str(key)
@@ -236,18 +238,20 @@ def _rebuild(
 
 
 def _is_taken_apart(value: Any) -> bool:
-    """Whether DCP saves what is in it item by item: a mapping, or a list that holds one, or a tensor, at any depth."""
+    """Whether DCP saves the elements one by one: a mapping, or a list that holds one or a
+    tensor.
+    """
     return isinstance(value, Mapping) or (
         isinstance(value, list)
         and any(isinstance(each, torch.Tensor) or _is_taken_apart(each) for each in value)
     )
 
 
-# --- to another process ---------------------------------------------------------------------------------------------
+# --- to another process ---------------------------------------------------------------------------
 
 
 class _PlacePickler(pickle.Pickler):
-    """Pickles tensors that lie in a block as their place in it."""
+    """Pickles tensors in a block as their place in it."""
 
     def __init__(self, stream: io.BytesIO, memory: mmap.mmap) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
