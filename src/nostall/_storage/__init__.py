@@ -1,1 +1,1 @@
-"""Where bytes go. ``posix`` writes images with large positional writes, ``streams`` through a user's own ``open``."""
+"""Checkpoint files on a POSIX file system: written, read back and removed, with deadlines."""

@@ -1,7 +1,7 @@
-"""Storage calls of the trainer, which end in time: each runs on a daemon thread, and is left behind if storage hangs.
+"""Storage calls of the trainer, with deadlines: each runs on a daemon thread.
 
-A thread that stands in a system call cannot be ended. What it holds is its own until storage answers, and an interpreter that
-ends does not wait for it.
+A thread in a system call cannot be ended. If storage hangs, the thread is left behind with what it
+holds until storage answers; an exiting interpreter does not wait for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nostall.errors import SaveTimeoutError
 _log = logging.getLogger("nostall")
 
 REMOVAL_TIMEOUT_S = 2.0
-"""For what a failed save left. It goes on behind the caller's back, who has waited for storage already."""
+"""For files of a failed save; after that the removal goes on in the background."""
 _INTERRUPTED_TIMEOUT_S = 2.0
 _NAMED = 8
 
@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 
 def start_apart(name: str, work: Callable[[], object]) -> threading.Thread | None:
-    """Do something on a daemon thread of its own.
+    """Run ``work`` on a separate daemon thread.
 
     Returns:
-        The thread; ``None`` if there is none, as the interpreter is ending or the system has no thread to give: it is done then.
+        The thread; ``None`` if none could be started, as at exit: ``work`` is done then.
     """
     thread = threading.Thread(target=work, name=name, daemon=True)
     try:
@@ -51,25 +51,25 @@ def in_time(
     rank: int | None = None,
     give_up: Callable[[], object] = lambda: None,
 ) -> T:
-    """What a storage call returns, or raises, if it does so within ``timeout_s`` seconds.
+    """The result of a storage call, or its exception, within ``timeout_s`` seconds.
 
     Args:
         call: Several system calls that belong together, as a thread costs about 60 µs.
         timeout_s: How long to wait.
-        doing: What it does, for the error.
+        doing: Description of the call, for the error.
         phase: Stage of the save.
-        path: What it is about.
-        rank: Whose save it is.
-        give_up: Tells the call that nobody waits for it any more.
+        path: The file or directory concerned.
+        rank: The rank that saves.
+        give_up: Called when the caller no longer waits.
 
     Raises:
-        SaveTimeoutError: It is still running.
+        SaveTimeoutError: The call is still running.
     """
     done: Future[T] = Future()
     try:
         start_apart("nostall-storage", partial(_settle, done, call))
         late = wait([done], timeout_s).not_done
-    except BaseException:  # from outside, such as Ctrl-C
+    except BaseException:  # an interrupt, such as Ctrl-C
         give_up()
         wait([done], _INTERRUPTED_TIMEOUT_S)
         raise
@@ -85,13 +85,13 @@ def in_time(
             )
         return done.result()
     finally:
-        del done  # an error holds this frame
+        del done  # the frame stays alive with an error's traceback
 
 
 def _settle(done: Future[T], call: Callable[[], T]) -> None:
     try:
         result = call()
-    except BaseException as error:  # raised where somebody waits
+    except BaseException as error:  # raised in the waiting thread
         done.set_exception(error)
     else:
         done.set_result(result)
@@ -103,9 +103,9 @@ def remove_in_time(
     remove: Callable[[Sequence[str]], object] = remove_files,
     timeout_s: float = REMOVAL_TIMEOUT_S,
 ) -> None:
-    """Remove files that nothing refers to, and wait ``timeout_s`` seconds for that at most.
+    """Remove files that nothing refers to; waits ``timeout_s`` seconds at most.
 
-    What takes longer is removed when storage answers, if this process lives that long; the log names it.
+    After that the files are logged; removal continues in the background while this process lives.
     """
     if not paths:
         return
@@ -120,7 +120,7 @@ def remove_in_time(
     except SaveTimeoutError:
         named = ", ".join(paths[:_NAMED]) + (", ..." if len(paths) > _NAMED else "")
         _log.warning(
-            "storage has not removed %d files within %g s; nothing refers to them, and they may stay: %s",
+            "storage has not removed %d files within %g s; they may stay, unused: %s",
             len(paths),
             timeout_s,
             named,

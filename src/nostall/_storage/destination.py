@@ -1,4 +1,4 @@
-"""Where a checkpoint is to go: what path can be one, and a directory that is ready for it."""
+"""The checkpoint path: checked, made absolute, and made a directory that can be saved to."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from nostall.errors import CheckpointExistsError, OptionError, WriteError
 
 
 def require_possible(path: str | os.PathLike[str]) -> None:
-    """Refuse what cannot be the path of a checkpoint directory.
+    """Refuse a path that cannot name a checkpoint directory.
 
     Raises:
-        OptionError: It is empty, or has a null character in it.
+        OptionError: The path is empty or contains a null character.
     """
     if not os.fspath(path):
         raise OptionError("the checkpoint path is empty", hint="'.' is the current directory")
     if "\0" in str(path):
         raise OptionError(
-            f"there is a null character in the checkpoint path {path!r}", hint="take it out"
+            f"the checkpoint path {path!r} contains a null character", hint="remove it"
         )
 
 
 def require_file_system(path: object) -> None:
-    """Refuse what is not on a file system.
+    """Refuse a path that is not on a file system.
 
     Raises:
-        OptionError: It is in an object store.
+        OptionError: The path is in an object store.
     """
     if "://" in str(path):
         raise OptionError(
@@ -39,10 +39,10 @@ def require_file_system(path: object) -> None:
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """Where a path leads now: the trainer may change its directory, and its writer process has one of its own.
+    """The absolute form of a path: trainer and writer process have different working directories.
 
     Raises:
-        OptionError: The path is relative to a working directory that is gone.
+        OptionError: The path is relative and the working directory was removed.
     """
     try:
         return Path(os.path.abspath(path))
@@ -50,19 +50,19 @@ def absolute(path: str | os.PathLike[str]) -> Path:
         raise OptionError(
             f"the path is relative, and the working directory is gone: {error.strerror}",
             path=os.fsdecode(path),
-            hint="pass an absolute path, or change to a directory that is there",
+            hint="pass an absolute path, or change to an existing directory",
         ) from error
 
 
 def make_ready(
     directory: str, metadata_path: str, *, overwrite: bool, rank: int | None, timeout_s: float
 ) -> None:
-    """Make a checkpoint directory, and see whether there is a checkpoint in it that must not be replaced.
+    """Make a checkpoint directory, and check that it holds no checkpoint that must not be replaced.
 
     Raises:
-        CheckpointExistsError: There is one, and ``overwrite`` is false.
+        CheckpointExistsError: It holds a checkpoint, and ``overwrite`` is false.
         WriteError: The directory cannot be made.
-        SaveTimeoutError: Storage does not answer within ``timeout_s`` seconds.
+        SaveTimeoutError: Storage did not answer within ``timeout_s`` seconds.
     """
     in_time(
         lambda: _make_ready(directory, metadata_path, overwrite=overwrite, rank=rank),
@@ -79,7 +79,7 @@ def _make_ready(directory: str, metadata_path: str, *, overwrite: bool, rank: in
         make_directory(directory)
     except OSError as error:
         raise WriteError(
-            f"the checkpoint directory cannot be made: {error.strerror}",
+            f"cannot make the checkpoint directory: {error.strerror}",
             errno=error.errno,
             rank=rank,
             phase="plan",
@@ -88,7 +88,7 @@ def _make_ready(directory: str, metadata_path: str, *, overwrite: bool, rank: in
         ) from error
     if not overwrite and may_be_there(metadata_path):
         raise CheckpointExistsError(
-            "a committed checkpoint is there, or may be, and overwrite=False",
+            "the directory holds, or may hold, a committed checkpoint, and overwrite=False",
             rank=rank,
             phase="plan",
             path=directory,
@@ -97,9 +97,9 @@ def _make_ready(directory: str, metadata_path: str, *, overwrite: bool, rank: in
 
 
 def _why_no_directory(path: str) -> str | None:
-    """What is in the way, if it is a file or a link."""
+    """The file or broken link in the way, if that is the reason."""
     while path and not os.path.lexists(path):
         path = os.path.dirname(path)
     if not os.path.exists(path):
-        return f"{path} is a link that leads nowhere"
+        return f"{path} is a broken symbolic link"
     return None if os.path.isdir(path) else f"{path} is a file"

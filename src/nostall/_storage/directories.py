@@ -1,6 +1,6 @@
-"""What this process is doing in checkpoint directories: which files its saves have made there, and who commits.
+"""Checkpoint directories in use by this process: files made by its saves, and commits under way.
 
-A directory that is committed to is known by where its path leads, not by how that is written, and whichever engine a save
+A directory is identified by its resolved path, however it is written and whichever engine a save
 belongs to.
 """
 
@@ -16,7 +16,7 @@ from weakref import WeakSet, WeakValueDictionary
 from nostall.errors import SaveTimeoutError
 
 _KEPT = 8
-"""Saves that are remembered when they may be over: what older ones have left is removed when it is old."""
+"""Finished saves that are remembered; files of earlier ones are removed once they are old."""
 
 
 class Visit:
@@ -33,18 +33,20 @@ class Visit:
         self._thread: threading.Thread | None = None
         self._was_left = False
         self.is_removed = False
-        """Whether files of it were removed, so that it must not be committed."""
+        """Whether files of this save were removed, so that it must not be committed."""
         with _state.lock:
             _state.visits.add(self)
 
     def hand_over(self) -> None:
-        """All is written; the coordinator commits it. This rank does not learn how that ends, but its thread goes on then."""
+        """All files are written, and the coordinator commits. This rank does not learn the outcome;
+        its thread continues once the commit has ended.
+        """
         with _state.lock:
             self._thread = threading.current_thread()
             _state.kept.append(self)
 
     def end(self, *, committed: bool) -> None:
-        """The save is over. Idempotent."""
+        """Mark the save as over. Idempotent."""
         with _state.lock:
             self._was_left = True
             if committed:
@@ -53,9 +55,10 @@ class Visit:
                 _state.kept.append(self)
 
     def left_before(self) -> tuple[str, ...]:
-        """Names of what earlier saves of this process have made in the same directory, unless they are known to be committed.
+        """Names of files that finished saves of this process made in this directory.
 
-        Those saves are over. Their files may be a checkpoint's, or gone; the coordinator knows, once it has committed another one.
+        Files known to be committed are left out. The others may belong to a checkpoint, or be gone;
+        the coordinator knows once it has committed another one.
         """
         with _state.lock:
             over = {visit for visit in _state.visits if visit is not self and visit._is_over()}
@@ -64,7 +67,7 @@ class Visit:
         return tuple(sorted(map(os.path.basename, left - _created(busy))))
 
     def _is_over(self) -> bool:
-        """Whether the thread that it was written in has gone on; once that was seen it stays so, for other threads, too."""
+        """Whether the writing thread has continued; once true, it stays true for all threads."""
         thread = self._thread
         if thread is threading.current_thread() or (thread is not None and not thread.is_alive()):
             self._was_left = True
@@ -76,12 +79,12 @@ class _State:
         self.start_over()
 
     def start_over(self) -> None:
-        """Also in a forked child, where a lock may be held by a thread that the child does not have."""
+        """Also called in a forked child, where the lock may be held by a thread of the parent."""
         self.lock = threading.Lock()
         self.visits: WeakSet[Visit] = WeakSet()
-        """All but those that are known to be committed."""
+        """All visits except those known to be committed."""
         self.kept: deque[Visit] = deque(maxlen=_KEPT)
-        """Those that nobody else may hold any more."""
+        """Visits that may have no other reference."""
         self.committing: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 
 
@@ -93,7 +96,7 @@ def _created(visits: Iterable[Visit]) -> set[str]:
 
 
 def note_removed(paths: Iterable[str]) -> None:
-    """Files of saves that were taken for over are going to be removed."""
+    """Record that files of saves assumed to be over are about to be removed."""
     gone = set(paths)
     with _state.lock:
         for visit in _state.visits:
@@ -101,7 +104,7 @@ def note_removed(paths: Iterable[str]) -> None:
 
 
 def names_in_use(directory: str) -> set[str]:
-    """Names of the files of saves of this process that are under way in a directory."""
+    """Names of files of this process's saves that are under way in a directory."""
     where = os.path.realpath(directory)
     with _state.lock:
         busy = [visit for visit in _state.visits if not visit._is_over()]
@@ -111,10 +114,10 @@ def names_in_use(directory: str) -> set[str]:
 
 @contextmanager
 def committing(directory: str, *, timeout_s: float) -> Iterator[None]:
-    """While inside, no other thread of this process commits to this directory.
+    """Hold the directory's commit lock: one thread of this process commits at a time.
 
     Raises:
-        SaveTimeoutError: Another one has been at it for ``timeout_s`` seconds.
+        SaveTimeoutError: Another thread has been committing for ``timeout_s`` seconds.
     """
     where = os.path.realpath(directory)
     with _state.lock:
@@ -124,7 +127,7 @@ def committing(directory: str, *, timeout_s: float) -> Iterator[None]:
             f"another save has been committing to this directory for {timeout_s:g} s",
             phase="commit",
             path=directory,
-            hint="storage may hang; nothing of this save was committed",
+            hint="storage may hang; this save was not committed",
         )
     try:
         yield

@@ -1,12 +1,12 @@
-"""Files on a POSIX file system, written in large positional chunks, past the page cache where that is possible.
+"""Files on a POSIX file system, written in large positional chunks past the page cache if possible.
 
-Whatever a save changes on storage it changes through this module, and this module through ``os``: tests that record the
-operations of a save, or lose them as a crash would, put something else in place of that.
+A save changes storage only through this module, and this module only through ``os``: tests replace
+``os`` to record operations, or to lose them as in a crash.
 
-A file gets all its blocks when it is made. ``O_DIRECT`` asks for page-aligned memory, offsets and lengths. Images are
-page-aligned; the last chunk is written with its padding and the file cut to length before it is synced. A file system
-that does not take ``O_DIRECT`` refuses the open or the first write with ``EINVAL``: the file then goes through the page
-cache, with the same result.
+All blocks of a file are allocated when it is made. ``O_DIRECT`` requires page-aligned memory,
+offsets and lengths. Images are page-aligned; the last chunk is written with its padding, and the
+file is truncated to its length before fsync. A file system without ``O_DIRECT`` fails the open or
+the first write with ``EINVAL``; the page cache is used then, with the same result.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from nostall._model.jobs import page_aligned
 
 _LARGE_PIECE_NBYTES = 64 << 10
 _MOST_TO_HOLD = 64
-"""Removed files; a rank has a few, and a process may have open about a thousand."""
-_NOTHING_WRITTEN = "the system wrote nothing and gave no reason"
+"""Removed files; a rank has a few of them, and a process may open about a thousand."""
+_NOTHING_WRITTEN = "the system wrote nothing, without an error"
 _NAMES_TRIED = 100
 
 
 class ImageFile:
-    """One new file under construction; chunks may be written from several threads at once.
+    """A new file being written; several threads may write chunks at once.
 
     Args:
-        path: What to call it; if something has that name, :attr:`path` is a similar one.
-        nbytes: How long it is going to be.
-        direct: Whether to write past the page cache.
-        on_created: Told the path as soon as there is a file to remove if anything goes wrong; it is empty then.
+        path: Its path; if that exists, :attr:`path` is a similar one.
+        nbytes: Its final length.
+        direct: Whether to bypass the page cache.
+        on_created: Called with the path as soon as the file exists, still empty, so that a failed
+            save can remove it.
     """
 
     def __init__(
@@ -64,20 +65,20 @@ class ImageFile:
 
     @property
     def is_direct(self) -> bool:
-        """Whether it is written past the page cache, so that several threads can write into it at a time."""
+        """Whether writes bypass the page cache, so that several threads can write at a time."""
         return self._direct
 
     def write(self, memory: memoryview, begin: int, end: int, *, origin: int = 0) -> None:
         """Write the bytes of the file from ``begin`` to ``end``.
 
         Args:
-            memory: They are in here, page-aligned and padded to whole pages.
+            memory: Memory that contains them, page-aligned and padded to whole pages.
             begin: First byte, a multiple of the page size.
             end: One past the last byte; a multiple of the page size or the file's length.
-            origin: Which byte of the file ``memory`` begins with.
+            origin: Offset in the file of the first byte of ``memory``.
 
         Raises:
-            OSError: The system refused, or took fewer bytes without saying why.
+            OSError: The system refused, or wrote nothing without an error.
         """
         length = page_aligned(end) if self._direct else end
         while begin < end:
@@ -95,10 +96,11 @@ class ImageFile:
             begin += written
 
     def finish(self, *, sync: bool) -> None:
-        """Cut the file to its length, wait until the device has it, if asked, and close it.
+        """Truncate the file to its length, fsync it if asked, and close it.
 
         Raises:
-            OSError: The system refused; some file systems find no room for a file, or no server, only when it is closed.
+            OSError: The system refused. Some file systems report a full disk or a lost server only
+                at close.
         """
         os.ftruncate(self._fd, self._nbytes)
         if sync:
@@ -106,23 +108,23 @@ class ImageFile:
         os.close(self._taken())
 
     def close(self) -> None:
-        """Close what is open of a file that is given up, whatever storage says to that; idempotent."""
+        """Close the file after a failure; errors are ignored. Idempotent."""
         fd = self._taken()
         if fd >= 0:
             close_all([fd])
 
     def _taken(self) -> int:
-        """The descriptor, which is nobody else's any more."""
+        """The descriptor, now owned by the caller alone."""
         with self._lock:
             fd, self._fd = self._fd, -1
         return fd
 
     def _go_past_page_cache(self) -> None:
-        """Open it once more with ``O_DIRECT``: a system that refuses that when it makes a file has made it all the same."""
+        """Reopen with ``O_DIRECT``. A refused ``O_DIRECT | O_CREAT`` may leave a file behind."""
         try:
             fd = os.open(self.path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EACCES):  # the latter by the umask
+            if error.errno not in (errno.EINVAL, errno.EACCES):  # EACCES because of the umask
                 raise
             return
         try:
@@ -133,7 +135,7 @@ class ImageFile:
             close_all([fd])  # nothing was written through it
 
     def _go_through_page_cache(self) -> None:
-        """Switch ``O_DIRECT`` off for all further writes; several threads may find out at once."""
+        """Switch ``O_DIRECT`` off for all further writes; several threads may call this at once."""
         with self._lock:
             flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
@@ -141,9 +143,9 @@ class ImageFile:
 
 
 def create_new(path: str) -> tuple[str, int]:
-    """Open a new file of that name, or of a similar one where something has it: that is somebody else's and stays.
+    """Open a new file with this path, or a similar one if it exists: existing files stay.
 
-    Storage itself is asked, not a cache of its names, which may say for a while that nothing is there.
+    Storage itself is asked (``O_EXCL``): a cache of names can be out of date.
 
     Returns:
         The file's path and its descriptor.
@@ -161,16 +163,17 @@ def _create(path: str) -> int:
 
 
 def _preallocate(fd: int, nbytes: int) -> None:
-    """Give a file its blocks and its length at once, where the file system can; too little room shows here, not later.
+    """Allocate a file's blocks and set its length, where supported, so that a full disk shows
+    early.
 
-    Direct writes beyond the end of a file wait for each other, those inside it do not (ext4, XFS).
+    Direct writes beyond the end of a file wait for each other; writes inside it do not (ext4, XFS).
 
     Raises:
-        OSError: There is not that much room.
+        OSError: There is not enough space.
     """
     if not nbytes:
         return
-    # Not os.posix_fallocate(), which writes zeros where the file system cannot do it.
+    # Not os.posix_fallocate(), which writes zeros where the file system does not support it.
     if _libc().fallocate(fd, 0, 0, nbytes):
         code = ctypes.get_errno()
         if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -191,18 +194,18 @@ _PASSING = {
         *("ECONNRESET", "ENETDOWN", "ENETUNREACH", "EHOSTDOWN", "EHOSTUNREACH"),
     )
 }
-"""What network file systems answer while a server is away. A full disk or a wrong owner is not among them."""
+"""Errors of network file systems whose server is away. Excludes full disks and missing rights."""
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether the same operation may succeed in a moment."""
+    """Whether the same operation may succeed when retried."""
     return isinstance(error, OSError) and error.errno in _PASSING
 
 
 def may_be_there(path: str) -> bool:
-    """Whether something has that name; true also if that cannot be told.
+    """Whether the path exists; also true if storage cannot tell.
 
-    ``os.path.exists`` takes whatever storage answers for a no.
+    ``os.path.exists`` is false for every error.
     """
     try:
         os.stat(path)
@@ -214,9 +217,10 @@ def may_be_there(path: str) -> bool:
 
 
 def make_directory(path: str) -> None:
-    """Make a directory if it is not there.
+    """Make a directory if it does not exist.
 
-    The levels above it that have to be made, too, are made durable here; its own name is by whoever commits into it.
+    Missing parents are made, too, and their names fsynced. The directory's own name is fsynced at
+    commit.
     """
     try:
         os.mkdir(path)
@@ -225,7 +229,7 @@ def make_directory(path: str) -> None:
             raise
     except FileNotFoundError:
         parent = os.path.dirname(os.path.abspath(path))
-        if os.path.isdir(parent):  # a file system that makes no directories
+        if os.path.isdir(parent):  # a file system without directories
             raise
         make_directory(parent)
         sync_directory(os.path.dirname(parent))
@@ -233,17 +237,17 @@ def make_directory(path: str) -> None:
 
 
 def identity_of(path: str | int) -> tuple[int, int]:
-    """Which file has that name, or descriptor.
+    """Device and inode of a path or descriptor.
 
     Raises:
-        OSError: None has.
+        OSError: It does not exist.
     """
     status = os.stat(path)
     return status.st_dev, status.st_ino
 
 
 def has_identity(path: str, identity: tuple[int, int]) -> bool:
-    """Whether that file has this name, as far as can be seen."""
+    """Whether the path has this device and inode; false if that cannot be told."""
     try:
         return identity_of(path) == identity
     except OSError:
@@ -251,7 +255,7 @@ def has_identity(path: str, identity: tuple[int, int]) -> bool:
 
 
 def is_same(one: str | int, other: str) -> bool:
-    """Whether two paths, or a descriptor and a path, lead to the same file or directory, which is there."""
+    """Whether both lead to the same existing file or directory."""
     try:
         return identity_of(one) == identity_of(other)
     except OSError:
@@ -259,10 +263,10 @@ def is_same(one: str | int, other: str) -> bool:
 
 
 def require_file(path: str, nbytes: int) -> None:
-    """Make sure that a file is where it was written.
+    """Check that a file is where it was written.
 
     Raises:
-        OSError: It is not there, or has another size.
+        OSError: It does not exist, or has another size.
     """
     found = os.stat(path).st_size
     if found != nbytes:
@@ -270,7 +274,7 @@ def require_file(path: str, nbytes: int) -> None:
 
 
 class UnfinishedFile:
-    """A new file, in place of what has that name, that is written from front to back."""
+    """A new file, written front to back; an existing file of that path is removed first."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -278,15 +282,15 @@ class UnfinishedFile:
         try:
             self._opened = [_create(path)]
         except FileExistsError:
-            # Never written into: it may be a link to something else, or have another name.
+            # Never overwritten: it may be a link to another file, or have another name.
             os.unlink(path)
             self._opened = [_create(path)]
 
     def append(self, content: Iterable[bytes]) -> None:
-        """Write what comes next, in pieces.
+        """Append the content, in pieces.
 
         Raises:
-            OSError: The system refused, or took nothing without saying why.
+            OSError: The system refused, or wrote nothing without an error.
         """
         (fd,) = self._opened
         for piece in _large_pieces(content):
@@ -299,12 +303,14 @@ class UnfinishedFile:
                 rest = rest[written:]
 
     def sync(self) -> None:
-        """Wait until the device has what was written so far."""
+        """Fsync the content written so far."""
         (fd,) = self._opened
         os.fsync(fd)
 
     def is_untouched(self) -> bool:
-        """Whether it is what has its name, and as long as it was written; nobody else is asked to leave it alone."""
+        """Whether the path is still this file, as long as written: another process may replace
+        it.
+        """
         try:
             named = os.stat(self.path)
             return is_same(self._opened[0], self.path) and named.st_size == self._at
@@ -312,13 +318,14 @@ class UnfinishedFile:
             return False
 
     def finish(self) -> tuple[int, int]:
-        """Close it, as some file systems store it, and find no room for it, only then.
+        """Close the file: some file systems store it, or report a full disk, only then.
 
         Returns:
-            Which file it is; until :meth:`close` no other file of this machine can be taken for it, even if it is removed.
+            Its device and inode. Until :meth:`close` no other file of this machine can have them,
+            even if it is removed.
 
         Raises:
-            OSError: The system refused, or another file has its name.
+            OSError: The system refused, or the path is another file.
         """
         (fd,) = self._opened
         self._opened.insert(0, os.open(self.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
@@ -328,19 +335,21 @@ class UnfinishedFile:
         return identity_of(self._opened[0])
 
     def remove(self) -> None:
-        """Remove it, unless its name is known to be another file's by now: that is another process's, and about to be published."""
+        """Remove the file, unless another process has replaced it and is about to publish its
+        own.
+        """
         with suppress(OSError):
             if identity_of(self.path) != identity_of(self._opened[-1]):
                 return
         remove_files([self.path])
 
     def close(self) -> None:
-        """Close what is open of it, whatever storage says to that; idempotent."""
+        """Close all descriptors; errors are ignored. Idempotent."""
         close_all(self._opened)
 
 
 def _large_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes, with small pieces put together, as each costs a call, and large ones as they are."""
+    """The same bytes, with small pieces joined, as each write costs a call."""
     for is_large, group in groupby(pieces, lambda piece: len(piece) >= _LARGE_PIECE_NBYTES):
         if is_large:
             yield from group
@@ -349,7 +358,7 @@ def _large_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def replace_file(path: str, by: str) -> None:
-    """Give a file another's name; at every moment there is one of that name."""
+    """Rename ``by`` to ``path``; at every moment a file of that path exists."""
     os.replace(by, path)
 
 
@@ -363,35 +372,38 @@ def sync_directory(path: str) -> None:
 
 
 def sync_name(directory: str) -> None:
-    """Make a directory's own name durable; who may not read its parent has not made it either."""
+    """Make a directory's own name durable, unless its parent may not be read: it is not new
+    then.
+    """
     with suppress(PermissionError):
         sync_directory(os.path.dirname(os.path.realpath(directory)))
 
 
 def remove_file(path: str) -> None:
-    """Remove a file; one that is not there is no error."""
+    """Remove a file if it exists."""
     with suppress(FileNotFoundError):
         os.unlink(path)
 
 
 def remove_directory(path: str) -> None:
-    """Remove an empty directory; one that is not there is no error."""
+    """Remove an empty directory if it exists."""
     with suppress(FileNotFoundError):
         os.rmdir(path)
 
 
 def remove_files(paths: Iterable[str]) -> None:
-    """Remove what is left of files that will never be committed; one that is not there is no error."""
+    """Remove files that will never be committed; errors are ignored."""
     for path in paths:
         try:
             os.unlink(path)
         except OSError:
-            # The failure being cleaned up after is the one to report; a file that stays is only wasted space.
+            # The failure being cleaned up after is the one to report; a leftover file only takes
+            # room.
             continue
 
 
 def remove_empty_files(paths: Iterable[str]) -> None:
-    """Remove those of the files that have nothing in them, which nobody misses."""
+    """Remove those of the files that are empty."""
     for path in paths:
         with suppress(OSError):
             status = os.lstat(path)
@@ -400,13 +412,13 @@ def remove_empty_files(paths: Iterable[str]) -> None:
 
 
 def remove_and_hold(paths: Iterable[str], held: list[int]) -> None:
-    """As :func:`remove_files`, but storage keeps what the first files hold until their descriptors are closed.
+    """As :func:`remove_files`, but blocks are freed only when the descriptors are closed.
 
-    A name goes at once. To give the blocks back is what takes long: 0.2 s per GiB on ext4 on the machine of the benchmarks.
+    Removing a name is fast. Freeing blocks takes 0.2 s per GiB on ext4 on the benchmark machine.
 
     Args:
         paths: What to remove.
-        held: Gets the descriptors, while there are few of them; what further files hold is given back at once.
+        held: Receives the descriptors, up to a limit; blocks of further files are freed at once.
     """
     for path in paths:
         if len(held) < _MOST_TO_HOLD:
@@ -425,9 +437,9 @@ def has_room_for(held: list[int]) -> bool:
 
 
 def close_all(descriptors: list[int]) -> None:
-    """Close descriptors of files that nobody needs, all of them, whatever storage says to each.
+    """Close all descriptors; errors are ignored.
 
-    Each is taken out of the list first of all: a child that is forked meanwhile closes the others.
+    Each is taken out of the list before it is closed: a child forked meanwhile closes the others.
     """
     while descriptors:
         with suppress(OSError):

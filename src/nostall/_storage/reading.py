@@ -1,4 +1,4 @@
-"""Read shard files back to see whether they are what was written."""
+"""Read shard files and metadata back, and compare their checksums."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _PIECE_NBYTES = 8 << 20
 _BEGIN = b"PK\x03\x04"
 _END = b"PK\x05\x06"
 _END_NBYTES = 22
-"""Of the last record of an archive without a comment."""
+"""Length of an archive's last record, without a comment."""
 MOST_METADATA_NBYTES = 2 << 30
-"""How long metadata may be that is read. It takes some hundred bytes per item, so this is for millions of them."""
+"""Limit on metadata that is read: some hundred bytes per item, so millions of items."""
 
 
 class ChecksumMissing(Exception):  # an answer, not an error
-    """An archive was written without checksums."""
+    """The archive has no checksums."""
 
 
 class NoArchive(Exception):
-    """Neither the first nor the last bytes are those of an archive: another format, or nothing that is left of one."""
+    """Neither the first nor the last bytes are those of an archive."""
 
 
 def open_to_read(path: str) -> BinaryIO:
-    """Open a regular file for reading; a pipe would be waited for, and a device may have no end.
+    """Open a regular file for reading. A pipe would block, and a device may have no end.
 
     Raises:
-        ReadError: It is not a regular file.
+        ReadError: Not a regular file.
         OSError: It cannot be opened.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -45,15 +45,15 @@ def open_to_read(path: str) -> BinaryIO:
         raise
     if not is_regular:
         os.close(fd)
-        raise ReadError("it is not a regular file", errno=errno.EINVAL, phase="read", path=path)
+        raise ReadError("not a regular file", errno=errno.EINVAL, phase="read", path=path)
     return open(fd, "rb")
 
 
 def read_metadata_file(path: str) -> bytes:
-    """The content of a file that should hold metadata.
+    """The content of a metadata file.
 
     Raises:
-        ReadError: It is not a regular file, or too long (:func:`read_metadata`).
+        ReadError: Not a regular file, or too long (:func:`read_metadata`).
         OSError: It cannot be read.
     """
     with open_to_read(path) as stream:
@@ -61,28 +61,26 @@ def read_metadata_file(path: str) -> bytes:
 
 
 def read_metadata(stream: BinaryIO, path: str) -> bytes:
-    """As :func:`read_metadata_file`, for a file that is open.
+    """As :func:`read_metadata_file`, for an open file.
 
     Raises:
-        ReadError: It is longer than :data:`MOST_METADATA_NBYTES`, or than there is memory for.
+        ReadError: Longer than :data:`MOST_METADATA_NBYTES`, or than the available memory.
         OSError: It cannot be read.
     """
     nbytes = os.fstat(stream.fileno()).st_size
     if nbytes > MOST_METADATA_NBYTES:
-        what = (
-            f"it has {nbytes} bytes, and metadata of more than {MOST_METADATA_NBYTES} is not read"
-        )
+        what = f"it has {nbytes} bytes; the limit for metadata is {MOST_METADATA_NBYTES}"
         raise ReadError(what, errno=errno.EFBIG, phase="read", path=path)
     stream.seek(0)
     try:
-        return stream.read(nbytes)  # and no more if it grows
+        return stream.read(nbytes)  # not more, even if the file grows
     except MemoryError as error:
-        what = f"there is no memory for its {nbytes} bytes"
+        what = f"not enough memory for its {nbytes} bytes"
         raise ReadError(what, errno=errno.ENOMEM, phase="read", path=path) from error
 
 
 def crc32_of_file(path: str, progress: Callable[[int], object]) -> int:
-    """The CRC-32 of a file; ``progress`` is called with the length of every piece read.
+    """The CRC-32 of a file; ``progress`` is called with the length of each piece read.
 
     Raises:
         OSError: It cannot be read.
@@ -97,11 +95,11 @@ def crc32_of_file(path: str, progress: Callable[[int], object]) -> int:
 
 
 def damage_of_container(stream: IO[bytes], offset: int, nbytes: int) -> str | None:
-    """What is wrong with a ``torch.save`` archive inside a file, or ``None``.
+    """A description of the damage to a ``torch.save`` archive in a file; ``None`` if it is intact.
 
     Raises:
-        ChecksumMissing: There is nothing to compare it with.
-        NoArchive: It does not look like one.
+        ChecksumMissing: The archive has no checksums to compare.
+        NoArchive: The bytes are not an archive.
         OSError: It cannot be read.
     """
     part = _Part(stream, offset, nbytes)
@@ -113,11 +111,12 @@ def damage_of_container(stream: IO[bytes], offset: int, nbytes: int) -> str | No
     try:
         with zipfile.ZipFile(part) as archive:
             entries = archive.infolist()
-            # torch.save compresses nothing and writes each record once. Others could take any time to read.
+            # torch.save compresses nothing and stores each record once; others may take any time to
+            # read.
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 return "an archive in it has compressed records"
             if sum(entry.file_size for entry in entries) > nbytes:
-                return "an archive in it has longer records than it is itself"
+                return "an archive in it has longer records than its own length"
             if any(entry.file_size and not entry.CRC for entry in entries):
                 raise ChecksumMissing
             damaged = archive.testzip()
@@ -125,15 +124,15 @@ def damage_of_container(stream: IO[bytes], offset: int, nbytes: int) -> str | No
         raise
     except OSError:
         raise
-    except Exception as error:  # a damaged archive can raise anything
+    except Exception as error:  # a damaged archive can raise any exception
         return f"an archive in it cannot be read: {type(error).__name__}: {error!s:.200}"
     if damaged is not None:
-        return f"record {damaged:.200} of an archive in it does not have its CRC-32"
+        return f"record {damaged:.200} of an archive in it does not match its CRC-32"
     return None
 
 
 class _Part(io.RawIOBase):
-    """Part of a file, as a file."""
+    """Part of a file, as a file object."""
 
     def __init__(self, stream: IO[bytes], offset: int, nbytes: int) -> None:
         self._stream, self._offset, self._nbytes = stream, offset, nbytes
@@ -148,7 +147,7 @@ class _Part(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
         if base + offset < 0:
-            raise ValueError(f"there is nothing at {base + offset}")
+            raise ValueError(f"negative position {base + offset}")
         self._at = base + offset
         return self._at
 

@@ -1,7 +1,7 @@
-"""Shard files written through the user's own callables: an ``open`` look-alike and stream transforms.
+"""Shard files written through the user's callables: an ``open`` replacement and stream transforms.
 
-Such files are written from front to back, one thread per file. A transform (compression, encryption) changes lengths,
-so the places of the items are known only afterwards and travel back in the receipt.
+Such files are written front to back, one thread per file. A transform (compression, encryption)
+changes lengths, so the items' offsets are known only after writing and are returned in the receipt.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import IO, Any, Protocol
 
 
 class StreamTransform(Protocol):
-    """What is used of DCP's ``StreamTransformExtension``."""
+    """The part of DCP's ``StreamTransformExtension`` that is used."""
 
     def transform_to(self, output: IO[bytes]) -> IO[bytes]:
-        """A stream that writes what it is given, transformed, to ``output``."""
+        """A stream that transforms what is written to it and writes the result to ``output``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class StreamTarget:
 
 
 class _KeepOpen(io.RawIOBase):
-    """Closing a transform closes the stream under it; this one only flushes, so that files can hold many items."""
+    """Flushes instead of closing: a transform closes its output, which holds many items."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
@@ -58,7 +58,9 @@ def write_stream(
     sync: bool,
     before_each: Callable[[], None] = lambda: None,
 ) -> tuple[tuple[int, int], ...]:
-    """Write the blobs of one sealed image to a stream; ``before_each`` runs before every piece and may raise.
+    """Write the blobs of one sealed image to a stream.
+
+    ``before_each`` is called before every piece and may raise.
 
     Returns:
         Offset and length of each blob in the finished file.
@@ -80,14 +82,14 @@ def write_stream(
             at += counted.nbytes
         if sync:
             stream.flush()
-            # A stream without a descriptor has its own notion of durable, which its close has to provide.
+            # Without a descriptor, the stream's close has to make the file durable.
             with suppress(AttributeError, io.UnsupportedOperation):
                 os.fsync(stream.fileno())
     return tuple(extents)
 
 
 class _Counting:
-    """Counts what passes, since not every stream can tell its position."""
+    """Counts the bytes written, since not every stream can tell its position."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
