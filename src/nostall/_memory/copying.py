@@ -148,7 +148,7 @@ class Places:
         of = [sources[position] for position in self._small]
         for position, address, nbytes in self._large:
             view, source = self._views[position], sources[position]
-            if _lie_alike(view, source):
+            if _same_order(view, source):
                 _require_unchanged(source, view.dtype, view.shape)
                 pieces += _pieces(address, source.data_ptr(), nbytes)
             else:
@@ -172,7 +172,7 @@ class Places:
             _take_turns(copy, pieces)
 
 
-def _lie_alike(view: torch.Tensor, source: torch.Tensor) -> bool:
+def _same_order(view: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether both store their elements in the same order; views are without gaps."""
     return (view.is_contiguous() and source.is_contiguous()) or view.stride() == source.stride()
 

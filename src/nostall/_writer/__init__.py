@@ -1,5 +1,5 @@
-"""The writer process: it puts file images on storage and never imports torch.
+"""The writer process: it writes file images to storage and never imports torch.
 
-``main`` is what runs in it, ``handle`` the trainer's side of it, ``files`` the work itself (used in the trainer too,
-for synchronous saves), ``chunks`` and ``streams`` its two ways, ``messages`` what travels between them.
+``main`` runs in the process, ``handle`` is the trainer's side, ``files`` does the work (also in the
+trainer, for synchronous saves) through ``chunks`` or ``streams``; ``messages`` has the wire format.
 """

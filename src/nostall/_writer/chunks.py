@@ -1,20 +1,22 @@
-"""Seal file images and write them in chunks, from a few threads.
+"""Seal file images and write them in chunks, with a few threads.
 
-A file is worked through in chunks, taken in order by whichever thread is free. For each chunk a thread
+Chunks of a file are taken in order by whichever thread is free. For each chunk a thread
 
-1. computes the CRC-32 of the payloads and pieces of payloads inside it, and seals the containers whose payload lies in
-   it as a whole,
-2. seals the other containers whose payload ends in it, once the threads that hold the earlier pieces of that payload
-   have done step 1,
-3. writes it, once step 2 is done for all earlier chunks, as a container's end may reach over from them.
+1. computes the CRC-32 of the payloads and payload parts in it, and seals the containers whose
+   payload is entirely in it,
+2. seals the other containers whose payload ends in it, once the threads with the earlier parts of
+   that payload have done step 1,
+3. writes it, once step 2 is done for all earlier chunks, as a container's end may reach into later
+   chunks.
 
-Where files go through the page cache, two threads do all of this and write the chunks of a file one after the other: the system
-lets only one thread at a time write into such a file, and more of them would wait there, in any order and with cold buffers.
+Where files go through the page cache, two threads do all of this and write the chunks of a file one
+after the other: the system lets only one thread at a time write into such a file, and further
+threads would wait, in any order and with cold buffers.
 
-A thread waits only for earlier chunks of its file, which other threads have begun and which themselves wait only
-for still earlier ones: there is no cycle, and one thread alone never waits. As many threads checksum at a time as there are
-processors; who does so waits for nothing, so the others' turn comes. Checksumming one chunk thus overlaps with
-writing others.
+A thread waits only for earlier chunks of its file, which other threads have begun and which wait
+only for still earlier ones: there is no cycle, and a single thread never waits. As many threads
+checksum at a time as there are processors; a thread that checksums waits for nothing, so each gets
+its turn. Checksumming one chunk thus overlaps with writing others.
 """
 
 from __future__ import annotations
@@ -43,9 +45,9 @@ from nostall._writer.seals import ChunkPlanner, Payloads
 _BACKOFF_S = 0.1
 _BACKOFF_FACTOR = 4
 _THREADS_IN_ORDER = 2
-"""Where files go through the page cache: one writes while the other makes the next chunk ready."""
+"""For files through the page cache: one thread writes, the other prepares the next chunk."""
 _SPANS_KEPT = 2000
-"""Per file: two for each of the first 1,000 chunks. Totals count all."""
+"""Per file: two for each of the first 1,000 chunks. Totals include all chunks."""
 
 
 def write_images(
@@ -56,24 +58,24 @@ def write_images(
     cancelled: threading.Event,
     chunk_planner: ChunkPlanner,
 ) -> tuple[FileReceipt, ...]:
-    """Write all files of a job; one that the storage fails for a reason that may pass is written anew, a few times.
+    """Write all files of a job, each up to ``job.retries`` times anew after a transient error.
 
     Args:
         job: What to write.
-        images: Per file name, its bytes.
-        faults: Those to inject.
-        at: Told which file has failed, and in which phase.
-        cancelled: Set by another thread to give the job up between two chunks.
-        chunk_planner: Says which payload lies where among the chunks.
+        images: The bytes of each file, by name.
+        faults: Faults to inject.
+        at: Records which file has failed, and in which phase.
+        cancelled: Set by another thread to stop the job between two chunks.
+        chunk_planner: Maps payloads to chunks.
 
     Returns:
         A receipt for every file.
 
     Raises:
-        Cancelled: The job was given up.
+        Cancelled: The job was cancelled.
         OSError: The system refused.
     """
-    # More threads than processors would take turns, and all of them be done late: the device waits meanwhile.
+    # With more threads than processors all would finish late, and the device waits meanwhile.
     checksums = threading.Semaphore(len(os.sched_getaffinity(0)))
     done: dict[str, FileReceipt] = {}
     failed_attempts: dict[str, list[str]] = {image.name: [] for image in job.files}
@@ -101,7 +103,7 @@ def write_images(
         for task, failure in failures.items():
             failed_attempts[task.name].append(f"{type(failure).__name__}: {failure}")
             task.forget_progress()
-        # An fsync that failed has dropped what was not written; only a new file is sure to have everything.
+        # A failed fsync may have dropped data; only a new file is sure to have everything.
         remove_files(task.path for task in failures if task.path in at.created)
         if cancelled.wait(_BACKOFF_S * _BACKOFF_FACTOR**attempt):
             raise Cancelled("the save was aborted")
@@ -111,7 +113,7 @@ def write_images(
 def _work_through(
     tasks: Sequence[_FileTask], thread_count: int, cancelled: threading.Event
 ) -> None:
-    """Write files with a few threads until each is done or has a failure; one that cannot pass fails all of them."""
+    """Write files with a few threads until each is done or failed; a permanent error fails all."""
     chunks: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
     for task in tasks:
         for number in range(task.chunk_count):
@@ -146,7 +148,7 @@ def _work_through(
 
     count = min(thread_count, chunks.qsize())
     threads = [
-        # Storage may hang, and the interpreter has to end all the same.
+        # Daemons: storage may hang, and the interpreter has to exit.
         threading.Thread(target=work, args=(n,), name=f"nostall-io-{n}", daemon=True)
         for n in range(1, count)
     ]
@@ -154,22 +156,23 @@ def _work_through(
         for thread in threads:
             try:
                 thread.start()
-            except RuntimeError:  # the system has no thread to give; those there are do the work
+            except RuntimeError:  # no more threads: those running do the work
                 break
         work(0)
-    except BaseException:  # a signal to this thread, which in a synchronous save is the trainer's
+    except BaseException:  # a signal to this thread, in a synchronous save the trainer's
         hopeless.set()
         for task in tasks:
             task.give_up()
         raise
     finally:
-        _join(threads)  # one that was never started is not alive
+        _join(threads)  # a thread that never started is not alive
 
 
 def _join(threads: Iterable[threading.Thread]) -> None:
-    """Return when none of them works any more, whatever arrives meanwhile: they use memory that is about to be given back.
+    """Return when no thread works any more, even if interrupted: their memory is freed next.
 
-    One whose start was interrupted may not be alive yet, but then it has not begun, and will find nothing to do.
+    A thread whose start was interrupted may not be alive yet; it has not begun, and will find
+    nothing to do.
     """
     interrupt: BaseException | None = None
     for thread in threads:
@@ -183,7 +186,7 @@ def _join(threads: Iterable[threading.Thread]) -> None:
 
 
 class _Chunk:
-    """One chunk of one file, and the phase that the thread working on it is in."""
+    """One chunk of one file, and the phase of the thread that works on it."""
 
     __slots__ = ("number", "phase", "task")
 
@@ -198,7 +201,7 @@ class _GivenUp(Exception):
 
 
 class _FileTask:
-    """One file on its way to storage, shared by the threads that work on its chunks."""
+    """One file being written, shared by the threads that work on its chunks."""
 
     def __init__(
         self,
@@ -231,10 +234,10 @@ class _FileTask:
         self._written_nbytes = 0
         self._given_up = False
         self.is_done = False
-        """Whether the file is complete and, if asked for, durable."""
+        """Whether the file is complete and, if requested, durable."""
         self.failure: Exception | None = None
         self.failed_in = ""
-        """The phase that it failed in."""
+        """The phase in which it failed."""
         self._payloads = Payloads(chunk_planner(image.seals, self._bounds))
         self._started_s = 0.0
         self._finished_s = 0.0
@@ -283,12 +286,12 @@ class _FileTask:
             self.is_done = True
 
     def is_in_order(self) -> bool:
-        """Whether it goes through the page cache; waits until it is open or given up."""
+        """Whether it goes through the page cache; waits until the file is open or given up."""
         self._opened.wait()
         return self._file is not None and not self._file.is_direct
 
     def _note(self, phase: str, thread: int, started_s: float) -> float:
-        """Record a piece of work that ends now; returns the time."""
+        """Record a span that ends now; returns the time."""
         now_s = time.monotonic()
         self._spans.append((phase, thread, started_s, now_s))
         return now_s
@@ -300,7 +303,7 @@ class _FileTask:
             event.set()
 
     def forget_progress(self) -> None:
-        """What was written is going to be written again."""
+        """Subtract the written bytes, as the file is written again."""
         self._at.wrote(-self._written_nbytes)
 
     def close(self) -> None:
@@ -355,8 +358,8 @@ class _FileTask:
         self._at.create(path)
 
     def _wait(self, event: threading.Event) -> None:
-        # No deadline: whoever sets the event is a thread of this process that only computes before it does, or writes what
-        # has to be written before anybody is done; and give_up() sets all of them.
+        # No deadline: the event is set by a thread of this process that only computes before, or
+        # writes what has to be written first; and give_up() sets all events.
         event.wait()
         if self._given_up:
             raise _GivenUp

@@ -1,7 +1,8 @@
-"""Joining CRC-32 checksums of adjacent pieces, so that several threads can check one tensor.
+"""Combine CRC-32 checksums of adjacent parts, so that several threads can checksum one tensor.
 
-The CRC of ``a + b`` is ``crc(a) * x**(8 * len(b)) + crc(b)`` over GF(2) modulo the CRC polynomial; the powers of ``x``
-are the only costly part and depend on the length alone (zlib's ``crc32_combine`` is the reference for the result).
+The CRC of ``a + b`` is ``crc(a) * x**(8 * len(b)) + crc(b)`` over GF(2) modulo the CRC polynomial.
+Only the powers of ``x`` are costly, and they depend on the length alone (zlib's ``crc32_combine``
+is the reference).
 """
 
 from __future__ import annotations
@@ -37,5 +38,5 @@ def _shift(nbytes: int) -> int:
 
 
 def combine(crc_a: int, crc_b: int, nbytes_b: int) -> int:
-    """CRC-32 of two adjacent pieces from the CRC-32 of each and the length of the second in bytes."""
+    """CRC-32 of two adjacent parts, from that of each and the length of the second in bytes."""
     return _multiply(_shift(nbytes_b), crc_a) ^ crc_b if nbytes_b else crc_a

@@ -1,8 +1,9 @@
-"""Faults to order, for tests: an error, a death, a pause or a delay at a named point of a write.
+"""Injected faults, for tests: an error, a death, a pause or a delay at a named point of a write.
 
 A fault is plain data in the job. Points are ``start``, ``open``, ``chunk``, ``fsync`` and
-``report``, in the trainer ``stage``, and in the coordinator ``commit`` and ``publish``; ``file`` limits
-a fault to shard files whose name contains it, ``after`` skips that many passages, ``times`` ends it after so many.
+``report``, in the trainer ``stage``, and in the coordinator ``commit`` and ``publish``. ``file``
+limits a fault to shard files whose name contains it, ``after`` skips that many passages, ``times``
+ends it after so many.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 
 class Faults:
-    """The faults of one job; thread-safe, and free when there are none."""
+    """The faults of one job; thread-safe, and without cost if there are none."""
 
     def __init__(self, faults: Sequence[Mapping[str, Any]]) -> None:
         self._faults = tuple(faults)
@@ -25,10 +26,10 @@ class Faults:
         self._lock = threading.Lock()
 
     def at(self, point: str, file: str = "") -> None:
-        """Pass a named point; whatever fault is set there happens.
+        """Pass a named point and trigger the faults set there.
 
         Raises:
-            OSError: The fault asks for an errno.
+            OSError: The fault has an errno.
             RuntimeError: The fault asks for an ordinary exception.
         """
         for position, fault in enumerate(self._faults):
@@ -39,10 +40,10 @@ class Faults:
                 number = self._passages[position] - fault.get("after", 0)
                 due = 0 < number <= fault.get("times", number)
             if due:
-                _happen(fault, file)
+                _trigger(fault, file)
 
 
-def _happen(fault: Mapping[str, Any], file: str) -> None:
+def _trigger(fault: Mapping[str, Any], file: str) -> None:
     match fault["do"]:
         case "errno":
             raise OSError(fault["errno"], os.strerror(fault["errno"]), file or None)
@@ -51,25 +52,25 @@ def _happen(fault: Mapping[str, Any], file: str) -> None:
         case "exit":
             os._exit(fault["code"])
         case "kill":
-            signal.raise_signal(fault["signal"])  # to this very thread, which does not go on before
+            signal.raise_signal(fault["signal"])  # delivered before this thread continues
         case "delay":
             time.sleep(fault["seconds"])
         case "hold":
-            with suppress(OSError):  # the test may be over already, with its pipes or without
-                _stand_still(fault["reached"], fault["go"])
+            with suppress(OSError):  # the test may have ended, with its pipes or without
+                _hold(fault["reached"], fault["go"])
         case other:
             raise ValueError(f"unknown fault {other!r}")
 
 
-def _stand_still(reached: str, go: str) -> None:
-    """A pause without a clock: one byte says that somebody stands here, one byte lets somebody go on."""
-    # Before the test is told, so that it may be gone by then.
+def _hold(reached: str, go: str) -> None:
+    """A pause without a clock: writes one byte when it begins, ends when one byte arrives."""
+    # Before the byte is written, as the test may end right after it.
     go_fd = os.open(go, os.O_RDONLY | os.O_NONBLOCK)
     try:
         reached_fd = os.open(reached, os.O_WRONLY | os.O_NONBLOCK)
         os.write(reached_fd, b"1")
         os.close(reached_fd)
         os.set_blocking(go_fd, True)
-        os.read(go_fd, 1)  # ends with the pipe, too, when the test is gone
+        os.read(go_fd, 1)  # also ends when the test does, with its pipe
     finally:
         os.close(go_fd)

@@ -1,4 +1,4 @@
-"""Put the files of a job on storage and report what came of it.
+"""Write the files of a job to storage and report the result.
 
 The same code runs in the writer process and, for synchronous saves, in the trainer.
 """
@@ -40,15 +40,15 @@ def perform(
 
     Args:
         job: What to write.
-        images: Per file name, its bytes.
-        stream: The user's own callables, if files are to be written through them.
-        cancelled: Set by another thread to give the job up between two chunks.
-        chunk_planner: :func:`~nostall._writer.seals.plan_chunks`, or one that remembers.
-        on_progress: Told how many bytes storage has taken, in any thread, now and then.
-        on_created: Told the path of each file as soon as it is there, in any thread.
+        images: The bytes of each file, by name.
+        stream: The user's callables, if files are written through them.
+        cancelled: Set by another thread to stop the job between two chunks.
+        chunk_planner: :func:`~nostall._writer.seals.plan_chunks`, or one with a cache.
+        on_progress: Called with the number of bytes written so far, in any thread, now and then.
+        on_created: Called with the path of each new file, in any thread.
 
     Returns:
-        A receipt for every file, or the first failure; in that case no file that the job has made is left.
+        A receipt for every file, or the first failure, after which no file made by the job is left.
     """
     at = Position(phase="open", path=job.directory, on_progress=on_progress, on_created=on_created)
     try:
@@ -59,33 +59,33 @@ def perform(
         make_directory(job.directory)
         if stream is None:
             receipts = write_images(job, images, faults, at, cancelled, chunk_planner)
-            _look_for(receipts, job, at)
+            _require_files(receipts, job, at)
         else:
             receipts = write_streams(job, images, faults, at, stream, cancelled, chunk_planner)
         if job.sync_files and os.path.isdir(job.directory):
             at.move("fsync", job.directory)
             sync_directory(job.directory)
         faults.at("report")
-        if cancelled.is_set():  # too late for anybody to wait for the report
+        if cancelled.is_set():  # the caller no longer waits for the report
             raise Cancelled("the save was aborted")
     except Cancelled as error:
         remove_files(at.created)
         failure = Failure(kind="SaveAbortedError", message=str(error), phase=at.phase, path=at.path)
         return RankFailed(rank=job.rank, failure=failure)
-    except Exception as error:  # whatever it is, the trainer has to hear of it
+    except Exception as error:  # every failure is reported to the trainer
         remove_files(at.created)
         return RankFailed(rank=job.rank, failure=_describe(error, at))
-    except BaseException:  # an interrupt, which is not a failure of the save's and goes on
+    except BaseException:  # an interrupt is not a failure of the save
         remove_files(at.created)
         raise
     return RankWritten(rank=job.rank, receipts=receipts)
 
 
-def _look_for(receipts: Iterable[FileReceipt], job: WriteJob, at: Position) -> None:
-    """Make sure that files are still there: a directory may be removed while it is written to.
+def _require_files(receipts: Iterable[FileReceipt], job: WriteJob, at: Position) -> None:
+    """Check that files still exist: a directory may be removed while it is written to.
 
     Raises:
-        OSError: One is not, or is another one.
+        OSError: A file is missing, or has another size.
     """
     for receipt in receipts:
         at.move("write", os.path.join(job.directory, receipt.name))

@@ -1,7 +1,7 @@
-"""How trainer and background process talk: length-prefixed JSON over a socket, and descriptors.
+"""Transport between trainer and background process: length-prefixed JSON and descriptors.
 
-JSON, because nothing that arrives can run code and both sides can bound what they read. What the messages say is the
-matter of :mod:`nostall._writer.messages`.
+Received JSON cannot run code, and both sides bound what they read. :mod:`nostall._writer.messages`
+defines the content of the messages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 from nostall.errors import ProtocolError
 
 MAX_MESSAGE_NBYTES = 256 << 20
-"""Far above the largest seal tables seen (about 16 bytes per tensor); a longer announcement is a broken or hostile peer."""
+"""Far above the largest seal tables seen (about 16 bytes per tensor); a longer announcement comes
+from a broken or hostile peer."""
 _HEADER = struct.Struct("<4sQ")
 _MAGIC = b"nst1"
 
@@ -30,7 +31,7 @@ def encode(message: Message) -> bytes:
 
 
 def send(sock: socket.socket, message: Message, descriptors: tuple[int, ...] = ()) -> None:
-    """Send one message, the descriptors with its first byte.
+    """Send one message, with the descriptors attached to its first byte.
 
     Raises:
         OSError: The peer is gone, or did not read within the socket's timeout.
@@ -41,12 +42,12 @@ def send(sock: socket.socket, message: Message, descriptors: tuple[int, ...] = (
 
 
 class Receiver:
-    """Takes messages off a socket; keeps the part of a message that arrived so far.
+    """Reads messages from a socket; keeps a partly received message.
 
     Args:
-        sock: Where they come from.
-        wait: Whether to wait for what has not come yet.
-        descriptors: How many may come with a message; the kernel closes others.
+        sock: The socket.
+        wait: Whether to wait for data.
+        descriptors: How many a message may carry; the kernel closes others.
     """
 
     def __init__(self, sock: socket.socket, *, wait: bool = True, descriptors: int = 1) -> None:
@@ -56,16 +57,17 @@ class Receiver:
         self._buffer = bytearray()
         self._received_nbytes = self._taken_nbytes = 0
         self._descriptors: list[tuple[int, list[int]]] = []
-        """Those that have come, and how much had been received by then: at least the first byte of their message, and
-        nothing behind it."""
+        """Received descriptors, each with the byte count at that time: it covers at least the first
+        byte of their message, and nothing after the message."""
 
     def receive(self) -> tuple[Message, list[int]] | None:
-        """The next message and the descriptors that came with it, or ``None`` at the end of the stream.
+        """The next message and its descriptors, or ``None`` at the end of the stream.
 
         Raises:
-            TimeoutError: Nothing came within the socket's timeout; call again, nothing is lost.
-            BlockingIOError: The same, for one that was told not to wait.
-            ProtocolError: What came is no message.
+            TimeoutError: Nothing was received within the socket's timeout; call again, nothing is
+                lost.
+            BlockingIOError: The same, with ``wait=False``.
+            ProtocolError: Not a message.
         """
         while True:
             message = self._take()
@@ -83,14 +85,14 @@ class Receiver:
             self._buffer += piece
 
     def close(self) -> None:
-        """Close descriptors that came and were not asked for; idempotent."""
+        """Close received descriptors that were not returned. Idempotent."""
         while self._descriptors:
             _, descriptors = self._descriptors.pop()
             for fd in descriptors:
                 os.close(fd)
 
     def _descriptors_of(self, message: Message) -> list[int]:
-        """Those that came with the message that was just taken."""
+        """The descriptors of the message just taken."""
         count = message.pop("descriptors", 0)
         mine: list[int] = []
         while self._descriptors and self._descriptors[0][0] <= self._taken_nbytes:
@@ -100,13 +102,11 @@ class Receiver:
         for fd in mine[wanted:]:
             os.close(fd)
         if not is_true:
-            raise ProtocolError(
-                f"a message claims {count!r:.20} descriptors, {len(mine)} have come"
-            )
+            raise ProtocolError(f"a message claims {count!r:.20} descriptors, {len(mine)} received")
         return mine[:wanted]
 
     def _read(self) -> tuple[bytes, list[int]]:
-        # As socket.recv_fds() does it, which takes flags and ignores them.
+        # As socket.recv_fds(), which ignores its flags.
         descriptors = array("i")
         room = socket.CMSG_LEN(self._most_descriptors * descriptors.itemsize)
         if not self._most_descriptors:
@@ -119,11 +119,11 @@ class Receiver:
         return piece, list(descriptors)
 
     def buffered(self) -> bool:
-        """Whether a whole message is here already, so that the socket need not be waited for."""
+        """Whether a whole message is buffered, so that the socket need not be polled."""
         return len(self._buffer) >= self._end()
 
     def _end(self) -> int:
-        """Length of the buffered message with its header; of a header alone as long as that is not complete."""
+        """Length of the buffered message with its header; until that is complete, of the header."""
         if len(self._buffer) < _HEADER.size:
             return _HEADER.size
         magic, nbytes = _HEADER.unpack_from(self._buffer)

@@ -1,4 +1,4 @@
-"""The trainer's side of a writer process: hand it jobs and the memory they lie in."""
+"""The trainer's side of a writer process: submit jobs and the memory they are in."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ _ENTRY = (
 )
 
 SEALS_KEPT = 16
-"""How many jobs' seal tables a writer process keeps: more than an engine keeps layouts."""
+"""Number of jobs whose seal tables a writer process keeps: more than an engine keeps layouts."""
 
 
 class SealsSent:
-    """Which seal tables a writer process has, and by which number, as told by the messages that were sent to it.
+    """Seal tables that a writer process has, by number, according to the messages sent to it.
 
-    Tables are recognised by identity: cached layouts keep them from save to save, and comparing would cost as much as
-    sending. What is recognised is kept alive here, so no other table can be taken for it.
+    Tables are compared by identity: cached layouts keep them from save to save, and comparing
+    content would cost as much as sending it. Known tables are kept alive here, so no other table
+    can get their identity.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class SealsSent:
         self._sent: OrderedDict[tuple[int, ...], tuple[int, tuple[SealTable, ...]]] = OrderedDict()
 
     def refer(self, tables: tuple[SealTable, ...]) -> tuple[int, list[Message]]:
-        """The number of these tables, and what has to be sent before it can be used."""
+        """The number of these tables, and the messages to send before it can be used."""
         key = tuple(id(table) for table in tables)
         if key in self._sent:
             self._sent.move_to_end(key)
@@ -75,28 +76,28 @@ class WriterProcess(ChildProcess[RankReport]):
         self._on_progress = on_progress
         self._on_created = on_created
         self._created: dict[str, Callable[[str], None]] = {}
-        """By job, who wants to know of a file that the process has made for it."""
+        """Per job, the callback for each file that the process has made."""
         root = str(Path(__file__).resolve().parents[2])
         self._mapped: set[int] = set()
         self._seals = SealsSent()
         super().__init__(
-            # -I -S: of the user's environment, current directory and site-packages nothing is executed in there but the
-            # package that computes checksums faster, if there is one.
+            # -I -S: nothing of the user's environment, current directory and site-packages is
+            # executed, except the package for faster checksums, if installed.
             ["-I", "-S", "-c", _ENTRY, root, checksum.use_fastest() or ""],
             cpu_priority=cpu_priority,
             io_priority=io_priority,
         )
 
     def submit(self, job: WriteJob, lease: Lease) -> Future[RankReport]:
-        """Hand over a job.
+        """Submit a job.
 
         Args:
             job: The files to write; their images must not change before the future is done.
-            lease: On the arena block that its images lie in; not lost before the process has answered.
+            lease: On the arena block with the images; kept until the process has answered.
 
         Returns:
-            A future that always ends: with the writer's report, or a failed one if the process dies; what it had
-            written of the job is removed then.
+            A future that always ends: with the writer's report, or with a failure if the process
+            dies. The job's files are removed then.
         """
         created: list[str] = []
 
@@ -108,7 +109,7 @@ class WriterProcess(ChildProcess[RankReport]):
         def on_death(failure: Failure) -> RankReport:
             remove_files(created)
             paths = [os.path.join(job.directory, image.name) for image in job.files]
-            remove_empty_files(paths)  # made in the last moment, and not told of
+            remove_empty_files(paths)  # made last, and not reported
             return RankFailed(
                 rank=job.rank, failure=replace(failure, path=paths[0] if paths else job.directory)
             )
@@ -119,7 +120,7 @@ class WriterProcess(ChildProcess[RankReport]):
         return report
 
     def _messages(self, job: WriteJob, block: Block) -> Iterator[Addressed]:
-        """A job, after what the process has to know of but was not told yet."""
+        """A job, preceded by what the process needs and has not received yet."""
         if block.id not in self._mapped:
             self._mapped.add(block.id)
             yield {"type": "map", "block": block.id, "nbytes": block.nbytes}, (block.fd,)
@@ -129,12 +130,12 @@ class WriterProcess(ChildProcess[RankReport]):
         yield job_to_message(job, number), ()
 
     def has(self, save: str) -> bool:
-        """Whether a job of this save is unanswered here."""
+        """Whether a job of this save is unanswered."""
         with self._lock:
             return any(job.startswith(f"{save}/") for job in self._waiting)
 
     def answers_to(self, save: str) -> list[Future[RankReport]]:
-        """The answers that are still to come to jobs of this save."""
+        """Futures of the unanswered jobs of this save."""
         with self._lock:
             return [
                 waiting.future
@@ -146,15 +147,15 @@ class WriterProcess(ChildProcess[RankReport]):
         """Ask the process to drop the jobs of a save; they are answered as aborted."""
         with self._lock:
             jobs = [job for job in self._waiting if job.startswith(f"{save}/")]
-        self._tell(({"type": "cancel", "job": job}, ()) for job in jobs)
+        self._send(({"type": "cancel", "job": job}, ()) for job in jobs)
 
     def forget(self, block_id: int) -> None:
-        """Let the process unmap a block that the arena gave back to the system."""
+        """Let the process unmap a block that the arena has freed."""
         if block_id in self._mapped and self.alive:
             self._mapped.discard(block_id)
-            self._tell_later({"type": "unmap", "block": block_id})
+            self._send_later({"type": "unmap", "block": block_id})
 
-    def _hear(self, message: Message) -> None:
+    def _handle_event(self, message: Message) -> None:
         if message["type"] == "progress":
             self._on_progress(*progress_from_message(message))
             return

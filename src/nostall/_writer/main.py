@@ -1,9 +1,10 @@
-"""What runs in the writer process: take jobs off the socket, write them, answer.
+"""The writer process: receive jobs from the socket, write them, answer.
 
-The main thread listens, so that it notices at once when the trainer is gone (see ``parent``). It then leaves,
-whatever the other threads are doing; an unfinished file is not part of any checkpoint. Jobs are written one after the
-other by a second thread. SIGINT and SIGTERM are ignored: a signal to the whole process group must not lose a save, and
-the trainer decides when the writer ends.
+The main thread reads the socket, so that the end of the trainer is noticed at once (see
+``parent``). The process then exits, whatever its other threads are doing; an unfinished file is not
+part of any checkpoint. A second thread writes the jobs one after the other. SIGINT and SIGTERM are
+ignored: a signal to the whole process group must not lose a save, and the trainer decides when the
+writer ends.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ from nostall._writer.parent import messages_from_parent
 from nostall._writer.seals import ChunkPlans
 from nostall.errors import ProtocolError
 
-_TELL_EVERY_S = 0.25
-"""How often a trainer hears how far a job is; its thread that listens takes turns with training."""
+_PROGRESS_EVERY_S = 0.25
+"""Interval of progress messages; the trainer's receiving thread takes turns with training."""
 
 
 def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
     """Serve one trainer until it closes the socket or ends.
 
     Args:
-        socket_fd: What the trainer talks through.
-        parent_pid: The trainer.
-        checksums_from: Where ``_model.checksum.use_fastest_from`` finds something; ``""`` for nowhere.
+        socket_fd: The connection to the trainer.
+        parent_pid: Process id of the trainer.
+        checksums_from: Path for ``_model.checksum.use_fastest_from``; ``""`` for none.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -60,9 +61,9 @@ def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
     threading.Thread(target=writer.write_jobs, name="nostall-jobs", daemon=True).start()
     try:
         send(sock, {"type": "ready", "pid": os.getpid()})
-    except OSError:  # the trainer has no use for this process any more
+    except OSError:  # the trainer is gone already
         os._exit(0)
-    if checksums_from:  # after the trainer was told, who does not wait for it
+    if checksums_from:  # after "ready", which the trainer waits for
         use_fastest_from(checksums_from)
     for message, descriptors in messages_from_parent(sock, parent_pid):
         writer.take(message, descriptors)
@@ -78,15 +79,15 @@ class _Writer:
         self._chunk_plans = ChunkPlans()
         self._jobs: queue.SimpleQueue[tuple[WriteJob, threading.Event]] = queue.SimpleQueue()
         self._waiting: dict[str, WriteJob] = {}
-        """Jobs that have not begun; whoever takes one out answers it."""
+        """Jobs that have not begun; the thread that removes a job answers it."""
         self._cancelled: dict[str, threading.Event] = {}
         self._send_lock = threading.Lock()
 
     def take(self, message: Message, descriptors: list[int]) -> None:
-        """Act on one message; called on the main thread only.
+        """Handle one message; called on the main thread only.
 
         Raises:
-            ProtocolError: It is not what a trainer sends.
+            ProtocolError: Not a message of a trainer.
         """
         try:
             self._act_on(message, descriptors)
@@ -100,13 +101,13 @@ class _Writer:
             case "map":
                 self._blocks[message["block"]] = mmap.mmap(descriptors[0], message["nbytes"])
             case "unmap":
-                # The mapping goes when the last image that looks into it does.
+                # The mapping ends with the last image that refers to it.
                 self._blocks.pop(message["block"], None)
             case "seals":
                 number, tables = seals_from_message(message)
                 self._seals[number] = tables
             case "forget_seals":
-                # Jobs that wait have theirs already.
+                # Waiting jobs have their tables already.
                 self._seals.pop(message["number"], None)
             case "write":
                 self._enqueue(message)
@@ -127,7 +128,7 @@ class _Writer:
         self._jobs.put((job, cancelled))
 
     def write_jobs(self) -> None:
-        """Write jobs for ever, one at a time, in order."""
+        """Write jobs forever, one at a time, in order."""
         while True:
             job, cancelled = self._jobs.get()
             if self._waiting.pop(job.job, None) is None:
@@ -139,10 +140,10 @@ class _Writer:
                     _stream_target(job),
                     cancelled,
                     self._chunk_plans.plan,
-                    self._teller(job.job),
-                    partial(self._tell_created, job),
+                    self._progress_sender(job.job),
+                    partial(self._send_created, job),
                 )
-            except BaseException as error:  # an answer goes out whatever happens
+            except BaseException as error:  # an answer is sent in any case
                 report = RankFailed(
                     rank=job.rank,
                     failure=Failure(
@@ -155,25 +156,25 @@ class _Writer:
                 )
             self._answer(job.job, report)
 
-    def _teller(self, name: str) -> Callable[[int], None]:
-        """What tells the trainer how much of a job is written: now and then, as nothing depends on it."""
+    def _progress_sender(self, name: str) -> Callable[[int], None]:
+        """A function that sends progress of a job at intervals; nothing depends on it."""
         next_s = 0.0
 
-        def tell(nbytes: int) -> None:
+        def send_progress(nbytes: int) -> None:
             nonlocal next_s
             now_s = time.monotonic()
             if now_s >= next_s:
-                next_s = now_s + _TELL_EVERY_S
+                next_s = now_s + _PROGRESS_EVERY_S
                 self._send(progress_to_message(name, nbytes))
 
-        return tell
+        return send_progress
 
-    def _tell_created(self, job: WriteJob, path: str) -> None:
-        """Let the trainer know what to remove if this process dies."""
+    def _send_created(self, job: WriteJob, path: str) -> None:
+        """Report a file that the trainer must remove if this process dies."""
         self._send(created_to_message(job.job, os.path.relpath(path, job.directory)))
 
     def _cancel(self, name: str) -> None:
-        """Give a job up: at once if it has not begun, whatever the job before it does; else between two chunks."""
+        """Cancel a job: at once if it has not begun, else between two chunks."""
         job = self._waiting.pop(name, None)
         if job is None:
             running = self._cancelled.get(name)
@@ -205,16 +206,16 @@ class _Writer:
             block = self._blocks.get(image.block)
             end = image.block_offset + page_aligned(image.nbytes)
             if block is None or end > len(block):
-                raise ProtocolError(f"{image.name} is said to be where there is no memory")
+                raise ProtocolError(f"the image of {image.name} lies outside of the memory sent")
             images[image.name] = WholeImage(memoryview(block)[image.block_offset : end])
         return images
 
 
 def _stream_target(job: WriteJob) -> StreamTarget | None:
-    """The user's own callables: the only thing that is ever unpickled here."""
+    """The user's callables: the only thing that is ever unpickled here."""
     if job.stream is None:
         return None
-    site.main()  # for what makes modules importable in other ways than by a path, such as editable installations
+    site.main()  # also imports what is not found by a path, such as editable installations
     sys.path[:] = [*job.sys_path, *(p for p in sys.path if p not in job.sys_path)]
     target = pickle.loads(job.stream)
     assert isinstance(target, StreamTarget)

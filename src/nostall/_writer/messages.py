@@ -1,6 +1,6 @@
-"""What trainer and writer process say to each other, as values and as plain data, checked field by field.
+"""Messages between trainer and writer process, as values and as plain data, checked field by field.
 
-Every message that concerns a save carries its job id; whoever receives one for a job it does not know drops it.
+Every message about a save carries its job id; a receiver drops messages about unknown jobs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nostall._writer.framing import Message
 from nostall.errors import ProtocolError
 
 _MOST_NBYTES = 1 << 62
-"""What no file system and no memory can hold."""
+"""More than any file system or memory can hold."""
 _MOST_CRC32 = (1 << 32) - 1
 _MOST_HASH = (1 << 64) - 1
 
@@ -39,7 +39,7 @@ class UnknownSealsError(Exception):
 
 
 def seals_to_message(number: int, tables: Sequence[SealTable]) -> Message:
-    """The seal tables of a job's files as a message of their own, as many jobs refer to the same ones."""
+    """The seal tables of a job's files as a separate message, which many jobs refer to."""
     return {
         "type": "seals",
         "number": number,
@@ -61,7 +61,7 @@ def seals_from_message(message: Message) -> tuple[int, tuple[SealTable, ...]]:
     """The number and the tables in a message.
 
     Raises:
-        ProtocolError: A field is missing or of another kind.
+        ProtocolError: A field is missing or of the wrong type.
     """
     try:
         number = _count(message["number"])
@@ -71,7 +71,7 @@ def seals_from_message(message: Message) -> tuple[int, tuple[SealTable, ...]]:
 
 
 def job_to_message(job: WriteJob, seals: int) -> Message:
-    """A write job as a message; ``seals`` is the number by which the receiver knows the seal tables of its files."""
+    """A write job as a message; ``seals`` is the number of its seal tables at the receiver."""
     return {
         "type": "write",
         "job": job.job,
@@ -100,11 +100,11 @@ def job_to_message(job: WriteJob, seals: int) -> Message:
 
 
 def job_from_message(message: Message, known: Mapping[int, Sequence[SealTable]]) -> WriteJob:
-    """The write job in a message; ``known`` has the seal tables that were sent before.
+    """The write job in a message; ``known`` has the seal tables received before.
 
     Raises:
         UnknownSealsError: It refers to others; the message has a job and a rank to answer for.
-        ProtocolError: A field is missing or of another kind.
+        ProtocolError: A field is missing or of the wrong type.
     """
     try:
         return WriteJob(
@@ -143,7 +143,7 @@ def report_from_message(message: Message) -> RankReport:
     """The report in a message.
 
     Raises:
-        ProtocolError: A field is missing or of another kind.
+        ProtocolError: A field is missing or of the wrong type.
     """
     try:
         plain = message["report"]
@@ -163,7 +163,7 @@ def failure_from_plain(plain: Any) -> Failure:
     """The failure in a message.
 
     Raises:
-        ProtocolError: A field is missing or of another kind.
+        ProtocolError: A field is missing or of the wrong type.
     """
     try:
         failure = Failure(**plain)
@@ -179,37 +179,37 @@ def failure_from_plain(plain: Any) -> Failure:
 
 
 _MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What taking a message apart raises that is not what it should be."""
+"""Exceptions raised while decoding a malformed message."""
 
 
 def _of(kind: type, value: Any) -> Any:
     if type(value) is not kind:
-        raise TypeError(f"a {type(value).__name__} in place of a {kind.__name__}")
+        raise TypeError(f"a {type(value).__name__} instead of a {kind.__name__}")
     return value
 
 
 def _count(value: Any, most: int = _MOST_NBYTES) -> int:
     if not 0 <= _of(int, value) <= most:
-        raise ValueError("a number that cannot be")
+        raise ValueError("a number out of range")
     return int(value)
 
 
 def _seconds(value: Any) -> float:
     if type(value) not in (int, float):
-        raise ValueError("a time that is none")
+        raise ValueError("not a time")
     return float(value)
 
 
 def progress_to_message(job: str, nbytes: int) -> Message:
-    """How much of a job storage has taken, as a message."""
+    """The number of bytes of a job written so far, as a message."""
     return {"type": "progress", "job": job, "nbytes": nbytes}
 
 
 def progress_from_message(message: Message) -> tuple[str, int]:
-    """The job and how many of its bytes storage has taken.
+    """The job and the number of its bytes written so far.
 
     Raises:
-        ProtocolError: A field is missing or of another kind.
+        ProtocolError: A field is missing or of the wrong type.
     """
     try:
         return _of(str, message["job"]), _count(message["nbytes"])
@@ -218,15 +218,16 @@ def progress_from_message(message: Message) -> tuple[str, int]:
 
 
 def created_to_message(job: str, name: str) -> Message:
-    """The name of a file that was made for a job, as a message."""
+    """The name of a file made for a job, as a message."""
     return {"type": "created", "job": job, "name": name}
 
 
 def created_from_message(message: Message) -> tuple[str, str]:
-    """The job and the name of a file that was made for it.
+    """The job and the name of a file made for it.
 
     Raises:
-        ProtocolError: A field is missing or of another kind, or the name leads elsewhere.
+        ProtocolError: A field is missing or of the wrong type, or the name leads out of the
+            directory.
     """
     try:
         job, name = _of(str, message["job"]), _file_name(message["name"])
@@ -253,7 +254,7 @@ def _receipt_from_plain(plain: Message) -> FileReceipt:
     failed_attempts = tuple(_of(str, why) for why in _of(list, plain["failed_attempts"]))
     packed = b64decode(plain["packed_crc32"], validate=True)
     if len(packed) % 4:
-        raise ValueError(f"{len(packed)} bytes of checksums")
+        raise ValueError(f"checksums of {len(packed)} bytes, not a multiple of 4")
     crc32 = plain["crc32_of_file"]
     return FileReceipt(
         name=_file_name(plain["name"]),
@@ -298,7 +299,7 @@ def _unpacked(kind: str, text: str) -> tuple[int, ...]:
 
 def _tables_of(number: int, known: Mapping[int, Sequence[SealTable]]) -> Sequence[SealTable]:
     if _count(number) not in known:
-        raise UnknownSealsError(f"seal tables number {number} are not known")
+        raise UnknownSealsError(f"unknown seal tables: number {number}")
     return known[number]
 
 

@@ -1,4 +1,4 @@
-"""A background process's ear: what the trainer says, for as long as there is a trainer."""
+"""A background process's side of the socket: messages of the trainer, until the trainer ends."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ def messages_from_parent(
 ) -> Iterator[tuple[Message, list[int]]]:
     """Yield the trainer's messages with their descriptors; never returns.
 
-    When the trainer is gone, this process ends at once, whatever its other threads are doing. It is gone when the socket
-    ends or its process descriptor becomes readable: a forked child of the trainer may hold the socket open.
+    When the trainer is gone, this process exits at once, whatever its other threads are doing. The
+    trainer is gone when the socket ends or its process descriptor becomes readable: a forked child
+    of the trainer may hold the socket open.
     """
     parent = _descriptor_of(parent_pid)
     poller = select.poll()
     poller.register(parent, select.POLLIN)
     poller.register(sock, select.POLLIN)
-    # Without waiting: a message that has begun and does not go on must not keep the parent's end from being noticed.
-    # The socket itself blocks, as an answer has to go out however long the trainer takes to read it.
+    # Without waiting: an incomplete message must not hide the end of the trainer. The socket itself
+    # blocks, as an answer is sent however long the trainer takes to read it.
     receiver = Receiver(sock, wait=False)
     while True:
         if not receiver.buffered() and parent in {fd for fd, _ in poller.poll()}:
@@ -42,6 +43,6 @@ def _descriptor_of(parent_pid: int) -> int:
         parent = os.pidfd_open(parent_pid)
     except ProcessLookupError:
         os._exit(0)
-    if os.getppid() != parent_pid:  # it ended first, and the number may be another process's by now
+    if os.getppid() != parent_pid:  # it ended first, and its pid may be reused
         os._exit(0)
     return parent

@@ -1,4 +1,4 @@
-"""How far a job is, and how it is told to stop."""
+"""Progress of a job, and its cancellation."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 
 class Cancelled(Exception):
-    """The trainer gave the job up."""
+    """The trainer cancelled the job."""
 
 
 class Position:
-    """Where the first failing thread was, as later failures are consequences; and what is made and written."""
+    """Where the first failure occurred (others are consequences), files made, bytes written."""
 
     def __init__(
         self,
@@ -34,12 +34,12 @@ class Position:
         self.phase, self.path = phase, path
 
     def create(self, path: str) -> None:
-        """Note that a file of the job's is there now."""
+        """Record a new file of the job."""
         self.created.add(path)
         self._on_created(path)
 
     def wrote(self, nbytes: int) -> None:
-        """Count bytes that storage has taken; fewer than none, if a file has to be written anew."""
+        """Add to the bytes written; negative if a file has to be written anew."""
         with self._lock:
             self._written_nbytes += nbytes
             written_nbytes = self._written_nbytes

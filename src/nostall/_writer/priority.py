@@ -1,4 +1,4 @@
-"""Make a background process give way to training."""
+"""Lower the priority of a background process below training."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import psutil
 
 
 def lower_priority(pid: int, cpu_priority: int | None, io_priority: int | None) -> None:
-    """Set niceness and I/O class of a process, that is, of each of its threads.
+    """Set niceness and I/O class of each thread of a process.
 
-    On Linux both belong to threads, and a new thread has those of the one that made it; so this looks again until it
-    finds no thread that it has not seen. Silent where the system does not permit it (raising a niceness back needs
-    rights): the save is the same either way.
+    On Linux both are per thread, and a new thread inherits those of its creator; so the threads are
+    listed again until no new one appears. Errors are ignored (raising a priority needs privileges):
+    the save is the same either way.
     """
     done: set[int] = set()
     with suppress(OSError, ValueError, psutil.Error):

@@ -1,7 +1,8 @@
 """Checksum the payloads of a file image part by part, and seal their containers.
 
-Which payload lies where among the chunks of an image follows from the layout alone: :func:`plan_chunks` works it out, and
-:class:`ChunkPlans` keeps it from job to job. :class:`Payloads` is what comes new with every job, the checksums.
+The positions of payloads in the chunks of an image follow from the layout alone:
+:func:`plan_chunks` computes them, and :class:`ChunkPlans` keeps them from job to job.
+:class:`Payloads` has the checksums, which are new in every job.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from nostall._writer.crc import combine
 from nostall._writer.images import Window
 
 _WORTH_JOINING_NBYTES = 64 << 10
-"""From here on joining the sum of a payload to a file's is quicker than summing its bytes once more."""
-_CUTS_KEPT = 16
-"""Images, not jobs: with more files than that, every job plans anew, which costs a fraction of the sealing."""
+"""From this size on, combining a payload's CRC is faster than computing it again."""
+_PLANS_KEPT = 16
+"""Images, not jobs. With more files, every job plans anew, which takes a fraction of sealing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Slots of one chunk whose payloads lie in it as a whole and whose containers are of one form."""
+    """Slots of one chunk with entire payloads in it and containers of one form."""
 
     sealer: Sealer
     slots: array[int]
@@ -37,7 +38,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PayloadPart:
-    """The part of a payload that lies in one chunk, if not all of it does."""
+    """The part of a payload in one chunk, if the payload is not entirely in it."""
 
     slot: int
     begin: int
@@ -46,11 +47,11 @@ class PayloadPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitPayload:
-    """A payload that lies in several chunks, the last of which is the one that this belongs to."""
+    """A payload in several chunks; belongs to the last of them."""
 
     slot: int
     blob: int
-    """Where its container begins."""
+    """Offset of its container."""
     seal: Seal
     first_chunk: int
     later_nbytes: tuple[int, ...]
@@ -59,7 +60,7 @@ class SplitPayload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkPlan:
-    """What there is to checksum and to seal in one chunk."""
+    """What to checksum and to seal in one chunk."""
 
     begin: int
     end: int
@@ -67,7 +68,7 @@ class ChunkPlan:
     parts: tuple[PayloadPart, ...]
     ending: tuple[SplitPayload, ...]
     large: tuple[PayloadPart, ...]
-    """Payloads and parts, in file order, whose checksums are joined to the file's instead of computed again."""
+    """Payloads and parts, in file order, whose CRCs are combined, not computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +83,11 @@ ChunkPlanner: TypeAlias = Callable[[SealTable, Sequence[int]], ImagePlan]
 
 
 def plan_chunks(seals: SealTable, bounds: Sequence[int]) -> ImagePlan:
-    """Cut the payloads of an image at chunk bounds.
+    """Split the payloads of an image at chunk bounds.
 
     Args:
         seals: The image's slots.
-        bounds: Where chunks begin, and where the last one ends, in bytes.
+        bounds: Offset of each chunk, and the end of the last one, in bytes.
     """
     sealers = [
         Sealer(offset, nbytes, seal) if seal is not None and nbytes else None
@@ -164,10 +165,10 @@ def _parts(slot: int, begin: int, end: int, chunk: int, bounds: Sequence[int]) -
 
 
 class ChunkPlans:
-    """Remembers plans, so that the saves of one layout share them. Thread-safe.
+    """A cache of plans, shared by the saves of one layout. Thread-safe.
 
-    A table is recognised by its identity, as comparing two would cost as much as cutting; what is remembered keeps its
-    table alive, so no other one can be taken for it.
+    A table is recognised by identity, as comparing content would cost as much as planning. The
+    cache keeps its tables alive, so no other table can get their identity.
     """
 
     def __init__(self) -> None:
@@ -189,15 +190,16 @@ class ChunkPlans:
         with self._lock:
             self._kept[key] = (seals, wanted, new)
             self._kept.move_to_end(key)
-            while len(self._kept) > _CUTS_KEPT:
+            while len(self._kept) > _PLANS_KEPT:
                 self._kept.popitem(last=False)
         return new
 
 
 class Payloads:
-    """The checksums of one image's payloads, and the seals they lead to.
+    """The checksums of one image's payloads, and the seals made from them.
 
-    Different chunks may be summed by different threads at once; who seals sees to it that the chunks it needs are summed.
+    Several threads may checksum different chunks at once. Before sealing, the caller makes sure
+    that the chunks needed are checksummed.
     """
 
     def __init__(self, plan: ImagePlan) -> None:
@@ -208,7 +210,7 @@ class Payloads:
         """One per slot; 0 for a slot that is not sealed."""
 
     def sum_parts(self, window: Window, chunk: int) -> None:
-        """Checksum what lies of payloads in a chunk; where that is a whole one, seal its container."""
+        """Checksum the payload parts in a chunk; seal the containers of entire payloads."""
         memory, origin = window.memory, window.origin
         for run in self._chunks[chunk].runs:
             places = [at - origin for at in run.payloads_at] if origin else run.payloads_at
@@ -218,11 +220,11 @@ class Payloads:
             self._crc_of_part[part.slot, chunk] = crc32
 
     def first_chunk_needed(self, chunk: int) -> int:
-        """The first chunk that has to be summed before the containers ending in ``chunk`` can be sealed."""
+        """The first chunk to checksum before containers ending in ``chunk`` can be sealed."""
         return min((split.first_chunk for split in self._chunks[chunk].ending), default=chunk)
 
     def seal_ending_in(self, window: Window, chunk: int) -> None:
-        """Seal the containers whose payload lies in several chunks and ends in this one."""
+        """Seal the containers whose payload is in several chunks and ends in this one."""
         for split in self._chunks[chunk].ending:
             crc32 = self._crc_of_part[split.slot, split.first_chunk]
             for later, nbytes in enumerate(split.later_nbytes, split.first_chunk + 1):
@@ -233,7 +235,7 @@ class Payloads:
                 window.memory[begin : begin + len(patch)] = patch
 
     def sum_chunk(self, window: Window, chunk: int) -> None:
-        """Checksum a chunk that is sealed from its first byte to its last."""
+        """Checksum a chunk that is entirely sealed."""
         memory, origin, plan = window.memory, window.origin, self._chunks[chunk]
         crc32, at = 0, plan.begin
         for part in plan.large:
@@ -245,7 +247,7 @@ class Payloads:
 
     @property
     def crc32_of_file(self) -> int:
-        """That of the whole image, once all chunks are summed."""
+        """CRC-32 of the whole image, once all chunks are checksummed."""
         crc32 = 0
         for plan, crc32_of_chunk in zip(self._chunks, self._crc_of_chunk, strict=True):
             crc32 = combine(crc32, crc32_of_chunk, plan.end - plan.begin)

@@ -1,4 +1,4 @@
-"""Seal file images and hand them to the user's own streams, one file after the other."""
+"""Seal file images and write them to the user's streams, one file after the other."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ def write_streams(
     cancelled: threading.Event,
     chunk_planner: ChunkPlanner,
 ) -> tuple[FileReceipt, ...]:
-    """Write all files of a job from front to back; an image has to be in memory as a whole.
+    """Write all files of a job front to back; each image must be entirely in memory.
 
     Raises:
-        Cancelled: The job was given up.
-        Exception: What the user's callables raise.
+        Cancelled: The job was cancelled.
+        Exception: An error of the user's callables.
     """
 
-    def go_on() -> None:
+    def raise_if_cancelled() -> None:
         if cancelled.is_set():
             raise Cancelled("the save was aborted")
 
     receipts = []
     for image in job.files:
-        go_on()
+        raise_if_cancelled()
         path = os.path.join(job.directory, image.name)
         at.move("write", path)
         faults.at("open", path)
-        # The user's callable replaces what has the name, so that has to be a file of this save's.
+        # The user's callable may replace an existing file, so the file must be one of this save.
         path, fd = create_new(path)
         try:
             at.create(path)
@@ -66,7 +66,7 @@ def write_streams(
             blobs,
             chunk_nbytes=job.chunk_nbytes,
             sync=job.sync_files,
-            before_each=go_on,
+            before_each=raise_if_cancelled,
         )
         at.wrote(image.nbytes)
         receipts.append(
