@@ -1,8 +1,8 @@
 """The one process-wide object: memory for snapshots and the processes that write them.
 
-Everything that has to outlive a single save lives in an :class:`Engine`, and nothing else does. The default engine is
-made when a save first needs it; :func:`configure` replaces it, :func:`reset` ends it. Writers, queues and checkpoints
-come and go without touching it.
+An :class:`Engine` holds all that outlives a save, and nothing else. The first save that needs the
+default engine makes it; :func:`configure` replaces it, :func:`reset` ends it. It is independent of
+writers, queues and checkpoints.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _log = logging.getLogger("nostall")
 
 _LAYOUTS_KEPT = 8
 _CONTAINERS_NBYTES = 2 << 20
-"""What surrounds the payloads, in a snapshot for which only their size is known: 1.4 KB per tensor."""
+"""Reserved for containers in a warmed-up snapshot: 1.4 KB per tensor."""
 _ROOM_TIMEOUT_S = 60.0
-"""For storage to give back what a replaced checkpoint held; a terabyte takes longer, and may be in nobody's way."""
+"""For storage to free the blocks of a replaced checkpoint; a terabyte takes longer."""
 _IO_THREADS = 12
 _IO_THREADS_PER_HOST = 32
 
@@ -61,24 +61,24 @@ class Engine:
             on_drop=self._forget,
         )
         self.placements: OrderedDict[Any, dict[str, tuple[int, int]]] = OrderedDict()
-        """Where the payloads of a staged state dict ended up in its image, by structure; see ``restage``."""
+        """Places of the payloads of staged state dicts in their images, by structure."""
         self.faults: tuple[dict[str, Any], ...] = ()
         """Faults for every save that starts now; set by ``nostall.testing`` only."""
         self.chunk_plans = ChunkPlans()
         """For saves that are written in this process."""
         self.under_way = UnderWay()
-        """How far the saves are that use this engine."""
+        """Progress of the saves that use this engine."""
         self._cancellable: dict[str, list[threading.Event]] = {}
         self._is_closed = False
         self._writers: list[WriterProcess] = []
         self._layouts: OrderedDict[Any, Layout] = OrderedDict()
         self._pinned: set[int] = set()
         self._may_pin = True
-        """Whether nothing was refused yet; each try takes long, and the next one would most likely be refused, too."""
+        """Until the first refusal: each attempt is slow, and the next would be refused, too."""
         self._held: list[int] = []
-        """Descriptors of removed files, until a thread has closed them."""
+        """Descriptors of removed files that a thread has still to close."""
         self._closing: list[threading.Thread] = []
-        """Threads that do so where room is scarce."""
+        """Threads that close them, if free space is scarce."""
         self._lock = threading.RLock()
 
     @property
@@ -94,13 +94,13 @@ class Engine:
         """How many threads of a writer process checksum and write."""
         if self.options.io_threads is not None:
             return self.options.io_threads
-        # What torchrun says; a device gains nothing from more writers than it has queues for.
+        # Set by torchrun; a device gains nothing from more writers than it has queues.
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return max(1, min(_IO_THREADS, _IO_THREADS_PER_HOST // max(1, ranks_here)))
 
     def lay_out(self, shapes: Sequence[ItemShape], naming: FileNaming, packing: Packing) -> Layout:
         """The layout of these items, from the cache if they were laid out before."""
-        # Not the whole names: those of a save that replaces a checkpoint are used once.
+        # Not the file names: a save that replaces a checkpoint uses its names once.
         key = (tuple(shapes), naming.separation_hint, packing)
         with self._lock:
             layout = self._layouts.get(key)
@@ -134,7 +134,7 @@ class Engine:
             )
 
     def remember_placement(self, structure: Any, placement: dict[str, tuple[int, int]]) -> None:
-        """Keep where the payloads of a staged structure belong, for the next time it is staged."""
+        """Keep the places of a staged structure's payloads for its next staging."""
         with self._lock:
             self.placements[structure] = placement
             self.placements.move_to_end(structure)
@@ -142,7 +142,7 @@ class Engine:
                 self.placements.popitem(last=False)
 
     def set_priority(self, cpu_priority: int | None, io_priority: int | None) -> None:
-        """Use these priorities for writer processes, running ones included; ``None`` keeps what is configured."""
+        """Set the priorities of all writer processes; ``None`` keeps the configured value."""
         with self._lock:
             cpu_priority = self.options.cpu_priority if cpu_priority is None else cpu_priority
             io_priority = self.options.io_priority if io_priority is None else io_priority
@@ -159,28 +159,31 @@ class Engine:
         *,
         after: Sequence[Future[RankReport]] = (),
     ) -> Future[RankReport]:
-        """Let writer processes do one rank's jobs, one process each; the lease is returned when all are done.
+        """Send one rank's jobs to writer processes, one job each.
+
+        The lease is released when all jobs are done.
 
         Args:
             jobs: At most one per file.
-            lease: The memory that all of them lie in.
-            after: What was submitted of the same save before; becomes part of the report.
+            lease: The memory that holds all of them.
+            after: Earlier submissions of the same save; they become part of the report.
         """
         writers = self.writers(len(jobs))
         self.await_room()
-        # The jobs' from here on: an exception from outside, such as Ctrl-C, makes the caller give up what is being read already.
+        # The jobs own the lease now: on an exception from outside, such as Ctrl-C, the caller
+        # releases its own while writer processes may still read the memory.
         lease = self.arena.adopt(lease)
         parts = [writer.submit(job, lease) for writer, job in zip(writers, jobs, strict=True)]
 
         def finish(reports: list[RankReport]) -> RankReport:
-            lease.release()  # before the report, so that who waits for it finds the memory free
+            lease.release()  # before the report: the memory is free when the caller has it
             return joined(reports)
 
         here = when_done(parts, finish)
         return when_done([*after, here], joined) if after else here
 
     def writers(self, count: int) -> list[WriterProcess]:
-        """That many running writer processes; dead ones are replaced.
+        """``count`` running writer processes; dead ones are replaced.
 
         Raises:
             SaveAbortedError: The engine was closed.
@@ -206,13 +209,13 @@ class Engine:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a writer process has a job that it has not answered, or is going to get one."""
+        """Whether a writer process has an unfinished job, or a snapshot for one is being taken."""
         with self._lock:
             writers = list(self._writers)
         return any_under_way() or any(not writer.idle for writer in writers)
 
     def remove_files(self, paths: Iterable[str]) -> None:
-        """Remove files: their names now; a thread waits for storage to give back what they held."""
+        """Remove the names of files now; a thread waits for storage to free their blocks."""
         remove_and_hold(paths, self._held)
         is_scarce = not has_room_for(self._held)
         thread = start_apart("nostall-closing", lambda: close_all(self._held))
@@ -220,14 +223,14 @@ class Engine:
             self._closing.append(thread)
 
     def await_room(self) -> None:
-        """Wait for what removed files held, if the next save may find no other room; not for ever."""
+        """If space is scarce, wait until storage has freed removed files, at most 60 s."""
         deadline = time.monotonic() + min(_ROOM_TIMEOUT_S, self.options.save_timeout_s)
         closing, self._closing = self._closing, []
         for thread in closing:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def warmup(self, nbytes: int, *, timeout_s: float) -> None:
-        """Start a writer process and make memory for a snapshot of ``nbytes`` bytes, so that no save has to."""
+        """Start a writer process and allocate memory for a snapshot of ``nbytes`` bytes."""
         writer = self.writers(1)[0]
         if nbytes:
             lease = self.lease(nbytes + _CONTAINERS_NBYTES)
@@ -235,13 +238,13 @@ class Engine:
             lease.release()
         if not writer.wait_ready(timeout_s):
             raise SaveTimeoutError(
-                f"the writer process {writer.pid} was not ready within {timeout_s:g} s, or has ended",
+                f"writer process {writer.pid} was not ready within {timeout_s:g} s, or ended",
                 phase="warmup",
                 hint="its standard error says why",
             )
 
     def cancel(self, job: str, done: Future[RankReport], *, timeout_s: float) -> None:
-        """Give up one save: its writers drop it, or are killed if they do not answer within ``timeout_s``."""
+        """Cancel one save: writer processes that do not answer within ``timeout_s`` are killed."""
         with self._lock:
             for cancelled in self._cancellable.get(job, ()):
                 cancelled.set()
@@ -253,9 +256,9 @@ class Engine:
                 writer.kill("it did not stop when the save was aborted", kind="SaveAbortedError")
 
     def recall(self, job: str) -> None:
-        """Let no writer process go on with a save, whose files may soon be another one's.
+        """Stop all writer processes from writing a save, as a later save may use its file names.
 
-        For whoever handles an exception, which may have come from outside when a job was sent already.
+        For handlers of an exception, which may come from outside after a job was sent.
         """
         with self._lock:
             answers = [answer for writer in self._writers for answer in writer.answers_to(job)]
@@ -264,7 +267,7 @@ class Engine:
 
     @contextmanager
     def cancellable(self, job: str) -> Iterator[threading.Event]:
-        """While inside, :meth:`cancel` sets the event: for a save that is written in a thread of the trainer."""
+        """An event that :meth:`cancel` sets; for a save that a thread of the trainer writes."""
         cancelled = threading.Event()
         with self._lock:
             self._cancellable.setdefault(job, []).append(cancelled)
@@ -277,7 +280,7 @@ class Engine:
                     del self._cancellable[job]
 
     def abort(self, reason: str) -> None:
-        """Kill the writer processes; what they have not finished fails and is removed."""
+        """Kill the writer processes; unfinished saves fail and their files are removed."""
         with self._lock:
             writers, self._writers = self._writers, []
         for writer in writers:
@@ -293,7 +296,7 @@ class Engine:
         self.arena.close()
 
     def abandon_after_fork(self) -> None:
-        """In a forked child: let go of what belongs to the parent."""
+        """In a forked child: drop the parent's processes and descriptors."""
         for writer in self._writers:
             writer.abandon_after_fork()
         close_all(self._held)
@@ -325,7 +328,7 @@ def configure(options: EngineOptions) -> None:
     """Use these options for all saves from now on.
 
     Raises:
-        OptionError: Saves are being written with the old ones; or these are no ``EngineOptions``.
+        OptionError: Saves are being written, or ``options`` is not an ``EngineOptions``.
     """
     global _default
     if not isinstance(options, EngineOptions):
@@ -352,9 +355,9 @@ def warmup(nbytes: int = 0, *, timeout: float = 30.0) -> None:
         timeout: Seconds to wait for the process.
 
     Raises:
-        ReservationError: There is not that much memory.
+        ReservationError: There is not enough host memory.
         SaveTimeoutError: The process did not start in time.
-        OptionError: ``nbytes`` is no number of bytes, or ``timeout`` none of seconds.
+        OptionError: ``nbytes`` or ``timeout`` is not a possible number.
     """
     require_integer("nbytes", nbytes, at_least=0)
     if not is_possible_wait(timeout):
@@ -363,40 +366,42 @@ def warmup(nbytes: int = 0, *, timeout: float = 30.0) -> None:
 
 
 def status() -> tuple[SaveStatus, ...]:
-    """How far the saves of this process are that are under way, the oldest first; from any thread, without waiting."""
+    """Progress of this process's saves, oldest first. Callable from any thread, without waiting."""
     with _default_lock:
         engine = _default
     return () if engine is None else engine.under_way.statuses()
 
 
 def wait_staged(timeout: float | None = None) -> None:
-    """Return when tensors may be changed although saves with ``staging="overlapped"`` were asked for.
+    """Return when all snapshots of saves with ``staging="overlapped"`` are taken.
 
-    On accelerators the host does not wait: what the current streams are told from here on happens after the copies.
+    Tensors may be changed then. On accelerators the host does not wait: later work of the current
+    streams is ordered after the copies.
 
     Args:
-        timeout: Seconds to wait at most; ``None`` for as long as it takes.
+        timeout: Seconds to wait at most; ``None`` for no limit.
 
     Raises:
-        SaveTimeoutError: Some snapshot is still being taken.
+        SaveTimeoutError: A snapshot is still being taken.
     """
     wait_for_all(timeout)
 
 
 def wait_staged_before_step(optimizer: torch.optim.Optimizer) -> RemovableHandle:
-    """Let :func:`wait_staged` run before every step of an optimizer.
+    """Run :func:`wait_staged` before every step of an optimizer.
 
-    Those that inherit from ``torch.optim.Optimizer`` wait by themselves, for ``EngineOptions.save_timeout_s`` at most; this is for
-    others with a ``register_step_pre_hook``.
+    Subclasses of ``torch.optim.Optimizer`` need no hook: their steps wait, for
+    ``EngineOptions.save_timeout_s`` at most. This is for other optimizers with a
+    ``register_step_pre_hook``.
 
     Returns:
-        A handle whose ``remove()`` undoes it.
+        A handle whose ``remove()`` removes the hook.
     """
     return optimizer.register_step_pre_hook(lambda *_: wait_staged())
 
 
 def reset() -> None:
-    """End the default engine: its processes, its memory, its caches. The next save makes a new one."""
+    """End the default engine: processes, memory and caches. The next save makes a new one."""
     global _default
     with _default_lock:
         old, _default = _default, None
@@ -407,7 +412,7 @@ def reset() -> None:
 
 def _after_fork_in_child() -> None:
     global _default, _default_lock
-    _default_lock = threading.Lock()  # another thread may have held it when this process was made
+    _default_lock = threading.Lock()  # another thread may have held it at the fork
     old, _default = _default, None
     if old is not None:
         old.abandon_after_fork()

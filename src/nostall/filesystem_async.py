@@ -1,10 +1,11 @@
-"""``FileSystemWriterAsync``: DCP's file system writer, with the copy, the writing and the commit of nostall.
+"""``FileSystemWriterAsync``: DCP's file system writer, with nostall's copy, write and commit.
 
-Three ways in, one pipeline (``nostall._save.session``):
+Three entry points, one pipeline (``nostall._save.session``):
 
-* ``dcp.save(..., storage_writer=w)`` calls :meth:`~FileSystemWriterAsync.write_data`, which writes in this process;
-* ``dcp.async_save(..., storage_writer=w)`` calls :meth:`~FileSystemWriterAsync.stage` first; the write then finds the
-  staged tensors in snapshot memory and leaves the work to the writer process;
+* ``dcp.save(..., storage_writer=w)`` calls :meth:`~FileSystemWriterAsync.write_data`, which writes
+  in this process;
+* ``dcp.async_save(..., storage_writer=w)`` calls :meth:`~FileSystemWriterAsync.stage` first; the
+  write then finds the staged tensors in snapshot memory and hands them to the writer process;
 * frameworks call :meth:`~FileSystemWriterAsync.prepare_write_data` and
   :meth:`~FileSystemWriterAsync.get_save_function_and_args` and schedule the rest themselves.
 """
@@ -64,7 +65,7 @@ _MSC_PREFIX = "msc://"
 T = TypeVar("T")
 
 _results_queue: queue.SimpleQueue[Any] | None = None
-"""Probed by frameworks; nostall's own results never pass through it, each save has its own channel."""
+"""Frameworks look for it; each save of nostall has its own channel instead."""
 
 
 def _rank() -> int:
@@ -72,13 +73,13 @@ def _rank() -> int:
 
 
 def _rank_among_peers() -> int | None:
-    """This rank, if it is not the only one."""
+    """This rank; ``None`` if it is the only one."""
     has_group = dist.is_available() and dist.is_initialized()
     return dist.get_rank() if has_group and dist.get_world_size() > 1 else None
 
 
 def get_write_results_queue(mp_mode: str = "spawn") -> queue.SimpleQueue[Any]:
-    """The process-wide queue that frameworks look for; ``mp_mode`` has no effect, as no process is involved."""
+    """The process-wide queue that frameworks look for; ``mp_mode`` has no effect."""
     global _results_queue
     if _results_queue is None:
         _results_queue = queue.SimpleQueue()
@@ -86,28 +87,33 @@ def get_write_results_queue(mp_mode: str = "spawn") -> queue.SimpleQueue[Any]:
 
 
 class FileSystemWriterAsync(FileSystemWriter):
-    r"""A drop-in ``FileSystemWriter`` whose saves do not stall training and are committed atomically.
+    r"""A drop-in ``FileSystemWriter`` whose saves do not stall training and commit atomically.
 
-    Make a new one for every checkpoint; it is cheap, as memory and processes belong to the engine.
+    Make a new one for every checkpoint. It is cheap: memory and processes belong to the engine.
 
     Args:
         path: Checkpoint directory.
         \*args: Those of ``torch.distributed.checkpoint.FileSystemWriter``, in its order.
-        staging: ``"blocking"``: the save call returns when the snapshot is taken, and everything may be changed.
-            ``"overlapped"``: it returns at once. Forward, backward and every ``step()`` of a ``torch.optim.Optimizer`` may follow
-            without further ado: the step waits for the copy, and what is small (4 MiB of the smallest tensors, 8 MiB of those
-            of up to 32 KiB) may be changed by anybody. Whoever else changes a larger tensor calls :meth:`wait_staged` before, or
-            the save fails; if torch does not count the change (``.data``, NumPy, a replayed CUDA graph), it goes unnoticed.
+        staging: ``"blocking"``: the save call returns when the snapshot is taken, and every tensor
+            may be changed. ``"overlapped"``: it returns at once. Forward, backward and every
+            ``step()`` of a ``torch.optim.Optimizer`` may follow: the step waits for the copy. Small
+            tensors (4 MiB of the smallest, 8 MiB of those of up to 32 KiB) may be changed at any
+            time. Other code must call :meth:`wait_staged` before it changes a larger tensor, or the
+            save fails. A change that torch does not count (``.data``, NumPy, a replayed CUDA graph)
+            is not detected.
         separation_hint: Items whose name starts with this go to files of their own, named with it.
-        use_msc: Accepted for compatibility; ``path`` says where to write, and ``msc://`` is not supported yet.
+        use_msc: Accepted for compatibility, without effect; ``msc://`` paths are not supported yet.
         is_multiproc_io: Spread the files over two writer processes.
-        use_cached_data_structure: Accepted for compatibility; structure is always cached, values never.
-        use_cpu_shm_for_gpu_tensors: Accepted for compatibility; snapshots are always in shared host memory.
-        \*\*kwargs: Those of ``FileSystemWriter`` (``thread_count`` is the number of files per rank), and ``open_file``,
-            a callable with the signature of ``open`` through which all shard files are then written.
+        use_cached_data_structure: Accepted for compatibility; structure is always cached, values
+            never.
+        use_cpu_shm_for_gpu_tensors: Accepted for compatibility; snapshots are always in shared host
+            memory.
+        \*\*kwargs: Those of ``FileSystemWriter`` (``thread_count`` is the number of files per
+            rank), and ``open_file``, a callable with the signature of ``open`` that opens every
+            shard file.
 
     Raises:
-        OptionError: Two options exclude each other, or one asks for what is not there yet.
+        OptionError: Two options exclude each other, or an option is not supported yet.
     """
 
     def __init__(
@@ -142,12 +148,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._failure: NostallError | None = None
         self._staging = staging
         self._fence: SnapshotFence | None = None
-        """Of what was staged last; ``dcp.async_save`` resets the writer between staging and writing."""
+        """Of the last staging; ``dcp.async_save`` resets the writer between staging and writing."""
         self.timeline = Timeline()
         self._staging_timeline = Timeline()
-        """Of what was staged last, as ``_fence``."""
+        """Of the last staging, as ``_fence``."""
         self._is_staged = False
-        """Whether what was staged last is what will be written next, although the writer is reset before."""
+        """Whether the last staged copy is written next; if so, :meth:`reset` keeps its fence."""
         self._receipts: tuple[FileReceipt, ...] = ()
         self._slowest_rank: int | None = None
         self._visit: Visit | None = None
@@ -161,13 +167,13 @@ class FileSystemWriterAsync(FileSystemWriter):
         )
         self._options()  # a wrong combination is an error here, not when the first save runs
 
-    # --- DCP's storage writer ---------------------------------------------------------------------------------------
+    # --- DCP's storage writer -------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start over for another checkpoint, at ``checkpoint_id`` if given.
 
         Raises:
-            OptionError: A split save of this writer's is not finalised yet.
+            OptionError: A split save of this writer is not finalised yet.
         """
         self.require_free()
         super().reset(checkpoint_id)
@@ -184,17 +190,17 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._visit = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn this rank's role; called by DCP on every rank."""
+        """Set this rank's role; DCP calls this on every rank."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if self.rank is None:
             self.rank = _rank()
         self._is_coordinator = is_coordinator or not self.use_collectives
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """On the coordinator: make the directory and see whether there is a checkpoint to replace.
+        """On the coordinator: make the directory and check for an existing checkpoint.
 
         Raises:
-            CheckpointExistsError: There is one, and ``overwrite=False``.
+            CheckpointExistsError: A checkpoint exists, and ``overwrite=False``.
             WriteError: The directory cannot be made.
         """
         if self._is_coordinator:
@@ -212,7 +218,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Stock's; and where there is a checkpoint already, all ranks are told, as a host may not see it for a while."""
+        """As stock; if a checkpoint exists, the plans say so, as other hosts may not see it yet."""
         plans = super().prepare_global_plan(plans)
         if not self._may_replace():
             return plans
@@ -224,20 +230,20 @@ class FileSystemWriterAsync(FileSystemWriter):
         ]
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
-        """This rank's final plan where ranks plan alone: only the file prefix is added."""
+        """This rank's final plan when ranks plan alone: its own plan with a file prefix."""
         prefix = _torch.StoragePrefix(f"__{self.rank or 0}_")
         return dataclasses.replace(local_plan, storage_data=prefix)
 
     @property
     def can_run_decentralized_global_plan(self) -> bool:
-        """Whether ranks may make their final plans without each other: always."""
+        """Whether each rank may make its final plan alone: always."""
         return True
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Snapshot and write this rank's share; on return its files are complete.
 
         Raises:
-            SaveError: It could not be done; the subclass says how.
+            SaveError: The save failed; the subclass says how.
         """
         self._is_staged = False
         with preemption.deferred(then_end=False), loss_is_told(str(self.path)):
@@ -247,7 +253,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     def _write_share(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         fence, self._fence = self._fence, None
         if fence is not None and fence.failure is not None:
-            # Also where a planner has made new tensors of everything, so that nothing shows where they come from.
+            # Also if the planner replaced every tensor, so that none leads back to the staged copy.
             raise StagingError(
                 f"the staged copy cannot be used: {fence.failure}",
                 rank=self.rank,
@@ -274,7 +280,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @staticmethod
     def _write(prepared: session.PreparedSave, engine: Engine) -> RankReport:
-        """Write what a stager has copied in the background, anything else from where it is."""
+        """Write a staged copy in the background; write other tensors directly."""
         staged = take_over(prepared, engine)
         if staged is None:
             return write_directly.write_now(prepared, engine)
@@ -282,15 +288,15 @@ class FileSystemWriterAsync(FileSystemWriter):
         return write.wait_for(written, prepared.target, engine, rank=prepared.rank)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit: publish the metadata of a checkpoint whose files are all complete. Coordinator only.
+        """Publish the metadata of a checkpoint whose files are all complete. Coordinator only.
 
-        The metadata object that stock ``dcp.save`` hands in is completed, as stock does; one that already belongs to
-        a checkpoint (loaded or cached) is left as it is and a copy is published. If it is certain that nothing was published,
-        all ranks' files are removed, as nobody else is going to do that.
+        The metadata object that stock ``dcp.save`` passes is completed, as by stock. An object that
+        already belongs to a checkpoint (loaded or cached) is not changed; a copy is published. If
+        certainly nothing was published, the files of all ranks are removed.
 
         Raises:
-            IncompleteSaveError: An item of the metadata was written by no rank; nothing is published.
-            RankMismatchError: A rank has written to another directory; nothing is published.
+            IncompleteSaveError: No rank wrote an item of the metadata; nothing is published.
+            RankMismatchError: A rank wrote to another directory; nothing is published.
             WriteError: The metadata could not be published.
         """
         written = [getattr(of_rank, "written", None) for of_rank in results]
@@ -301,7 +307,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 self.require_written_here(written)
                 publication = publication_of_results(metadata, results)
                 finished = finish_metadata(publication, written, self.storage_meta())
-                is_published = True  # from here on, until the contrary is known
+                is_published = True  # assumed until an error rules it out
                 self.publish(publication, metadata, finished)
                 is_committed = True
             except Exception as error:
@@ -316,7 +322,8 @@ class FileSystemWriterAsync(FileSystemWriter):
     def _require_files(self) -> None:
         if self._visit is not None and self._visit.is_removed:
             raise SaveError(
-                "the files of this save were removed: its commit has failed, or a later save to the directory has taken its place",
+                "the files of this save were removed: its commit failed, or a later save to the"
+                " directory replaced it",
                 rank=self.rank,
                 phase="commit",
                 path=str(self.path),
@@ -324,10 +331,10 @@ class FileSystemWriterAsync(FileSystemWriter):
             )
 
     def require_written_here(self, written: Sequence[RankFiles | None]) -> None:
-        """Refuse to commit files that are elsewhere. Coordinator only.
+        """Refuse to commit files in another directory. Coordinator only.
 
         Raises:
-            RankMismatchError: A rank has written to another directory than this one's.
+            RankMismatchError: A rank wrote to another directory than this rank.
         """
         directories = [None if each is None else each.directory for each in written]
 
@@ -335,7 +342,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             return in_time(
                 lambda: is_same(one, other),
                 timeout_s=default_engine().options.save_timeout_s,
-                doing="looking where other ranks have written",
+                doing="comparing the directories that ranks wrote to",
                 phase="collect",
                 path=one,
                 rank=self.rank,
@@ -349,13 +356,13 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Publish finished metadata. Coordinator only.
 
         Args:
-            publication: What there is to publish.
+            publication: The publication.
             metadata: The object that it was made from.
-            finished: What is going to stand in the file.
+            finished: The content of the metadata file.
 
         Raises:
             WriteError: The metadata could not be published.
-            SaveTimeoutError: Another save has been committing to the same directory all the time.
+            SaveTimeoutError: Another save was committing to the same directory all the time.
         """
         fresh = metadata.storage_data is None
         mine = self._receipts[:1] if self._stream is None else ()
@@ -376,20 +383,21 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this kind of writer is meant for such an id; true for ``msc://`` ids, too."""
+        """Whether this writer accepts the id; true for ``msc://`` ids, too."""
         if str(checkpoint_id).startswith(_MSC_PREFIX):
             return True
         return bool(super().validate_checkpoint_id(checkpoint_id))
 
-    # --- DCP's stager -----------------------------------------------------------------------------------------------
+    # --- DCP's stager ---------------------------------------------------------------------------
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
-        """Copy a state dict into snapshot memory; the copy is valid until it has been saved.
+        """Copy a state dict into snapshot memory; the copy is valid until it is saved.
 
         Returns:
             The copy; with overlapped staging a future of it, which ``dcp.async_save`` turns into
-            ``AsyncSaveResponse.staging_completion``. Of several ranks, one that could not copy returns what makes the save
-            fail on all of them, with one of the errors below.
+            ``AsyncSaveResponse.staging_completion``. If several ranks save together, a rank that
+            cannot copy returns an object that fails the save on every rank, with one of the errors
+            below.
 
         Raises:
             SaveTimeoutError: Earlier saves still hold all snapshot memory.
@@ -409,7 +417,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         return staged.copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process needs to write: not what belongs to this one."""
+        """The state without the objects that belong to this process."""
         return {
             **self.__dict__,
             "_save": None,
@@ -420,10 +428,10 @@ class FileSystemWriterAsync(FileSystemWriter):
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when tensors may be changed; at once without overlapped staging.
 
-        A snapshot that could not be taken is no error here, but where the save is finalised, on all ranks.
+        A failed snapshot raises no error here; finalising raises it, on every rank.
 
         Raises:
-            SaveTimeoutError: It is not safe yet after ``timeout`` seconds.
+            SaveTimeoutError: The copy is not complete after ``timeout`` seconds.
         """
         if self._fence is not None:
             self._fence.wait(timeout)
@@ -437,10 +445,12 @@ class FileSystemWriterAsync(FileSystemWriter):
     def close(self) -> None:
         """Nothing to close: memory and processes belong to the engine."""
 
-    # --- split saves ------------------------------------------------------------------------------------------------
+    # --- split saves ----------------------------------------------------------------------------
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Resolve and lay out this rank's final plan; objects are serialised now, tensors are copied by ``preload_fn``.
+        """Resolve and lay out this rank's final plan.
+
+        Objects are serialised now; ``preload_fn`` copies the tensors.
 
         Raises:
             StagingError: An item could not be resolved.
@@ -456,9 +466,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         """As :meth:`prepare_write_data`, for a structure that was saved before.
 
         Args:
-            known: What follows from the structure.
+            known: The reusable part of that save.
             sources: One per item of the plan: the live tensor, or the bytes.
-            expected: On the coordinator, what there will be to publish if files are called what they were called last time.
+            expected: On the coordinator, the publication if file names are those of the last save.
         """
         engine = default_engine()
         target = self._target(known.share.plan, engine)
@@ -471,7 +481,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     def _written_ahead(
         self, expected: Publication, prepared: session.PreparedSave
     ) -> WrittenAhead | None:
-        """What is to be written ahead; nothing if it is short, or if this rank's results or files are others than expected."""
+        """Metadata to write ahead; ``None`` if it is short or this rank's files are unexpected."""
         is_expected = prepared.known is not None and expected.files.issuperset(prepared.files)
         if not (is_expected and is_worth_it(expected)):
             return None
@@ -479,10 +489,10 @@ class FileSystemWriterAsync(FileSystemWriter):
         return WrittenAhead(str(self.path), name, expected, sync=bool(self.sync_files))
 
     def learn(self, state_dict: dict[str, Any], flat: dict[str, Any]) -> session.KnownSave | None:
-        """What the next save can reuse of the one prepared, before it is staged; ``None`` if nothing is safe to reuse.
+        """The reusable part of the prepared save, before staging; ``None`` if nothing is safe.
 
         Args:
-            state_dict: What was planned.
+            state_dict: The planned state dict.
             flat: The same, flattened by the planner.
         """
         if self._save is None:
@@ -492,21 +502,21 @@ class FileSystemWriterAsync(FileSystemWriter):
         return None if structure is None else session.known(prepared, structure, default_engine())
 
     def get_save_function_and_args(self) -> tuple[Any, Any, list[Any]]:
-        """What to schedule: ``(save_fn, preload_fn, [rank, None, results])``; ``(None, None, [])`` for nothing."""
+        """``(save_fn, preload_fn, [rank, None, results])`` to schedule, or ``(None, None, [])``."""
         if self._save is None or not self._save.prepared.plan.items:
             return None, None, []
         save = self._save
         return save, save.stage, [save.prepared.rank, None, queue.SimpleQueue()]
 
     def retrieve_write_results(self) -> list[WriteResult] | _torch.WrappedException:
-        """This rank's results, or its failure in the form that DCP sends to other ranks. Waits if need be."""
+        """This rank's results, or its failure in DCP's wrapped form. Waits for the report."""
         return self._retrieve(
             lambda save: session.WrittenItems(save.results(), save.written_files),
             if_nothing=session.WrittenItems(written=self.written_files),
         )
 
     def retrieve_failure(self) -> _torch.WrappedException | None:
-        """As :meth:`retrieve_write_results`, for somebody who knows the results: why they are not there, if so."""
+        """As :meth:`retrieve_write_results`, but the failure only; ``None`` after success."""
         return self._retrieve(RankSave.require_written, if_nothing=None)
 
     def _retrieve(
@@ -518,26 +528,26 @@ class FileSystemWriterAsync(FileSystemWriter):
             if self._save is None or not self._save.prepared.plan.items:
                 return if_nothing
             answer = ask(self._save)
-        except Exception as error:  # reported to all ranks by whoever finalises
+        except Exception as error:  # finalising reports it to every rank
             return _torch.wrap_exception(error)
         self._receipts = self._save.receipts
         return answer
 
     @property
     def file_names(self) -> tuple[str, ...]:
-        """Names of the files that this rank's results are in, below the checkpoint directory; once they are retrieved."""
+        """Names of this rank's files below the checkpoint directory, once results are retrieved."""
         return () if self._save is None else self._save.prepared.files
 
     @property
     def written_files(self) -> RankFiles:
-        """What this rank has written, once its results are retrieved."""
+        """The files that this rank wrote, once its results are retrieved."""
         if self._save is None:
             return RankFiles(directory=str(self.path), files=())
         return self._save.written_files
 
     @property
     def known_results(self) -> str | None:
-        """Identifies the results of a save of a structure that was recognised, but for the names of its files."""
+        """Token of a recognised structure's results, file names aside; else ``None``."""
         if self._save is None or self._save.prepared.known is None:
             return None
         return self._save.prepared.known.token
@@ -548,21 +558,21 @@ class FileSystemWriterAsync(FileSystemWriter):
             self._save.discard()
 
     def require_free(self) -> None:
-        """Refuse a second save as long as the first one's results are not collected.
+        """Refuse a second save until the results of the first are collected.
 
         Raises:
-            OptionError: A split save of this writer's is not finalised yet.
+            OptionError: A split save of this writer is not finalised yet.
         """
         if self._save is not None and self._save.pending:
             raise OptionError(
                 "this writer's last save is not finalised yet",
                 path=str(self.path),
-                hint="make a new writer for every checkpoint; memory and processes are shared by all of them",
+                hint="make a new writer for every checkpoint; writers share memory and processes",
             )
 
     @property
     def stats(self) -> SaveStats | None:
-        """Where the time of this writer's save went on this rank; ``None`` before its files are written.
+        """Timings of this writer's save on this rank; ``None`` before its files are written.
 
         Complete once the save is finalised.
         """
@@ -577,24 +587,24 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @property
     def took_s(self) -> float:
-        """Seconds from the beginning of planning until this rank's files were durable."""
+        """Seconds from the start of planning until this rank's files were durable."""
         return self.timeline.took_s(self._receipts)
 
     def note_slowest(self, rank: int | None) -> None:
-        """Learn which rank's files were durable last."""
+        """Note which rank's files were durable last."""
         self._slowest_rank = rank
 
     def end_save(self, *, committed: bool) -> None:
-        """Nothing more is going to be done for this writer's split save."""
+        """End this writer's split save."""
         if self._save is not None:
             self._save.end(committed=committed)
 
     def fail_later(self, error: NostallError) -> None:
-        """Record that this rank has nothing to write because planning failed; reported when the save is finalised."""
+        """Record that planning failed on this rank; reported when the save is finalised."""
         self._failure = error
         self._save = None
 
-    # ----------------------------------------------------------------------------------------------------------------
+    # --------------------------------------------------------------------------------------------
 
     def _prepare(self, plan: SavePlan, planner: SavePlanner) -> session.PreparedSave:
         engine = default_engine()
@@ -605,7 +615,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     @staticmethod
     @contextmanager
     def _over_if_it_fails(target: session.SaveTarget) -> Iterator[None]:
-        """A save that cannot be prepared is not under way any more."""
+        """End the save's progress if it cannot be prepared."""
         try:
             yield
         except BaseException:
@@ -615,7 +625,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     def _target(self, plan: SavePlan, engine: Engine) -> session.SaveTarget:
         job, directory = uuid.uuid4().hex, str(self.path)
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self.rank or 0}_"
-        # Readers that have read the metadata of the checkpoint before must not find new files under its names.
+        # A reader of the previous checkpoint's metadata must not find new files under its names.
         replaces = getattr(plan.storage_data, "beside", None) == directory or self._may_replace()
         progress = engine.under_way.begin(job, path=directory, rank=self.rank or 0)
         self._visit = Visit(directory, progress.created)
@@ -638,11 +648,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         )
 
     def _may_replace(self) -> bool:
-        """Whether there is a checkpoint in the directory, or may be."""
+        """Whether the directory may contain a checkpoint."""
         return in_time(
             lambda: any(map(may_be_there, self._metadata_paths())),
             timeout_s=default_engine().options.save_timeout_s,
-            doing="looking for a checkpoint that is there",
+            doing="looking for an existing checkpoint",
             phase="plan",
             path=str(self.path),
             rank=self.rank,
@@ -664,7 +674,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         return together if self.use_collectives else alone
 
     def _metadata_paths(self) -> tuple[str, str]:
-        """Of a checkpoint that all ranks have saved together, and of one that this rank has saved alone."""
+        """For a checkpoint that all ranks save together, and one that this rank saves alone."""
         names = (_torch.METADATA_NAME, f"__{self.rank}{_torch.METADATA_NAME}")
         together, alone = (os.path.join(self.path, name) for name in names)
         return together, alone

@@ -1,7 +1,7 @@
 """Split saves: plan now, write in the background, finalise when all ranks are done.
 
-:func:`save_state_dict_async_plan` and :func:`save_state_dict_async_finalize` are collective: call them on every rank of
-the group, in the same order. What happens between them on a rank is that rank's business.
+:func:`save_state_dict_async_plan` and :func:`save_state_dict_async_finalize` are collective: call
+them on every rank of the group, in the same order. Between them a rank acts alone.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _default_cache = CheckpointMetadataCache()
 
 
 def init_checkpoint_metadata_cache(cached_global_metadata: Metadata | None = None) -> None:
-    """Start the default cache anew, with the metadata of a loaded checkpoint if there is one."""
+    """Reset the default cache; adopt the metadata of a loaded checkpoint, if given."""
     global _default_cache
     _default_cache = CheckpointMetadataCache()
     _default_cache.set_cached_global_metadata(cached_global_metadata)
@@ -81,7 +81,7 @@ def get_metadata_caching_status() -> tuple[bool, bool]:
 
 
 class SaveSession(_torch.DistWrapper):
-    """DCP's wrapper around the group, with what finalising needs to know of the planning."""
+    """DCP's wrapper around the group, plus the planning results that finalising needs."""
 
     def __init__(self, group: dist.ProcessGroup | None, use_dist: bool, coordinator: int) -> None:
         super().__init__(group, use_dist, coordinator)
@@ -89,19 +89,19 @@ class SaveSession(_torch.DistWrapper):
         self.planner: SavePlanner | None = None
         self.changed_plan: SavePlan | None = None
         self.reused_plans: list[SavePlan] | None = None
-        """On the coordinator, the plans of all ranks that this save rests on; by the time it is finalised, the cache may
-        hold those of a later save."""
+        """On the coordinator, the plans of all ranks that this save reuses; when it is finalised,
+        the cache may already hold those of a later save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """What a rank tells the coordinator when it finalises."""
+    """Sent by each rank to the coordinator when it finalises."""
 
     told: Told
     written: RankFiles
     changed_plan: SavePlan | None
     took_s: float
-    """From the beginning of planning until the files were durable."""
+    """From the start of planning until the files were durable."""
 
 
 def save_state_dict_async_plan(
@@ -115,12 +115,13 @@ def save_state_dict_async_plan(
 ) -> tuple[FileSystemWriterAsync, Metadata | None, _torch.DistWrapper]:
     """Plan a save. Collective: call on every rank of the group.
 
-    With ``enable_cache`` the second save of an unchanged structure validates the cache, and from the third on nothing is
-    communicated. Nor is anything on the first save after a resume, if ``metadata_cache`` was given the loaded
-    checkpoint's metadata and all ranks' plans equal those in it (one small reduction).
+    With ``enable_cache`` the second save of an unchanged structure validates the cache; from the
+    third on, nothing is communicated. The first save after a resume needs one small reduction only,
+    if ``metadata_cache`` has the loaded checkpoint's metadata and all ranks' plans equal those in
+    it.
 
     Args:
-        state_dict: What to save.
+        state_dict: The state dict to save.
         storage_writer: A new writer for this checkpoint.
         process_group: The ranks that save together; the default group if ``None``.
         coordinator_rank: Rank within that group that publishes the metadata.
@@ -129,14 +130,14 @@ def save_state_dict_async_plan(
         metadata_cache: The cache; the process-wide default one if ``None``.
 
     Returns:
-        The writer, the metadata (``None`` except on the coordinator) and the group's wrapper: the arguments of
-        :func:`save_state_dict_async_finalize`.
+        The writer, the metadata (``None`` except on the coordinator) and the group's wrapper: the
+        arguments of :func:`save_state_dict_async_finalize`.
 
     Raises:
-        CheckpointException: A rank could not plan; raised on every rank. Where nothing is communicated the failure is
-            reported on every rank when the save is finalised.
-        OptionError: The writer has a save that is not finalised yet, or is not one of nostall's; or this rank or
-            ``coordinator_rank`` is not in the group.
+        CheckpointException: A rank could not plan; raised on every rank. If nothing is
+            communicated, the failure is raised on every rank when the save is finalised.
+        OptionError: The writer has a save that is not finalised yet, or is not nostall's; or this
+            rank or ``coordinator_rank`` is not in the group.
     """
     if not isinstance(storage_writer, FileSystemWriterAsync):
         raise OptionError(
@@ -198,14 +199,14 @@ def _plan_save(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What is to be saved, and with what."""
+    """The arguments of one save."""
 
     state_dict: dict[str, Any]
     planner: SavePlanner
     configuration: Hashable
-    """Identifies how the planner is set."""
+    """Identifies the planner's settings."""
     group: Hashable
-    """Identifies the ranks that save together, and this one among them."""
+    """Identifies the ranks that save together, and this rank."""
     writer: FileSystemWriterAsync
 
 
@@ -216,14 +217,17 @@ def _prepare_known(
     session: SaveSession,
     coordination: Coordination,
 ) -> bool:
-    """Prepare a save without planning, if the last one was planned alike and was of the same structure.
+    """Prepare a save without planning, if the last one had the same planner settings and structure.
 
     Args:
-        asked: What is to be saved.
-        cache: What is known of the last save.
-        metadata: On the coordinator, what it is going to publish if nothing has changed.
-        session: Becomes the save's.
-        coordination: With the ranks that save together.
+        asked: The arguments of the save.
+        cache: The cache, with the last save.
+        metadata: On the coordinator, the metadata to publish if nothing has changed.
+        session: The save's session; its planner is set.
+        coordination: The ranks that save together.
+
+    Returns:
+        Whether the save is prepared, or has failed; if not, it must be planned.
     """
     known, plans, writer = cache.known, cache.plans, asked.writer
     if known is None or plans is None or plans.planner != asked.configuration:
@@ -238,7 +242,7 @@ def _prepare_known(
         set_up_writer(writer, known.share.plan, session)
         expected = None if metadata is None else cache.known_results.expected(metadata)
         writer.prepare_known(known, sources, expected)
-    except Exception as error:  # told to every rank when the save is finalised
+    except Exception as error:  # finalising reports it to every rank
         writer.fail_later(as_save_error(error, coordination.rank))
     return True
 
@@ -246,12 +250,12 @@ def _prepare_known(
 def _plan(
     asked: _Asked, session: SaveSession, coordination: Coordination, *, silent: bool
 ) -> Metadata | None:
-    """Plan a save, with the other ranks unless all have agreed to be ``silent``; returns its metadata, if any."""
+    """Plan a save, alone if all ranks agreed to be ``silent``; returns its metadata, if any."""
     cache, planner, writer = session.cache, asked.planner, asked.writer
     local: SavePlan | _torch.WrappedException
     try:
         local = local_plan(asked.state_dict, writer, planner, session)
-    except Exception as error:  # told to every rank, now or when the save is finalised
+    except Exception as error:  # reported to every rank, now or when finalising
         local = _torch.wrap_exception(error)
     if silent and not isinstance(local, SavePlan):
         writer.fail_later(as_save_error(local[0], coordination.rank))
@@ -280,7 +284,7 @@ def _plan(
             writer.prepare_write_data(planner.finish_plan(final), planner)
         if cache is not None and isinstance(route, Reuse) and is_stocks_own(planner):
             cache.known = _learn(writer, asked.state_dict, planner)
-    except Exception as error:  # told to the others where they are going: to finalising
+    except Exception as error:  # finalising reports it to every rank
         writer.fail_later(as_save_error(error, coordination.rank))
     session.planner = without_state(planner)
     return metadata
@@ -291,7 +295,7 @@ def _learn(
 ) -> KnownSave | None:
     try:
         return writer.learn(state_dict, vars(planner)["state_dict"])
-    except Exception:  # the save itself is in order, and the next one is planned as this one was
+    except Exception:  # this save is not affected; the next one is planned
         _log.debug("the structure was not learned", exc_info=True)
         return None
 
@@ -301,13 +305,13 @@ def save_state_dict_async_finalize(
     global_metadata: Metadata | None,
     dist_wrapper: _torch.DistWrapper,
 ) -> None:
-    """Commit a save whose files are written, or fail it everywhere. Collective: call on every rank of the group.
+    """Commit a save, or fail it on every rank. Collective: call on every rank of the group.
 
     Waits for this rank's files if they are not written yet.
 
     Raises:
-        CheckpointException: A rank could not write, or the metadata could not be published; raised on every rank, with
-            rank, file and cause. Nothing is published then.
+        CheckpointException: A rank could not write, or the metadata could not be published; raised
+            on every rank, with rank, file and cause. Nothing is published then.
     """
     with preemption.deferred(then_end=False):
         _finalize(storage_writer, global_metadata, dist_wrapper)
@@ -328,7 +332,7 @@ def _finalize(
         changed_plan=session.changed_plan if session else None,
         took_s=storage_writer.took_s,
     )
-    is_committed = False  # for all that is known, if other ranks are lost now
+    is_committed = False  # assumed if other ranks are lost now
     try:
         with storage_writer.timeline.measure("commit"):
             outcomes = coordination.gather(outcome)
@@ -355,7 +359,7 @@ def _finalize(
 
 
 def _tell(writer: FileSystemWriterAsync, cache: CheckpointMetadataCache | None) -> Told:
-    """How this rank's part has ended; results that the coordinator has from it are not made again."""
+    """This rank's outcome; results that the coordinator already has are not sent again."""
     token = None if cache is None else writer.known_results
     if cache is not None and token is not None and token == cache.told:
         failure = writer.retrieve_failure()
@@ -372,7 +376,8 @@ def _log_committed(writer: FileSystemWriterAsync) -> None:
     stats = writer.stats if _log.isEnabledFor(logging.INFO) else None
     if stats is not None:
         _log.info(
-            "committed path=%s rank=%d bytes=%d files=%d staged=%.3fs written=%.3fs commit=%.3fs slowest_rank=%s",
+            "committed path=%s rank=%d bytes=%d files=%d"
+            " staged=%.3fs written=%.3fs commit=%.3fs slowest_rank=%s",
             stats.path,
             stats.rank,
             stats.nbytes,
@@ -386,13 +391,13 @@ def _log_committed(writer: FileSystemWriterAsync) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ending:
-    """How a save ended; what the coordinator tells every rank."""
+    """How a save ended; sent by the coordinator to every rank."""
 
     failures: dict[int, _torch.WrappedException]
     published: bool
-    """Whether the metadata is there, or may be; after a failure, too."""
+    """Whether the metadata is published, or may be; after a failure, too."""
     changed: bool
-    """Whether some rank's structure has changed, so that the next save is planned together."""
+    """Whether a rank's structure has changed; the next save is planned together then."""
     slowest_rank: int | None = None
 
 
@@ -403,7 +408,7 @@ def _finish(
     session: SaveSession | None,
     coordination: Coordination,
 ) -> _Ending:
-    """On the coordinator: commit, if every rank has written everything."""
+    """On the coordinator: commit if every rank wrote all its files."""
     changed = any(each.changed_plan is not None for each in outcomes)
     cache = session.cache if session is not None else None
     known = cache.known_results if cache is not None else KnownResults()
@@ -424,7 +429,7 @@ def _finish(
                     publication = publication_of_results(metadata, everything)
                     known.note_published(told, metadata, publication)
                 finished = finish_metadata(publication, written, writer.storage_meta())
-            except Exception as error:  # every rank has to hear of it
+            except Exception as error:  # sent to every rank
                 return _Ending(
                     failures=_failures(error, coordination), published=False, changed=changed
                 )
@@ -441,7 +446,7 @@ def _finish(
 
 
 def _failures(error: Exception, coordination: Coordination) -> dict[int, _torch.WrappedException]:
-    """An error of the coordinator's, for all ranks."""
+    """An error of the coordinator, for all ranks."""
     return {coordination.rank: sendable(_torch.wrap_exception(error))}
 
 
@@ -451,7 +456,7 @@ def verify_global_md_reuse(
     rank: int,
     dist_wrapper: _torch.DistWrapper,
 ) -> bool:
-    """Whether every rank's plan equals the one in a loaded checkpoint, which all of them have loaded. Collective."""
+    """Whether every rank's plan equals its plan in the loaded checkpoint. Collective."""
     coordination = coordination_of(dist_wrapper)
     same = matches_loaded(
         loaded_all_plans, rank=rank, world_size=coordination.world_size, local=local_plan
