@@ -348,7 +348,7 @@ def configure(options: EngineOptions) -> None:
 
 
 def warmup(nbytes: int = 0, *, timeout: float = 30.0) -> None:
-    """Start the writer process, and reserve memory for a snapshot, before the first save needs them.
+    """Start the writer process and reserve snapshot memory before the first save needs them.
 
     Args:
         nbytes: Size of this rank's share of a checkpoint in bytes; 0 to start the process only.

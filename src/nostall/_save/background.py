@@ -1,4 +1,4 @@
-"""A save that can be written in the background: what the queue schedules without a Python worker."""
+"""A save that is written in the background: the queue schedules it without a Python worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nostall.errors import OptionError, StagingError
 
 
 class BackgroundSave(ABC):
-    """One rank's share of one save and, once there is one, its report."""
+    """One rank's share of one save and, once it has ended, its report."""
 
     def __init__(self, *, rank: int, job: str, progress: Progress) -> None:
         self.rank = rank
@@ -26,7 +26,7 @@ class BackgroundSave(ABC):
         self._report: Future[RankReport] = Future()
         self._was_started = False
         self.aborted = False
-        """Whether it was given up; a snapshot that is still being taken is not written then."""
+        """Whether the save was aborted; a snapshot still being taken is not written then."""
 
     @abstractmethod
     def stage(self) -> Any:
@@ -34,24 +34,22 @@ class BackgroundSave(ABC):
 
     @abstractmethod
     def write(self, snapshot: Any) -> RankReport:
-        """Write a snapshot here and now; releases it."""
+        """Write a snapshot while the caller waits; releases it."""
 
     @abstractmethod
     def submit(self, snapshot: Any) -> Future[RankReport]:
-        """Let the writer process write a snapshot; it is released when the future is done."""
+        """Send a snapshot to the writer process; it is released when the future is done."""
 
     def discard(self) -> None:  # noqa: B027  # a hook; a failed write removes its own files
-        """Remove what was written of a save that will not be committed; nothing by default."""
+        """Remove the files of a save that will not be committed; does nothing by default."""
 
     def __call__(self, _rank: int, snapshot: Any, _results: object = None) -> None:
-        """Write here and now: the ``save_fn``, with the snapshot in place of argument index 1."""
+        """Write while the caller waits: the ``save_fn``; argument index 1 is the snapshot."""
         self._begin(snapshot)
         try:
             report = self.write(snapshot)
         except BaseException as error:
-            self.fail(
-                error, phase="write"
-            )  # for the other ranks, should this one go on to finalise
+            self.fail(error, phase="write")  # reported to the other ranks if this one finalises
             raise
         self._settle(report)
 
@@ -62,7 +60,7 @@ class BackgroundSave(ABC):
         return self._report
 
     def fail(self, error: BaseException, *, phase: str) -> None:
-        """Record that this rank cannot do its part, to be reported when the save is finalised."""
+        """Record that this rank failed, to be reported when the save is finalised."""
         self._settle(self.failed(error, phase=phase))
 
     def failed(self, error: BaseException, *, phase: str) -> RankFailed:
@@ -70,7 +68,7 @@ class BackgroundSave(ABC):
         return RankFailed(rank=self.rank, failure=failure_of(error, phase=phase))
 
     def abort(self) -> None:
-        """Give the save up; bounded in time, and harmless when it is over."""
+        """Cancel the save, within a bounded time; no effect on a save that is over."""
         self.aborted = True
         self.engine.cancel(self.job, self._report, timeout_s=CANCEL_TIMEOUT_S)
         failure = Failure(kind="SaveAbortedError", message="the save was aborted", phase="write")
@@ -78,7 +76,7 @@ class BackgroundSave(ABC):
         self.progress.end()
 
     def give_up(self, interrupt: BaseException) -> None:
-        """Leave nothing of a save whose scheduling was interrupted, wherever that was."""
+        """Remove all of a save whose scheduling was interrupted, at any point."""
         self.aborted = True
         self.engine.recall(self.job)
         self.fail(interrupt, phase="start")
@@ -86,11 +84,11 @@ class BackgroundSave(ABC):
         self.progress.end()
 
     def await_report(self) -> RankReport:
-        """What came of it, waiting if need be; a report that does not come in time is a failed one."""
+        """The report, once it is there; after ``save_timeout_s``, a failed one."""
         if not self._was_started and not self._report.done():
             failure = Failure(
                 kind="SaveError",
-                message="the save was planned, but nothing was scheduled that would write it",
+                message="the save was planned, but nothing was scheduled to write it",
                 phase="write",
                 hint="schedule what get_save_function_and_args() returns before finalising",
             )
@@ -105,34 +103,34 @@ class BackgroundSave(ABC):
         )
 
     def failure(self) -> Failure | None:
-        """Why it failed, if it has been written here and did."""
+        """Why the save failed; ``None`` if it did not or is not over."""
         report = self._report.result(0) if self._report.done() else None
         return report.failure if isinstance(report, RankFailed) else None
 
     def _begin(self, snapshot: Any) -> None:
         if snapshot is None:
             raise OptionError(
-                "the save function got nothing to write",
+                "the save function received no snapshot to write",
                 rank=self.rank,
-                hint="give the request its preload_fn, or put what that returns in place of argument index 1",
+                hint="pass preload_fn to the request, or its result as argument index 1",
             )
         if self._was_started:
             raise StagingError(
-                "this snapshot was written already, and its memory may hold another save's by now",
+                "this snapshot was already written, and its memory may hold another save now",
                 rank=self.rank,
                 phase="write",
                 job=self.job,
-                hint="plan again for another try",
+                hint="plan again to retry",
             )
         self._was_started = True
 
     def _settle(self, report: RankReport) -> None:
-        # Aborting and an answer may coincide; the first one stands.
+        # An abort and an answer may coincide; the first one counts.
         with suppress(InvalidStateError):
             self._report.set_result(report)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise TypeError(
-            "a nostall save function does not travel to other processes: schedule it with nostall's"
-            " AsyncCallsQueue, which hands the snapshot to the writer process, or call it yourself"
+            "a nostall save function cannot be sent to another process: schedule it with nostall's"
+            " AsyncCallsQueue, which sends the snapshot to the writer process, or call it yourself"
         )

@@ -1,6 +1,7 @@
-"""From what all ranks have written to a checkpoint that exists: what stands in its metadata file, and its commit.
+"""Finish and publish the metadata of a checkpoint from the results of all ranks.
 
-Runs on the coordinator. What may fail before the commit, so that the files are certain to be nobody's, is apart from it.
+Runs on the coordinator. Steps that can fail before the commit are separate from it: after such a
+failure it is certain that no metadata refers to the files.
 """
 
 from __future__ import annotations
@@ -40,32 +41,33 @@ from nostall._writer.faults import Faults
 from nostall.errors import NotDurableError, SaveAbortedError, SaveTimeoutError, WriteError
 
 _LOCK_GRACE_S = 1.0
-"""Who waits for another save's commit to end has the error that says so, not the one of storage that hangs."""
+"""Lets a wait for another save's commit raise its own error before that of hanging storage."""
 
 _log = logging.getLogger("nostall")
 
 _LONG_S = 600.0
 _SAVES_PER_AGE = 2
-"""After this many times ``save_timeout_s``, or ``_LONG_S`` if that is longer, no save under way can have made a file."""
+"""A file older than this many times ``save_timeout_s`` (or ``_LONG_S``, if longer) is of no save
+under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedMetadata:
-    """What is going to stand in a metadata file."""
+    """The content of a metadata file."""
 
     content: Sequence[bytes]
-    """In pieces, those of the publication's program first."""
+    """In pieces; those of the publication's program come first."""
     storage_meta: StorageMeta | None
-    """What DCP says there about this one save."""
+    """DCP's part that is specific to this save."""
     left: frozenset[str]
-    """Names of files that ranks have made for earlier saves and know nothing of."""
+    """Names of files that ranks made for earlier saves of unknown outcome."""
 
 
 def publication_of_results(metadata: Metadata, results: list[list[WriteResult]]) -> Publication:
-    """What there is to publish once all ranks have written.
+    """The publication of a save, from the results of all ranks.
 
     Raises:
-        IncompleteSaveError: An item of the metadata was written by no rank.
+        IncompleteSaveError: No rank wrote an item of the metadata.
     """
     completed = complete_metadata(metadata, results)
     require_all_present(planned_indices(completed), completed.storage_data)
@@ -77,16 +79,16 @@ def finish_metadata(
     written: Sequence[RankFiles | None],
     storage_meta: StorageMeta | None,
 ) -> FinishedMetadata:
-    """What is going to stand in the metadata file of one checkpoint.
+    """The content of one checkpoint's metadata file.
 
     Args:
-        publication: What there is to publish.
-        written: What each rank has written, as far as that is known, for the manifest.
-        storage_meta: What DCP says about this one save.
+        publication: The publication.
+        written: The files of each rank, as far as known, for the manifest.
+        storage_meta: DCP's part that is specific to this save.
     """
     content = publication.content(storage_meta)
     known = [each.files for each in written if each is not None and each.files is not None]
-    # A manifest of some of the files would make the others look like strangers.
+    # With a partial manifest the other files would look like foreign ones.
     if len(known) == len(written):
         last = b"".join(content[len(publication.program) :])
         content = with_manifest(
@@ -113,18 +115,19 @@ def publish(
 
     Args:
         path: The metadata file, in the checkpoint directory.
-        publication: What there is to publish.
-        finished: What :func:`finish_metadata` has made of it.
-        engine: Whose next save waits for what a replaced checkpoint held.
-        sync: Whether to wait until the device has it.
-        ahead: What was written ahead of it, if anything was.
-        written_here: A file that this rank has written for the checkpoint, if it has.
+        publication: The publication.
+        finished: The result of :func:`finish_metadata`.
+        engine: The engine whose next save waits until a replaced checkpoint's space is free.
+        sync: Whether to fsync.
+        ahead: The part that was written ahead, if any.
+        written_here: A file that this rank wrote for the checkpoint, if any.
 
     Raises:
-        WriteError: The metadata could not be published, or the directory was removed and made again meanwhile.
-        SaveTimeoutError: Another save has been committing to the same directory all the time, or storage hangs; nothing is
-            published.
-        NotDurableError: Storage hangs, and something may be published.
+        WriteError: The metadata could not be published, or the directory was removed and made again
+            meanwhile.
+        SaveTimeoutError: Another save was committing to the same directory all the time, or storage
+            hangs; nothing is published.
+        NotDurableError: Storage hangs, and the metadata may be published.
     """
     directory, name = os.path.split(path)
     timeout_s = engine.options.save_timeout_s
@@ -132,7 +135,7 @@ def publish(
     to_remove: list[str] = []
 
     def at(where: str) -> None:
-        # The temporary file is in the directory already, so that both are in the same one.
+        # The temporary file is already in the directory: both are in the same one.
         if where == "publish" and written_here is not None and not may_be_there(written_here):
             raise OSError(errno.ENOENT, "the files of this save are gone", written_here)
         point.at(where)
@@ -167,25 +170,27 @@ def publish(
         if point.give_up():
             raise
         raise NotDurableError(
-            f"it cannot be told whether the metadata was published: {error.message}",
+            f"the metadata may or may not be published: {error.message}",
             phase="commit",
             path=path,
-            hint="look at the directory when storage answers again",
+            hint="check the directory when storage answers again",
         ) from error
     left_s = timeout_s - (time.monotonic() - began_s)
     try:
         remove_in_time(
             to_remove, remove=engine.remove_files, timeout_s=max(REMOVAL_TIMEOUT_S, left_s)
         )
-    except Exception:  # the checkpoint is there, and must not be taken for lost
-        _log.exception("files of the replaced checkpoint stay path=%s", directory)
+    except Exception:  # the checkpoint is published and must not be reported as lost
+        _log.exception("files of the replaced checkpoint are not removed path=%s", directory)
 
 
 class _PointOfNoReturn:
-    """Between what can be given up and what may be published: nobody may take a checkpoint for lost that appears later.
+    """Separates a commit that can be given up from one that may be published.
+
+    A checkpoint that is reported as lost never appears later.
 
     Args:
-        at: Told where the commit is; may raise.
+        at: Called with each point of the commit; may raise.
     """
 
     def __init__(self, at: Callable[[str], None]) -> None:
@@ -195,19 +200,19 @@ class _PointOfNoReturn:
         self._is_passed = False
 
     def at(self, point: str) -> None:
-        """Go on, unless it was given up.
+        """Pass a point of the commit.
 
         Raises:
-            SaveAbortedError: It was.
+            SaveAbortedError: The commit was given up.
         """
         self._at(point)
         with self._lock:
             if self._is_given_up:
-                raise SaveAbortedError("nobody waits for the commit any more", phase="commit")
+                raise SaveAbortedError("the caller no longer waits for the commit", phase="commit")
             self._is_passed = point == "publish"
 
     def give_up(self) -> bool:
-        """Let nothing be published; false if that may have happened already."""
+        """Prevent the publication; false if it may have happened already."""
         with self._lock:
             self._is_given_up = not self._is_passed
             return self._is_given_up
@@ -220,14 +225,14 @@ def _unused(
     left: Set[str],
     save_timeout_s: float,
 ) -> Iterator[str]:
-    """Names of the files that nothing refers to once metadata is published; looks at the directory only then.
+    """Names of files that no metadata refers to after the publication; lists the directory lazily.
 
     Args:
         path: The metadata file.
-        publication: What was published.
+        publication: The publication.
         replaced: Names of the replaced checkpoint's files.
-        left: Names of files that ranks of this save have made before, for saves that are over.
-        save_timeout_s: How long a save may take.
+        left: Names of files that ranks of this save made for earlier saves that are over.
+        save_timeout_s: Longest duration of a save.
     """
     used = publication.files | directories.names_in_use(os.path.dirname(path))
     yield from replaced - used
@@ -235,28 +240,28 @@ def _unused(
         strangers = _unreferenced(path) - used - replaced
         yield from strangers & left
         yield from _old_ones(path, strangers - left, save_timeout_s)
-    except OSError:  # not a reason to fail: the next save looks again
-        _log.debug("files of other saves are not looked for path=%s", path, exc_info=True)
+    except OSError:  # not fatal: the next save looks again
+        _log.debug("files of other saves cannot be listed path=%s", path, exc_info=True)
 
 
 def _unreferenced(path: str) -> set[str]:
-    """Names in a directory as shard files have them that no other metadata than this refers to."""
+    """Names of shard files that no metadata but this refers to."""
     directory, own = os.path.split(path)
     names = os.listdir(directory)
     strangers = set(filter(is_given_to_shards, names))
     for name in names:
         if name.endswith(METADATA_SUFFIX) and name != own:
             files = files_of(os.path.join(directory, name))
-            if not files:  # it cannot be read, for all that is known
+            if not files:  # it may be unreadable
                 return set()
             strangers -= files
     return strangers
 
 
 def _old_ones(path: str, names: Set[str], save_timeout_s: float) -> Iterator[str]:
-    """Those of the files that no save of any process can still be about to commit, by the clock of the storage."""
+    """The files too old for any save under way to commit, by the clock of the storage."""
     directory, own = os.path.split(path)
-    rank = own.removesuffix(METADATA_SUFFIX)  # empty, if all ranks have saved together
+    rank = own.removesuffix(METADATA_SUFFIX)  # empty if all ranks saved together
     if not names:
         return
     oldest_s = os.stat(path).st_mtime - _SAVES_PER_AGE * max(save_timeout_s, _LONG_S)
@@ -269,12 +274,12 @@ def _old_ones(path: str, names: Set[str], save_timeout_s: float) -> Iterator[str
 def remove_unpublished(
     path: str, results: Sequence[Sequence[WriteResult]], written: Sequence[RankFiles | None]
 ) -> None:
-    """Remove all ranks' files of a save of which it is certain that its metadata was not published.
+    """Remove all ranks' files of a save whose metadata was certainly not published.
 
     Args:
         path: The metadata file.
-        results: What all ranks have written.
-        written: Where each rank has written it; what is elsewhere, or unknown, stays.
+        results: The results of all ranks.
+        written: The files and directory of each rank; files elsewhere, or unknown, stay.
     """
     directory = os.path.dirname(path)
     names = {
@@ -285,7 +290,7 @@ def remove_unpublished(
     }
 
     def remove(paths: Sequence[str]) -> None:
-        # Another host's directory may have the same path, and a checkpoint in it.
+        # Another host may have a checkpoint in a directory of the same path.
         committed = files_of(path)
         remove_files(each for each in paths if os.path.basename(each) not in committed)
 
@@ -294,16 +299,19 @@ def remove_unpublished(
 
 
 def is_unpublished(error: Exception) -> bool:
-    """Whether it is certain that no metadata refers to the files; what a subclass raises may come after the commit."""
+    """Whether it is certain that no metadata refers to the files.
+
+    Other errors, such as those of a writer's subclass, may come after the commit.
+    """
     return isinstance(error, WriteError | SaveTimeoutError)
 
 
 def files_of(path: str) -> set[str]:
-    """Names of the shard files of the checkpoint whose metadata this is; empty if there is none that can be trusted."""
+    """Names of the shard files of a checkpoint; empty without trustworthy metadata."""
     try:
         with open_to_read(path) as stream:
             files = files_in_manifest(stream)
-        if files is None:  # which takes a fraction of the time that metadata takes
+        if files is None:  # the manifest is much faster to read than the metadata
             files = referenced_files(read_metadata_file(path), path=path)
     except OSError:
         return set()

@@ -1,4 +1,4 @@
-"""What one sequence of saves remembers: plans, the structure that was saved last, and who was told what about it."""
+"""The cache of one sequence of saves: plans, the last structure, and the results already sent."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from nostall._save.session import KnownSave
 
 
 class CheckpointMetadataCache(PlanMemory):
-    """What one sequence of saves remembers of its plans. Make one per kind of checkpoint and keep it.
+    """The plans of one sequence of saves. Make one per kind of checkpoint and keep it.
 
-    The methods that frameworks call are a view of :class:`~nostall._save.plan_together.PlanMemory`; metadata handed in or out is
-    never changed.
+    The methods that frameworks call are a view of :class:`~nostall._save.plan_together.PlanMemory`.
+    Metadata passed in or out is never changed.
     """
 
     def __init__(self) -> None:
@@ -26,14 +26,14 @@ class CheckpointMetadataCache(PlanMemory):
         self._local: SavePlan | None = None
         self._validated = False
         self.known: KnownSave | None = None
-        """The structure of the last save that reused a plan, and what follows from it."""
+        """The reusable part of the last save that reused a plan."""
         self.told: str | None = None
-        """Identifies the results that the coordinator has from this rank."""
+        """Token of the results that the coordinator has from this rank."""
         self.known_results = KnownResults()
-        """On the coordinator, the results that it has from all ranks."""
+        """On the coordinator, the results of all ranks."""
 
     def set_cached_global_metadata(self, metadata: Metadata | None) -> None:
-        """Adopt the metadata of a loaded checkpoint, so that the first save after a resume need not be planned anew."""
+        """Adopt a loaded checkpoint's metadata: the first save after it may reuse its plan."""
         self.adopt_loaded(metadata)
 
     def set_cache_metadata(
@@ -47,7 +47,7 @@ class CheckpointMetadataCache(PlanMemory):
     def prepare_save_state_dict_ret(
         self, rank: int, coordinator: int, save_state_dict_ret: tuple[Any, Any, Any]
     ) -> tuple[Any, Any, Any]:
-        """The tuple with metadata filled in on the coordinator where planning was skipped."""
+        """The tuple, with metadata filled in on the coordinator if planning was skipped."""
         writer, metadata, wrapper = save_state_dict_ret
         if rank == coordinator:
             if metadata is None:
@@ -72,7 +72,7 @@ class CheckpointMetadataCache(PlanMemory):
         """Remember a plan that all ranks made together."""
         super().keep(plans, all_plans, metadata)
         self._central, self._local = plans.final, plans.local
-        self._validated = plans.validated  # what all ranks agreed on, not what this one sees
+        self._validated = plans.validated  # as agreed by all ranks, not as this rank sees it
         self.known = self.told = None
         self.known_results = KnownResults()
 

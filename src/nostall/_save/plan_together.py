@@ -1,7 +1,7 @@
-"""Make a plan with all ranks, or alone; the impure half of ``_plan.cache``.
+"""Plan with all ranks, or alone; the impure half of ``_plan.cache``.
 
-:class:`PlanMemory` is what one sequence of saves remembers. It holds structure only: plans, and on the coordinator the
-metadata without what belongs to one checkpoint. Metadata handed in or out is never changed.
+:class:`PlanMemory` keeps the structure of one sequence of saves: plans and, on the coordinator, the
+metadata without the parts of a single checkpoint. Metadata passed in or out is never changed.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ from nostall.errors import NostallError, SaveError
 
 
 class PlanningWriter(Protocol):
-    """What planning needs of a storage writer."""
+    """The methods of a storage writer that planning uses."""
 
     def storage_meta(self) -> StorageMeta | None:
-        """What DCP tells planners about the storage."""
+        """DCP's description of the storage, for planners."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001  # DCP's
-        """Tell the writer its role."""
+        """Set the writer's role."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The writer's say in this rank's plan."""
+        """This rank's plan, as the writer changes it."""
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The writer's say in all ranks' plans."""
+        """All ranks' plans, as the writer changes them."""
 
 
 class PlanMemory:
-    """What one sequence of saves remembers of its plans."""
+    """The plans of one sequence of saves."""
 
     def __init__(self) -> None:
         self.plans: CachedPlans | None = None
         """The plans of the last save that all ranks planned together."""
         self.loaded_all_plans: list[SavePlan] | None = None
-        """All ranks' plans from a loaded checkpoint, until they have been looked at."""
+        """All ranks' plans from a loaded checkpoint, until they are compared."""
         self.verified_loaded = False
-        """Whether those plans turned out to be still everyone's."""
+        """Whether those plans equal the plans of all ranks."""
         self._all_plans: list[SavePlan] | None = None
         self._metadata: Metadata | None = None
 
     def adopt_loaded(self, metadata: Metadata | None) -> None:
-        """Take over what a loaded checkpoint says about the plans it was saved with.
+        """Adopt the plans that a loaded checkpoint was saved with.
 
-        Only where no save has been planned yet: later ones rest on what all ranks have planned together, and a rank that
-        went on from something else would save what is not in its metadata.
+        No effect after the first planned save: later ones rest on the plans that all ranks made
+        together, and a rank with other plans would write items that its metadata lacks.
         """
         if self.plans is None:
             self._metadata = metadata
@@ -72,25 +72,28 @@ class PlanMemory:
     def keep(
         self, plans: CachedPlans, all_plans: list[SavePlan] | None, metadata: Metadata | None
     ) -> None:
-        """Remember a plan that all ranks made together; plans and metadata are known to the coordinator only."""
+        """Keep a plan that all ranks made together.
+
+        ``all_plans`` and ``metadata`` are given on the coordinator only.
+        """
         self.plans = plans
         self._all_plans = all_plans
         if metadata is not None:
             self._metadata = metadata
 
     def forget(self) -> None:
-        """Plan the next save together, because some rank's structure has changed or a save failed."""
+        """Plan the next save together: a rank's structure has changed, or a save failed."""
         self.plans = self.loaded_all_plans = self._all_plans = None
         self.verified_loaded = False
 
     def note_loaded(self, *, still_valid: bool) -> None:
-        """Note whether the loaded plans are still everyone's; they are looked at once."""
+        """Note whether the loaded plans equal all ranks' plans; they are compared once."""
         self.verified_loaded = still_valid
         self.loaded_all_plans = None
 
     @property
     def all_plans(self) -> list[SavePlan] | None:
-        """All ranks' plans of the last save that they planned together; on the coordinator only."""
+        """All ranks' plans of the last save planned together; on the coordinator only."""
         return self._all_plans
 
     def reusable_metadata(self) -> Metadata | None:
@@ -100,7 +103,7 @@ class PlanMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Told:
-    """What the coordinator tells a rank after planning together."""
+    """Sent by the coordinator to each rank after planning together."""
 
     final: SavePlan | None
     validated: bool
@@ -109,17 +112,18 @@ class _Told:
 
 @contextmanager
 def planner_failures() -> Iterator[None]:
-    """Where a planner is asked: what it raises is an ``Exception``, as all that is told to other ranks has to be.
+    """Translate DCP's ``CheckpointException`` from a planner into an ``Exception``.
 
-    DCP's ``CheckpointException`` is none; from elsewhere it is what all ranks have been told already.
+    Only an ``Exception`` can be sent to other ranks. A ``CheckpointException`` is not one: raised
+    elsewhere, it is known to all ranks already.
 
     Raises:
-        SaveError: The planner has raised DCP's.
+        SaveError: The planner raised a ``CheckpointException``.
     """
     try:
         yield
     except _torch.CheckpointException as error:
-        raise SaveError(f"the planner has raised {error!r}", phase="plan") from error
+        raise SaveError(f"the planner raised {error!r}", phase="plan") from error
 
 
 @planner_failures()
@@ -129,7 +133,7 @@ def local_plan(
     planner: SavePlanner,
     wrapper: _torch.DistWrapper,
 ) -> SavePlan:
-    """This rank's plan, before other ranks have a say."""
+    """This rank's plan, before the global plan."""
     arguments: dict[str, Any] = {"state_dict": state_dict, "is_coordinator": wrapper.is_coordinator}
     if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
         arguments["storage_meta"] = writer.storage_meta()
@@ -137,13 +141,13 @@ def local_plan(
     writer.set_up_storage_writer(wrapper.is_coordinator, rank=wrapper.rank, use_collectives=True)
     plan = writer.prepare_local_plan(planner.create_local_plan())
     if getattr(planner, "can_run_decentralized_global_plan", False):
-        # This rank's own planner decides what it writes; here, so that a failure is still told to all ranks.
+        # This rank's own planner decides; here, so that a failure still reaches all ranks.
         plan = getattr(planner, "create_decentralized_global_plan", lambda local: local)(plan)
     return plan
 
 
 def set_up_writer(writer: PlanningWriter, plan: SavePlan, wrapper: _torch.DistWrapper) -> None:
-    """What :func:`local_plan` does with the writer, for a plan that is known already."""
+    """Prepare the writer as :func:`local_plan` does, for a plan that is already known."""
     writer.set_up_storage_writer(wrapper.is_coordinator, rank=wrapper.rank, use_collectives=True)
     writer.prepare_local_plan(plan)
 
@@ -168,12 +172,12 @@ def plan_together(
     """Plan with all ranks. Collective.
 
     Args:
-        local: This rank's plan, or why it has none.
+        local: This rank's plan, or its failure.
         writer: This rank's writer.
         planner: This rank's planner.
         coordination: The ranks.
-        memory: Where to keep what was planned, if anywhere.
-        identity: What the plan is valid for: the group and the planner's configuration.
+        memory: Where to keep the plan, if anywhere.
+        identity: The group and the planner's configuration, for which the plan is valid.
 
     Returns:
         This rank's final plan; the metadata on the coordinator.
@@ -187,7 +191,7 @@ def plan_together(
         try:
             made = _global_plan(loaded, writer, planner)
         except Exception:
-            # The others have agreed to plan without talking and so must this rank; it fails when the save is finalised.
+            # All ranks agreed to plan alone, so this one must; finalising reports the failure.
             plans = CachedPlans(
                 group=identity[0], planner=identity[1], local=local, final=local, validated=True
             )
@@ -218,7 +222,7 @@ def plan_together(
 
 
 def _kept(final: SavePlan) -> SavePlan:
-    """A final plan without what the coordinator says of the directory of this one save."""
+    """A final plan without the coordinator's note about this save's directory."""
     if type(final.storage_data) is _torch.StoragePrefix or not hasattr(
         final.storage_data, "prefix"
     ):
@@ -241,7 +245,7 @@ def _decide_centrally(
         try:
             validated = memory is not None and _same_plans(memory.all_plans, plans)
             made = _global_plan(plans, writer, planner)
-        except Exception as error:  # told to every rank
+        except Exception as error:  # sent to every rank
             failures = {coordination.rank: sendable(_torch.wrap_exception(error))}
     if made is None:
         refusal = _Told(final=None, validated=False, failures=failures)
@@ -259,7 +263,7 @@ def _same_plans(before: list[SavePlan] | None, plans: list[SavePlan]) -> bool:
 
 @planner_failures()
 def _global_plan(plans: list[SavePlan], writer: PlanningWriter, planner: SavePlanner) -> GlobalPlan:
-    """The same on whichever rank it is computed."""
+    """The global plan; every rank computes the same one."""
     finals, metadata = planner.create_global_plan(list(plans))
     if getattr(planner, "can_run_decentralized_global_plan", False):
         finals = plans
@@ -269,7 +273,7 @@ def _global_plan(plans: list[SavePlan], writer: PlanningWriter, planner: SavePla
 def _agreed_loaded_plans(
     local: SavePlan | None, coordination: Coordination, memory: PlanMemory
 ) -> list[SavePlan] | None:
-    """The loaded checkpoint's plans if they are still everyone's; one reduction, whatever a rank has loaded."""
+    """The loaded plans, if they equal all ranks' plans; one reduction, on every rank."""
     if memory.plans is not None:
         return None
     loaded = memory.loaded_all_plans
@@ -282,7 +286,7 @@ def _agreed_loaded_plans(
 
 
 def _keep(memory: PlanMemory, plans: CachedPlans, made: GlobalPlan | None) -> Metadata | None:
-    """Remember a plan; ``made`` is there on the coordinator, which gets metadata for the save at hand."""
+    """Keep a plan; on the coordinator, which has ``made``, return metadata for this save."""
     if made is None:
         memory.keep(plans, None, None)
         return None
@@ -303,11 +307,11 @@ def replanned_metadata(
         planner: The coordinator's planner.
 
     Raises:
-        SaveError: The other ranks' plans are not known here.
+        SaveError: The other ranks' plans are unknown here.
     """
     if before is None or planner is None:
         raise SaveError(
-            f"the structure changed on ranks {sorted(changed)} and the other ranks' plans are not known",
+            f"the structure changed on ranks {sorted(changed)} and other ranks' plans are unknown",
             phase="commit",
             hint="the next save plans anew",
         )
@@ -317,13 +321,13 @@ def replanned_metadata(
 
 
 def with_local_plans(metadata: Metadata, plans: list[SavePlan]) -> Metadata:
-    """Put all ranks' plans where frameworks look for them."""
+    """Attach all ranks' plans where frameworks look for them."""
     vars(metadata)["all_local_plans"] = plans
     return metadata
 
 
 def _unsaved(metadata: Metadata) -> Metadata:
-    """The same structure for another save: a copy without what belongs to one checkpoint."""
+    """The same structure for another save: a copy without the parts of one checkpoint."""
     twin = copy(metadata)
     twin.storage_data = None
     twin.storage_meta = None
@@ -346,7 +350,7 @@ def planner_key(planner: SavePlanner) -> Any:
 
 
 def is_stocks_own(planner: SavePlanner) -> bool:
-    """Whether it is DCP's planner itself in its usual configuration, whose plan is a function of the structure alone."""
+    """Whether this is DCP's own planner as usual: its plan depends on the structure only."""
     return (
         type(planner) is DefaultSavePlanner
         and planner.flatten_state_dict
@@ -356,7 +360,7 @@ def is_stocks_own(planner: SavePlanner) -> bool:
 
 
 def serialize(value: Any) -> bytes:
-    """The bytes that DCP's planner makes of an object."""
+    """An object as serialised by DCP's planner."""
     if type(value) in _SCALARS and _is_short(value):
         return _serialize_scalar(type(value).__name__, repr(value), value)
     return _saved(value)
@@ -364,7 +368,7 @@ def serialize(value: Any) -> bytes:
 
 _SCALARS = (bool, int, float, str, type(None))
 _LONGEST_KEPT = 256
-"""Characters of a text, or bits of an integer, whose bytes are kept: all that are kept together are a few megabytes."""
+"""Characters of a string, or bits of an integer; the cache takes a few megabytes at most."""
 
 
 def _is_short(value: bool | float | str | None) -> bool:  # noqa: FBT001  # a value of the user's
@@ -375,7 +379,7 @@ def _is_short(value: bool | float | str | None) -> bool:  # noqa: FBT001  # a va
 
 @lru_cache(maxsize=4096)
 def _serialize_scalar(_kind: str, _text: str, value: Any) -> bytes:
-    # The key holds more than the value, because 1 == 1.0 == True and 0.0 == -0.0.
+    # The key has more than the value, because 1 == 1.0 == True and 0.0 == -0.0.
     return _saved(value)
 
 
@@ -386,7 +390,7 @@ def _saved(value: Any) -> bytes:
 
 
 def without_state(planner: SavePlanner) -> SavePlanner:
-    """A planner that can still make global plans, but keeps no tensor of this save alive until it is finalised."""
+    """A planner that can still make global plans, but keeps no tensor of this save alive."""
     twin = copy(planner)
     vars(twin).pop("state_dict", None)
     return twin

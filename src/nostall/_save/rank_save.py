@@ -24,43 +24,44 @@ from nostall.errors import SaveAbortedError, SaveTimeoutError
 
 
 class RankSave(BackgroundSave):
-    """One rank's share of one split save: what ``AsyncCallsQueue`` schedules, or a framework calls by hand."""
+    """One rank's share of a split save; ``AsyncCallsQueue`` or a framework schedules it."""
 
     def __init__(self, prepared: session.PreparedSave) -> None:
         target = prepared.target
         super().__init__(rank=prepared.rank, job=target.job, progress=target.progress)
         self.prepared = prepared
         self.ahead: WrittenAhead | None = None
-        """On the coordinator: metadata that is written while the files are."""
+        """On the coordinator: metadata that is written together with the files."""
         self._fence: SnapshotFence | None = None
         self._collected: RankReport | None = None
         self._is_over = False
         self._changed: list[str] = []
-        """Tensors that nobody had waited for, and that have changed."""
+        """Tensors that were changed without waiting for the snapshot."""
 
     @property
     def pending(self) -> bool:
-        """Whether a snapshot was taken and it is still to be collected what became of it."""
+        """Whether a snapshot was taken and its report is not collected yet."""
         was_staged = bool(self.prepared.plan.items) and not self.prepared.planned.sources
         return was_staged and self._collected is None and self.failure() is None
 
     @property
     def receipts(self) -> tuple[FileReceipt, ...]:
-        """What was written, once :meth:`results` has returned."""
+        """Receipts of the written files, once :meth:`results` has returned."""
         return self._collected.receipts if isinstance(self._collected, RankWritten) else ()
 
     @property
     def written_files(self) -> RankFiles:
-        """What was written, once :meth:`results` has returned."""
+        """The written files, once :meth:`results` has returned."""
         return session.written_files(self.prepared, self._collected)
 
     def stage(self) -> Snapshot | Future[Snapshot]:
-        """Take the snapshot, once: the ``preload_fn``. When it returns, tensors may be changed, and none is held here.
+        """Take the snapshot, once: the ``preload_fn``.
 
-        With overlapped staging it returns at once, and tensors may be changed when :meth:`wait_staged` has returned.
+        When it returns, tensors may be changed, and no reference to them is kept. With overlapped
+        staging it returns at once, and tensors may be changed after :meth:`wait_staged`.
         """
         snapshot: Snapshot | Future[Snapshot]
-        # Faults are for saves that are scheduled now, whenever their snapshot is taken.
+        # Faults are those set when the save is scheduled.
         target = replace(self.prepared.target, faults=self.engine.faults)
         self.prepared = replace(self.prepared, target=target)
         if self.prepared.target.options.staging == "overlapped":
@@ -78,14 +79,14 @@ class RankSave(BackgroundSave):
             self._fence.wait(timeout)
 
     def write(self, snapshot: Snapshot | Future[Snapshot]) -> RankReport:
-        """Write a snapshot here and now, waiting for it if need be."""
+        """Wait for a snapshot and write it while the caller waits."""
         if isinstance(snapshot, Future):
             snapshot = self._await_snapshot(snapshot)
         self._write_metadata_ahead()
         return write_here(snapshot, self.prepared.target, self.engine)
 
     def _write_metadata_ahead(self) -> None:
-        # Not before the snapshot is taken: that is what training waits for, and wants all cores.
+        # Not before the snapshot is taken: training waits for that, and it uses all cores.
         if self.ahead is not None:
             self.ahead.start()
 
@@ -100,7 +101,8 @@ class RankSave(BackgroundSave):
             rank=self.rank,
             phase="stage",
             job=self.job,
-            hint="earlier saves may hold all snapshot memory, or EngineOptions.save_timeout_s is too short",
+            hint="earlier saves may hold all snapshot memory, or"
+            " EngineOptions.save_timeout_s is too short",
         )
 
     def _give_up(self, staged: Future[Snapshot]) -> None:
@@ -108,7 +110,7 @@ class RankSave(BackgroundSave):
             give_up(staged.result(), self.prepared.target, self.engine)
 
     def submit(self, snapshot: Snapshot | Future[Snapshot]) -> Future[RankReport]:
-        """Let writer processes write a snapshot as soon as it is taken."""
+        """Send a snapshot to writer processes as soon as it is taken."""
         if isinstance(snapshot, Future):
             return self._submit_when_staged(snapshot)
         return self._submit(snapshot)
@@ -122,7 +124,7 @@ class RankSave(BackgroundSave):
             give_up(snapshot, self.prepared.target, self.engine)
             raise
         self._write_metadata_ahead()
-        if self.aborted:  # meanwhile, by somebody who found no job to cancel
+        if self.aborted:  # meanwhile, by a caller that found no job to cancel
             self.engine.cancel(self.job, written, timeout_s=CANCEL_TIMEOUT_S)
         return written
 
@@ -134,10 +136,10 @@ class RankSave(BackgroundSave):
                 try:
                     written = self._submit(staged.result())
                 finally:
-                    # The writer's now; before the report, so that who waits for that finds nothing under way.
+                    # The writer's now; before the report, after which nothing may be under way.
                     if self._fence is not None:
                         self._fence.leave()
-            except BaseException as error:  # whoever waits must hear of it
+            except BaseException as error:  # becomes the report
                 report.set_result(self.failed(error, phase="stage"))
                 return
             written.add_done_callback(lambda done: report.set_result(done.result()))
@@ -146,7 +148,7 @@ class RankSave(BackgroundSave):
         return report
 
     def failed(self, error: BaseException, *, phase: str) -> RankFailed:
-        """An error as this rank's report, which at least says which checkpoint it is about."""
+        """An error as this rank's report, with at least the checkpoint's path."""
         failure = failure_of(error, phase=phase)
         if failure.path is None:
             failure = replace(failure, path=self.prepared.target.directory)
@@ -157,22 +159,22 @@ class RankSave(BackgroundSave):
             if isinstance(report, RankWritten):
                 self.progress.to(State.WRITTEN)
             elif self.ahead is not None:
-                self.ahead.drop()  # before anybody hears of the failure, and may look
-        finally:  # without memory, say, to remove a file with
+                self.ahead.drop()  # before the failure is visible
+        finally:  # also if removing a file fails, for lack of memory, say
             super()._settle(report)
 
     def discard(self) -> None:
-        """Remove what this rank has made for a save that will not be committed.
+        """Remove this rank's files of a save that will not be committed.
 
-        Of one that is over, whoever ended it has decided about its files.
+        No effect on a save that has ended.
         """
         if not self._is_over:
-            # What takes longer goes when storage answers; nothing else ever gets its names.
+            # Slow removals finish when storage answers; no other save uses these names.
             remove_in_time(sorted(self.progress.created))
             self.end(committed=False)
 
     def end(self, *, committed: bool) -> None:
-        """Nothing more is going to be done for this save."""
+        """End this save."""
         self._is_over = True
         self.progress.end()
         if self.ahead is not None:
@@ -180,7 +182,7 @@ class RankSave(BackgroundSave):
         self.prepared.target.visit.end(committed=committed)
 
     def results(self) -> list[WriteResult]:
-        """DCP's write results, waiting for the report if need be.
+        """DCP's write results; waits for the report.
 
         Raises:
             SaveError: The rank failed.
@@ -190,7 +192,7 @@ class RankSave(BackgroundSave):
         return session.write_results(self.prepared, report)
 
     def require_written(self) -> None:
-        """As :meth:`results`, for somebody who knows them.
+        """As :meth:`results`, without returning them.
 
         Raises:
             SaveError: The rank failed.
@@ -201,7 +203,7 @@ class RankSave(BackgroundSave):
 
     def _collect(self) -> RankReport:
         if self._collected is None:
-            # Before anything is raised: names and memory of a save that is lost are in use until its report is there.
+            # Before any error: a lost save uses its names and memory until its report is there.
             self._collected = self.await_report()
             self.prepared = session.as_written(self.prepared, self._collected)
             self._changed = [] if self._fence is None else self._fence.changed_unseen()

@@ -1,15 +1,16 @@
-"""One rank's part of a save: the composer that joins the stages. Read this first.
+"""One rank's part of a save: the composer of the stages. Read this first.
 
 ::
 
     plan -> PlannedSave -> lay_out -> Layout             prepare() here
          -> begin_snapshot -> Snapshot                   stage() in stage
-         -> write -> RankReport                          write_here(), write_in_background() in write;
-                                                         write_now() in write_directly does both for synchronous saves
+         -> write -> RankReport                          write_here() and write_in_background()
+                                                         in write; for synchronous saves,
+                                                         write_now() in write_directly does both
          -> results                                      write_results() here
 
-Facades call these functions and nothing below them. Where the writing happens is the caller's choice: in a writer
-process, or here and now; the code that writes is the same.
+Facades call these functions and nothing below them. The caller chooses where to write: in a writer
+process, or in this one while it waits. The code that writes is the same.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ _log = logging.getLogger("nostall")
 
 @dataclass
 class Beside(_torch.StoragePrefix):
-    """DCP's prefix of a rank's file names, from a coordinator that has seen a checkpoint."""
+    """DCP's prefix of a rank's file names, from a coordinator that found a checkpoint."""
 
     beside: str
-    """The directory that it is in."""
+    """The directory of that checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,32 +66,32 @@ class SaveTarget:
     options: WriterOptions
     stream: StreamTarget | None
     visit: Visit
-    """Tells other saves of this process that this one is under way in the directory."""
+    """Shows other saves of this process that this one is under way in the directory."""
     transform_descriptors: tuple[str, ...] | None
-    """What DCP's reader needs to undo stream transforms; ``None`` without any."""
+    """Tells DCP's reader how to undo stream transforms; ``None`` without any."""
     timeline: Timeline
-    """Where the composer notes how long the stages take."""
+    """Receives the durations of the stages."""
     progress: Progress
-    """Where everybody notes how far the save is."""
+    """Receives the progress of the save."""
     timeout_s: float
-    """How long storage may take to answer."""
+    """Longest time for storage to answer."""
     faults: tuple[dict[str, Any], ...]
-    """What ``nostall.testing`` lets happen to this save."""
+    """Faults that ``nostall.testing`` injects into this save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedSave:
-    """A rank's share with its layout: all that can be done before data is copied."""
+    """A rank's share with its layout, before any data is copied."""
 
     planned: PlannedSave
     layout: Layout
     target: SaveTarget
     known: KnownSave | None = None
-    """What it was recognised as, if it is going to have the results that such a save has, but for the names of files."""
+    """The known save with the same results, apart from file names; ``None`` if there is none."""
 
     @property
     def rank(self) -> int:
-        """The rank whose share it is."""
+        """The rank of the share."""
         return self.planned.share.rank
 
     @property
@@ -122,7 +123,7 @@ def prepare(
 
 @dataclass(frozen=True, kw_only=True)
 class KnownSave:
-    """What of a prepared save is structure: all that the next save of the same structure can reuse."""
+    """The part of a prepared save that the next save of the same structure can reuse."""
 
     structure: KnownStructure
     share: Share
@@ -130,7 +131,7 @@ class KnownSave:
     naming: FileNaming
     packing: Packing
     token: str
-    """Identifies it among all that ranks may know."""
+    """Identifies this structure among all known to ranks."""
 
     @cached_property
     def runs(self) -> list[int]:
@@ -139,12 +140,12 @@ class KnownSave:
 
     @cached_property
     def results(self) -> tuple[WriteResult, ...]:
-        """DCP's results of a save that is written by this layout."""
+        """DCP's results of a save with this layout."""
         return tuple(_expected_results(self.share, self.layout))
 
 
 def known(prepared: PreparedSave, structure: KnownStructure, engine: Engine) -> KnownSave:
-    """What the next save of this structure can reuse."""
+    """The part of a prepared save that the next one of this structure can reuse."""
     return KnownSave(
         structure=structure,
         share=prepared.planned.share,
@@ -179,7 +180,7 @@ def prepare_known(
 def _with_lengths(
     share: Share, sources: Sequence[torch.Tensor | bytes], runs: Sequence[int]
 ) -> tuple[ItemShape, ...]:
-    """The share's shapes with the lengths that its objects have now."""
+    """The share's shapes with the current lengths of its objects."""
     lengths = {item: len(cast("bytes", sources[item])) for item in runs}
     changed = {
         item: replace(share.shapes[item], nbytes=nbytes)
@@ -204,12 +205,12 @@ def require_written(prepared: PreparedSave, report: RankReport) -> list[FileRece
 
     Args:
         prepared: The save :func:`as_written`.
-        report: What the rank has written.
+        report: The rank's report.
 
     Raises:
-        SaveError: The report says that the rank failed; the subclass says how.
-        IncompleteSaveError: There is no receipt for a file.
-        WriteError: A file is not there any more.
+        SaveError: The rank failed; the subclass says how.
+        IncompleteSaveError: A file has no receipt.
+        WriteError: A file no longer exists.
     """
     if isinstance(report, RankFailed):
         raise error_of(report, job=prepared.target.job)
@@ -229,7 +230,7 @@ def require_written(prepared: PreparedSave, report: RankReport) -> list[FileRece
 
 
 def as_written(prepared: PreparedSave, report: RankReport) -> PreparedSave:
-    """The same with the names that its files have got."""
+    """The save with the names under which its files were created."""
     if isinstance(report, RankFailed):
         return prepared
     names = {each.planned_name: each.name for each in report.receipts}
@@ -244,7 +245,7 @@ def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResul
 
     Args:
         prepared: The save :func:`as_written`.
-        report: What the rank has written.
+        report: The rank's report.
 
     Raises:
         SaveError: As :func:`require_written`.
@@ -265,16 +266,16 @@ def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResul
 
 
 def _require_file(target: SaveTarget, receipt: FileReceipt) -> None:
-    """Look for one file once more before anybody is told: the directory may have been removed since it was written.
+    """Check that one file still exists: the directory may have been removed since it was written.
 
-    One is enough for that, and the trainer waits.
+    One file is enough to detect that, and the trainer waits.
     """
     path = os.path.join(target.directory, receipt.name)
     try:
         in_time(
             lambda: require_file(path, receipt.nbytes),
             timeout_s=target.timeout_s,
-            doing="looking for the file that was written",
+            doing="looking for a written file",
             phase="collect",
             path=path,
         )
@@ -282,7 +283,7 @@ def _require_file(target: SaveTarget, receipt: FileReceipt) -> None:
         raise
     except OSError as error:
         raise WriteError(
-            f"the file was written and is not there now: {error.strerror}",
+            f"the written file is missing: {error.strerror}",
             errno=error.errno,
             phase="collect",
             path=path,
@@ -292,7 +293,7 @@ def _require_file(target: SaveTarget, receipt: FileReceipt) -> None:
 
 
 class WrittenItems(list[WriteResult]):
-    """DCP's results of one rank and the files that they are in; they travel to the coordinator together."""
+    """DCP's results of one rank and its files, sent to the coordinator together."""
 
     def __init__(
         self, results: Iterable[WriteResult] = (), written: RankFiles | None = None
@@ -302,7 +303,7 @@ class WrittenItems(list[WriteResult]):
 
 
 def written_files(prepared: PreparedSave, report: RankReport | None) -> RankFiles:
-    """What a rank has written by its report; nothing, if there is none."""
+    """The files of a rank, by its report; none without a report."""
     target = prepared.target
     files: tuple[WrittenFile, ...] | None = ()
     if target.stream is not None or isinstance(report, RankFailed):
@@ -324,7 +325,7 @@ def _expected_results(
     extents: Sequence[_Extents] | None = None,
     descriptors: tuple[str, ...] | None = None,
 ) -> list[WriteResult]:
-    """DCP's results for files that are written as laid out, but for the extents that streams have decided."""
+    """DCP's results for files with this layout, apart from extents decided by streams."""
     results = []
     for number, file in enumerate(layout.files):
         decided = extents[number] if extents else None
@@ -343,7 +344,7 @@ def _in_layout_order(prepared: PreparedSave, report: RankWritten) -> list[FileRe
     missing = [file.name for file in prepared.layout.files if file.name not in receipts]
     if missing:
         raise IncompleteSaveError(
-            f"there is no receipt for {missing}",
+            f"no receipt for {missing}",
             rank=prepared.rank,
             phase="collect",
             job=prepared.target.job,

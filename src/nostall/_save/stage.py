@@ -1,4 +1,4 @@
-"""Take a snapshot of a planned save: at once, behind the trainer's back, or in waves."""
+"""Take a snapshot of a planned save: at once, during training, or in waves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nostall.errors import NostallError, SaveAbortedError, StagingError
 
 
 def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False) -> Snapshot:
-    """Take the snapshot; when this returns, the trainer may change everything.
+    """Take the snapshot; when this returns, the trainer may change any tensor.
 
     Raises:
         SaveTimeoutError: Earlier saves still hold all snapshot memory.
@@ -43,10 +43,10 @@ def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False)
 def stage_in_background(
     prepared: PreparedSave, engine: Engine, *, is_aborted: Callable[[], bool]
 ) -> tuple[Future[Snapshot], SnapshotFence]:
-    """Take the snapshot behind the trainer's back, which must not change a tensor until it has waited for the fence."""
+    """Take the snapshot during training; no tensor may be changed before a wait for the fence."""
     _require_unstaged(prepared)
     prepared.target.progress.to(State.STAGING)
-    bare = without_sources(prepared)  # what the thread refers to
+    bare = without_sources(prepared)  # the thread refers to this only
 
     def begin(sources: list[torch.Tensor | bytes], after: Marks) -> tuple[Snapshot, Copies]:
         detached = replace(bare, planned=replace(bare.planned, sources=sources))
@@ -65,13 +65,13 @@ def stage_in_background(
 
 
 def give_up(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> None:
-    """Let go of a snapshot that is not going to be written, and of the waves before it."""
+    """Release a snapshot that will not be written, and cancel the waves before it."""
     snapshot.lease.release()
     _cancel(snapshot.earlier, target, engine)
 
 
 def _cancel(written: Sequence[Future[RankReport]], target: SaveTarget, engine: Engine) -> None:
-    # Nothing of a save that is given up may be written later, when its names can be another one's.
+    # No file of a save that is given up may be written later: another save may use its name.
     if written:
         engine.cancel(target.job, when_done(written, joined), timeout_s=CANCEL_TIMEOUT_S)
     engine.recall(target.job)
@@ -85,7 +85,7 @@ def _begin_snapshot(
     after: Marks | None = None,
     is_aborted: Callable[[], bool] = lambda: False,
 ) -> tuple[Snapshot, Copies]:
-    """The snapshot and its copies; of a save that is too large for that, the last wave, with the others being written."""
+    """The snapshot and its copies; of a save in waves, the last, while the others are written."""
     _require_unstaged(prepared)
     *earlier, last = waves(prepared.layout, engine.options.max_wave_nbytes)
     most = max(wave.image_nbytes for wave in (*earlier, last))
@@ -99,7 +99,7 @@ def _begin_snapshot(
             _require_going(prepared, written, is_aborted)
             snapshot = replace(snapshot, wave=number)
             written.append(write_in_background(snapshot, prepared.target, engine))
-            lease = None  # the write's
+            lease = None  # owned by the write
         lease = lease_for(prepared, engine, most, beyond_limit=beyond_limit)
         snapshot, copies = _fill(prepared, last, lease, engine, after)
     except BaseException:
@@ -113,7 +113,7 @@ def _begin_snapshot(
 def _require_going(
     prepared: PreparedSave, written: Sequence[Future[RankReport]], is_aborted: Callable[[], bool]
 ) -> None:
-    """Refuse to go on with the next wave of a save that is lost."""
+    """Refuse the next wave of a save that is aborted or has failed."""
     if is_aborted():
         raise SaveAbortedError(
             "the save was aborted", rank=prepared.rank, phase="stage", job=prepared.target.job
@@ -152,14 +152,14 @@ def _fill(
 def _require_unstaged(prepared: PreparedSave) -> None:
     if prepared.layout.files and not prepared.planned.sources:
         raise StagingError(
-            "the snapshot of this save was taken already",
+            "the snapshot of this save was already taken",
             rank=prepared.rank,
             phase="stage",
             job=prepared.target.job,
-            hint="every save takes one snapshot; plan again for another one",
+            hint="every save takes one snapshot; plan again to take another",
         )
 
 
 def without_sources(prepared: PreparedSave) -> PreparedSave:
-    """What is needed of a save once its snapshot is taken; holds no tensor, so the trainer's memory is its own again."""
+    """The save without its tensors, which need not be kept once the snapshot is taken."""
     return replace(prepared, planned=replace(prepared.planned, sources=()))

@@ -1,7 +1,8 @@
-"""Staging before planning, as ``dcp.async_save`` does it: a copy of the state dict, and the save that finds it in place.
+"""Staging before planning, as in ``dcp.async_save``: copy the state dict, then use the copy.
 
-:func:`stage_for_later` copies to the places that the last save of the structure gave its tensors; :func:`take_over` finds
-the image complete then, or takes a snapshot of the copy and remembers the places.
+:func:`stage_for_later` copies tensors to their places in the last save of the structure. Then
+:func:`take_over` finds the image complete; if not, it takes a snapshot of the copy and keeps the
+places.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ _log = logging.getLogger("nostall")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """A state dict that was copied, or is being copied."""
+    """A state dict that is copied, or is being copied."""
 
     copied: dict[str, Any] | Future[Any]
-    """With overlapped staging a future, which always ends well."""
+    """With overlapped staging a future, which never raises."""
     fence: SnapshotFence | None
-    """Who knows whether the copy can be used and tensors may change; ``None`` if both is so."""
+    """Says whether the copy is valid and tensors may change; ``None`` if both are true."""
 
 
 def stage_for_later(
@@ -59,19 +60,19 @@ def stage_for_later(
     rank: int | None,
     path: str,
 ) -> Staged:
-    """Copy a state dict into snapshot memory, as far as is known to where the save will want it.
+    """Copy a state dict into snapshot memory, if possible to its places in the image.
 
     Args:
-        state_dict: What ``dcp.async_save`` was given.
-        engine: Whose memory to copy to.
-        timeline: Where to note how long it takes.
-        overlapped: Whether to copy behind the trainer's back.
-        rank: This rank, if others save with it: what fails here has to fail there, too.
+        state_dict: The state dict passed to ``dcp.async_save``.
+        engine: The engine whose memory to copy to.
+        timeline: Receives the duration.
+        overlapped: Whether to copy during training.
+        rank: This rank, if others save with it: a failure here must fail the save there, too.
         path: The checkpoint directory, for errors.
 
     Returns:
-        If there are other ranks, a copy that could not be made is what makes the save fail on all of them, with one of the
-        errors below.
+        The copy. If it failed and there are other ranks, an object in its place that fails the save
+        on every rank, with one of the errors below.
 
     Raises:
         SaveTimeoutError: Earlier saves still hold all snapshot memory.
@@ -102,10 +103,10 @@ def _copy(state_dict: Mapping[str, Any], engine: Engine, timeline: Timeline) -> 
 def _copy_in_background(
     state_dict: Mapping[str, Any], engine: Engine, timeline: Timeline
 ) -> Staged:
-    """As :func:`_copy`, behind the trainer's back. The future ends well in any case.
+    """As :func:`_copy`, during training. The future never raises.
 
-    DCP waits for it before it talks to other ranks, so an error would leave them waiting for this one; noted in the copy,
-    it is raised by the write, where DCP shares failures.
+    DCP waits for it before it communicates, so an error would leave other ranks waiting for this
+    one. The error is noted in the copy instead and raised by the write, where DCP shares failures.
     """
     leaves, staged, places = _begin_copy(state_dict, engine)
     method, faults = engine.copy_method, engine.faults
@@ -148,7 +149,7 @@ def _begin_copy(
 def _nothing(
     state_dict: Mapping[str, Any], error: Exception, *, rank: int, overlapped: bool, path: str
 ) -> Staged:
-    """What takes the place of a copy that could not be made, where other ranks have to hear of it: see ``Unstaged``."""
+    """The substitute for a failed copy, which fails the save on other ranks: see ``Unstaged``."""
     told = error_of(RankFailed(rank=rank, failure=failure_of(error, phase="stage")))
     told.path = path
     fence = SnapshotFence()
@@ -162,7 +163,7 @@ def _nothing(
 
 
 def take_over(prepared: PreparedSave, engine: Engine) -> Snapshot | None:
-    """The snapshot of items that a stager has copied, copied anew where they are not in place; ``None`` for other items.
+    """The snapshot of staged items, copied again if not in place; ``None`` for other items.
 
     Raises:
         StagingError: The stager's copy cannot be used.
@@ -176,7 +177,7 @@ def take_over(prepared: PreparedSave, engine: Engine) -> Snapshot | None:
         raise StagingError(structure.why, rank=prepared.rank, phase="stage")
     adopted = adopt_staged(prepared.planned, prepared.layout, lease)
     if adopted is not None:
-        # From here on the memory is the write's, however long it takes and whatever becomes of the staged dict.
+        # The write owns the memory now, also if it outlives the staged dict.
         return replace(adopted, lease=engine.arena.adopt(lease))
     try:
         snapshot = stage(prepared, engine, beyond_limit=True)
@@ -198,7 +199,7 @@ def _stager_lease(prepared: PreparedSave, engine: Engine) -> Lease | None:
 
 
 def _placement(prepared: PreparedSave) -> dict[str, tuple[int, int]]:
-    """Where payloads belong in memory, and how long they are, by name; under ``""`` the whole image."""
+    """Offset and length of each payload in the image, by name; ``""`` is the whole image."""
     shapes = prepared.layout.shapes
     names = Counter(shape.fqn for shape in shapes)
     placement = {"": (0, prepared.layout.image_nbytes)}

@@ -1,4 +1,4 @@
-"""Write a snapshot: in writer processes, in a thread if the user's callables cannot travel, or here and now."""
+"""Write a snapshot: in writer processes, in a thread if callables cannot be sent, or directly."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def write_here(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> RankRe
 def wait_for(
     written: Future[RankReport], target: SaveTarget, engine: Engine, *, rank: int
 ) -> RankReport:
-    """A rank's report; the save is given up if it does not come in time, or if the caller is interrupted.
+    """A rank's report; the save is given up after a timeout or if the caller is interrupted.
 
-    Nobody hears of what was written when an interrupt came, so that it goes.
+    After an interrupt the files are removed, as no report names them.
     """
 
     def give_up() -> None:
@@ -80,14 +80,17 @@ def _write(
 
 
 def follow(target: SaveTarget, job: WriteJob) -> Callable[[int], None]:
-    """What notes how much of a job that is done in this process is written."""
+    """A callback that notes the progress of a job in this process."""
     return lambda nbytes: target.progress.wrote(job.job, nbytes)
 
 
 def write_in_background(
     snapshot: Snapshot, target: SaveTarget, engine: Engine
 ) -> Future[RankReport]:
-    """Write in writer processes, or in a thread if the user's callables cannot travel; releases the snapshot."""
+    """Write in writer processes, or in a thread if callables cannot be pickled.
+
+    Releases the snapshot.
+    """
     target.progress.to(State.STAGED)
     stream = _pickled(target.stream)
     if target.stream is not None and stream is None:
@@ -98,7 +101,7 @@ def write_in_background(
 
 
 def _pickled(stream: StreamTarget | None) -> bytes | None:
-    """The user's callables as a pickle that a process without the user's main module can read, or ``None``."""
+    """The user's callables as a pickle that does not need the main module, or ``None``."""
     if stream is None:
         return None
     try:
@@ -125,13 +128,13 @@ def in_thread(
     *,
     rank: int,
 ) -> Future[RankReport]:
-    """Write on a thread of its own, which is left behind if storage hangs; whatever the write holds is the thread's.
+    """Write in a new thread, which is abandoned if storage hangs. It owns all that ``write`` holds.
 
     Args:
-        write: Gets an event that is set when the save is given up.
-        target: Where it is written to.
-        engine: Whose ``cancel`` sets the event.
-        rank: Whose files they are.
+        write: Receives an event that is set when the save is given up.
+        target: The target of the save.
+        engine: The engine whose ``cancel`` sets the event.
+        rank: The rank of the files.
     """
     future: Future[RankReport] = Future()
     future.set_running_or_notify_cancel()
@@ -146,15 +149,15 @@ def in_thread(
             try:
                 engine.await_room()
                 report = write(cancelled)
-            except BaseException as error:  # whoever waits must hear of it
+            except BaseException as error:  # becomes the report
                 report = RankFailed(rank=rank, failure=failure_of(error, phase="write"))
         future.set_result(report)
 
     try:
         threading.Thread(target=run, name="nostall-writer", daemon=True).start()
-    except RuntimeError:  # the interpreter is ending, or the system has no thread to give
+    except RuntimeError:  # the interpreter is ending, or no thread can be started
         run()
-    except BaseException:  # from outside, such as Ctrl-C: the thread may be at work, or never begin
+    except BaseException:  # such as Ctrl-C: the thread may run, or never start
         cancelled.set()
         run()
         is_done(future, CANCEL_TIMEOUT_S)
@@ -173,17 +176,17 @@ def jobs(
     processes: int = 1,
     stream: bytes | None = None,
 ) -> list[WriteJob]:
-    """What there is to do for a rank's files, in one job per process.
+    """The jobs that write a rank's files, one per process.
 
     Args:
         layout: The files.
-        target: Where they belong.
-        engine: Says how they are written.
-        rank: Whose files they are.
-        wave: Which part of the save they are.
-        block: Identifier of the arena block that holds their images.
-        processes: How many jobs to make, at most one per file.
-        stream: Pickle of the user's own callables.
+        target: The target of the save.
+        engine: The engine, with the options for writing.
+        rank: The rank of the files.
+        wave: Number of the wave.
+        block: Identifier of the arena block that holds the images.
+        processes: Number of jobs, at most one per file.
+        stream: Pickle of the user's callables.
     """
     shares: list[list[FileImage]] = [[] for _ in range(max(1, processes))]
     for number, file in enumerate(layout.files):

@@ -1,11 +1,12 @@
-"""Write tensors that nobody changes meanwhile: through a ring of chunk buffers, without a snapshot.
+"""Write tensors without a snapshot, through a ring of chunk buffers.
 
-A synchronous save blocks the trainer until its files are complete, so there is nothing to protect from it. Every writing
-thread puts the next chunk of a file together in a buffer of its own, seals and writes it, and goes on to another one:
-copying a chunk overlaps with writing others, and memory for a few chunks is enough for a save of any size.
+A synchronous save blocks the trainer until its files are complete, so no tensor changes meanwhile.
+Each writing thread assembles the next chunk of a file in its own buffer, seals and writes it, then
+takes another: copying a chunk overlaps with writing others, and memory for a few chunks is enough
+for a save of any size.
 
-A container's end may reach over from one chunk into the next. It is sealed where its payload ends, in a buffer that is
-long enough for it, and its last bytes are handed over to the chunk that they belong to.
+A container's end may extend from one chunk into the next. It is sealed in the chunk where its
+payload ends, in a buffer that is long enough; its last bytes are handed over to the next chunk.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from nostall.errors import StagingError
 def write_now(prepared: PreparedSave, engine: Engine) -> RankReport:
     """Write a rank's share while the caller, and with it the trainer, waits.
 
-    By way of a snapshot if that takes no more memory than the ring does, and where chunks cannot be made one by one: from
-    tensors on an accelerator, and for the user's own streams.
+    Takes a snapshot if it needs no more memory than the ring, or if chunks cannot be made one by
+    one: from tensors on an accelerator, and for the user's own streams.
 
     Raises:
         SaveTimeoutError: Earlier saves still hold all snapshot memory.
         ReservationError: There is not enough host memory.
         StagingError: A copy failed.
     """
-    # If the planner made new tensors of everything that was staged, the stager's lease is still out: not waited for.
+    # Not waited for: the stager's lease, still held if the planner replaced all staged tensors.
     beyond_limit = engine.arena.anything_labelled
     threads, buffer_nbytes = _ring_size(prepared, engine)
     if (
@@ -66,7 +67,7 @@ def write_now(prepared: PreparedSave, engine: Engine) -> RankReport:
 
 
 def _ring_size(prepared: PreparedSave, engine: Engine) -> tuple[int, int]:
-    """Buffers, one per thread, and the bytes of each: a chunk and the longest end of a container."""
+    """Number of buffers, one per thread, and bytes of each: a chunk and the longest suffix."""
     ends = (len(each.container.suffix) for each in prepared.layout.shapes if each.container)
     buffer_nbytes = page_aligned(engine.options.chunk_nbytes + max(ends, default=0))
     limit = engine.options.max_wave_nbytes
@@ -107,7 +108,7 @@ def _write(
 
 
 def _payloads(prepared: PreparedSave) -> list[torch.Tensor | bytes]:
-    """What to copy from, byte by byte."""
+    """The payload of each item, its bytes in file order."""
     share = prepared.planned.share
     payloads: list[torch.Tensor | bytes] = []
     for shape, form, source in zip(
@@ -130,14 +131,14 @@ def _payloads(prepared: PreparedSave) -> list[torch.Tensor | bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Buffer:
-    """One thread's memory, and where that is."""
+    """One thread's memory and its address."""
 
     memory: memoryview
     address: int
 
 
 class _LiveImage:
-    """A file image of which as many chunks exist at a time as there are buffers."""
+    """A file image that exists only as chunks in buffers, one per thread."""
 
     def __init__(
         self,
@@ -152,10 +153,10 @@ class _LiveImage:
         self._payloads = payloads
         self._buffers = buffers
         self._reaching_over = b""
-        """Sealed bytes that belong behind the last chunk handed over."""
+        """Sealed bytes that follow the last chunk handed over."""
 
     def window(self, begin: int, end: int, *, thread: int) -> Window:
-        """Put a chunk together in the thread's buffer."""
+        """Assemble a chunk in the thread's buffer."""
         buffer = self._buffers[thread]
         first = bisect_right(self._begins, begin) - 1
         for slot in self._slots[first : bisect_left(self._begins, end)]:
@@ -165,9 +166,9 @@ class _LiveImage:
         return Window(buffer.memory, begin)
 
     def hand_over(self, window: Window, end: int) -> None:
-        """Let what was sealed before the chunk take its place there, and keep what reaches over from it."""
+        """Insert bytes sealed with earlier chunks, and keep those that extend beyond this one."""
         if not window.origin:
-            self._reaching_over = b""  # of an attempt that has failed
+            self._reaching_over = b""  # of a failed attempt
         nbytes = end - window.origin
         inherited, rest = self._reaching_over[:nbytes], self._reaching_over[nbytes:]
         window.memory[: len(inherited)] = inherited
@@ -177,7 +178,7 @@ class _LiveImage:
         self._reaching_over = rest
 
     def _put(self, slot: Slot, begin: int, end: int, buffer: _Buffer, origin: int) -> None:
-        """Put a slot's bytes from ``begin`` to ``end``, in the file, into a buffer that begins at ``origin``."""
+        """Copy file bytes ``begin`` to ``end`` of a slot to a buffer that begins at ``origin``."""
         payload, container = self._payloads[slot.item], self._shapes[slot.item].container
         payload_end = slot.payload_offset + slot.payload_nbytes
         parts = [(slot.payload_offset, payload)] if isinstance(payload, bytes) else []
@@ -195,5 +196,5 @@ class _LiveImage:
 
 
 def _is_sealed_in(slot: Slot, begin: int, end: int) -> bool:
-    """Whether a slot's payload ends in a chunk; its container is sealed there, beyond the end of the chunk if need be."""
+    """Whether a slot's payload ends in a chunk; its container is sealed there, to its full end."""
     return begin < slot.payload_offset + slot.payload_nbytes <= end
