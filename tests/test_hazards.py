@@ -115,7 +115,7 @@ def test_writing_a_snapshot_twice_is_refused(tmp_path: Path) -> None:
     save_fn, preload_fn, args = writer.get_save_function_and_args()
     args[1] = preload_fn()
     save_fn(*args)
-    with pytest.raises(StagingError, match="written already"):
+    with pytest.raises(StagingError, match="already written"):
         save_fn(*args)
 
 

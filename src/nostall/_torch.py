@@ -1,8 +1,8 @@
-"""The only file that uses private names of torch; differences between torch versions end here.
+"""The only file that uses private names of torch or handles differences between torch versions.
 
-Everything else of nostall reaches torch through its public API or through this file. Private names are looked up at one place,
-below. Without one of the first group nostall cannot work, and importing it raises :class:`UnsupportedTorchError`. Each of the
-second group has a slower substitute.
+All other files reach torch through its public API or through this file. Private names are looked up
+below, in two groups. If a name of the first is missing, importing nostall raises
+:class:`UnsupportedTorchError`. Each name of the second has a slower substitute.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from torch.utils.serialization import config
 from nostall.errors import UnsupportedTorchError
 from nostall.options import is_dequantized_on_save
 
-# --- private names that nostall cannot work without -------------------------------------------------------------------
+# --- required private names -----------------------------------------------------------------------
 
 
 def _unsupported(why: object) -> UnsupportedTorchError:
     return UnsupportedTorchError(
         f"nostall does not work with torch {torch.__version__}: {why}",
-        hint="this nostall supports torch 2.9 to 2.15, a newer one may support a newer torch",
+        hint="this nostall supports torch 2.9 to 2.15; a newer nostall may support a newer torch",
     )
 
 
@@ -63,11 +63,11 @@ try:
 except ImportError as error:
     raise _unsupported(error) from error
 
-# --- private names that are replaced by slower, public ways where they are missing ------------------------------------
+# --- private names with slower, public substitutes -----------------------------------------------
 
 
 def _optional(name: str, module: str) -> Any:
-    """What a private name stands for, or ``None`` if this torch does not have it."""
+    """The object with a private name, or ``None`` if this torch does not have it."""
     try:
         return getattr(import_module(module), name, None)
     except ImportError:
@@ -76,22 +76,22 @@ def _optional(name: str, module: str) -> Any:
 
 # Without it tensors are copied one by one.
 _foreach_copy: Callable[..., Any] | None = _optional("_foreach_copy_", "torch")
-# Without it ranks do not learn how far others are, and an error message says less.
+# Without it ranks do not know the progress of others, and error messages say less.
 _get_default_store: Callable[[], dist.Store] | None = _optional(
     "_get_default_store", "torch.distributed.distributed_c10d"
 )
-# Without it a default device, which is a mode of torch, makes every look at a tensor ten times as slow.
+# Without it a default device, a mode of torch, slows tensor attribute access tenfold.
 without_modes: Callable[[], AbstractContextManager[object]] = (
     _optional("DisableTorchFunction", "torch._C") or nullcontext
 )
-# Older torch has none: a plain tensor that says of which part of a larger one it is.
+# A plain tensor that describes its part of a larger one; missing in older torch.
 _CheckpointableTensor: Any = _optional(
     "CheckpointableTensor", "torch.distributed.checkpoint.protocol"
 )
-# Without it stock's checkpoint process lives until the interpreter ends.
+# Without it stock's checkpoint process runs until the interpreter ends.
 _process_executor: Any = _optional("_async_process_executor", "torch.distributed.checkpoint")
 KNOWS_DTENSORS: bool = hasattr(DTensor, "_spec") and hasattr(DTensor, "_local_tensor")
-"""Whether DTensors can be recognised from save to save; without it, what holds some is planned each time."""
+"""Whether DTensors can be recognised from save to save; if not, each save with some is planned."""
 spec_of: Callable[[DTensor], Any] = attrgetter("_spec")
 """Mesh, placements, sizes and strides of a DTensor; only if :data:`KNOWS_DTENSORS`."""
 local_tensor_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
@@ -102,12 +102,12 @@ def _device_types_of(group: dist.ProcessGroup | None) -> set[str]:
     """The kinds of devices that a process group has backends for."""
     kinds = getattr(group or dist.group.WORLD, "_device_types", None)
     if kinds is None:
-        # As in "cpu:gloo,cuda:nccl", which torch knows of the groups that it has made itself only.
+        # As in "cpu:gloo,cuda:nccl"; torch knows it only for groups that it made itself.
         kinds = [each.partition(":")[0] for each in dist.get_backend_config(group).split(",")]
     return {torch.device(kind).type for kind in kinds}
 
 
-# --- what they are called here ----------------------------------------------------------------------------------------
+# --- names used in nostall ------------------------------------------------------------------------
 
 METADATA_NAME: str = _metadata_fn
 DCP_VERSION: str = CURRENT_DCP_VERSION
@@ -123,19 +123,20 @@ Place = tuple[int, torch.dtype, Sequence[int], Sequence[int]]
 
 def wrap_exception(error: BaseException) -> WrappedException:
     """The form in which DCP sends an exception to other ranks."""
-    # Not torch's own function: what Python 3.14 extracts holds code objects, which older torch cannot send.
+    # Not torch's own function: in Python 3.14 its result has code objects, which older torch
+    # cannot send.
     frames = traceback.extract_tb(error.__traceback__)
     plain = [(each.filename, each.lineno or 0, each.name, each.line) for each in frames]
     return error, traceback.StackSummary.from_list(plain)
 
 
 def is_wrapped_exception(candidate: object) -> bool:
-    """Whether something is an exception in DCP's form."""
+    """Whether an object is an exception in DCP's form."""
     return bool(_is_wrapped_exception(candidate))
 
 
 class _Skeleton(io.RawIOBase):
-    """Receives a container without its payload: keeps what is written and the one gap that is sought over."""
+    """Receives a container without its payload: keeps the written parts and the one gap."""
 
     def __init__(self) -> None:
         self.parts: list[bytearray] = [bytearray()]
@@ -164,7 +165,7 @@ class _Skeleton(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerSkeleton:
-    """What ``torch.save`` writes for a tensor, less the payload."""
+    """The file form of a tensor in ``torch.save``, without the payload."""
 
     prefix: bytes
     payload_nbytes: int
@@ -176,8 +177,8 @@ class ContainerSkeleton:
 def container_skeleton(
     dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]
 ) -> ContainerSkeleton:
-    """The container of a plain CPU tensor that owns exactly its own storage, from ``torch.save`` itself."""
-    # Not touched (unless torch is told to be deterministic), so no page of it is backed by memory, however large.
+    """The container of a plain CPU tensor with its own exact storage, from ``torch.save``."""
+    # Never touched (unless torch is set to be deterministic): it takes no memory, however large.
     stand_in = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
     skeleton = _Skeleton()
     with torch.serialization.skip_data():
@@ -192,12 +193,12 @@ def container_skeleton(
 
 
 def runs_avx() -> bool:
-    """Whether torch runs AVX instructions here: the processor and the system have them, and nobody has told it not to."""
+    """Whether torch uses AVX: the processor and system support it, and it is not disabled."""
     return torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 
 def default_store() -> dist.Store | None:
-    """The store through which the ranks of this job found each other; ``None`` if there is none."""
+    """The store used by the ranks' rendezvous; ``None`` if there is none."""
     try:
         return None if _get_default_store is None else _get_default_store()
     except (RuntimeError, ValueError):
@@ -211,7 +212,7 @@ def container_settings() -> tuple[bool, int]:
 
 @lru_cache(maxsize=256)
 def can_be_viewed(dtype: torch.dtype) -> bool:
-    """Whether raw memory can be viewed with this dtype and copied into; sub-byte and quantised types cannot."""
+    """Whether raw memory can be viewed with this dtype; false for sub-byte and quantised types."""
     try:
         memory = bytearray(16)
         view = torch.frombuffer(memory, dtype=dtype, count=1, offset=0)
@@ -222,14 +223,12 @@ def can_be_viewed(dtype: torch.dtype) -> bool:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """What to save of a tensor: detached, arrived, and dequantised if its class is one of those that are saved so."""
+    """The tensor to save: detached, complete, and dequantised if its class is saved that way."""
     tensor = tensor.detach()
-    if isinstance(
-        tensor, AsyncCollectiveTensor
-    ):  # functional collectives: it may still be on its way
+    if isinstance(tensor, AsyncCollectiveTensor):  # its functional collective may still run
         tensor = tensor.wait()
     if (
-        type(tensor).dequantize is not torch.Tensor.dequantize  # a wrapper, and one that can be
+        type(tensor).dequantize is not torch.Tensor.dequantize  # a wrapper that supports it
         and is_dequantized_on_save(type(tensor))
     ):
         tensor = tensor.dequantize()
@@ -237,7 +236,10 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def missing_data(tensor: torch.Tensor) -> str | None:
-    """Why a tensor has no data, and what to do, if so; torch would read past the end of the memory that is there."""
+    """Why a tensor has no data, and what to do; ``None`` if it has.
+
+    torch itself would read past the end of the storage.
+    """
     if tensor.is_meta:
         return "the tensor is on the meta device and has no data; load or initialise it first"
     there, needed = _memory(tensor)
@@ -250,7 +252,7 @@ def missing_data(tensor: torch.Tensor) -> str | None:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
-    """Bytes of a tensor's storage, and how many of them it reaches for, as far as that can be told."""
+    """Bytes of a tensor's storage, and bytes that it needs; zeros if unknown."""
     is_wrapper = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     has_memory = (tensor.is_cpu or tensor.is_cuda) and tensor.layout == torch.strided
     if is_wrapper or not has_memory or tensor.is_nested or not tensor.numel():
@@ -263,7 +265,7 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def as_stock_writes(tensor: torch.Tensor) -> torch.Tensor:
-    """What stock hands to ``torch.save``: on the CPU, over a storage of its own size."""
+    """The tensor that stock passes to ``torch.save``: on the CPU, with its own exact storage."""
     tensor = tensor.cpu()
     if tensor.layout == torch.strided and (
         tensor.untyped_storage().nbytes() != tensor.numel() * tensor.itemsize
@@ -274,7 +276,7 @@ def as_stock_writes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def payload_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Strides under which stock writes the tensor, or ``None`` if its file form is not one payload."""
+    """Strides with which stock writes the tensor; ``None`` if its file form is not one payload."""
     if (
         type(tensor) is not torch.Tensor
         or tensor.layout != torch.strided
@@ -292,12 +294,12 @@ def payload_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
     dense = tuple(torch.empty_like(tensor, device="meta").stride())
     owns_exactly = tensor.is_cpu and tensor.untyped_storage().nbytes() == tensor.nbytes
     if owns_exactly and dense != tuple(tensor.stride()):
-        return None  # overlapping or gapped over a storage of its own size: stock writes the storage as it is
+        return None  # overlapping or gapped: stock writes the whole storage
     return dense
 
 
 def any_says_its_place(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether one of these says that it is part of a larger tensor."""
+    """Whether one of the tensors describes its place in a larger one."""
     return _CheckpointableTensor is not None and any(map(_says_its_place, tensors))
 
 
@@ -323,16 +325,16 @@ def _view_of(
 
 
 def private_copy(value: Any) -> Any:
-    """A copy in host memory, of a tensor of any kind or of an object, that ``torch.save`` writes as it writes the original.
+    """A copy of an object or any tensor in host memory; ``torch.save`` writes it like the original.
 
-    It is made by pickling, which is what ``torch.save`` does; what cannot be pickled is copied as well as it can be.
+    Made by pickling, as by ``torch.save``; objects that cannot be pickled are deep-copied.
 
     Raises:
         ValueError: A tensor has no memory.
     """
     if isinstance(value, torch.Tensor):
         if value.is_meta:
-            return value  # planning says so
+            return value  # planning raises the error
         if missing := missing_data(value):
             raise ValueError(missing)
         value = as_stock_writes(value)
@@ -342,23 +344,21 @@ def private_copy(value: Any) -> Any:
         pickler.dump(value)
         pickled.seek(0)
         return _Unpickler(pickled, pickler.held).load()
-    except (
-        Exception
-    ):  # anything: it is code of the value's class. A planner may know what to do with the value
+    except Exception:  # code of the value's class may raise anything; a planner may know the value
         return copy.deepcopy(value)
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles what holds storages, strings and bytes: copies of storages, and the others as they are.
+    """Pickles an object except its storages, which are copied, and its strings and bytes.
 
-    ``torch.save`` writes a string once, however often one and the same is there, but equal ones each; unpickling might make
-    equal ones the same.
+    ``torch.save`` writes one string object once and equal ones separately; unpickling might merge
+    equal ones.
     """
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
         self.held: dict[int, Any] = {}
-        self._originals: list[UntypedStorage] = []  # alive, so that no other one gets the same key
+        self._originals: list[UntypedStorage] = []  # kept alive: keys stay unique
 
     def persistent_id(self, value: Any) -> tuple[int, torch.dtype | None] | None:
         if type(value) in (str, bytes):
@@ -372,7 +372,7 @@ class _Pickler(pickle.Pickler):
             self._originals.append(storage)
             is_elsewhere = storage.device.type != "cpu"
             self.held[storage._cdata] = storage.cpu() if is_elsewhere else storage.clone()
-        # As torch.load does: what rebuilds tensors wants typed ones.
+        # As torch.load does: rebuilding tensors requires typed ones.
         return storage._cdata, value.dtype if is_typed else torch.uint8
 
 
@@ -390,7 +390,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy tensors, each into the one of the same position."""
+    """Copy each source into the target of the same position."""
     if _foreach_copy is not None:
         _foreach_copy(targets, sources)
         return
@@ -401,7 +401,7 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 def with_other_shards(
     tensor: ShardedTensor, replace: Callable[[int, torch.Tensor], torch.Tensor]
 ) -> ShardedTensor:
-    """A twin of a sharded tensor, with what ``replace`` returns for the number and the tensor of each local shard."""
+    """A copy of a sharded tensor whose local shards are ``replace(number, tensor)``."""
     twin = copy.copy(tensor)
     shards = [copy.copy(shard) for shard in tensor.local_shards()]
     for number, shard in enumerate(shards):
@@ -413,17 +413,17 @@ def with_other_shards(
 
 
 def caches_plans(planner: object) -> bool:
-    """Whether DCP's planner is set to keep its plans, so that they depend on earlier saves; older ones never do."""
+    """Whether DCP's planner caches plans, which depend on earlier saves then."""
     return bool(getattr(planner, "_enable_plan_caching", False))
 
 
 def changes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often each tensor was changed in place, as far as torch knows; those made in inference mode do not tell."""
+    """In-place changes of each tensor, as counted by torch; not for inference-mode tensors."""
     return [tensor._version for tensor in tensors]
 
 
 def empty_all(tensors: Sequence[torch.Tensor]) -> None:
-    """Let tensors go of their memory; those that are detached from others go on counting what is done to them."""
+    """Release the memory of tensors; detached ones continue to count changes."""
     nothing = torch.empty(0)
     with torch.inference_mode(mode=False), torch.no_grad():
         for tensor in tensors:
@@ -431,7 +431,7 @@ def empty_all(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def stream_marks(tensors: Sequence[torch.Tensor]) -> dict[torch.device, Any]:
-    """For each accelerator that tensors are on, an event: how far its current stream has been told to go."""
+    """For each accelerator with tensors, an event recorded on its current stream."""
     marks = {}
     for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
         module = torch.get_device_module(device)
@@ -441,7 +441,7 @@ def stream_marks(tensors: Sequence[torch.Tensor]) -> dict[torch.device, Any]:
 
 
 def current_devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
-    """The accelerators that the calling thread works on, of the kinds that tensors are on; other threads begin at 0."""
+    """The calling thread's current device of each tensor kind; new threads start at device 0."""
     kinds = {tensor.device.type for tensor in tensors if not tensor.is_cpu}
     modules = {kind: torch.get_device_module(kind) for kind in kinds}
     return [
@@ -452,20 +452,20 @@ def current_devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
 
 
 def current_accelerators() -> list[torch.device]:
-    """The accelerator that the calling thread works on, if it works on one; other threads begin at 0."""
+    """The current accelerator of the calling thread, if any; new threads start at device 0."""
     accelerator = torch.accelerator.current_accelerator()
-    # A build for one may run where there is none.
+    # A build for an accelerator may run on a host without one.
     if accelerator is None or not torch.accelerator.is_available():
         return []
     module = torch.get_device_module(accelerator)
     if not getattr(module, "is_initialized", lambda: True)():
-        return []  # and asking would do it
+        return []  # and the query would initialise it
     return [torch.device(accelerator.type, module.current_device())]
 
 
 @contextmanager
 def on_devices(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Let the calling thread work on these accelerators."""
+    """Make these accelerators current for the calling thread."""
     with ExitStack() as entered:
         for device in devices:
             entered.enter_context(torch.get_device_module(device).device(device))
@@ -473,13 +473,13 @@ def on_devices(devices: Sequence[torch.device]) -> Iterator[None]:
 
 
 class DeviceCopy:
-    """Copies off one accelerator that its side stream was told to make.
+    """Copies off one accelerator, issued to its side stream.
 
     Args:
         device: The accelerator.
         targets: Places in host memory.
         sources: Tensors on ``device``; they must live until :meth:`wait` has returned.
-        after: The event that the copies are ordered after; what the current stream was told so far, if ``None``.
+        after: The event that precedes the copies; if ``None``, all current work of the stream does.
     """
 
     def __init__(
@@ -492,7 +492,7 @@ class DeviceCopy:
         self._module = torch.get_device_module(device)
         self._device = device
         self._made: Any = None
-        # A backend without streams copies in order and returns when it is done.
+        # A backend without streams copies in order, synchronously.
         if not hasattr(self._module, "Stream"):
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
@@ -507,17 +507,17 @@ class DeviceCopy:
                 for target, source in zip(targets, sources, strict=True):
                     target.copy_(source, non_blocking=True)
         except BaseException:
-            stream.synchronize()  # who asked gives the memory back
+            stream.synchronize()  # the caller releases the memory
             raise
         self._made = stream.record_event()
 
     def precede_what_follows(self) -> None:
-        """Order everything that the current stream is told from now on after the copies; the host does not wait."""
+        """Order later work of the current stream after the copies; the host does not wait."""
         if self._made is not None:
             self._module.current_stream(self._device).wait_event(self._made)
 
     def wait(self) -> None:
-        """Return when all bytes are there."""
+        """Return when the copies are complete."""
         if self._made is not None:
             self._made.synchronize()
 
@@ -532,16 +532,16 @@ _CUDA_ALREADY_REGISTERED = 712
 
 
 def pin(address: int, nbytes: int) -> bool:
-    """Lock host memory for the CUDA copy engines; false where CUDA is absent or not in use (yet).
+    """Pin host memory for the CUDA copy engines; false if CUDA is absent or not initialised.
 
     Raises:
-        RuntimeError: CUDA refuses.
+        RuntimeError: CUDA refused.
     """
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return False
     code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
     if code:
-        # torch asks for this thread's last error after every launch: the next kernel would be blamed for it.
+        # Clears this thread's last CUDA error, which torch would report for the next kernel.
         with suppress(RuntimeError):
             torch.ones((), device="cuda")
     if code not in (0, _CUDA_ALREADY_REGISTERED):
@@ -555,7 +555,7 @@ def unpin(address: int) -> None:
 
 
 def device_for_collectives(group: dist.ProcessGroup | None) -> torch.device:
-    """A device on which ``group`` can run a collective: the CPU if it has a backend for it, else its own."""
+    """A device for collectives of ``group``: the CPU if it has a backend for it, else its own."""
     types = _device_types_of(group)
     if "cpu" in types:
         return torch.device("cpu")
@@ -564,20 +564,20 @@ def device_for_collectives(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def forget_checkpoint_process() -> None:
-    """Let go of the process that stock's ``async_save`` has started, which ends it."""
+    """Drop the process that stock's ``async_save`` started, which ends it."""
     if _process_executor is not None:
         _process_executor._CHECKPOINT_PROCESS = None
 
 
 _OWN_PROPERTIES = len(TensorProperties().__getstate__())
-"""How many values this torch pickles of a ``TensorProperties``: dtype, layout, requires_grad, memory format, pin_memory,
-and since 2.15 the strides that the tensor had."""
+"""Values in this torch's pickle of a ``TensorProperties``: dtype, layout, requires_grad, memory
+format, pin_memory, and since 2.15 the tensor's strides."""
 _SPARE_PROPERTIES = 6
-"""So many are known here. Strides can be left out, as a reader makes tensors by size and dtype alone."""
+"""Values known here. Strides can be omitted: readers make tensors from size and dtype alone."""
 
 
 def own_properties(state: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The pickled state of a ``TensorProperties`` of any torch as this torch takes it; ``None`` if it has more than is known."""
+    """A ``TensorProperties`` state of any torch, for this one; ``None`` with unknown values."""
     if len(state) > max(_OWN_PROPERTIES, _SPARE_PROPERTIES):
         return None
     return state[:_OWN_PROPERTIES]

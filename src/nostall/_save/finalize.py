@@ -181,7 +181,7 @@ def publish(
             to_remove, remove=engine.remove_files, timeout_s=max(REMOVAL_TIMEOUT_S, left_s)
         )
     except Exception:  # the checkpoint is published and must not be reported as lost
-        _log.exception("files of the replaced checkpoint are not removed path=%s", directory)
+        _log.exception("files of the replaced checkpoint were not removed path=%s", directory)
 
 
 class _PointOfNoReturn:

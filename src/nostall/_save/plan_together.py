@@ -203,10 +203,10 @@ def plan_together(
         )
         return final, _keep(memory, plans, made if coordination.is_coordinator else None)
     gathered = coordination.gather(local if isinstance(local, SavePlan) else sendable(local))
-    told, made_here = None, None
+    answers, made_here = None, None
     if gathered is not None:
-        told, made_here = _decide_centrally(gathered, writer, planner, coordination, memory)
-    mine = coordination.scatter(told)
+        answers, made_here = _decide_centrally(gathered, writer, planner, coordination, memory)
+    mine = coordination.scatter(answers)
     if mine.failures or mine.final is None or not isinstance(local, SavePlan):
         raise exception_for(mine.failures, step="plan", on_coordinator=coordination.is_coordinator)
     if memory is None:

@@ -283,7 +283,7 @@ def _require_file(target: SaveTarget, receipt: FileReceipt) -> None:
         raise
     except OSError as error:
         raise WriteError(
-            f"the written file is missing: {error.strerror}",
+            f"the written file is missing or changed: {error.strerror}",
             errno=error.errno,
             phase="collect",
             path=path,

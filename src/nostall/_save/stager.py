@@ -150,11 +150,11 @@ def _nothing(
     state_dict: Mapping[str, Any], error: Exception, *, rank: int, overlapped: bool, path: str
 ) -> Staged:
     """The substitute for a failed copy, which fails the save on other ranks: see ``Unstaged``."""
-    told = error_of(RankFailed(rank=rank, failure=failure_of(error, phase="stage")))
-    told.path = path
+    failure = error_of(RankFailed(rank=rank, failure=failure_of(error, phase="stage")))
+    failure.path = path
     fence = SnapshotFence()
-    fence.end(told.message)
-    nothing = unstaged(state_dict, told)
+    fence.end(failure.message)
+    nothing = unstaged(state_dict, failure)
     if not overlapped:
         return Staged(copied=nothing, fence=fence)
     future: Future[dict[str, Any]] = Future()

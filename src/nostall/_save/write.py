@@ -140,10 +140,10 @@ def in_thread(
     future.set_running_or_notify_cancel()
     registered = ExitStack()
     cancelled = registered.enter_context(engine.cancellable(target.job))
-    is_anybodys = threading.Lock()
+    started = threading.Lock()
 
     def run() -> None:
-        if not is_anybodys.acquire(blocking=False):
+        if not started.acquire(blocking=False):
             return
         with registered:
             try:
