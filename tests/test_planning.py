@@ -298,7 +298,7 @@ def test_a_coordinator_that_is_not_in_the_group_is_refused_on_every_rank(
     group that the calling rank does not belong to."""
     for here, facts in enumerate(found):
         said = facts["impossible_coordinators"]
-        assert "coordinator_rank=2 is not a rank of the group, which has 2" in said["beyond"]
+        assert "coordinator_rank=2 is not a rank of the group of size 2" in said["beyond"]
         assert "use a rank within the group, 0 to 1" in said["beyond"]
         assert "coordinator_rank=-1" in said["negative"]
         assert "coordinator_rank='0'" in said["not a number"]

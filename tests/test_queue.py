@@ -169,7 +169,7 @@ def test_ranks_that_scheduled_different_numbers_are_told_so(found: list[Found]) 
     """All of them raise, with the indices, before anything is finalised; after an abort they go on together."""
     for rank, facts in enumerate(found):
         said = facts["different_numbers"]
-        assert f"rank {rank} looks at number 0 and has scheduled up to {1 - rank}" in said["text"]
+        assert f"rank {rank} polls number 0 and has scheduled up to {1 - rank}" in said["text"]
         assert "over all ranks these are 0 to 0 and 0 to 1" in said["text"]
         assert said["again"]
         assert said["wrong"] == []

@@ -3,28 +3,29 @@
 .. code-block:: text
 
     NostallError
-    ├── OptionError              (also ValueError)   a wrong option, or two that exclude each other
-    ├── SaveError                                    a save went wrong; this rank has committed nothing
-    │   ├── StagingError                             the snapshot could not be taken
-    │   ├── WriteError           (also OSError)      storage refused a shard file or the metadata
-    │   ├── WriterDiedError                          the writer process ended before it answered
-    │   ├── SaveTimeoutError     (also TimeoutError) a deadline passed
-    │   ├── SaveAbortedError                         the save was abandoned on request
-    │   ├── RankLostError        (also RuntimeError) another rank has ended, or cannot be reached
-    │   ├── RankMismatchError    (also RuntimeError) ranks finalise different requests, or save to different directories
-    │   ├── IncompleteSaveError                      a planned item has no result
-    │   └── CheckpointExistsError                    a committed checkpoint is there and overwrite=False
-    ├── NotDurableError          (also OSError)      the checkpoint is there, or may be; it may not survive a power failure
-    ├── ReservationError         (also MemoryError)  host memory for the snapshot cannot be reserved
-    ├── ProtocolError                                trainer and writer process disagree about a message
-    ├── ReadError                (also OSError)      a file or directory cannot be read
-    ├── DamagedCheckpointError                       a checkpoint on storage is not what was committed
-    ├── IllegalTransitionError                       a request was moved to a state it cannot reach
-    ├── UntrustedMetadataError                       ``.metadata`` cannot be true, or is not understood
-    │   └── UnknownMetadataError                     it is not understood: a newer torch's, a planner's own classes, or hostile
-    └── UnsupportedTorchError (also ImportError)     the installed torch lacks something that nostall is built on
+    ├── OptionError           (also ValueError)   an invalid option, or two that exclude each other
+    ├── SaveError                                 a save failed; this rank has committed nothing
+    │   ├── StagingError                          the snapshot could not be taken
+    │   ├── WriteError        (also OSError)      storage refused a shard file or the metadata
+    │   ├── WriterDiedError                       the writer process ended before it answered
+    │   ├── SaveTimeoutError  (also TimeoutError) a deadline passed
+    │   ├── SaveAbortedError                      the save was aborted on request
+    │   ├── RankLostError     (also RuntimeError) another rank has ended or cannot be reached
+    │   ├── RankMismatchError (also RuntimeError) ranks differ in the request or the directory
+    │   ├── IncompleteSaveError                   a planned item has no result
+    │   └── CheckpointExistsError                 a committed checkpoint exists, overwrite=False
+    ├── NotDurableError       (also OSError)      a published checkpoint may not survive power loss
+    ├── ReservationError      (also MemoryError)  host memory for the snapshot cannot be reserved
+    ├── ProtocolError                             trainer and writer disagree about a message
+    ├── ReadError             (also OSError)      a file or directory cannot be read
+    ├── DamagedCheckpointError                    a checkpoint differs from what was committed
+    ├── IllegalTransitionError                    a request cannot enter this state
+    ├── UntrustedMetadataError                    ``.metadata`` is malformed, impossible or unknown
+    │   └── UnknownMetadataError                  it has parts that this version does not know
+    └── UnsupportedTorchError (also ImportError)  the installed torch lacks a required part
 
-Every one of them survives pickling with its attributes and notes: errors cross process and rank boundaries.
+Each of them survives pickling with its attributes and notes, so that it can cross processes and
+ranks.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from typing import Any
 
 
 class NostallError(Exception):
-    """Base of all errors of this package; carries where it happened and what to do next.
+    """Base of all errors of this package; carries the place and the next step.
 
     Args:
-        message: What went wrong, without the place.
-        rank: Rank it happened on, in the process group of the save.
-        phase: Stage of the save: ``plan``, ``stage``, ``write``, ``fsync``, ``commit``, ...
+        message: The failure, without the place.
+        rank: Rank on which it occurred, in the process group of the save.
+        phase: Phase of the save: ``plan``, ``stage``, ``write``, ``fsync``, ``commit``, ...
         path: File or directory concerned.
         job: Identifier of the save.
-        hint: What the user can do about it.
+        hint: The next step for the user.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class NostallError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = dict(self.__dict__)
-        if isinstance(self, OSError):  # which keeps the code outside of __dict__
+        if isinstance(self, OSError):  # keeps the code outside of __dict__
             state["errno"] = self.errno
         return (_rebuild, (type(self), self.message, state))
 
@@ -95,14 +96,15 @@ def _rebuild(cls: type[NostallError], message: str, state: dict[str, Any]) -> No
 
 
 class OptionError(NostallError, ValueError):
-    """An option is wrong or excludes another one; raised where the caller passed it."""
+    """An option is invalid or excludes another one; raised where the caller passed it."""
 
 
 class SaveError(NostallError):
     """A save failed, and this rank has published no ``.metadata`` for it.
 
-    Nor has another one, but for :class:`RankLostError` and :class:`SaveTimeoutError`: the ranks that this one no longer hears
-    of may include the coordinator. See :class:`NotDurableError` for metadata that may have been published.
+    Nor has any other rank, except after :class:`RankLostError` and :class:`SaveTimeoutError`: the
+    coordinator may be among the ranks that this one cannot reach. See :class:`NotDurableError` for
+    metadata that may have been published.
     """
 
 
@@ -111,7 +113,7 @@ class StagingError(SaveError):
 
 
 class WriteError(SaveError, OSError):
-    """Storage refused an operation; ``errno`` is the system's code where there is one."""
+    """Storage refused an operation; ``errno`` is the system's error code, if any."""
 
     def __init__(self, message: str, *, errno: int | None = None, **place: Any) -> None:
         super().__init__(message, **place)
@@ -121,11 +123,12 @@ class WriteError(SaveError, OSError):
 
 
 class NotDurableError(NostallError, OSError):
-    """Storage failed when the metadata was being published or made durable. Not a :class:`SaveError`: the checkpoint is there,
-    or may be, but may not survive a power failure.
+    """Storage failed while the metadata was published or made durable.
 
-    Nothing of it was removed. Do not remove the directory; look with :func:`nostall.is_complete` when storage answers again.
-    ``errno`` is the system's code where there is one.
+    Not a :class:`SaveError`: the checkpoint exists, or may exist, but may not survive a power
+    failure. None of its files was removed. Do not remove the directory; call
+    :func:`nostall.is_complete` when storage answers again. ``errno`` is the system's error code, if
+    any.
     """
 
     def __init__(self, message: str, *, errno: int | None = None, **place: Any) -> None:
@@ -144,23 +147,21 @@ class WriterDiedError(SaveError):
 
 
 class SaveTimeoutError(SaveError, TimeoutError):
-    """A wait reached its deadline; what was waited for may still be running."""
+    """A wait reached its deadline; the operation may still be running."""
 
     __str__ = SaveError.__str__
 
 
 class SaveAbortedError(SaveError):
-    """The save was abandoned on request before it was committed."""
+    """The save was aborted on request before it was committed."""
 
 
 class RankLostError(SaveError, RuntimeError):
-    """Ranks could not talk to each other: one of them has ended, or the process group cannot be used any more."""
+    """Ranks cannot communicate: one of them has ended, or the process group is unusable."""
 
 
 class RankMismatchError(SaveError, RuntimeError):
-    """Ranks have scheduled different numbers of requests, are about to finalise different ones, or save to different
-    directories.
-    """
+    """Ranks differ in the scheduled requests, in the request to finalise or in the directory."""
 
 
 class IncompleteSaveError(SaveError):
@@ -172,7 +173,7 @@ class CheckpointExistsError(SaveError):
 
 
 class ReservationError(NostallError, MemoryError):
-    """Host memory for a snapshot could not be reserved; ``nbytes`` says how much was asked for."""
+    """Host memory for a snapshot could not be reserved; ``nbytes`` is the size requested."""
 
     def __init__(self, message: str, *, nbytes: int = 0, **place: Any) -> None:
         super().__init__(message, **place)
@@ -182,11 +183,11 @@ class ReservationError(NostallError, MemoryError):
 
 
 class ProtocolError(NostallError):
-    """A message between trainer and writer process is not what the other side sends."""
+    """A message between trainer and writer process is malformed or unexpected."""
 
 
 class ReadError(NostallError, OSError):
-    """A file or directory cannot be read: it is of another kind than it should be, or longer than is read."""
+    """A file or directory cannot be read: it has the wrong type or exceeds a size limit."""
 
     def __init__(self, message: str, *, errno: int | None = None, **place: Any) -> None:
         super().__init__(message, **place)
@@ -196,31 +197,32 @@ class ReadError(NostallError, OSError):
 
 
 class DamagedCheckpointError(NostallError):
-    """A committed checkpoint is not what was written: bytes have changed, or files are missing."""
+    """A committed checkpoint differs from what was written: changed bytes or missing files."""
 
 
 class IllegalTransitionError(NostallError):
-    """A request was asked to enter a state that its present one does not lead to."""
+    """A request was asked to enter a state that does not follow its present one."""
 
     @classmethod
     def between(cls, present: str, wanted: str) -> IllegalTransitionError:
-        """The error for a request in state ``present`` that was asked to become ``wanted``."""
+        """The error for a request in state ``present`` that was asked to enter ``wanted``."""
         return cls(f"a request that is {present} cannot become {wanted}")
 
 
 class UntrustedMetadataError(NostallError):
-    """A ``.metadata`` file names a class, path or size that DCP metadata never needs."""
+    """A ``.metadata`` file is malformed, or names a class, path or size that DCP never writes."""
 
 
 class UnknownMetadataError(UntrustedMetadataError):
-    """A ``.metadata`` file is not understood: it has something that this nostall and this torch do not know.
+    """A ``.metadata`` file has parts that this nostall and this torch do not know.
 
-    A newer torch or a planner with classes of its own may have written it. It may be hostile, too; nothing of it has run.
+    A newer torch or a planner with its own classes may have written it. It may also be hostile;
+    none of its code has run.
     """
 
 
 class UnsupportedTorchError(NostallError, ImportError):
-    """The installed torch lacks something that nostall is built on; raised when nostall is imported."""
+    """The installed torch lacks a part that nostall requires; raised when nostall is imported."""
 
     __str__ = NostallError.__str__
 

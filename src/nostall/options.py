@@ -1,4 +1,4 @@
-"""Options, checked where the caller passes them. Frozen; every default is explained in ``docs/options.md``."""
+"""Options, checked where the caller passes them; ``docs/options.md`` explains every default."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from nostall._model.jobs import MOST_IO_THREADS
 from nostall.errors import OptionError
 
 dequantized_on_save: set[str] = {"transformer_engine"}
-"""Tensor classes that are saved as what their ``dequantize()`` returns, by ``module.Class``, or by the module or package that
-they or a base of theirs are defined in. All other wrappers are saved as they are, which is what stock does."""
+"""Tensor classes that are saved as the result of their ``dequantize()``: ``module.Class``, or the
+module or package that defines the class or one of its bases. All other wrappers are saved
+unchanged, as stock DCP does."""
 
 
 def is_dequantized_on_save(kind: type) -> bool:
@@ -31,29 +32,32 @@ class EngineOptions:
     """
 
     copy_threads: int | None = None
-    """Threads that copy large CPU tensors into a snapshot; ``None`` for as many as torch computes with."""
+    """Threads that copy large CPU tensors into a snapshot; ``None`` for torch's thread count."""
     copy_past_caches: bool = True
-    """Copy large snapshots of CPU tensors with non-temporal stores, by a loop of machine code, where the processor has AVX."""
+    """Copy large snapshots of CPU tensors with non-temporal stores, by a loop of machine code, on
+    processors with AVX."""
     io_threads: int | None = None
-    """Threads per writer process that checksum and write; ``None`` for 12, and fewer where many ranks share a host."""
+    """Threads per writer process that checksum and write; ``None`` for 12, or fewer if many ranks
+    share a host."""
     chunk_nbytes: int = 8 << 20
     """Bytes per write; a multiple of 4096."""
     direct_io: bool = True
-    """Write past the page cache where the file system supports it."""
+    """Bypass the page cache where the file system supports it."""
     write_retries: int = 3
-    """How often a file is written anew when storage fails it for a reason that may pass, after 0.1, 0.4, 1.6, ... seconds."""
+    """Retries per file after transient storage errors, delayed by 0.1, 0.4, 1.6, ... seconds."""
     max_in_flight: int = 2
-    """Saves whose snapshot may exist at the same time; the next one waits for the oldest."""
+    """Saves whose snapshots may exist at the same time; the next save waits for the oldest."""
     max_staging_bytes: int | None = None
-    """Snapshot memory of this process; what is larger is saved in waves. ``None`` for as much as the saves need."""
+    """Snapshot memory of this process; larger saves are split into waves. ``None`` for no limit."""
     cpu_priority: int | None = 10
-    """Niceness of writer processes, 0 to 19; ``None`` leaves it alone."""
+    """Niceness of writer processes, 0 to 19; ``None`` leaves it unchanged."""
     io_priority: int | None = None
-    """I/O scheduling class of writer processes (Linux ``ionice``): 1 real time, 2 best effort, 3 idle."""
+    """I/O scheduling class of writer processes (Linux ``ionice``): 1 real time, 2 best effort, 3
+    idle."""
     save_timeout_s: float = 1800.0
-    """Longest wait for a snapshot buffer, or for a rank's files once somebody asks for them."""
+    """Longest wait for a snapshot buffer, or for a rank's files once a caller waits for them."""
     exit_timeout_s: float = 300.0
-    """Longest time for which an interpreter that ends completes what is scheduled."""
+    """Longest time that interpreter shutdown spends on completing scheduled saves."""
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -84,13 +88,13 @@ class EngineOptions:
             _require(
                 _is_number(seconds) and 0 < seconds <= threading.TIMEOUT_MAX,
                 f"{name}={seconds!r}",
-                "a positive number of seconds that the system can wait for; 1e9 is as good as none",
+                "a positive number of seconds, at most threading.TIMEOUT_MAX",
             )
             _set(self, name, float(seconds))
 
     @property
     def max_wave_nbytes(self) -> int | None:
-        """Snapshot memory for one wave, so that as many as may be in flight have room."""
+        """Snapshot memory for one wave, so that ``max_in_flight`` waves fit."""
         if self.max_staging_bytes is None:
             return None
         return max(1, self.max_staging_bytes // self.max_in_flight)
@@ -114,7 +118,7 @@ STAGING = ("blocking", "overlapped")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterOptions:
-    """What one ``FileSystemWriterAsync`` was told, after translation from its keyword arguments."""
+    """The options of one ``FileSystemWriterAsync``, translated from its keyword arguments."""
 
     thread_count: int
     file_per_item: bool
@@ -135,22 +139,22 @@ class WriterOptions:
             _require(
                 self.thread_count >= 2,
                 f"separation_hint={hint!r} with thread_count={self.thread_count}",
-                "thread_count >= 2, as each group gets half of the files",
+                "thread_count >= 2: each group gets half of the files",
             )
             _require(
                 isinstance(hint, str) and hint and os.sep not in hint and not hint.startswith("."),
                 f"separation_hint={hint!r}",
-                "a prefix of names that can begin a file name",
+                "a non-empty string without a path separator or a leading dot",
             )
 
 
 def is_possible_wait(seconds: object) -> bool:
-    """Whether the system can wait for so many seconds; not a number is neither."""
+    """Whether the system can wait for this many seconds; it cannot for NaN."""
     return isinstance(seconds, int | float) and 0 <= seconds <= threading.TIMEOUT_MAX
 
 
 def require_integer(name: str, value: object, *, at_least: int) -> int:
-    """The value as a Python integer; numpy's are taken, too.
+    """The value as a Python integer; numpy integers are accepted.
 
     Raises:
         OptionError: It is not an integer, or too small.
@@ -161,14 +165,14 @@ def require_integer(name: str, value: object, *, at_least: int) -> int:
 
 
 def require_switch(name: str, value: object) -> bool:
-    """The value as ``True`` or ``False``; what equals one of them is taken, too, such as 0, 1 and ``numpy.True_``.
+    """The value as a ``bool``; values equal to one are accepted: 0, 1, ``numpy.True_``.
 
     Raises:
         OptionError: It is neither.
     """
     try:
         chosen = {True: True, False: False}.get(value)  # type: ignore[call-overload]  # of any type
-    except TypeError:  # one that cannot be looked up
+    except TypeError:  # unhashable
         chosen = None
     if chosen is None:
         raise _refusal(f"{name}={value!r}", "True or False")
@@ -184,7 +188,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _set(options: object, name: str, value: object) -> None:
-    """Replace what was passed by the same value in Python's own type; options are frozen from then on."""
+    """Replace an argument by the same value in Python's own type, in a frozen instance."""
     object.__setattr__(options, name, value)
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a save went: totals per stage, and a timeline for a trace viewer."""
+"""Timing of a save: totals per stage, and a timeline for a trace viewer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TRAINER = "trainer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Something that took time; clock readings are those of ``time.monotonic`` in seconds."""
+    """A timed section of a save; readings of ``time.monotonic`` in seconds."""
 
     name: str
     track: str
-    """Who did it: ``trainer``, or a thread of the writer."""
+    """``trainer``, or a thread of the writer."""
     begin_s: float
     end_s: float
 
@@ -31,8 +31,8 @@ class Span:
 class SaveStats:
     """One rank's save in figures.
 
-    Stages of the trainer are wall-clock seconds. Those of the writer are summed over its threads, which work at the same
-    time; ``written_s`` is their wall-clock time.
+    Trainer stages are wall-clock seconds. Writer stages are summed over concurrent threads;
+    ``written_s`` is their wall-clock time.
     """
 
     rank: int
@@ -41,28 +41,32 @@ class SaveStats:
     """Bytes of this rank's files."""
     files: int
     plan_s: float
-    """Planning and resolving, less the layout."""
+    """Planning and resolving, without the layout."""
     layout_s: float
     stage_s: float
-    """Taking the snapshot; behind the trainer's back with overlapped staging."""
+    """Taking the snapshot; concurrent with training under overlapped staging."""
     queue_s: float
-    """From the snapshot to the first file's opening."""
+    """From the snapshot to the opening of the first file."""
     checksum_s: float
     write_s: float
     fsync_s: float
     written_s: float
-    """From the first file's opening until the last one was durable."""
+    """From the opening of the first file until the last file was durable."""
     commit_s: float
-    """Collecting results and publishing the metadata, on all ranks as they wait for it."""
+    """Collecting results and publishing the metadata; all ranks wait for it."""
     retries: int
-    """How often a file had to be written anew."""
+    """Attempts after the first, over all files."""
     slowest_rank: int | None
-    """Whose files were durable last, counted from the beginning of its planning; ``None`` before the save is finalised, and
-    with ``dcp.save`` and ``dcp.async_save``, whose ranks do not tell each other."""
+    """Rank with the longest time from the start of its planning until its files were durable.
+    ``None`` before the save is finalised, and with ``dcp.save`` and ``dcp.async_save``, whose ranks
+    do not exchange it."""
     spans: tuple[Span, ...] = field(repr=False)
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """The timeline in the Trace Event Format, which Perfetto and ``chrome://tracing`` read; times in microseconds."""
+        """The timeline in Trace Event Format, for Perfetto and ``chrome://tracing``.
+
+        Times are in microseconds.
+        """
         tracks = {TRAINER: 0}
         for span in self.spans:
             tracks.setdefault(span.track, len(tracks))
@@ -96,7 +100,7 @@ class SaveStats:
 
 
 class Timeline:
-    """Collects the spans of one save; thread-safe. Another process gets an empty one."""
+    """Collects the spans of one save; thread-safe. A pickled copy is empty."""
 
     def __reduce__(self) -> tuple[type[Timeline], tuple[()]]:
         return (Timeline, ())
@@ -107,7 +111,7 @@ class Timeline:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Note how long the block takes, however it ends."""
+        """Record the duration of the block, also if it raises."""
         begin_s = time.monotonic()
         try:
             yield
@@ -117,7 +121,7 @@ class Timeline:
                 self._spans.append(span)
 
     def adopt(self, earlier: Timeline) -> None:
-        """Take over what was noted elsewhere of the same save."""
+        """Move the spans of another timeline of the same save to this one."""
         with earlier._lock:
             spans, earlier._spans = earlier._spans, []
         with self._lock:
@@ -126,7 +130,7 @@ class Timeline:
     def stats(
         self, *, rank: int, path: str, receipts: Sequence[FileReceipt], slowest_rank: int | None
     ) -> SaveStats:
-        """What there is to say so far."""
+        """The figures collected so far."""
         with self._lock:
             spans = list(self._spans)
 

@@ -1,1 +1,1 @@
-"""Values that cross stages and processes, and what can be said about them without doing anything."""
+"""Values that cross stages and processes, and pure functions of them."""

@@ -1,8 +1,8 @@
-"""CRC-32 as ZIP containers have it, by the fastest code at hand.
+"""CRC-32 of ZIP containers, by the fastest implementation available.
 
-Where the package ``isal`` is installed (the extra ``fast``) that is Intel's ISA-L, else zlib. Both give the same sums; on
-the machine of docs/benchmarks.md zlib takes 0.4 s of a core for 1 GiB, which is what its disk takes to write it, and ISA-L
-a quarter of that.
+With the package ``isal`` installed (the extra ``fast``) this is Intel's ISA-L, otherwise zlib. Both
+give the same sums. On the machine of docs/benchmarks.md zlib takes 0.4 s of a core for 1 GiB, as
+long as the disk takes to write it; ISA-L takes a quarter of that.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import zlib
 from collections.abc import Callable
 
 Crc32 = Callable[..., int]
-"""Called with what to sum and, to go on with an earlier sum, with that."""
+"""Arguments: the bytes, and optionally the CRC-32 of the bytes before them."""
 
 crc32: Crc32 = zlib.crc32
 
 
 def use_fastest() -> str | None:
-    """Let :data:`crc32` be the fastest one that can be imported.
+    """Set :data:`crc32` to the fastest implementation that can be imported.
 
     Returns:
-        The directory that another process of the same interpreter can import it from; ``None`` if it is zlib's.
+        The directory from which another process of the same interpreter can import it; ``None`` for
+        zlib.
     """
     global crc32
     try:
         from isal import isal_zlib
-    except Exception:  # not there, or half of it: it is only faster
+    except Exception:  # missing or broken; zlib is only slower
         crc32 = zlib.crc32
         return None
     crc32 = isal_zlib.crc32
@@ -35,7 +36,7 @@ def use_fastest() -> str | None:
 
 
 def use_fastest_from(directory: str) -> None:
-    """As :func:`use_fastest`, for a process that does not look into site-packages for anything else."""
+    """As :func:`use_fastest`, for a process that imports nothing else from site-packages."""
     sys.path.append(directory)
     try:
         use_fastest()

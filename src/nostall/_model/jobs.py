@@ -1,7 +1,7 @@
-"""What the trainer asks of the writer process, and what comes back: values that both of them know.
+"""Values that the trainer and the writer process exchange: jobs, receipts and reports.
 
-Nothing here imports torch. Values that only the trainer knows are in ``nostall._model.values``: the writer process is ready the
-sooner, the less it imports.
+Nothing here imports torch. Values of the trainer alone are in ``nostall._model.values``: every
+import delays the start of the writer process.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seal:
-    """Where the bytes of a container that depend on its payload lie, relative to the container's first byte.
+    """Offsets of the bytes of a container that depend on its payload, from its first byte.
 
-    torch stores, beside each record's CRC-32, a ``.data/serialization_id`` record: 20 digits that depend on the
-    record names only and 20 digits of a running hash over all CRCs. See ``nostall._plan.container``.
+    Beside each record's CRC-32, torch stores a ``.data/serialization_id`` record: 20 digits that
+    depend only on the record names, and 20 digits of a running hash over all CRCs. See
+    ``nostall._plan.container``.
     """
 
     payload_crc_at: tuple[int, int]
-    """The CRC field in the payload's data descriptor and the one in its central directory entry."""
+    """The CRC fields in the payload's data descriptor and in its central directory entry."""
     hash_before: int
-    """The running hash over the records that precede the payload."""
+    """The running hash over the records before the payload."""
     crcs_after: tuple[int, ...]
     """CRCs of the records between the payload and the identifier record."""
     id_at: int
@@ -34,16 +35,19 @@ class Seal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealTable:
-    """How to seal the slots of one file: few templates, and one of them for each slot."""
+    """How to seal the slots of one file: a few templates, and the template of each slot."""
 
     templates: tuple[tuple[int, int, Seal | None], ...]
-    """Payload offset relative to the blob, payload length, seal."""
+    """Payload offset in the blob, payload length, seal."""
     blob_offsets: tuple[int, ...]
     template_of_slot: tuple[int, ...]
 
 
 PAGE_NBYTES = 4096
-"""Alignment of file images in memory and of O_DIRECT writes: the page size of Linux on x86-64 and most arm64."""
+"""Alignment of file images in memory and of O_DIRECT writes.
+
+The page size of Linux on x86-64 and on most arm64 machines.
+"""
 
 
 def page_aligned(nbytes: int) -> int:
@@ -53,10 +57,10 @@ def page_aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a rank could not do its part, as plain data that crosses processes and ranks."""
+    """The failure of a rank, as plain data that crosses processes and ranks."""
 
     kind: str
-    """Name of the class in ``nostall.errors`` that the user will see."""
+    """Name of the class in ``nostall.errors`` that is raised for it."""
     message: str
     phase: str
     path: str | None = None
@@ -68,14 +72,16 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteWork:
-    """What the writer's threads did for one file, in seconds summed over them."""
+    """Seconds that the writer's threads spent on one file, summed over the threads."""
 
     checksum_s: float = 0.0
-    """Checksumming and sealing, with waiting for each other; where there is no snapshot, with copying."""
+    """Checksumming and sealing, and the threads' waits for each other; copying too without a
+    snapshot."""
     write_s: float = 0.0
     fsync_s: float = 0.0
     spans: tuple[tuple[str, int, float, float], ...] = ()
-    """Phase, thread, begin and end (``time.monotonic``) of the first pieces of work; not all of a very large file's."""
+    """Phase, thread, begin and end (``time.monotonic``) of each section; only the first ones of a
+    very large file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,31 +91,31 @@ class FileReceipt:
     name: str
     """Path below the checkpoint directory; also DCP's storage key."""
     planned_name: str
-    """The name in the job: another one, if something had that."""
+    """The name in the job; ``name`` differs from it if the planned name was taken."""
     nbytes: int
     packed_crc32: bytes
-    """Four bytes per slot, see :attr:`crc32`: tens of thousands of numbers that are seldom asked for."""
+    """Four bytes per slot, see :attr:`crc32`; there may be tens of thousands of slots."""
     crc32_of_file: int | None
-    """That of all bytes; ``None`` if checksums are off or a user's stream has the last word on what is in the file."""
+    """CRC-32 of all bytes; ``None`` without checksums or if a user's stream decides the content."""
     extents: tuple[tuple[int, int], ...] | None
-    """Offset and length per slot where a user's stream decided them; ``None`` if they are the layout's."""
+    """Offset and length per slot if a user's stream decided them; ``None``: as laid out."""
     started_s: float
-    """Clock reading (``time.monotonic``) when its first byte was handed to the system."""
+    """Clock reading (``time.monotonic``) at the first write."""
     finished_s: float
     fsynced: bool
     work: WriteWork = WriteWork()  # frozen
     failed_attempts: tuple[str, ...] = ()
-    """Why it had to be written anew, once per attempt."""
+    """The error of each attempt that was retried."""
 
     @property
     def crc32(self) -> tuple[int, ...]:
-        """One per slot, in layout order; 0 for a slot that has no checksum of its own."""
+        """One per slot, in layout order; 0 for a slot without its own checksum."""
         return tuple(memoryview(self.packed_crc32).cast("I"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankWritten:
-    """All files of a rank are complete and, unless switched off, durable."""
+    """All files of a rank are complete and, with ``sync_files``, durable."""
 
     rank: int
     receipts: tuple[FileReceipt, ...]
@@ -117,7 +123,7 @@ class RankWritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailed:
-    """A rank could not do its part; the files that it had made for it are removed."""
+    """A rank's write failed; the files that it created are removed."""
 
     rank: int
     failure: Failure
@@ -127,19 +133,19 @@ RankReport: TypeAlias = RankWritten | RankFailed
 
 
 MOST_IO_THREADS = 1024
-"""Of one writer process; more are a mistake."""
+"""Upper limit for one writer process."""
 
 
 NO_BLOCK = 0
-"""In place of a block's identifier: the image is made while it is written."""
+"""Block identifier of an image that is built while it is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileImage:
-    """One file to write: its name, and the memory that already holds all but the sealed bytes."""
+    """One file to write: its name, and the memory that holds all of it but the sealed bytes."""
 
     name: str
-    """A similar one is taken if something has it."""
+    """If the name is taken, a similar one is used."""
     nbytes: int
     block: int
     """Identifier of the arena block that holds the image."""
@@ -160,12 +166,12 @@ class WriteJob:
     chunk_nbytes: int
     direct: bool
     checksum_files: bool = True
-    """Whether to checksum files as a whole, beside the payloads that are sealed."""
+    """Whether to checksum whole files, in addition to the sealed payloads."""
     retries: int = 0
-    """How often to write a file anew that the storage fails for a reason that may pass."""
+    """Retries per file after transient storage errors."""
     stream: bytes | None = None
-    """Pickle of the user's own ``open_file`` and stream extensions, if files are to be written through them."""
+    """Pickle of the user's ``open_file`` and stream extensions; ``None`` if there are none."""
     sys_path: tuple[str, ...] = ()
-    """Where the user's callables can be imported from; empty without ``stream``."""
+    """Import path of the user's callables; empty without ``stream``."""
     faults: tuple[dict[str, Any], ...] = ()
     """Faults to inject, see ``nostall.testing``."""

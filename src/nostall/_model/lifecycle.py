@@ -1,7 +1,8 @@
 """The life of a save request, as a table.
 
-No I/O and no waiting here: whoever drives a request asks for a transition and either gets it or an
-:class:`~nostall.errors.IllegalTransitionError` that changed nothing. ``docs/architecture.md`` shows the same table.
+No I/O and no waiting here. A transition succeeds, or raises
+:class:`~nostall.errors.IllegalTransitionError` and changes nothing. ``docs/architecture.md`` shows
+the same table.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from nostall.errors import IllegalTransitionError
 
 
 class State(str, Enum):
-    """Where a request is."""
+    """State of a request."""
 
     QUEUED = "queued"
     STAGING = "staging"
@@ -35,7 +36,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.FAILED: frozenset(),
     State.ABORTED: frozenset(),
 }
-"""What may follow what. A finalised, failed or aborted request stays what it is."""
+"""The states that may follow each state. Finalised, failed and aborted are final."""
 
 
 class Lifecycle:
@@ -58,5 +59,5 @@ class Lifecycle:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more can happen to the request."""
+        """Whether the state is final."""
         return not TRANSITIONS[self.state]

@@ -1,4 +1,4 @@
-"""Which names of files a checkpoint may refer to."""
+"""Names of files in a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import re
 
 METADATA_SUFFIX = ".metadata"
 SHARD_SUFFIX = ".distcp"
-"""With which stock DCP's names of shard files end, and ours."""
+"""Suffix of shard file names, in stock DCP and here."""
 _GIVEN = re.compile(r"__\d+_\d+(-[0-9a-f]{8})*" + re.escape(SHARD_SUFFIX) + r"\Z")
 
 
 def is_ours_to_remove(name: str) -> bool:
-    """Whether a file that the metadata of a replaced checkpoint names may be removed: metadata can name anything."""
+    """Whether a file named by a replaced checkpoint may be removed: metadata can name any path."""
     return name.endswith(SHARD_SUFFIX) and os.sep not in name
 
 
 def is_given_to_shards(name: str) -> bool:
-    """Whether stock DCP or nostall give such names to shard files, with whatever in front: ``__3_0-89abcdef.distcp``."""
+    """Whether a name has the form of a shard file's, with any prefix: ``__3_0-89abcdef.distcp``."""
     return _GIVEN.search(name) is not None
 
 
 def is_shard_name(name: str) -> bool:
-    """Whether a name is one below the checkpoint directory, and not that of the metadata itself."""
+    """Whether a name lies below the checkpoint directory and is not that of a metadata file."""
     normal = os.path.normpath(name)
     try:
         encoded = os.fsencode(normal)

@@ -1,4 +1,4 @@
-"""Which saves of this process are under way, and how far they are.
+"""Progress of the saves of this process.
 
 >>> import nostall
 >>> for save in nostall.status():
@@ -18,33 +18,33 @@ from nostall._model.lifecycle import State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveStatus:
-    """How far one save of this process is."""
+    """Progress of one save of this process."""
 
     path: str
-    """Where it goes: the checkpoint directory, or the file."""
+    """The checkpoint directory, or the file."""
     rank: int
     state: str
-    """``queued`` (planned), ``staging``, ``staged`` (its writer has not begun), ``writing``, or ``written``: this rank is
-    done, and other ranks or the commit are not."""
+    """``queued`` (planned), ``staging``, ``staged`` (its writer has not begun), ``writing``, or
+    ``written``: this rank has finished; other ranks or the commit have not."""
     nbytes: int
-    """Bytes of this rank's files; 0 as long as they are not laid out."""
+    """Bytes of this rank's files; 0 before they are laid out."""
     written_nbytes: int
-    """How many of them storage has taken; those that a retry writes anew count again only then."""
+    """Bytes that storage has accepted; a retry starts its file again at 0."""
     seconds: float
-    """Since it was planned."""
+    """Time since the save was planned."""
     quiet_s: float
-    """Since anything of the above has changed."""
+    """Time since the last change of any field above."""
 
     def __str__(self) -> str:
         text = (
-            f"save to {self.path}: {self.state}, {self.written_nbytes / 1e6:.1f} of {self.nbytes / 1e6:.1f} MB"
-            f" after {self.seconds:.1f} s"
+            f"save to {self.path}: {self.state}, {self.written_nbytes / 1e6:.1f} of"
+            f" {self.nbytes / 1e6:.1f} MB after {self.seconds:.1f} s"
         )
         return text + (f", nothing for {self.quiet_s:.0f} s" if self.quiet_s >= 1 else "")
 
 
 class Progress:
-    """What is known of a save's way; written by whoever moves it on, in any thread."""
+    """State and byte count of one save; any thread may update it."""
 
     def __init__(self, *, path: str, rank: int) -> None:
         self.path = path
@@ -53,7 +53,7 @@ class Progress:
         self._nbytes = 0
         self._written: dict[str, int] = {}
         self.created: set[str] = set()
-        """Paths of the files that the save has made."""
+        """Paths of the files that the save has created."""
         self._is_over = False
         self._began_s = self._moved_s = time.monotonic()
         self._lock = threading.Lock()
@@ -63,30 +63,30 @@ class Progress:
         return _begin, (self.path, self._rank)
 
     def expect(self, nbytes: int) -> None:
-        """Learn how large the rank's files are."""
+        """Set the size of the rank's files."""
         self._nbytes = nbytes
 
     def to(self, state: State) -> None:
-        """Note that the save has come to a state."""
+        """Record that the save has entered a state."""
         with self._lock:
             self._state = state
             self._moved_s = time.monotonic()
-            if state is State.WRITTEN:  # of which the last word was not told
+            if state is State.WRITTEN:  # the last chunks are not reported
                 self._written = {"": self._nbytes}
 
     def wrote(self, part: str, nbytes: int) -> None:
-        """Note how much of a part of the save storage has taken by now."""
+        """Record how many bytes of a part storage has accepted so far."""
         with self._lock:
             self._state = State.WRITING
             self._written[part] = nbytes
             self._moved_s = time.monotonic()
 
     def end(self) -> None:
-        """Note that there is nothing more to come, for good or ill. Idempotent."""
+        """Record that the save has ended, by success or failure. Idempotent."""
         self._is_over = True
 
     def status(self) -> SaveStatus | None:
-        """What it is now; ``None`` when it is over."""
+        """The present status; ``None`` after the end."""
         now_s = time.monotonic()
         with self._lock:
             if self._is_over:
@@ -107,33 +107,36 @@ def _begin(path: str, rank: int) -> Progress:
 
 
 class UnderWay:
-    """The saves of one engine, for as long as somebody else holds what they are; thread-safe."""
+    """The saves of one engine, held by weak references; thread-safe."""
 
     def __init__(self) -> None:
         self._by_job: WeakValueDictionary[str, Progress] = WeakValueDictionary()
         self._lock = threading.Lock()
 
     def begin(self, job: str, *, path: str, rank: int) -> Progress:
-        """Enter a save."""
+        """Add a save."""
         progress = Progress(path=path, rank=rank)
         with self._lock:
             self._by_job[job] = progress
         return progress
 
     def created(self, part: str, path: str) -> None:
-        """Pass on which file a writer process has made; for a save that is forgotten, the process itself removes it."""
+        """Record a file that a writer process has created.
+
+        Ignored for a save that no longer exists: the writer process removes the file.
+        """
         progress = self._by_job.get(part.partition("/")[0])
         if progress is not None:
             progress.created.add(path)
 
     def wrote(self, part: str, nbytes: int) -> None:
-        """Pass on what a writer process says of its part; that of a save that is forgotten is dropped."""
+        """Record a writer process's progress; ignored for a save that no longer exists."""
         progress = self._by_job.get(part.partition("/")[0])
         if progress is not None:
             progress.wrote(part, nbytes)
 
     def statuses(self) -> tuple[SaveStatus, ...]:
-        """Those that are not over, the oldest first."""
+        """The saves that have not ended, oldest first."""
         with self._lock:
             known = list(self._by_job.values())
         found = [progress.status() for progress in known]

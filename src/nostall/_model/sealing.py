@@ -1,6 +1,6 @@
-"""Sealing: put into a container what depends on its payload, once that one's CRC-32 is known.
+"""Sealing: fill in the bytes of a container that depend on its payload's CRC-32.
 
-``nostall._plan.container`` says what that is, and finds out where it stands; the writer process does the rest.
+``nostall._plan.container`` describes and locates these bytes; the writer process fills them in.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def combine_hash(state: int, crc32: int) -> int:
 
 
 def seal_patches(seal: Seal, crc32: int) -> tuple[tuple[int, bytes], ...]:
-    """The bytes to put into a container once its payload's CRC-32 is known, with their places in it."""
+    """Offsets and bytes to put into a container once its payload's CRC-32 is known."""
     state = combine_hash(seal.hash_before, crc32)
     for after in seal.crcs_after:
         state = combine_hash(state, after)
@@ -43,15 +43,15 @@ def seal_patches(seal: Seal, crc32: int) -> tuple[tuple[int, bytes], ...]:
 
 
 class Sealer:
-    """Seals containers of one form, doing per container only what depends on its payload.
+    """Seals containers of one form, with only the payload-dependent work per container.
 
-    It writes what :func:`seal_patches` says, which is the same in fewer words; a job may have tens of thousands of
-    containers, and then every call and every copy counts.
+    It writes the same bytes as :func:`seal_patches`, the readable version. A job may have tens of
+    thousands of containers, so calls and copies are avoided here.
 
     Args:
-        payload_offset: Where the payload begins in the container.
-        payload_nbytes: Its length.
-        seal: What depends on it.
+        payload_offset: Offset of the payload in the container.
+        payload_nbytes: Length of the payload.
+        seal: The bytes that depend on it.
     """
 
     __slots__ = (
@@ -66,13 +66,13 @@ class Sealer:
     def __init__(self, payload_offset: int, payload_nbytes: int, seal: Seal) -> None:
         self.payload_offset, self.payload_nbytes = payload_offset, payload_nbytes
         self.template = seal
-        # From the payload's first byte, in the order in which seal_patches() has them.
+        # Relative to the payload's first byte, in the order of seal_patches().
         self._fields_at = tuple(
             at - payload_offset
             for at in (*seal.payload_crc_at, seal.id_at + ID_DIGITS, *seal.id_crc_at)
         )
         self._id_names_crc = checksum.crc32(seal.id_names)
-        # The sums in combine_hash() are taken modulo 2**64, so all but the CRC can be added up, or shifted, beforehand.
+        # The sums in combine_hash() are modulo 2**64, so all but the CRC can be added in advance.
         first = _HASH_STEP + (seal.hash_before << 6) + (seal.hash_before >> 2)
         self._steps = (first, *(_HASH_STEP + after for after in seal.crcs_after))
 
@@ -87,9 +87,9 @@ class Sealer:
 
         Args:
             memory: The file image.
-            slots: Which slots they are in.
-            payloads_at: Where their payloads begin in the image.
-            crc32_of_slot: Where to put the payloads' CRCs.
+            slots: The slots of the containers.
+            payloads_at: Offsets of their payloads in the image.
+            crc32_of_slot: Receives the payloads' CRCs.
         """
         crc32_at, crc32_of, id_at, id_crc_at, id_crc_of = self._fields_at
         nbytes, id_names_crc = self.payload_nbytes, self._id_names_crc

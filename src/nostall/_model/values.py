@@ -1,7 +1,8 @@
-"""Every value that crosses a boundary between two stages of the trainer; those that the writer process knows too are in ``_model.jobs``.
+"""Values that cross a boundary between two stages of the trainer.
 
-Made by one stage and only read by the next ones. Nothing here imports torch. ``Container`` describes one item's bytes,
-``Slot`` and ``FileLayout`` where they lie in a file, ``Commit`` and ``Abort`` what becomes of what the ranks have written.
+Values shared with the writer process are in ``_model.jobs``. Each value is made by one stage and
+only read by later ones. Nothing here imports torch. ``Container`` describes one item's bytes,
+``Slot`` and ``FileLayout`` their place in a file, ``Commit`` and ``Abort`` the outcome of a save.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """The bytes ``torch.save`` puts around one tensor's payload."""
+    """The bytes that ``torch.save`` puts around one tensor's payload."""
 
     prefix: bytes
     payload_nbytes: int
@@ -29,17 +30,17 @@ class Container:
 
     @property
     def nbytes(self) -> int:
-        """Length of the whole blob, as recorded in DCP's metadata."""
+        """Length of the blob, as recorded in DCP's metadata."""
         return len(self.prefix) + self.payload_nbytes + len(self.suffix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemShape:
-    """All that laying out needs to know of an item; equal shapes lay out equally."""
+    """The properties of an item that determine its layout; equal shapes lay out equally."""
 
     fqn: str
     container: Container | None
-    """``None`` for an item that is a run of bytes already (an object, or a tensor of a rare kind)."""
+    """``None`` for a bytes item (an object, or a tensor of a rare kind)."""
     nbytes: int
     weight: int
     """Bytes counted when items are packed into files; 0 for a bytes item, as in stock DCP."""
@@ -47,24 +48,24 @@ class ItemShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorForm:
-    """How a tensor lies in its payload."""
+    """Form of a tensor in its payload."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    """In elements; those of the live tensor may be others."""
+    """In elements; may differ from those of the live tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one rank writes of a checkpoint: structure, no values, so that it can be kept from save to save."""
+    """One rank's part of a checkpoint: structure without values, reusable by later saves."""
 
     rank: int
     plan: SavePlan
     shapes: tuple[ItemShape, ...]
     """One per item of the plan."""
     forms: tuple[TensorForm | None, ...]
-    """One per item of the plan; ``None`` for an item that is a run of bytes."""
+    """One per item of the plan; ``None`` for a bytes item."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class PlannedSave:
 
     share: Share
     sources: Sequence[torch.Tensor | bytes]
-    """One per item of the plan: the live tensor, laid out in memory as its payload will be or not; or the bytes."""
+    """One per item of the plan: the live tensor, with any strides, or the bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,15 +92,15 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileLayout:
-    """One shard file: its name below the checkpoint directory and what lies where in it."""
+    """One shard file: its name below the checkpoint directory, and the places of its items."""
 
     name: str
     group: str
-    """What the name begins with; empty without a separation hint."""
+    """Prefix of the name; empty without a separation hint."""
     nbytes: int
     slots: tuple[Slot, ...]
     image_offset: int
-    """Where this file's image begins in the snapshot's memory; a multiple of the page size."""
+    """Offset of this file's image in the snapshot's memory; a multiple of the page size."""
     seals: SealTable
     """How the writer seals the slots."""
 
@@ -109,18 +110,18 @@ class Layout:
     """All files of one rank's share of a checkpoint."""
 
     key: Hashable
-    """Equal for layouts that put the same containers at the same places, whatever the files are called."""
+    """Equal for layouts with the same containers at the same places; independent of file names."""
     shapes: tuple[ItemShape, ...]
     files: tuple[FileLayout, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files together."""
+        """Total bytes of all files."""
         return sum(file.nbytes for file in self.files)
 
     @property
     def image_nbytes(self) -> int:
-        """Memory that all file images together need."""
+        """Memory for all file images."""
         if not self.files:
             return 0
         last = self.files[-1]
@@ -129,7 +130,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenFile:
-    """What a manifest says of one shard file."""
+    """Manifest entry of one shard file."""
 
     name: str
     """Path below the checkpoint directory."""
@@ -140,19 +141,20 @@ class WrittenFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFiles:
-    """What one rank has written for a save, and where."""
+    """The files that one rank has written for a save, and their directory."""
 
     directory: str
-    """The checkpoint directory, as this rank was told."""
+    """The checkpoint directory, as given on this rank."""
     files: tuple[WrittenFile, ...] | None
-    """``None`` if a user's stream had the last word on what is in them."""
+    """``None`` if a user's stream decided their content."""
     left: tuple[str, ...] = ()
-    """Names of files that earlier saves of this rank have made there; nobody has told it whether they are a checkpoint's."""
+    """Names of files there from earlier saves of this rank whose outcome it does not know: they may
+    belong to a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """Every rank wrote all it had planned."""
+    """Every rank wrote all of its planned items."""
 
     results: list[list[Any]]
     """DCP's write results of each rank, in rank order."""
@@ -160,10 +162,10 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """At least one rank did not."""
+    """At least one rank failed."""
 
     failures: dict[int, Any]
-    """Why, for each of them, in the form in which DCP sends exceptions."""
+    """By rank, in the form in which DCP sends exceptions."""
 
 
 Verdict: TypeAlias = Commit | Abort
@@ -176,4 +178,4 @@ class CommittedCheckpoint:
     path: str
     metadata_nbytes: int
     removed: tuple[str, ...]
-    """Files of the checkpoint that it replaced, deleted after the swap."""
+    """Files of the replaced checkpoint, removed after the metadata was published."""

@@ -1,1 +1,1 @@
-"""What ranks say to each other, and what becomes of a failure of one of them."""
+"""Communication between ranks, and failures of ranks."""

@@ -1,7 +1,7 @@
-"""What ranks have to agree on before they finalise a request, and what they tell each other when they cannot.
+"""Agreement of ranks on the request to finalise, and the errors when they do not agree.
 
-A rank that talks when another one does not would wait for it; so every wait here has a deadline, and who is missing is
-looked up where every rank has left word of how many requests it has scheduled.
+A collective waits for ranks that do not join it, so every wait here has a deadline. Each rank
+announces the number of requests that it has scheduled; an error names the ranks that are behind.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from nostall._ranks.group import Coordination
 from nostall.errors import RankLostError, RankMismatchError, SaveTimeoutError
 
 PATIENCE_S = 60.0
-"""How much later than this one another rank may begin to wait."""
+"""Longest time by which another rank may begin its wait later than this one."""
 _LOOK_AGAIN_S = 0.02
 _SCHEDULED = "scheduled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What one rank, or all of them together, see of the request that is to be finalised next."""
+    """State of the next request to finalise, on one rank or over all ranks."""
 
     alive: bool
-    """It is unfinished."""
+    """The request is unfinished."""
     failed: bool
-    """It has failed."""
+    """The request has failed."""
     hurry: bool
     """The process was asked to end."""
     index: int
-    """Which request it is, counted from when the queue was made or aborted."""
+    """Number of the request since the queue was created or aborted."""
     last: int
-    """The last one that is scheduled."""
+    """Number of the last scheduled request."""
 
 
 class Scheduled:
-    """How many requests this process has scheduled with others, or is scheduling, over all of its queues."""
+    """Count of the requests that this process schedules with other ranks, over all its queues."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -48,9 +48,9 @@ class Scheduled:
 
     @contextmanager
     def one_more(self, coordination: Coordination) -> Iterator[None]:
-        """Count a request that is scheduled inside, unless that fails.
+        """Count the request that the block schedules, unless the block raises.
 
-        Word of it is left first: once its copy has begun, whose threads take the cores, that takes a millisecond.
+        The count is announced first: while the copy's threads occupy the cores, it takes 1 ms.
         """
         before = self._count
         try:
@@ -63,14 +63,15 @@ class Scheduled:
             raise
 
     def forget_after_fork(self) -> None:
-        """In a forked child, which has scheduled nothing."""
+        """Reset the count in a forked child, which has scheduled nothing."""
         self._count = 0
 
     def all_leave(self, coordination: Coordination, timeout_s: float) -> str:
-        """Why ranks cannot finish together what is scheduled, as this one leaves with an exception; empty if all of them do.
+        """Why the ranks cannot finish the scheduled requests; empty if they can.
 
-        Others may be anywhere, so that a collective of ours could meet one of theirs. Each that leaves says so, and looks for
-        ``timeout_s`` seconds whether the others do.
+        Called when this rank exits with an exception. The other ranks may be in a collective of
+        their own, so they join only if they exit the same way: each rank announces that it does,
+        and waits up to ``timeout_s`` seconds for the announcements of the others.
         """
         self._times_left += 1
         topic = f"leaving/{self._count}/{self._times_left}"
@@ -82,40 +83,43 @@ class Scheduled:
             if not others:
                 return ""
             if time.monotonic() > deadline:
-                return f"ranks {others} have not left with an exception as this one has, so they do not take part"
+                return f"ranks {others} did not exit with an exception as this one did"
             time.sleep(_LOOK_AGAIN_S)
 
     def others_missing(self, coordination: Coordination, waited_s: float) -> SaveTimeoutError:
-        """Say which ranks have not come to a poll, as far as that can be told."""
+        """The error for a poll that other ranks did not join; names those that are behind."""
         announced = coordination.announced(_SCHEDULED)
         behind = {rank: count for rank, count in announced.items() if count < self._count}
         who = (
             f"ranks {sorted(behind)} have scheduled fewer requests ({behind})"
             if behind
-            else "all ranks have scheduled as many requests, so some of them do not poll, are still scheduling, or have ended"
+            else "all ranks have scheduled as many requests; a rank does not poll, is still"
+            " scheduling, or has ended"
         )
         return SaveTimeoutError(
-            f"other ranks did not poll within {waited_s:.1f} s; this one has scheduled {self._count} requests; {who}",
+            f"other ranks did not poll within {waited_s:.1f} s; this one has scheduled"
+            f" {self._count} requests; {who}",
             rank=coordination.rank,
             phase="write",
-            hint="every rank has to schedule and poll the same number of times; the process group cannot be used any more",
+            hint="schedule and poll the same number of times on every rank; the process group is"
+            " no longer usable",
         )
 
 
 def agree(
     mine: View, coordination: Coordination, scheduled: Scheduled, *, timeout_s: float
 ) -> View:
-    """What holds on any rank. Collective.
+    """The view over all ranks: a flag is set if it is set on any rank. Collective.
 
     Args:
-        mine: What this rank sees.
+        mine: This rank's view.
         coordination: The ranks.
-        scheduled: Says who is missing.
-        timeout_s: How long another rank may wait for its own files before it comes here.
+        scheduled: Names the missing ranks.
+        timeout_s: How long another rank may wait for its own files before it calls this.
 
     Raises:
-        SaveTimeoutError: Other ranks do not come.
-        RankMismatchError: They look at another request, or have scheduled another number of them.
+        SaveTimeoutError: Other ranks do not call this.
+        RankMismatchError: They poll another request, or have scheduled another number of requests.
     """
     index, last = mine.index, mine.last
     numbers = [mine.alive, mine.failed, mine.hurry, index, last, -index, -last]
@@ -128,12 +132,13 @@ def agree(
         raise scheduled.others_missing(coordination, time.monotonic() - began_s) from error
     if highest != [index, last, -index, -last]:
         raise RankMismatchError(
-            f"ranks have scheduled different requests: rank {coordination.rank} looks at number {index} and has"
-            f" scheduled up to {last}; over all ranks these are {-highest[2]} to {highest[0]} and {-highest[3]} to"
-            f" {highest[1]}, counted from when the queue was made or aborted",
+            f"ranks have scheduled different requests: rank {coordination.rank} polls number"
+            f" {index} and has scheduled up to {last}; over all ranks these are {-highest[2]} to"
+            f" {highest[0]} and {-highest[3]} to {highest[1]}, counted since the queue was created"
+            " or aborted",
             rank=coordination.rank,
             phase="write",
-            hint="every rank has to schedule and poll the same number of times",
+            hint="schedule and poll the same number of times on every rank",
         )
     return replace(mine, alive=bool(alive), failed=bool(failed), hurry=bool(hurry))
 
@@ -141,10 +146,16 @@ def agree(
 def most_unfinished(
     unfinished: int, coordination: Coordination, scheduled: Scheduled, *, timeout_s: float
 ) -> int:
-    """The largest number of unfinished requests on any rank, all of which have waited for ``timeout_s``. Collective.
+    """The largest number of unfinished requests on any rank. Collective.
+
+    Args:
+        unfinished: This rank's number.
+        coordination: The ranks.
+        scheduled: Names the missing ranks.
+        timeout_s: How long each rank has waited before.
 
     Raises:
-        SaveTimeoutError: Other ranks do not come.
+        SaveTimeoutError: Other ranks do not call this.
     """
     began_s = time.monotonic()
     try:
@@ -157,19 +168,19 @@ def most_unfinished(
 def share_failure(
     error: BaseException | None, coordination: Coordination, *, timeout_s: float
 ) -> None:
-    """Raise what the finalize functions of one rank have raised on all ranks: there as it is, elsewhere as DCP does.
+    """Raise an error of one rank's finalize functions on all ranks.
 
-    Collective, but for a rank that has lost the others.
+    Collective, except on a rank whose error is a ``RankLostError``.
 
     Args:
-        error: What they have raised here.
+        error: The error of this rank's functions.
         coordination: The ranks.
-        timeout_s: How long those of other ranks may take.
+        timeout_s: How long the functions of other ranks may take.
 
     Raises:
-        CheckpointException: They have failed on another rank.
-        SaveTimeoutError: Those of another rank have not come to an end.
-        BaseException: What they have raised on this one.
+        CheckpointException: The functions of another rank failed.
+        SaveTimeoutError: The functions of another rank have not returned.
+        BaseException: ``error``.
     """
     if isinstance(error, RankLostError):
         raise error
@@ -183,10 +194,10 @@ def share_failure(
         if isinstance(lost, RankLostError):
             raise
         raise SaveTimeoutError(
-            f"the finalize functions of other ranks have not come to an end within {timeout_s:g} s",
+            f"the finalize functions of other ranks did not return within {timeout_s:g} s",
             rank=coordination.rank,
             phase="finalize",
-            hint="every rank has to finalise the same requests",
+            hint="finalise the same requests on every rank",
         ) from lost
     if error is not None and not (some_untold and coordination.world_size > 1):
         raise error

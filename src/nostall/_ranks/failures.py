@@ -1,7 +1,7 @@
-"""A failure as plain data, as an exception, and as what every rank raises: DCP's ``CheckpointException``.
+"""A failure as plain data, as an exception, and as DCP's ``CheckpointException`` on every rank.
 
-The text on the coordinator contains ``Worker failure``, which frameworks look for; everywhere it names rank, phase,
-file and cause.
+The text names rank, phase, file and cause. On the coordinator it contains ``Worker failure``, which
+frameworks search for.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def sendable(wrapped: _torch.WrappedException) -> _torch.WrappedException:
-    """The same failure with an exception that survives the way to another rank."""
+    """The same failure with an exception that can be pickled."""
     error, trace = wrapped
     try:
         pickle.loads(pickle.dumps(error))
@@ -39,11 +39,11 @@ def sendable(wrapped: _torch.WrappedException) -> _torch.WrappedException:
 def exception_for(
     failures: Mapping[int, _torch.WrappedException], *, step: str, on_coordinator: bool
 ) -> _torch.CheckpointException:
-    """What to raise on this rank.
+    """The exception to raise on this rank.
 
     Args:
-        failures: The failed ranks, within the save's group, and why.
-        step: The part of the save that failed, in DCP's words.
+        failures: The failures by rank, within the save's group.
+        step: DCP's name of the part of the save that failed.
         on_coordinator: Whether this rank is the coordinator.
     """
     named: dict[int, _torch.WrappedException] = {}
@@ -64,7 +64,7 @@ def exception_for(
 def raise_everywhere(
     mine: Failure | None, coordination: Coordination, *, only_here: bool = False
 ) -> NoReturn:
-    """Raise what went wrong on any rank on all of them. Collective unless ``only_here``.
+    """Raise the failures of all ranks on every rank. Collective unless ``only_here``.
 
     Raises:
         CheckpointException: Always.
@@ -88,7 +88,7 @@ _ERROR_KINDS: dict[str, type[NostallError]] = {
 
 
 def error_of(report: RankFailed, *, job: str | None = None) -> NostallError:
-    """The exception that a failed rank's report stands for."""
+    """The exception for a failed rank's report."""
     failure = report.failure
     kind = _ERROR_KINDS.get(failure.kind, SaveError)
     place: dict[str, Any] = {
@@ -106,13 +106,13 @@ def error_of(report: RankFailed, *, job: str | None = None) -> NostallError:
     else:
         error = kind(failure.message, **place)
     if failure.traceback:
-        # As add_note() does it, which Python 3.10 lacks; a cause would be lost on the way to another rank.
+        # What add_note() does, which Python 3.10 lacks; pickling would lose a cause.
         vars(error)["__notes__"] = [f"Where it happened:\n{failure.traceback.rstrip()}"]
     return error
 
 
 def _if_of(kind: type[T], value: object) -> T | None:
-    """The value, if it is what it is taken for: users' exceptions have attributes of the same names."""
+    """The value, if it has this type: users' exceptions may use the same attribute names."""
     return value if isinstance(value, kind) else None
 
 
@@ -124,7 +124,7 @@ def failure_of(error: BaseException, *, phase: str) -> Failure:
         message=error.message
         if isinstance(error, NostallError)
         else f"{type(error).__name__}: {error}",
-        phase=(error.phase if known else None) or phase,  # type: ignore[attr-defined]  # known says that it is there
+        phase=(error.phase if known else None) or phase,  # type: ignore[attr-defined]  # see known
         path=getattr(error, "path", None) if known else None,
         errno=_if_of(int, getattr(error, "errno", None)),
         exit_code=_if_of(int, getattr(error, "exit_code", None)),

@@ -1,7 +1,7 @@
-"""What ranks need to say to each other, as a small port with two adapters.
+"""Communication between ranks, as a small port with two adapters.
 
-All of it happens on the caller's thread, on a group that the caller named. ``maximum`` is the cheap one (a few integers);
-``gather`` and ``broadcast`` carry objects. A single process needs no group and gets the same answers.
+All calls run on the caller's thread, on the caller's group. ``maximum`` is cheap (a few integers);
+``gather`` and ``broadcast`` carry objects. A single process needs no group.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _log = logging.getLogger("nostall")
 _KEY = "nostall/"
 _TIMED_OUT = re.compile(r"time(d )?-?out", re.IGNORECASE)
 _LONGEST_S = 1e9
-"""What a timedelta takes; as good as for ever."""
+"""Longest wait, 32 years; within the range of a ``timedelta``."""
 
 
 class Coordination(Protocol):
-    """How the ranks of one save reach each other.
+    """Communication between the ranks of one save.
 
     Raises:
-        RankLostError: By whatever is collective: another rank has ended, or the group cannot be used any more.
+        RankLostError: From every collective: another rank has ended, or the group is unusable.
     """
 
     rank: int
@@ -52,14 +52,15 @@ class Coordination(Protocol):
         """Element-wise maximum over all ranks. Collective: call on every rank.
 
         Raises:
-            TimeoutError: Not all ranks have called it within ``timeout_s`` seconds; the group cannot be used any more.
+            TimeoutError: Not all ranks have called it within ``timeout_s`` seconds; the group is
+                no longer usable.
         """
 
     def announce(self, topic: str, number: int) -> None:
-        """Let other ranks look something up, without asking for them."""
+        """Publish a number that other ranks can look up; does not wait for them."""
 
     def announced(self, topic: str) -> dict[int, int]:
-        """What every rank of the group has announced; 0 for one that has not. Empty if that cannot be told."""
+        """Each rank's announced number, 0 if it has none. Empty if numbers are not available."""
 
     def gather(self, value: T) -> list[T] | None:
         """Every rank's value, in rank order, on the coordinator; ``None`` elsewhere. Collective."""
@@ -88,10 +89,10 @@ class SingleProcess:
         return list(values)
 
     def announce(self, topic: str, number: int) -> None:
-        """There is nobody to tell."""
+        """Do nothing."""
 
     def announced(self, topic: str) -> dict[int, int]:
-        """There is nobody to wait for."""
+        """No numbers."""
         del topic
         return {}
 
@@ -101,7 +102,7 @@ class SingleProcess:
 
     def broadcast(self, value: T | None) -> T:
         """The value itself."""
-        return value  # type: ignore[return-value]  # the coordinator never broadcasts None where T excludes it
+        return value  # type: ignore[return-value]  # None only where T includes it
 
     def scatter(self, values: list[T] | None) -> T:
         """The only element."""
@@ -132,14 +133,14 @@ class TorchGroup:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Say in our words that ranks cannot talk any more; the backend's own have no type."""
+        """Translate the backend's untyped errors to :class:`RankLostError`."""
         try:
             yield
-        except (RecursionError, NotImplementedError):  # of what is to be sent, on this rank
+        except (RecursionError, NotImplementedError):  # this rank cannot pickle its value
             raise
         except RuntimeError as error:
             raise RankLostError(
-                f"ranks cannot talk to each other any more: {error}",
+                f"ranks can no longer communicate: {error}",
                 rank=self.rank,
                 hint="another rank has ended or does not take part; its own log says why",
             ) from error
@@ -158,22 +159,22 @@ class TorchGroup:
                 work.wait(timedelta(seconds=min(timeout_s, _LONGEST_S)))
             except RuntimeError as error:
                 if time.monotonic() - began_s < timeout_s and not _TIMED_OUT.search(str(error)):
-                    raise  # neither our clock nor the group's own: a rank has died
+                    raise  # not a timeout, ours or the group's: a rank has died
                 raise TimeoutError(str(error)) from error
             return [int(value) for value in tensor.tolist()]
 
     def announce(self, topic: str, number: int) -> None:
-        """One entry in the store that the process group was made with; a store that has gone costs only the word."""
+        """One entry in the process group's store; dropped if the store is unreachable."""
         store = _torch.default_store()
         if store is None:
             return
         try:
             store.set(f"{_KEY}{topic}/{dist.get_rank()}", str(number))
         except RuntimeError:
-            _log.debug("other ranks cannot be told how far this one is", exc_info=True)
+            _log.debug("cannot announce progress to other ranks", exc_info=True)
 
     def announced(self, topic: str) -> dict[int, int]:
-        """What is in that store."""
+        """The entries in that store."""
         store = _torch.default_store()
         if store is None:
             return {}
@@ -185,7 +186,7 @@ class TorchGroup:
         return found
 
     def gather(self, value: T) -> list[T] | None:
-        """One all_gather of short messages; a gather follows if one is long."""
+        """One all_gather of short messages, then one gather if any message is long."""
         message, device = pickle.dumps(value), _torch.device_for_collectives(self._group)
         with self._together():
             messages = gather_messages(
@@ -194,16 +195,16 @@ class TorchGroup:
         return None if messages is None else [pickle.loads(each) for each in messages]
 
     def broadcast(self, value: T | None) -> T:
-        """One broadcast of a short message; another one follows if it is long."""
+        """One broadcast of a short message, then another one if it is long."""
         message = pickle.dumps(value) if self.is_coordinator else b""
         device = _torch.device_for_collectives(self._group)
         with self._together():
-            told = broadcast_message(
+            received = broadcast_message(
                 message, sender=self._coordinator_global, group=self._group, device=device
             )
-        if self.is_coordinator:  # what was sent has lost the causes of its errors
-            return value  # type: ignore[return-value]  # the coordinator never broadcasts None where T excludes it
-        return pickle.loads(told)  # type: ignore[no-any-return]  # what the coordinator has sent
+        if self.is_coordinator:  # pickling loses the causes of errors
+            return value  # type: ignore[return-value]  # None only where T includes it
+        return pickle.loads(received)  # type: ignore[no-any-return]  # of type T
 
     def scatter(self, values: list[T] | None) -> T:
         """One scatter_object_list."""
@@ -223,7 +224,7 @@ class TorchGroup:
 
 
 def require_members(group: dist.ProcessGroup | None, coordinator: int) -> None:
-    """Make sure that this rank and the coordinator belong to the group: ranks would wait for one that does not for ever.
+    """Require that this rank and the coordinator belong to the group; otherwise ranks would hang.
 
     Raises:
         OptionError: One of them does not.
@@ -238,20 +239,20 @@ def require_members(group: dist.ProcessGroup | None, coordinator: int) -> None:
     world_size = dist.get_world_size(group)
     if coordinator not in range(world_size):
         raise OptionError(
-            f"coordinator_rank={coordinator!r} is not a rank of the group, which has {world_size}",
+            f"coordinator_rank={coordinator!r} is not a rank of the group of size {world_size}",
             hint=f"use a rank within the group, 0 to {world_size - 1}",
         )
 
 
 def coordination_of(wrapper: _torch.DistWrapper) -> Coordination:
-    """The port for the wrapper that DCP and frameworks pass around."""
+    """The port for DCP's wrapper."""
     if not wrapper.use_dist:
         return SingleProcess()
     return TorchGroup(wrapper.group, wrapper.coordinator_rank)
 
 
 def coordination_for(group: dist.ProcessGroup | None, coordinator: int = 0) -> Coordination:
-    """The port for a process group, or for one process where none is initialised."""
+    """The port for a process group, or for one process if no group is initialised."""
     if not (dist.is_available() and dist.is_initialized()):
         return SingleProcess()
     return TorchGroup(group, coordinator)

@@ -1,9 +1,9 @@
-"""Messages from rank to rank, of any length, in one collective if they are short.
+"""Messages between ranks, of any length, in one collective if they are short.
 
-torch's object collectives tell lengths first and contents then. What ranks say when they finalise a save of a structure
-that they know is a few hundred bytes (measured: 637 with eight files per rank, and 65 back), so here the first collective
-carries a block of a fixed size, which begins with the message's length and has room for a short message. A long one
-follows in a second collective.
+torch's object collectives send lengths first and contents second. Finalising a save of a known
+structure takes a few hundred bytes (measured: 637 with eight files per rank, and 65 back). So here
+the first collective carries a block of fixed size: the message's length, and room for a short
+message. A long message follows in a second collective.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 BLOCK_NBYTES = 1024
-"""What every rank sends to every rank in any case; 10 MB arrive at each of 10,000 ranks."""
+"""Bytes that every rank sends to every rank; with 10,000 ranks, each receives 10 MB."""
 _LENGTH = struct.Struct("<Q")
 ROOM_NBYTES = BLOCK_NBYTES - _LENGTH.size
-"""The length of the longest short message."""
+"""Longest short message."""
 
 
 def gather_messages(
@@ -26,8 +26,8 @@ def gather_messages(
     """Every rank's message, in the order of ranks, on the receiver; ``None`` elsewhere. Collective.
 
     Args:
-        message: This rank's.
-        receiver: Who gets them, by its rank in the default group.
+        message: This rank's message.
+        receiver: The receiver's rank in the default group.
         group: The ranks; the default group if ``None``.
         device: One on which the group can run a collective.
     """
@@ -54,8 +54,8 @@ def broadcast_message(
     """One rank's message on every rank. Collective.
 
     Args:
-        message: The sender's; what others give is not looked at.
-        sender: Whose it is, by its rank in the default group.
+        message: The sender's message; ignored on other ranks.
+        sender: The sender's rank in the default group.
         group: The ranks; the default group if ``None``.
         device: One on which the group can run a collective.
     """
@@ -72,19 +72,19 @@ def _told(
     (tensor,) = row.to_fill
     tensor.copy_(mine)
     dist.broadcast(tensor, src=sender, group=group)
-    (told,) = row.filled()
-    return told
+    (received,) = row.filled()
+    return received
 
 
 class _Rows:
-    """Room for as many bytes from each of some ranks, on the device of a group and then on the host."""
+    """Room for equally many bytes from each rank, on the group's device and then on the host."""
 
     def __init__(self, count: int, nbytes: int, device: torch.device) -> None:
         self._nbytes = nbytes
         self._content = bytearray(count * nbytes)
         self._here = torch.frombuffer(self._content, dtype=torch.uint8).view(count, nbytes)
         self._there = self._here.to(device)
-        """On the CPU the same tensor, so that nothing is copied."""
+        """On the CPU the same tensor, without a copy."""
 
     @property
     def to_fill(self) -> list[torch.Tensor]:
@@ -92,7 +92,7 @@ class _Rows:
         return list(self._there)
 
     def filled(self) -> list[memoryview]:
-        """The rows, once they are filled."""
+        """The rows on the host, after the collective."""
         self._here.copy_(self._there)
         content = memoryview(self._content)
         starts = range(0, len(content), self._nbytes)
@@ -104,12 +104,12 @@ def _block(message: bytes) -> torch.Tensor:
 
 
 def _padded(content: bytes, nbytes: int) -> torch.Tensor:
-    """Cut off, or filled up with zeros."""
+    """The content, truncated or padded with zeros."""
     return torch.frombuffer(bytearray(content[:nbytes].ljust(nbytes, b"\0")), dtype=torch.uint8)
 
 
 def _length(block: memoryview) -> int:
-    """That of the message whose first block this is."""
+    """Length of the message that begins with this block."""
     (length,) = _LENGTH.unpack_from(block)
     return int(length)
 

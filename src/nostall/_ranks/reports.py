@@ -1,4 +1,4 @@
-"""Reports that are on their way: joined to one, and waited for with a deadline."""
+"""Pending reports: joined into one, and awaited with a deadline."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from nostall._model.jobs import Failure, FileReceipt, RankFailed, RankReport, Ra
 from nostall._ranks.failures import failure_of
 
 CANCEL_TIMEOUT_S = 4.0
-"""A writer drops a job between two chunks, so well within this; one that does not is killed."""
+"""A writer drops a cancelled job between two chunks, well within this time, or is killed."""
 
 
 def when_done(
     parts: Sequence[Future[RankReport]], finish: Callable[[list[RankReport]], RankReport]
 ) -> Future[RankReport]:
-    """What ``finish`` makes of all reports once the last one is there; a failed one if it raises, so that nobody waits for it."""
+    """The result of ``finish`` once all reports have arrived; a failed report if it raises."""
     whole: Future[RankReport] = Future()
     whole.set_running_or_notify_cancel()
     left = len(parts)
@@ -42,7 +42,7 @@ def when_done(
 
 
 def joined(reports: Sequence[RankReport]) -> RankReport:
-    """One report for all parts of a rank's share: the first failure, or all receipts."""
+    """One report for all parts of a rank's share: the first failure or all receipts."""
     receipts: list[FileReceipt] = []
     for report in reports:
         if isinstance(report, RankFailed):
@@ -52,10 +52,10 @@ def joined(reports: Sequence[RankReport]) -> RankReport:
 
 
 def is_done(future: Future[Any], timeout_s: float) -> bool:
-    """Whether a future is done, or is so within that time.
+    """Whether a future is done within this time.
 
-    Not by the error of ``result()``: before Python 3.11 it was not the built-in one, and a result may itself be an error
-    that says that something took too long.
+    ``result(timeout_s)`` cannot tell: before Python 3.11 its timeout is not the built-in error, and
+    the future itself may have ended with a timeout error.
     """
     return not wait([future], timeout_s).not_done
 
@@ -68,13 +68,13 @@ def await_report(
     timeout_s: float,
     give_up: Callable[[], None],
 ) -> RankReport:
-    """Wait for a rank's report; one that does not come in time is a failed one, and the write is given up."""
+    """Wait for a rank's report; after the deadline, give up the write and report a failure."""
     if is_done(future, timeout_s):
         return future.result()
     give_up()
     hint = "the storage is slower than EngineOptions.save_timeout_s allows, or it is stuck"
     if not future.done():
-        hint += "; what was written is removed when it answers, or stays"
+        hint += "; the files are removed when it answers, or stay"
     failure = Failure(
         kind="SaveTimeoutError",
         message=f"the files were not written within {timeout_s:g} s",
