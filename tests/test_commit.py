@@ -238,7 +238,7 @@ def test_a_commit_of_which_nobody_knows_counts_as_one_that_may_be_there(tmp_path
     """So nothing that the metadata may refer to is removed."""
     with (
         patch.object(posix, "os", RefusedRename(errno.EIO, knows=False)),
-        pytest.raises(NotDurableError, match="cannot be told") as caught,
+        pytest.raises(NotDurableError, match="cannot determine whether") as caught,
     ):
         publish(tmp_path)
     assert caught.value.errno == errno.EIO

@@ -122,7 +122,7 @@ def test_dropping_the_copy_that_is_written_fails_the_save_on_every_rank(found: l
     for facts in found:
         case = facts["replicated_on_one_rank_less"]["it wrote it"]
         assert case["fourth"]["ranks"] == [0]
-        assert "written by no rank" in case["fourth"]["text"]
+        assert "not written by any rank" in case["fourth"]["text"]
         assert "'shared'" in case["fourth"]["text"]
         assert case["fourth"]["plan"] == NOTHING
         assert not case["committed"]

@@ -20,7 +20,7 @@
     ├── ReadError             (also OSError)      a file or directory cannot be read
     ├── DamagedCheckpointError                    a checkpoint differs from what was committed
     ├── IllegalTransitionError                    a request cannot enter this state
-    ├── UntrustedMetadataError                    ``.metadata`` is malformed, impossible or unknown
+    ├── UntrustedMetadataError                    ``.metadata`` is invalid or not understood
     │   └── UnknownMetadataError                  it has parts that this version does not know
     └── UnsupportedTorchError (also ImportError)  the installed torch lacks a required part
 

@@ -1,1 +1,1 @@
-"""From what all ranks have written to a checkpoint that exists."""
+"""From all ranks' write results to a published checkpoint."""

@@ -1,8 +1,9 @@
-"""Metadata that is written before the save is: of a structure that was saved before, all but a little is known by then.
+"""Metadata that is written ahead of the commit, for structures that were saved before.
 
-What a commit writes is what training waits for. Most of the metadata of a known structure says what the last one said; that
-goes into a temporary file while the writer process writes the shard files. The commit adds what belongs to this one checkpoint,
-and publishes the file. If anything turns out otherwise, the file is removed and the commit writes its own.
+Training waits for the commit's writes. Most metadata of a known structure equals that of the last
+save; it goes to a temporary file while the writer process writes the shard files. The commit
+appends the part of this checkpoint and publishes the file. If the expected metadata differs, the
+file is removed and the commit writes its own.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from nostall._storage.posix import UnfinishedFile, remove_files
 _log = logging.getLogger("nostall")
 
 WORTH_IT_NBYTES = 1 << 20
-"""Less than this a commit writes in about a millisecond."""
+"""A commit writes less than this in about 1 ms."""
 _REMOVAL_TIMEOUT_S = 1.0
-"""Who waits for this has waited for the save's other files, and on a thread that may have other answers to receive."""
+"""Short: the caller has already waited for the save's files, and may have other reports to read."""
 
 
 class _State(Enum):
     WAITING = auto()
     """For the snapshot to be taken."""
     WRITING = auto()
-    """The thread has the file."""
+    """The thread owns the file."""
     WRITTEN = auto()
-    """Whoever comes first may have it: the commit, or what removes it."""
+    """The first of commit and removal takes the file."""
     OVER = auto()
 
 
@@ -46,15 +47,15 @@ class WrittenAhead:
 
     Args:
         directory: The checkpoint directory.
-        metadata_name: What the metadata will be called.
-        publication: What is expected to be published.
-        sync: Whether the device is to have it, too.
+        metadata_name: Name of the metadata file.
+        publication: The expected metadata.
+        sync: Whether to fsync the file.
     """
 
     def __init__(
         self, directory: str, metadata_name: str, publication: Publication, *, sync: bool
     ) -> None:
-        # A name of its own: another process that saves to this directory must not publish half a file.
+        # A unique name: another process that saves to this directory must not publish half a file.
         name = f".{uuid.uuid4().hex[:8]}{metadata_name}.tmp"
         self._path = os.path.join(directory, name)
         self._publication = publication
@@ -62,27 +63,28 @@ class WrittenAhead:
         self._lock = threading.Lock()
         self._state = _State.WAITING
         self.settled = threading.Event()
-        """No thread does anything more."""
+        """Set when no thread works on the file any more."""
         self._file: UnfinishedFile | None = None
         _all.add(self)
 
     def start(self) -> None:
-        """Begin to write. Once, and not any more when the save is over."""
+        """Begin to write; at most once, and not after the end of the save."""
         if not self._move(_State.WAITING, _State.WRITING):
             return
-        # Storage may hang, and the interpreter has to end all the same.
+        # A daemon: the interpreter has to end even if storage hangs.
         thread = threading.Thread(target=self._write, name="nostall-ahead", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the system has no thread to give
+        except RuntimeError:  # the system cannot start a thread
             self._end()
             self.settled.set()
 
     def take(self, publication: Publication, *, timeout_s: float) -> UnfinishedFile | None:
-        """The file with all of the publication's program in it, now the caller's; ``None`` if there is none.
+        """The file with the whole program of the publication, now owned by the caller, or ``None``.
 
         Args:
-            publication: What is going to be published. If it is not what was expected, the file is removed.
+            publication: The metadata to publish. The file is removed if it differs from the
+                expected one.
             timeout_s: How long to wait for the file.
         """
         if publication is self._publication:
@@ -95,14 +97,14 @@ class WrittenAhead:
 
     def _handed_over(self) -> UnfinishedFile | None:
         file = self._file
-        if file is None or not file.is_untouched():  # somebody has tidied up
+        if file is None or not file.is_untouched():  # removed or replaced from outside
             self._discard()
             return None
         self._file = None
         return file
 
     def drop(self) -> None:
-        """Remove the file. Idempotent, and bounded in time: what storage holds up is done when storage lets go."""
+        """Remove the file. Idempotent; if storage hangs, the removal ends in the background."""
         match self._end():
             case _State.WAITING:
                 self.settled.set()
@@ -136,7 +138,7 @@ class WrittenAhead:
                 if self._sync:
                     file.sync()
                 is_whole = True
-        except Exception as error:  # the commit writes it, and tells of what is wrong with storage
+        except Exception as error:  # the commit writes the file again and reports storage errors
             _log.debug("metadata is not written ahead path=%s: %s", self._path, error)
         finally:
             if not is_whole or not self._move(_State.WRITING, _State.WRITTEN):
@@ -149,7 +151,7 @@ class WrittenAhead:
         self.let_go()
 
     def let_go(self) -> None:
-        """Close the descriptor, if there is one; also in a forked child, which has one of its own."""
+        """Close the descriptor, if any; also in a forked child, which has a copy."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -159,7 +161,7 @@ _all: WeakSet[WrittenAhead] = WeakSet()
 
 
 def _let_go_after_fork() -> None:
-    """A data loader's worker would keep the blocks of removed metadata, and on network file systems its directory."""
+    """Otherwise a data loader's worker keeps a removed file's blocks (on NFS: its directory)."""
     for ahead in list(_all):
         ahead.let_go()
 

@@ -1,4 +1,4 @@
-"""One shard file, compared with its checksum or with those of the archives in it."""
+"""Verification of one shard file, by its checksum or by those of the archives in it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from nostall._storage.reading import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """Something that is not as it was written."""
+    """A difference from what was written."""
 
     file: str
     """Path below the checkpoint directory."""
     what: str
     items: tuple[str, ...] = ()
-    """Names of the items concerned, as far as they can be told."""
+    """Names of the items concerned, as far as they are known."""
 
     def __str__(self) -> str:
         items = f" (items {', '.join(self.items)})" if self.items else ""
@@ -33,16 +33,16 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Looked:
-    """What was seen in one file of the right size."""
+    """Result of the verification of one file of the right size."""
 
     file: str
     damage: Damage | None = None
     unchecked: tuple[str, ...] = ()
-    """Items that were stored without checksums."""
+    """Items stored without checksums."""
     strangers: tuple[str, ...] = ()
-    """Objects that are not archives; a planner can write them in another form."""
+    """Objects that are not archives; a planner may use another form."""
     archives: int = 0
-    """How many items are."""
+    """Number of items that are archives."""
 
 
 def look_at(
@@ -53,14 +53,14 @@ def look_at(
     crc32: int | None,
     progress: Progress,
 ) -> Looked:
-    """Read a shard file of the right size.
+    """Verify a shard file of the right size.
 
     Args:
-        directory: Of the checkpoint.
-        name: Of the file, below it.
+        directory: The checkpoint directory.
+        name: Path of the file below it.
         extents: The items in the file, as far as they are known.
-        crc32: What the manifest says; ``None`` if it says nothing.
-        progress: Counts what is read.
+        crc32: Checksum in the manifest, if any.
+        progress: Counts the bytes read.
     """
     path = os.path.join(directory, name)
     try:
@@ -71,10 +71,10 @@ def look_at(
             return Looked(file=name)
         inside = _look_into(path, name, extents, Progress(0, None))
     except OSError as error:
-        what = f"it cannot be read: {error.strerror}"
+        what = f"cannot be read: {error.strerror}"
         return Looked(file=name, damage=Damage(file=name, what=what))
     items = (*(inside.damage.items if inside.damage is not None else ()), *inside.strangers)
-    what = f"its CRC-32 is {found:08x} instead of {crc32:08x}"
+    what = f"CRC-32 is {found:08x}, expected {crc32:08x}"
     return Looked(file=name, damage=Damage(file=name, what=what, items=items))
 
 
@@ -85,7 +85,7 @@ def _look_into(path: str, name: str, extents: Sequence[Extent], progress: Progre
     strangers: list[str] = []
     archives = 0
     if not extents:
-        crc32_of_file(path, progress.add)  # whether it can be read
+        crc32_of_file(path, progress.add)  # raises if the file cannot be read
         return Looked(file=name, unchecked=(name,))
     with open(path, "rb") as stream:
         for extent in extents:
@@ -103,7 +103,8 @@ def _look_into(path: str, name: str, extents: Sequence[Extent], progress: Progre
                 if not extent.is_tensor:
                     strangers.append(extent.item)
                     continue
-                why = "a tensor in it is not an archive of torch.save"  # and without a transform it has to be
+                # Required of a tensor without a transform.
+                why = "contains a tensor that is not an archive of torch.save"
             finally:
                 progress.add(extent.length)
             if why is not None:
@@ -120,7 +121,7 @@ def _look_into(path: str, name: str, extents: Sequence[Extent], progress: Progre
 
 @dataclass(slots=True)
 class Progress:
-    """Counts what several threads have read."""
+    """Counts the bytes that several threads have read."""
 
     total: int
     tell: Callable[[int, int], object] | None

@@ -1,4 +1,4 @@
-"""Collect: from what every rank reports to one verdict. Pure."""
+"""Collect: from all ranks' reports to one verdict. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from nostall.errors import IncompleteSaveError, RankMismatchError
 
 
 def collect(outcomes: Sequence[Any]) -> Verdict:
-    """Commit only if every rank wrote everything; otherwise name every rank that did not.
+    """Commit if every rank wrote all its items; otherwise abort and name every failed rank.
 
     Args:
-        outcomes: For each rank in order, the list of its write results, or its failure.
+        outcomes: In rank order, each rank's list of write results, or its failure.
     """
     failures = {rank: each for rank, each in enumerate(outcomes) if not isinstance(each, list)}
     return Abort(failures=failures) if failures else Commit(results=list(outcomes))
@@ -23,7 +23,7 @@ def collect(outcomes: Sequence[Any]) -> Verdict:
 def require_one_result_each(
     planned: Iterable[Hashable], results: Iterable[Hashable], *, rank: int | None = None
 ) -> None:
-    """Check that one rank reports exactly one result per item that it had planned.
+    """Check that one rank reports exactly one result per planned item.
 
     Raises:
         IncompleteSaveError: An item has no result, several, or was never planned.
@@ -33,7 +33,7 @@ def require_one_result_each(
         return
     missing, extra = list((wanted - got).elements()), list((got - wanted).elements())
     raise IncompleteSaveError(
-        f"{len(missing)} planned items have no result and {len(extra)} results were not planned:"
+        f"{len(missing)} planned items have no result, {len(extra)} results were not planned:"
         f" {[str(index) for index in (*missing, *extra)[:3]]}",
         rank=rank,
         phase="collect",
@@ -41,21 +41,21 @@ def require_one_result_each(
 
 
 def require_all_present(planned: Iterable[Hashable], results: Iterable[Hashable]) -> None:
-    """Check that every item that the metadata is going to name was written by some rank, and no other.
+    """Check that the ranks have written exactly the items that the metadata names.
 
     Raises:
-        IncompleteSaveError: An item was not, or nobody would find one that was.
+        IncompleteSaveError: An item was not written, or a written item is not in the metadata.
     """
     named, written = set(planned), set(results)
     for strangers, what in (
-        (named - written, "items of the checkpoint were written by no rank"),
-        (written - named, "items were written that the checkpoint's metadata does not name"),
+        (named - written, "items of the checkpoint were not written by any rank"),
+        (written - named, "written items are not in the checkpoint's metadata"),
     ):
         if strangers:
             raise IncompleteSaveError(
                 f"{len(strangers)} {what}: {sorted(map(str, strangers))[:3]}",
                 phase="collect",
-                hint="nothing was committed; the next save plans anew",
+                hint="nothing was committed; the next save plans again",
             )
 
 
@@ -66,16 +66,16 @@ def require_one_directory(
     rank: int | None = None,
     is_same: Callable[[str, str], bool],
 ) -> None:
-    """Check that all ranks have written to the directory that the metadata is going to be in.
+    """Check that all ranks have written to the directory of the metadata.
 
     Args:
-        directories: Where each rank has written, as far as that is known.
-        mine: The coordinator's.
+        directories: Each rank's directory; ``None`` where it is not known.
+        mine: The coordinator's directory.
         rank: The coordinator.
-        is_same: Whether two paths lead to one directory, as the coordinator sees it.
+        is_same: Whether two paths lead to one directory, as seen by the coordinator.
 
     Raises:
-        RankMismatchError: One rank has written elsewhere.
+        RankMismatchError: A rank has written to another directory.
     """
     elsewhere: dict[str, list[int]] = defaultdict(list)
     for number, directory in enumerate(directories):
@@ -85,7 +85,8 @@ def require_one_directory(
     if strangers:
         path, ranks = next(iter(strangers.items()))
         raise RankMismatchError(
-            f"ranks save to {len(strangers) + 1} different directories: ranks {ranks[:8]} to {path}",
+            f"ranks save to {len(strangers) + 1} different directories:"
+            f" ranks {ranks[:8]} to {path}",
             rank=rank,
             phase="collect",
             path=mine,

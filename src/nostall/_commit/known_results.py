@@ -1,4 +1,7 @@
-"""Write results that the coordinator has already: equal ones are neither sent nor pickled again, whatever their files are called."""
+"""Write results that the coordinator already has: they are not sent or pickled again.
+
+File names may change from save to save; they are sent with each save.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +19,30 @@ from nostall.errors import SaveError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """What a rank has written."""
+    """A rank's write results, in full."""
 
     items: list[WriteResult]
     files: tuple[str, ...]
-    """Names of the files that they are in."""
+    """Names of the files of the items."""
     token: str | None
-    """Identifies results that may come again."""
+    """Identifies results that a later save may refer to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SameResults:
-    """A rank has written what it had told the coordinator before, under this token."""
+    """A reference to write results that the coordinator received before, under this token."""
 
     token: str
     files: tuple[str, ...]
-    """What the files are called now, in the order of then."""
+    """The present names of the files, in the order of the first report."""
 
 
 Told = Results | SameResults | _torch.WrappedException
-"""How a rank's part of a save has ended, as the rank tells it."""
+"""A rank's report of its part of a save."""
 
 
 def token_of(told: Told) -> str | None:
-    """What to call these results when they come again."""
+    """The token of these results, if a later save may refer to them."""
     return told.token if isinstance(told, Results | SameResults) else None
 
 
@@ -49,7 +52,7 @@ def _files_of(told: Sequence[Told]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Published:
-    """What was published last, for which results and which planned metadata."""
+    """The last publication, with its results and its planned metadata."""
 
     tokens: list[str]
     attributes: dict[str, Any]
@@ -57,7 +60,7 @@ class _Published:
     publication: Publication
 
     def is_of(self, planned: Metadata) -> bool:
-        """Whether planned metadata consists of the same objects; to compare their content would cost more than pickling it."""
+        """Whether planned metadata has the same objects; comparing contents costs too much."""
         now = _attributes(planned)
         return now.keys() == self.attributes.keys() and all(
             value is self.attributes[name] for name, value in now.items()
@@ -65,16 +68,17 @@ class _Published:
 
 
 class KnownResults:
-    """What the coordinator keeps of the last save."""
+    """The coordinator's memory of the last save."""
 
     def __init__(self) -> None:
         self._of_rank: dict[int, Results] = {}
         self._published: _Published | None = None
 
     def fill_in(self, told: Sequence[Told]) -> list[list[WriteResult] | _torch.WrappedException]:
-        """All ranks' results or failures; those that may come again are kept.
+        """All ranks' results or failures; results with a token are kept.
 
-        What comes again is what was told then, with the names of then; see :meth:`under_new_names`.
+        A reference becomes the kept results, with the earlier file names; see
+        :meth:`under_new_names`.
         """
         everyone: list[list[WriteResult] | _torch.WrappedException] = []
         for rank, each in enumerate(told):
@@ -92,7 +96,7 @@ class KnownResults:
     def under_new_names(
         self, told: Sequence[Told], results: Sequence[list[WriteResult]]
     ) -> list[list[WriteResult]]:
-        """All ranks' results as :meth:`fill_in` has returned them, with the names that their files have now."""
+        """All ranks' results from :meth:`fill_in`, with the present file names."""
         return [
             _renamed(items, dict(zip(self._of_rank[rank].files, each.files, strict=True)))
             if isinstance(each, SameResults)
@@ -101,7 +105,7 @@ class KnownResults:
         ]
 
     def publication(self, told: Sequence[Told], planned: Metadata) -> Publication | None:
-        """What to publish, made from what was published last, if that was for the same results and the same metadata."""
+        """The last publication with new file names, if its results and metadata were the same."""
         last = self._published
         if last is None:
             return None
@@ -114,7 +118,7 @@ class KnownResults:
         return publication
 
     def expected(self, planned: Metadata) -> Publication | None:
-        """What there will be to publish if all ranks write what they wrote last, to files of the same names."""
+        """The last publication, valid if all ranks write the same results to the same files."""
         last = self._published
         if last is None or not last.is_of(planned):
             return None
@@ -123,7 +127,7 @@ class KnownResults:
     def note_published(
         self, told: Sequence[Told], planned: Metadata, publication: Publication
     ) -> None:
-        """Keep what is being published, if all ranks' results may come again."""
+        """Keep a publication, if the results of all ranks have a token."""
         tokens = [token for token in map(token_of, told) if token is not None]
         if len(tokens) == len(told):
             self._published = _Published(
@@ -142,7 +146,7 @@ class KnownResults:
                 "this rank refers to results of an earlier save that the coordinator does not have",
                 rank=rank,
                 phase="collect",
-                hint="use one metadata cache per sequence of saves, the same way on all ranks",
+                hint="use one metadata cache per sequence of saves, in the same way on all ranks",
             )
         )
 
@@ -160,7 +164,7 @@ def _renamed(items: Sequence[WriteResult], names: Mapping[str, str]) -> list[Wri
 
 
 def _attributes(metadata: Metadata) -> dict[str, Any]:
-    """The objects that planned metadata consists of."""
+    """The objects of planned metadata, by attribute."""
     return {
         name: value
         for name, value in vars(metadata).items()

@@ -1,14 +1,15 @@
-r"""The manifest of a checkpoint: what its files have to be, as JSON behind the pickle in ``.metadata``.
+r"""The manifest of a checkpoint: sizes and checksums of its files, as JSON after the pickle in
+``.metadata``.
 
-A pickle ends with its STOP instruction, and readers look no further. What follows is one line of JSON and a last line that
-says how long that is and what its checksum is, so that both are found from the end of the file::
+Readers of a pickle stop at its STOP instruction. One line of JSON follows, and a footer with the
+length and checksum of that line, so that both are found from the end of the file::
 
     <pickle>\n
-    {"files": [{"crc32": "89abcdef", "name": "__0_0.distcp", "nbytes": 1073741824}], "metadata": {...}, ...}\n
+    {"files": [{"crc32": "89abcdef", "name": "__0_0.distcp", "nbytes": 1073741824}], ...}\n
     #nostall-manifest 000000000187 01234567\n
 
-Being part of the metadata it is committed with it, by the same rename, and needs no fsync of its own. Nothing here imports
-torch, or trusts what it reads.
+The manifest is part of the metadata file: the same rename publishes it, and it needs no fsync of
+its own. Nothing here imports torch or trusts its input.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ _FOOTER = re.compile(rb"#nostall-manifest (\d{12}) ([0-9a-f]{8})\n\Z")
 _FOOTER_NBYTES = len(b"#nostall-manifest 000000000000 00000000\n")
 _CRC32 = re.compile(r"[0-9a-f]{8}")
 _MOST_NBYTES = 1 << 62
-"""What no file system can hold."""
+"""Beyond the capacity of any file system."""
 _MARKS = (b'\n{"committed_at":', b"\n#nostall-manifest ")
-"""One of them is left if the end of a file is cut off or damaged in one place."""
-_NO_END = "its end is damaged, or a part of its manifest is missing"
+"""One of them remains if the end of a file is truncated, or damaged in one place."""
+_NO_END = "the end of the file is damaged, or a part of the manifest is missing"
 _MOST_LINE_NBYTES = 1 << 30
 """Room for millions of files."""
 _PIECE_NBYTES = 8 << 20
@@ -45,29 +46,29 @@ _PIECE_NBYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint consists of."""
+    """The files of a checkpoint."""
 
     files: tuple[WrittenFile, ...]
     """All shard files of all ranks."""
     metadata_nbytes: int
     """Length of the pickle."""
     metadata_crc32: int
-    """That of the pickle."""
+    """CRC-32 of the pickle."""
     committed_at_s: float
-    """Seconds since the epoch, by the coordinator's clock, just before it was published."""
+    """Seconds since the epoch, by the coordinator's clock, just before publishing."""
     version: str
-    """That of the nostall that wrote it."""
+    """Version of the nostall that wrote it."""
 
 
 def with_manifest(
     metadata: Sequence[bytes], files: Sequence[WrittenFile], *, crc32: int, committed_at_s: float
 ) -> tuple[bytes, ...]:
-    """The content of a ``.metadata`` file, in pieces: pickled metadata and the manifest of its checkpoint.
+    """The content of a ``.metadata`` file, in pieces: pickled metadata and the manifest.
 
     Args:
         metadata: The pickle, in pieces.
         files: All shard files of all ranks.
-        crc32: That of the pickle.
+        crc32: CRC-32 of the pickle.
         committed_at_s: Seconds since the epoch.
     """
     plain = {
@@ -90,16 +91,16 @@ def with_manifest(
 
 
 def files_in_manifest(stream: BinaryIO) -> set[str] | None:
-    """Names of the shard files of the checkpoint whose ``.metadata`` file this is, from :func:`manifest_alone`."""
+    """Names of the shard files in the manifest of a ``.metadata`` file; the pickle is not read."""
     manifest = manifest_alone(stream)
     return None if manifest is None else {file.name for file in manifest.files}
 
 
 def manifest_alone(stream: BinaryIO) -> Manifest | None:
-    """The manifest of a ``.metadata`` file, of whose pickle nothing is read; ``None`` if there is no intact one.
+    """The manifest of a ``.metadata`` file, without reading the pickle; ``None`` if not intact.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     try:
         found = _find(stream, path="")
@@ -109,17 +110,17 @@ def manifest_alone(stream: BinaryIO) -> Manifest | None:
 
 
 def manifest_of(stream: BinaryIO, *, path: str) -> Manifest | None:
-    """The manifest of a ``.metadata`` file whose pickle is the one that it was written with; ``None`` if there is none.
+    """The manifest of a ``.metadata`` file, after checking the pickle; ``None`` if there is none.
 
-    The pickle is read in pieces, so that its length does not matter.
+    The pickle is read in pieces, in constant memory.
 
     Args:
         stream: The file.
         path: For errors.
 
     Raises:
-        DamagedCheckpointError: The end of the file is damaged, or the pickle is not what was written.
-        OSError: It cannot be read.
+        DamagedCheckpointError: The end of the file is damaged, or the pickle fails its checksum.
+        OSError: The file cannot be read.
     """
     found = _find(stream, path=path)
     if found is None:
@@ -132,19 +133,19 @@ def manifest_of(stream: BinaryIO, *, path: str) -> Manifest | None:
         manifest.metadata_crc32,
         b"\n",
     ):
-        raise _damaged("the metadata does not have the checksum that its manifest says", path)
+        raise _damaged("the metadata does not match the checksum in its manifest", path)
     return manifest
 
 
 def split(content: bytes, *, path: str) -> tuple[bytes, Manifest | None]:
-    """The pickle in a ``.metadata`` file, and the manifest behind it; ``None`` if there is none.
+    """The pickle in a ``.metadata`` file, and the manifest after it; ``None`` if there is none.
 
     Args:
         content: The file's content.
         path: For errors.
 
     Raises:
-        DamagedCheckpointError: There is a manifest, but it or the pickle is not what was written.
+        DamagedCheckpointError: There is a manifest, but it or the pickle fails its checksum.
     """
     manifest = manifest_of(io.BytesIO(content), path=path)
     if manifest is not None:
@@ -155,7 +156,7 @@ def split(content: bytes, *, path: str) -> tuple[bytes, Manifest | None]:
 
 
 def _find(stream: BinaryIO, *, path: str) -> tuple[Manifest, int] | None:
-    """The manifest at the end of a file, and where its line begins."""
+    """The manifest at the end of a file, and the offset of its line."""
     end = stream.seek(0, os.SEEK_END) - _FOOTER_NBYTES
     footer = _FOOTER.match(_read_at(stream, end, _FOOTER_NBYTES))
     if footer is None:
@@ -166,7 +167,7 @@ def _find(stream: BinaryIO, *, path: str) -> tuple[Manifest, int] | None:
 
 
 def _read_at(stream: BinaryIO, begin: int, nbytes: int) -> bytes:
-    """What is there, and nothing if that would begin before the file does."""
+    """The bytes at an offset; empty if the offset is negative."""
     if begin < 0:
         return b""
     stream.seek(begin)
@@ -174,7 +175,7 @@ def _read_at(stream: BinaryIO, begin: int, nbytes: int) -> bytes:
 
 
 def _crc32_of_first(stream: BinaryIO, nbytes: int) -> int:
-    """The CRC-32 of the first bytes of a file; the stream is behind them then."""
+    """The CRC-32 of the first bytes of a file; leaves the stream after them."""
     stream.seek(0)
     crc32 = 0
     while nbytes > 0 and (piece := stream.read(min(nbytes, _PIECE_NBYTES))):
@@ -185,7 +186,7 @@ def _crc32_of_first(stream: BinaryIO, nbytes: int) -> int:
 
 def _manifest_in(line: bytes, footer: re.Match[bytes], path: str) -> Manifest:
     if len(line) != int(footer[1]) or _hex(checksum.crc32(line)) != footer[2].decode():
-        raise _damaged("its manifest does not have the checksum that it should have", path)
+        raise _damaged("the manifest does not match its checksum", path)
     return _parsed(line, path)
 
 
@@ -193,7 +194,7 @@ def _parsed(line: bytes, path: str) -> Manifest:
     try:
         plain: Any = json.loads(line.decode(), object_pairs_hook=_without_duplicates)
         if plain["format"] != _FORMAT:
-            raise ValueError(f"format {plain['format']!r} is not known")
+            raise ValueError(f"unknown format {plain['format']!r}")
         files = tuple(
             WrittenFile(
                 name=_shard_name(file["name"]),
@@ -203,7 +204,7 @@ def _parsed(line: bytes, path: str) -> Manifest:
             for file in plain["files"]
         )
         if len({file.name for file in files}) != len(files):
-            raise ValueError("it has a file twice")
+            raise ValueError("duplicate file")
         return Manifest(
             files=files,
             metadata_nbytes=_nbytes(plain["metadata"]["nbytes"]),
@@ -212,45 +213,45 @@ def _parsed(line: bytes, path: str) -> Manifest:
             version=_checked(plain["nostall"], str),
         )
     except (ArithmeticError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise _damaged(f"its manifest cannot be read: {error!r:.200}", path) from error
+        raise _damaged(f"the manifest cannot be read: {error!r:.200}", path) from error
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     plain = dict(pairs)
     if len(plain) != len(pairs):
-        raise ValueError("it has an entry twice")
+        raise ValueError("duplicate entry")
     return plain
 
 
 def _nbytes(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _MOST_NBYTES:
-        raise ValueError("a length in it cannot be")
+        raise ValueError("invalid length")
     return value
 
 
 def _crc32(value: Any) -> int:
     if not _CRC32.fullmatch(_checked(value, str)):
-        raise ValueError("a checksum in it is none")
+        raise ValueError("invalid checksum")
     return int(value, 16)
 
 
 def _checked(value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
-        raise TypeError(f"{value!r} is no {kind.__name__}")
+        raise TypeError(f"{value!r} is not of type {kind.__name__}")
     return value
 
 
 def _shard_name(value: Any) -> str:
     name: str = os.path.normpath(_checked(value, str))
     if not is_shard_name(name):
-        raise ValueError(f"{value!r} is no shard file of a checkpoint")
+        raise ValueError(f"{value!r} is not the name of a shard file")
     return name
 
 
 def _finite(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"{value!r} is no time")
+        raise ValueError(f"{value!r} is not a time")
     return number
 
 

@@ -1,12 +1,13 @@
-"""Metadata as bytes: DCP's own objects in DCP's own format, read through an allow-list.
+"""Metadata as bytes: DCP's objects in DCP's format, read through an allow-list.
 
-``.metadata`` is a pickle, so reading one runs whatever it says. What nostall reads itself, it reads with
-:mod:`nostall._commit.metadata_pickle`, which resolves exactly the classes that DCP metadata consists of, and then looks whether
-the entries are what they are declared to be. Stock readers have no such limit.
+``.metadata`` is a pickle, and a pickle can run any code. nostall reads it with
+:mod:`nostall._commit.metadata_pickle`, which resolves only the classes of DCP metadata, and then
+checks the types of the entries. Stock readers have no such limit.
 
-Frameworks keep every rank's local plan with the metadata (``Metadata.all_local_plans``) to validate the plan cache of a
-resumed run. It is an attribute that the dataclass does not declare, so anything that rebuilds the dataclass drops it;
-the same object therefore also stands in the planner data under :data:`_PLANS_KEY`, which costs nothing in a pickle.
+Frameworks keep every rank's local plan with the metadata (``Metadata.all_local_plans``) to validate
+the plan cache of a resumed run. The dataclass does not declare this attribute, so code that
+rebuilds the dataclass drops it. The planner data therefore holds the same object under
+:data:`_PLANS_KEY`; in a pickle the second reference is free.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ def load_metadata(content: bytes, *, path: str) -> Metadata:
     """The metadata in a ``.metadata`` file.
 
     Raises:
-        UnknownMetadataError: It holds something that DCP metadata does not consist of.
-        UntrustedMetadataError: It is no pickle of metadata, or not a whole one, or cannot be true.
+        UnknownMetadataError: It has parts that DCP metadata does not have.
+        UntrustedMetadataError: It is not a complete pickle of metadata, or is impossible.
     """
     try:
-        metadata = unpickle(content)  # which reads no further than the pickle
+        metadata = unpickle(content)  # ignores the manifest after the pickle
     except UntrustedMetadataError as error:
         error.path = path
         raise
@@ -70,21 +71,21 @@ def load_metadata(content: bytes, *, path: str) -> Metadata:
 
 
 def _require_entries(metadata: Metadata, path: str) -> None:
-    """Refuse entries that are not what they are declared to be; whoever reads on relies on it.
+    """Check the types of the entries, on which all later code relies.
 
     Raises:
-        UntrustedMetadataError: They are not.
+        UntrustedMetadataError: An entry has a type other than the declared one.
     """
     entries = vars(metadata).get("state_dict_metadata")
     if type(entries) is not dict:
-        raise _refused("it does not say what it consists of", path)
+        raise _refused("state_dict_metadata is not a dict", path)
     if not isinstance(metadata.storage_data, Mapping | NoneType):
-        raise _refused("it does not say where its items are", path)
+        raise _refused("storage_data is not a mapping", path)
     if not isinstance(metadata.storage_meta, StorageMeta | NoneType):
-        raise _refused("it does not say which save it is of", path)
+        raise _refused("storage_meta is not a StorageMeta", path)
     for fqn, entry in entries.items():
         if type(fqn) not in NAMES:
-            raise _refused(f"an item has a {type(fqn).__name__} as its name", path)
+            raise _refused(f"the name of an item is a {type(fqn).__name__}", path)
         if type(entry) is TensorStorageMetadata:
             _require_tensor(fqn, vars(entry), path)
         elif type(entry) is not BytesStorageMetadata:
@@ -100,25 +101,25 @@ def _require_tensor(fqn: Any, tensor: Mapping[str, Any], path: str) -> None:
         place = vars(chunk) if type(chunk) is ChunkStorageMetadata else {}
         begin, extent = place.get("offsets"), place.get("sizes")
         if type(begin) is not torch.Size or type(extent) is not torch.Size:
-            raise _refused(f"a chunk of the tensor {fqn!r:.80} has no place", path)
+            raise _refused(f"a chunk of the tensor {fqn!r:.80} has no offsets or no sizes", path)
         if not len(begin) == len(extent) == len(size):
-            raise _refused(f"a chunk of the tensor {fqn!r:.80} has other dimensions", path)
+            raise _refused(f"a chunk of the tensor {fqn!r:.80} differs in dimensions", path)
         for at, length, end in zip(begin, extent, size, strict=True):
             if at + length > end:
                 raise _refused(f"a chunk of the tensor {fqn!r:.80} lies outside of it", path)
         if not begin or 0 in extent:
-            continue  # such chunks overlap nothing, and every rank may have one
+            continue  # such chunks do not overlap, and every rank may have one
         if begin in begins:
-            raise _refused(f"the tensor {fqn!r:.80} has a chunk twice", path)
+            raise _refused(f"the tensor {fqn!r:.80} has a duplicate chunk", path)
         begins.add(begin)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Publication:
-    """Metadata of a finished save, pickled but for what belongs to one checkpoint; as good for the next equal save."""
+    """Pickled metadata of a finished save without ``storage_meta``; reusable by equal saves."""
 
     program: tuple[bytes, ...]
-    """The pickle, in pieces and without its STOP instruction."""
+    """The pickle, in pieces, without its STOP instruction."""
     storage_data: Mapping[MetadataIndex, Any]
     files: frozenset[str]
     """Names of the shard files."""
@@ -130,24 +131,24 @@ class Publication:
 
     @cached_property
     def crc32(self) -> int:
-        """That of the program."""
+        """CRC-32 of the program."""
         return reduce(lambda crc32, piece: checksum.crc32(piece, crc32), self.program, 0)
 
     def content(self, storage_meta: StorageMeta | None) -> tuple[bytes, ...]:
-        """The content of a ``.metadata`` file, in pieces: to put them together would cost more than writing them.
+        """The content of a ``.metadata`` file, in pieces: joining costs more than writing them.
 
-        A pickle is a program for a stack machine. This one makes the metadata object, sets all attributes but
-        ``storage_meta``, and then sets that one. Protocol 3, because later ones cut the program into frames of stated
-        length.
+        A pickle is a program for a stack machine. This one makes the metadata object, sets all
+        attributes but ``storage_meta``, and then sets ``storage_meta``. Protocol 3, because later
+        protocols divide the program into frames with a length.
         """
         rest = pickle.dumps({"storage_meta": storage_meta}, protocol=_PROTOCOL)
         return (*self.program, rest[_PROTO_NBYTES:-1] + pickle.BUILD + pickle.STOP)
 
     def renamed(self, names: Mapping[str, str]) -> Publication | None:
-        """The same with shard files of other names; ``None`` if names cannot be told from other texts in the pickle.
+        """The same with other names of shard files; ``None`` if names in the pickle are ambiguous.
 
         Args:
-            names: For each file, what it is called now.
+            names: The present name of each file.
         """
         if all(old == new for old, new in names.items()):
             return self
@@ -159,13 +160,14 @@ class Publication:
             storage_data=_under_new_names(self.storage_data, names),
             files=frozenset(names.values()),
         )
-        vars(renamed)["_cut"] = cut  # which would be found again, at the cost of looking
+        vars(renamed)["_cut"] = cut  # saves another search
         return renamed
 
     @cached_property
     def _cut(self) -> list[bytes | str] | None:
-        """The program, with the names of files as texts: each is there once, as what is pickled again is a reference."""
-        # A text that is the very object of a name would be a reference to it; names are made by layout, so others are not.
+        """The program, with file names as separate texts: each occurs once, as pickle memoizes."""
+        # An fqn that is the same object as a file name would be pickled as a reference to it. Names
+        # are made by the layout, so other texts are other objects.
         if any(index.fqn in self.files for index in self.storage_data):
             return None
         program = b"".join(self.program)
@@ -173,7 +175,7 @@ class Publication:
         lengths = {len(pickled) for pickled in names}
         pieces: list[bytes | str] = []
         done = 0
-        # All of them end alike, and there are too many to look for each.
+        # All names have this suffix; searching for each of them would be too slow.
         for found in re.finditer(re.escape(SHARD_SUFFIX.encode()), program):
             end = found.end()
             for begin in (max(0, end - length) for length in lengths):
@@ -186,7 +188,7 @@ class Publication:
 
 
 def _pickled(text: str) -> bytes:
-    """What a pickle of :data:`_PROTOCOL` has in it for a text that it meets for the first time."""
+    """The first occurrence of a text in a pickle of :data:`_PROTOCOL`."""
     encoded = text.encode("utf-8", "surrogatepass")
     return pickle.BINUNICODE + len(encoded).to_bytes(4, "little") + encoded
 
@@ -195,14 +197,14 @@ def _under_new_names(
     storage_data: Mapping[MetadataIndex, Any], names: Mapping[str, str]
 ) -> _UnderNewNames:
     if isinstance(storage_data, _UnderNewNames):
-        # Or it would look through one more of them with every save.
+        # Without this, each save would add a level of indirection.
         first = {old: names[new] for old, new in storage_data.names.items()}
         return _UnderNewNames(storage_data.storage_data, first)
     return _UnderNewNames(storage_data, names)
 
 
 class _UnderNewNames(Mapping[MetadataIndex, Any]):
-    """Storage data whose files are called otherwise by now; made anew when somebody looks, which is seldom."""
+    """Storage data with new file names; entries are made on access, which is rare."""
 
     def __init__(self, storage_data: Mapping[MetadataIndex, Any], names: Mapping[str, str]) -> None:
         self.storage_data = storage_data
@@ -227,7 +229,7 @@ _PROTO_NBYTES = 2
 
 
 def publication_of(finished: Metadata) -> Publication:
-    """What to publish for the metadata of a finished save."""
+    """The publication of a finished save's metadata."""
     plans = getattr(finished, "all_local_plans", None)
     twin = copy(finished)
     if plans is not None and isinstance(finished.planner_data, Mapping):
@@ -241,7 +243,7 @@ def publication_of(finished: Metadata) -> Publication:
 
 
 def local_plans_in(metadata: Metadata | None) -> list[SavePlan] | None:
-    """All ranks' plans that a loaded checkpoint was saved with, if it has them; from whichever reader it comes."""
+    """All ranks' plans of a loaded checkpoint, if it has them; from metadata of any reader."""
     plans = getattr(metadata, "all_local_plans", None)
     if plans is None and metadata is not None and isinstance(metadata.planner_data, Mapping):
         plans = metadata.planner_data.get(_PLANS_KEY)
@@ -249,7 +251,7 @@ def local_plans_in(metadata: Metadata | None) -> list[SavePlan] | None:
 
 
 def complete_metadata(metadata: Metadata, results: list[list[WriteResult]]) -> Metadata:
-    """The metadata of a finished save, but for ``storage_meta``; the argument is not changed."""
+    """The metadata of a finished save without ``storage_meta``; the argument is not changed."""
     finished = copy(metadata)
     finished.version = _torch.DCP_VERSION
     finished.storage_data = {
@@ -259,7 +261,7 @@ def complete_metadata(metadata: Metadata, results: list[list[WriteResult]]) -> M
 
 
 def planned_indices(metadata: Metadata) -> list[MetadataIndex]:
-    """Every item that a reader of this metadata may ask storage for."""
+    """Every item that a reader of this metadata may request from storage."""
     indices = []
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -271,14 +273,14 @@ def planned_indices(metadata: Metadata) -> list[MetadataIndex]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extent:
-    """Where one item of a checkpoint is."""
+    """Location of one item of a checkpoint."""
 
     file: str
     offset: int
     length: int
     item: str
     is_tensor: bool
-    """Whether it is a part of a tensor; else it is what a planner has made of some other object."""
+    """Whether it is a part of a tensor; otherwise a planner has serialised some other object."""
     is_transformed: bool
     """Whether a stream transform has compressed or otherwise changed it."""
 
@@ -289,14 +291,15 @@ class Extent:
 
 
 def extents_of(metadata: Metadata, *, path: str) -> list[Extent]:
-    """Where the items of a checkpoint are, in the order of files and of offsets in them.
+    """Locations of the items of a checkpoint, ordered by file and offset.
 
     Raises:
-        UntrustedMetadataError: Somewhere outside the checkpoint directory, nowhere, or two of them in one place.
+        UntrustedMetadataError: An item has no location, one outside the checkpoint directory, or
+            one that overlaps another item's.
     """
     storage_data = metadata.storage_data
     if not isinstance(storage_data, Mapping):
-        raise _refused("it does not say where its items are", path)
+        raise _refused("storage_data is not a mapping", path)
     entries = metadata.state_dict_metadata
     extents = sorted(_extent(index, info, entries, path) for index, info in storage_data.items())
     for one, other in itertools.pairwise(extents):
@@ -312,15 +315,15 @@ def _extent(index: Any, info: Any, entries: Mapping[Any, Any], path: str) -> Ext
         getattr(info, attribute, None) for attribute in ("relative_path", "offset", "length")
     )
     if type(index) is not MetadataIndex or type(getattr(index, "fqn", ())) not in NAMES:
-        raise _refused("it says where something is that is no item", path)
+        raise _refused("storage_data has a key that is not an item", path)
     item = str(index.fqn)
     if not isinstance(name, str) or not is_shard_name(name):
-        where = f"in {name!r:.200}" if isinstance(name, str) else "nowhere"
-        raise _refused(f"item {item!r:.80} is said to be {where}", path)
+        where = f"the file name {name!r:.200}" if isinstance(name, str) else "no file name"
+        raise _refused(f"item {item!r:.80} has {where}", path)
     for value in (offset, length):
         if not isinstance(value, int) or not 0 <= value <= MOST_NBYTES:
-            # Not their text: what is no number here may have one of any length.
-            raise _refused(f"item {item!r:.80} is said to be where nothing can be", path)
+            # Without the values: the text of an arbitrary object may have any length.
+            raise _refused(f"item {item!r:.80} has an impossible offset or length", path)
     assert isinstance(offset, int)
     assert isinstance(length, int)
     return Extent(
@@ -334,11 +337,11 @@ def _extent(index: Any, info: Any, entries: Mapping[Any, Any], path: str) -> Ext
 
 
 def _refused(why: str, path: str) -> UntrustedMetadataError:
-    return UntrustedMetadataError(f"the metadata cannot be true: {why}", phase="read", path=path)
+    return UntrustedMetadataError(f"the metadata is invalid: {why}", phase="read", path=path)
 
 
 def referenced_files(content: bytes, *, path: str) -> set[str]:
-    """Names of the shard files that a committed checkpoint consists of; empty if its metadata cannot be trusted."""
+    """Names of the shard files of a committed checkpoint; empty if its metadata is not trusted."""
     try:
         metadata = load_metadata(content, path=path)
     except UntrustedMetadataError:
@@ -355,5 +358,5 @@ def _with_plans_restored(metadata: Metadata) -> Metadata:
     if isinstance(metadata.planner_data, dict) and _PLANS_KEY in metadata.planner_data:
         plans = metadata.planner_data.pop(_PLANS_KEY)
         if getattr(metadata, "all_local_plans", None) is None:
-            metadata.all_local_plans = plans  # type: ignore[attr-defined]  # frameworks keep plans there
+            metadata.all_local_plans = plans  # type: ignore[attr-defined]  # see above
     return metadata

@@ -1,14 +1,15 @@
-"""The unpickler of DCP metadata: exactly the classes that it consists of, and nothing that they could do.
+"""The unpickler of DCP metadata: only its classes, and no code of theirs that a pickle can choose.
 
-A pickle is a program. Python's unpickler in C, whichever classes it may find, makes room for any memo index and hashes
-any tuple as a key: 9 bytes take gigabytes, a kilobyte keeps it busy for ever, and a megabyte ends the process
-(docs/decisions/0025-guarded-program.md). So the program is changed before it runs. It may have the instructions that pickles of metadata
-have, with lengths and memo indices that the file's own length allows; and where it would make a tuple, call something,
-or give state to something, it hands that to :meth:`_Unpickler.persistent_load`, which looks at the objects first. What
-is left to C makes texts, numbers, lists, dictionaries, and instances without state.
+A pickle is a program. Even with an allow-list of classes, Python's unpickler in C allocates any
+memo index and hashes any tuple as a key: 9 bytes take gigabytes, 1 KiB keeps it busy for ever, and
+1 MiB ends the process (docs/decisions/0025-guarded-program.md). So the program is changed before it
+runs. It may have only the instructions in pickles of metadata, with lengths and memo indices that
+the file's length allows. Where it would make a tuple, call a function, or set the state of an
+object, it calls :meth:`_Unpickler.persistent_load`, which checks the objects first. C code makes
+only texts, numbers, lists, dictionaries, and instances without state.
 
-What can be hashed is small, then: numbers, texts, tuples of few parts, sizes, and instances with attributes of the types
-that they are declared with.
+Hashable objects are therefore small: numbers, texts, tuples of few parts, sizes, and instances with
+attributes of their declared types.
 """
 
 from __future__ import annotations
@@ -35,26 +36,29 @@ from nostall import _torch
 from nostall.errors import UnknownMetadataError, UntrustedMetadataError
 
 _MOST_TUPLE_PARTS = 1000
-"""Shared ones count as often as they are reached; it bounds how deep tuples are nested, too."""
+"""Counts a shared part once per reference; also limits the nesting of tuples."""
 _MOST_DIMENSIONS = 64
 _MOST_PATH_NCHARS = 4096
 MOST_NBYTES = 1 << 62
-"""What no file system can hold; a sum of two is still a file offset."""
+"""Beyond the capacity of any file system; the sum of two is still a file offset."""
 NAMES = (str, int, float, bool, NoneType)
-"""What an item can be called: with ``flatten_state_dict=False`` whatever the keys of the state dict are."""
-HINT = "a newer torch or a planner may have written it; if you trust it, read it with torch's own FileSystemReader"
+"""Types of item names: with ``flatten_state_dict=False`` they are the keys of the state dict."""
+HINT = (
+    "a newer torch or a planner may have written it; if you trust it, read it with torch's own"
+    " FileSystemReader"
+)
 
 
 def unpickle(content: bytes) -> Any:
-    """The object that ``content`` begins with.
+    """The object pickled at the beginning of ``content``.
 
     Raises:
-        UnknownMetadataError: It has something that DCP metadata does not consist of.
-        UntrustedMetadataError: It is not the whole of a pickle.
-        Exception: Anything that a broken pickle can raise.
+        UnknownMetadataError: It has parts that DCP metadata does not have.
+        UntrustedMetadataError: The pickle is not complete.
+        Exception: A broken pickle can raise any exception.
     """
     if content[:1] != pickle.PROTO or int.from_bytes(content[1:2], "little") not in _PROTOCOLS:
-        _damaged("is of a protocol that DCP does not use")
+        _damaged("has a pickle protocol that DCP does not use")
     program = _guarded(content)
     with no_collection():
         return _Unpickler(io.BytesIO(program)).load()
@@ -62,9 +66,9 @@ def unpickle(content: bytes) -> Any:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Looking for cycles again and again takes most of the time when many objects are made and none is given up.
+    """Pause garbage collection, which would take most of the time while many objects are made.
 
-    Threads that read at the same time may let each other be interrupted by it, which does no harm.
+    Concurrent readers may resume it for each other, which is harmless.
     """
     was_enabled = gc.isenabled()
     if was_enabled:
@@ -79,7 +83,7 @@ def no_collection() -> Iterator[None]:
 
 
 _pauses: list[None] = []
-"""One for each thread that has switched garbage collection off and is going to switch it on."""
+"""One entry per thread that has disabled garbage collection and will enable it."""
 
 
 def _after_fork_in_child() -> None:
@@ -103,12 +107,12 @@ def _damaged(what: str) -> NoReturn:
     raise UntrustedMetadataError(f"the metadata {what}", phase="read")
 
 
-# --- the program ------------------------------------------------------------------------------------------------------
+# --- the program ------------------------------------------------------------------------------
 
 
 def _guarded(content: bytes) -> bytes:
-    """The program that ``content`` begins with, changed as said above, in one frame, which C reads at once."""
-    # Each entry of the memo takes 16 bytes, and an instruction to fill it 5.
+    """The program at the beginning of ``content``, changed as above, in a single frame."""
+    # A memo entry takes 16 bytes of memory, and the instruction that fills it 5 bytes of the file.
     match = _run_of_harmless(max(16, (len(content) // 5).bit_length())).match
     program = bytearray(content[:_PROTO_NBYTES] + pickle.FRAME + bytes(8))
     begin = at = _PROTO_NBYTES
@@ -126,7 +130,7 @@ def _guarded(content: bytes) -> bytes:
         elif op in _SIZED:
             at = _end_of_sized(content, end)
         elif end > at:
-            at = end  # only so many are matched at once
+            at = end  # a match has a limited length
         elif len(content) - end < _LENGTHS.get(op, 0):
             _damaged("is cut off")
         else:
@@ -137,23 +141,23 @@ def _end_of_sized(content: bytes, at: int) -> int:
     begin = at + 1 + _SIZED[content[at : at + 1]]
     end = begin + int.from_bytes(content[at + 1 : begin], "little")
     if end > len(content):
-        _damaged("is cut off, or announces more than there is")
+        _damaged("is cut off, or has a length beyond its end")
     return end
 
 
 @lru_cache
 def _run_of_harmless(index_nbits: int) -> re.Pattern[bytes]:
-    """What matches some instructions that C may follow, with memo indices of so many bits."""
+    """A pattern for instructions that are safe in C, with memo indices of ``index_nbits`` bits."""
     nbytes, nbits = divmod(index_nbits, 8)
     index = [b"."] * nbytes + [rb"[\0-\x%02x]" % ((1 << nbits) - 1)] + [rb"\0"] * 4
     put = rb"\x94|q.|r" + b"".join(index[:4])
     number = rb"(?:K.|M..|J....)"
     instructions = (
-        # Tuples of numbers alone, and arguments, which are looked at with the call.
+        # Tuples of numbers only, and argument tuples, which are checked with the call.
         number + rb"(?:\x85|%s(?:\x86|%s\x87)?)?" % (number, number),
         rb"\(%s{1,64}t" % number,
         rb"[\x85\x86\x87t](?:%s)?(?=R)" % put,
-        rb"\)\x81",  # an instance, made without arguments
+        rb"\)\x81",  # an instance without arguments
         put,
         rb"[N\x88\x89)}\](eausl\x93]|h.|j....|G.{8}|\x95.{8}",
         rb"c[^\n]{1,255}\n[^\n]{1,255}\n",
@@ -164,7 +168,7 @@ def _run_of_harmless(index_nbits: int) -> re.Pattern[bytes]:
 
 
 def _sized(op: bytes, many: int) -> bytes:
-    """Matches an instruction with less than so many bytes, of any number in a few steps."""
+    """A pattern for an instruction with less than ``many`` bytes; matches in a few steps."""
     high = rb"\0" * (_SIZED[op] - 1)
     sixteens = []
     for least in range(0, many, 16):
@@ -175,11 +179,11 @@ def _sized(op: bytes, many: int) -> bytes:
 
 
 _MANY: Final = b"*+" if sys.version_info >= (3, 11) else b"{0,1000}"
-"""As many as there are; or some, where each takes memory."""
+"""Any number; a limited one on Python versions where each repetition takes memory."""
 _PROTOCOLS: Final = range(2, 6)
 _PROTO_NBYTES: Final = 2
 _FRAME_AT: Final = 3
-"""Where the length of the frame is."""
+"""Offset of the length of the frame."""
 _LENGTHS: Final = {
     b"": 1,
     **dict.fromkeys((pickle.BININT1, pickle.BINGET, pickle.BINPUT), 2),
@@ -188,7 +192,7 @@ _LENGTHS: Final = {
     **dict.fromkeys((pickle.BINFLOAT, pickle.FRAME), 9),
     pickle.GLOBAL: 513,
 }
-"""What an instruction takes, at the most; with less it is cut off."""
+"""Largest length of an instruction, in bytes; with fewer bytes left, the pickle is cut off."""
 _SIZED: Final = {
     pickle.SHORT_BINUNICODE: 1,
     pickle.BINUNICODE: 4,
@@ -198,7 +202,7 @@ _SIZED: Final = {
     pickle.BINBYTES8: 8,
     pickle.LONG1: 1,
 }
-"""What pushes a text, bytes or a number, and the length of its length."""
+"""Instructions that push a text, bytes or a number: the length of their length field."""
 
 
 def _call(number: int) -> bytes:
@@ -214,14 +218,14 @@ _GUARDED: Final = {
     pickle.REDUCE: pickle.TUPLE2 + _call(_REDUCED),
     pickle.BUILD: pickle.TUPLE2 + _call(_BUILT),
 }
-"""What is done instead: C makes a pair of what is on the stack and the number, and calls ``persistent_load`` with it."""
+"""Replacements: C pairs the operands with a number, and passes the pair to ``persistent_load``."""
 
 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream)
         self._nested: dict[int, tuple[tuple[Any, ...], int]] = {}
-        """Tuples that hold tuples, by id, and the number of their parts."""
+        """Tuples that contain tuples, by id, with their number of parts."""
 
     def find_class(self, module: str, name: str) -> Any:
         known = _KNOWN.get((module, name))
@@ -255,15 +259,15 @@ class _Unpickler(pickle.Unpickler):
     def _inner(self, part: tuple[Any, ...]) -> int:
         if id(part) in self._nested:
             return self._nested[id(part)][1]
-        # One that holds a tuple and is not known is the arguments of a size.
+        # An unknown tuple that contains a tuple holds the arguments of a size.
         return len(part) + (_MOST_DIMENSIONS if tuple in map(type, part[:1]) else 0)
 
 
-# --- instances --------------------------------------------------------------------------------------------------------
+# --- instances --------------------------------------------------------------------------------
 
 
 _BYTES_DATA: Final[type | None] = getattr(planner, "BytesIOWriteData", None)
-"""Older torch has none."""
+"""``None`` with older versions of torch."""
 _TYPES: Final[Mapping[type, Mapping[str, tuple[type, ...]]]] = MappingProxyType(
     {
         metadata.MetadataIndex: {
@@ -286,9 +290,9 @@ _TYPES: Final[Mapping[type, Mapping[str, tuple[type, ...]]]] = MappingProxyType(
         planner.SavePlan: {"items": (list,)},
     }
 )
-"""What the attributes of instances that can be hashed are, so that none of their hashes visits more than a few parts."""
+"""Attribute types of hashable instances, so that a hash visits only a few parts."""
 _PROPERTIES = (torch.dtype, torch.layout, bool, _torch.MemoryFormat, bool)
-"""What every torch pickles of them; newer ones add to it."""
+"""State of tensor properties in all versions of torch; newer ones append values."""
 _PLAIN = (NoneType, bool, int, float, str)
 
 
@@ -333,32 +337,32 @@ _STATES: Final[Mapping[type, Callable[[Any, Any], None]]] = {
     _torch.StoragePrefix: _set_attributes,
     metadata.TensorProperties: _set_properties,
 }
-"""The classes of DCP metadata, and what gives state to their instances."""
+"""The classes of DCP metadata, and the functions that set the state of their instances."""
 
 
-# --- calls ------------------------------------------------------------------------------------------------------------
+# --- calls ------------------------------------------------------------------------------------
 
 
 def _size(numbers: Any = ()) -> torch.Size:
     if type(numbers) is not tuple or len(numbers) > _MOST_DIMENSIONS:
-        _refuse("a size that is no row of a few numbers")
+        _refuse(f"a size that is not a tuple of at most {_MOST_DIMENSIONS} numbers")
     for number in numbers:
         if type(number) is not int or not 0 <= number <= MOST_NBYTES:
-            _refuse("a size that cannot be")
+            _refuse("a size that is impossible")
     return torch.Size(numbers)
 
 
 def _of_simple(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, for a few numbers and short texts as arguments."""
+    """The function, restricted to a few numbers and short texts as arguments."""
     name = getattr(function, "__name__", function)
 
     def call(*arguments: Any) -> Any:
         if len(arguments) > _MOST_DIMENSIONS or not all(map(_is_simple, arguments)):
-            _refuse(f"a call of {name} with what it never takes")
+            _refuse(f"a call of {name} with unsupported arguments")
         try:
             return function(*arguments)
-        except (KeyError, ValueError, RuntimeError):  # a member that another torch has added
-            _refuse(f"a call of {name} with what it does not know")
+        except (KeyError, ValueError, RuntimeError):  # a member of another version of torch
+            _refuse(f"a call of {name} with a value that it does not know")
 
     return call
 
@@ -376,12 +380,12 @@ def _path(*parts: Any) -> pathlib.PurePath:
         sum(len(part) if type(part) is str else _MOST_PATH_NCHARS for part in parts)
         > _MOST_PATH_NCHARS
     ):
-        _refuse("a path of more than any path has")
+        _refuse(f"a path of more than {_MOST_PATH_NCHARS} characters")
     return pathlib.Path(*parts)
 
 
 def _known() -> dict[tuple[str, str], Any]:
-    """What may be named, by module and name."""
+    """The objects that a pickle may name, by module and name."""
     known: dict[tuple[str, str], Any] = {
         ("torch", name): value for name, value in vars(torch).items() if type(value) is torch.dtype
     }

@@ -1,8 +1,9 @@
-"""Commit: publish the metadata of a save whose files are all durable. The last thing that happens to a save.
+"""Commit: publish the metadata of a save whose files are all durable. The last step of a save.
 
-Order: temporary metadata, a large part of which may have been written before, fsync (of the name of a new directory, too),
-``os.replace``, fsync of the directory. A crash before the replacement leaves what was there, a crash after it leaves the new
-checkpoint. Files of the checkpoint that was replaced are removed only when the replacement is durable.
+Order: write the temporary metadata (most of it may be written ahead), fsync it and the name of a
+new directory, ``os.replace``, fsync of the directory. A crash before the replacement leaves the
+previous checkpoint, a crash after it leaves the new one. Files of the replaced checkpoint are
+removed only when the replacement is durable.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ _log = logging.getLogger("nostall")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """Metadata of which a part has been written already."""
+    """Metadata of which a part is already written."""
 
     file: UnfinishedFile
     """A temporary file in the checkpoint directory."""
     pieces: int
-    """How many of the metadata's pieces are in it."""
+    """Number of the metadata's pieces in the file."""
 
 
 def commit(
@@ -54,22 +55,23 @@ def commit(
     remove: Callable[[Iterable[str]], object] = remove_files,
     at: Callable[[str], None] = lambda _: None,
 ) -> CommittedCheckpoint:
-    """Make a checkpoint exist.
+    """Publish a checkpoint.
 
     Args:
-        directory: The checkpoint directory; every file that ``metadata`` names is complete in it.
-        metadata: The metadata as it is to stand in its file, in pieces.
+        directory: The checkpoint directory; all files that ``metadata`` names are complete in it.
+        metadata: Content of the metadata file, in pieces.
         metadata_name: ``.metadata``, or a rank's own name for saves without coordination.
-        replaced_files: Names below ``directory`` that nothing refers to once this is published, and asked for only then.
-        sync: Whether to wait until the device has it.
-        begun: What has been written of it; the file is published or removed here.
-        remove: Removes those files, given by their paths.
-        at: Told before the metadata is written (``"commit"``) and before it is published (``"publish"``); may raise what
-            storage could.
+        replaced_files: Names below ``directory`` that are unreferenced after publishing; iterated
+            only then.
+        sync: Whether to fsync.
+        begun: The part that is already written; its file is published or removed here.
+        remove: Removes the replaced files, given their paths.
+        at: Called before the metadata is written (``"commit"``) and before it is published
+            (``"publish"``); may raise an error of storage.
 
     Raises:
-        NotDurableError: The checkpoint is there, or may be, but may not survive a power failure.
-        WriteError: Anything else went wrong; what was committed before still is.
+        NotDurableError: The checkpoint exists, or may exist, but may not survive a power failure.
+        WriteError: Any other failure; the previous checkpoint is unchanged.
     """
     final = os.path.join(directory, metadata_name)
     temporary, rest, file = f"{final}.tmp", metadata, None
@@ -91,7 +93,7 @@ def commit(
     except BaseException as error:
         if file is not None:
             file.remove()
-        else:  # which storage may have made, and said that it has not
+        else:  # storage may have created it although it reported an error
             remove_empty_files([temporary])
         if not isinstance(error, Exception):
             raise
@@ -114,14 +116,14 @@ def commit(
             errno=error.errno,
             phase="commit",
             path=final,
-            hint="the new checkpoint is there, but may not survive a power failure",
+            hint="the new checkpoint exists, but may not survive a power failure",
         ) from error
     removed: tuple[str, ...] = ()
     try:
         removed = tuple(replaced_files)
         remove(os.path.join(directory, name) for name in removed)
-    except Exception:  # the checkpoint is there, and must not be taken for lost
-        _log.exception("files of the replaced checkpoint stay path=%s", directory)
+    except Exception:  # the checkpoint exists, so the save has succeeded
+        _log.exception("files of the replaced checkpoint were not removed path=%s", directory)
     return CommittedCheckpoint(
         path=directory, metadata_nbytes=sum(map(len, metadata)), removed=removed
     )
@@ -130,12 +132,12 @@ def commit(
 def _publish(
     final: str, temporary: str, identity: tuple[int, int], metadata: Sequence[bytes]
 ) -> None:
-    """Give the temporary file its name, and make sure that it has it.
+    """Rename the temporary file, and verify the result.
 
     Raises:
-        OSError: Storage has refused; the metadata is not published.
-        NotDurableError: It cannot be told whether it is, or another process has put its own in place of it. What the metadata
-            may refer to must not be removed.
+        OSError: Storage refused; the metadata is not published.
+        NotDurableError: The outcome is unknown, or another process has replaced the file. The files
+            that the metadata may refer to must not be removed.
     """
     give_name(
         final,
@@ -149,7 +151,7 @@ def _publish(
     except Exception as error:
         raise _unknown(final, "the metadata", error) from error
     raise NotDurableError(
-        "what was published is not what was written",
+        "the published metadata is not the metadata of this save",
         phase="commit",
         path=final,
         hint="another process may save to the same directory",
@@ -157,20 +159,20 @@ def _publish(
 
 
 def give_name(final: str, temporary: str, *, what: str, is_there: Callable[[], bool]) -> None:
-    """Rename a file, whatever storage answers.
+    """Rename a file, also if storage reports an error for a rename that it has done.
 
-    An error that storage may answer with after it has done what it was asked for says nothing. What a look then shows may
-    be old, but a second rename is asked of storage itself: it does what was not done, or finds nothing to rename.
+    After such an error the outcome is unknown, and a look at the directory may show a cached state.
+    A second rename reaches storage itself: it completes the first one, or finds nothing to rename.
 
     Args:
-        final: The name that it gets, in place of what has that name.
-        temporary: The name that it has.
-        what: What is published by it, for the error.
-        is_there: Whether it has the name already, as far as can be seen.
+        final: The new name; an existing file of this name is replaced.
+        temporary: The present name.
+        what: The published thing, for the error.
+        is_there: Whether the file appears to have the new name already.
 
     Raises:
-        OSError: Storage has refused; the file does not have the name.
-        NotDurableError: It cannot be told whether it has.
+        OSError: Storage refused; the file does not have the new name.
+        NotDurableError: The outcome is unknown.
     """
     doubt: OSError | None = None
     for wait_s in (*_WAITS_S, None):
@@ -196,7 +198,7 @@ def give_name(final: str, temporary: str, *, what: str, is_there: Callable[[], b
 
 
 _WAITS_S = (0.1, 0.4)
-"""Between attempts to rename."""
+"""Delays between attempts to rename."""
 _REFUSALS = {
     getattr(errno, name)
     for name in (
@@ -204,15 +206,15 @@ _REFUSALS = {
         *("ENOTEMPTY", "EEXIST", "ENAMETOOLONG", "ELOOP", "EMLINK", "ENOSYS", "ENOTSUP"),
     )
 }
-"""Why storage does not rename. After any other answer it may have done so, or do it yet."""
+"""Errors after which the rename was not done. After any other error it may have been, or may be."""
 
 
 def _is_there(
     path: str, identity: tuple[int, int], content: Sequence[bytes], *, raises: bool = False
 ) -> bool:
-    """Whether the metadata that was written has its name, as far as can be seen."""
+    """Whether the written metadata appears under its name."""
     try:
-        # A file system that renames by copying gives the file another number.
+        # A file system that renames by copying changes the inode number.
         return identity_of(path) == identity or read_metadata_file(path) == b"".join(content)
     except Exception:
         if raises:
@@ -222,12 +224,12 @@ def _is_there(
 
 def _unknown(path: str, what: str, *errors: Exception) -> NotDurableError:
     return NotDurableError(
-        f"it cannot be told whether {what} was published: "
+        f"cannot determine whether {what} was published: "
         + ", and then ".join(dict.fromkeys(map(_reason, errors))),
         errno=errors[0].errno if isinstance(errors[0], OSError) else None,
         phase="commit",
         path=path,
-        hint="look at the directory when storage answers again; another process may save to it, too",
+        hint="check the directory when storage answers again; another process may save to it",
     )
 
 
@@ -237,10 +239,10 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _durable_name(directory: str) -> Iterator[None]:
-    """Make the directory's own name durable meanwhile: what is done inside waits for the same device.
+    """Make the directory's own name durable, concurrently with the block's own fsync.
 
     Raises:
-        OSError: It could not be made durable.
+        OSError: The name could not be made durable.
     """
     failures: list[OSError] = []
 
