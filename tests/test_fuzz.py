@@ -44,7 +44,7 @@ def test_a_few_thousand_hostile_inputs_do_no_harm(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for target in SHARES:
         assert re.search(rf"^{target}: \d+ inputs .* 0 findings", ended.stdout, re.MULTILINE)
-    for outcome in ("reader: accepted", "the metadata has", "the metadata cannot", "verify: whole"):
+    for outcome in ("reader: accepted", "the metadata has", "the metadata is", "verify: whole"):
         assert outcome in ended.stdout
     for outcome in (
         "container: whole",

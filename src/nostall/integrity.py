@@ -1,7 +1,7 @@
-"""Is this checkpoint whole? By its manifest where it has one, else by the checksums that ``torch.save`` puts into its files.
+"""Verification of checkpoints, by their manifest or by the checksums that ``torch.save`` stores.
 
-Reading is all that happens here: nothing is changed, and nothing that is read is executed (metadata goes through the
-allow-list of :mod:`nostall._commit.metadata`).
+These functions only read: they change no file, and execute nothing that they read (metadata goes
+through the allow-list of :mod:`nostall._commit.metadata`).
 """
 
 from __future__ import annotations
@@ -41,46 +41,46 @@ _THREADS = 8
 
 
 class State(str, Enum):
-    """What can be said of a checkpoint."""
+    """Result of the verification of a checkpoint."""
 
     WHOLE = "whole"
-    """It is what was written, as far as there are checksums."""
+    """It is as it was written, as far as there are checksums."""
     DAMAGED = "damaged"
     NOT_UNDERSTOOD = "not understood"
-    """There is no manifest, and the metadata has something that this nostall and this torch do not know."""
+    """It has no manifest, and metadata with parts that this nostall and this torch do not know."""
     NOT_THERE = "not there"
     """No checkpoint was committed here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What :func:`verify` has found."""
+    """Findings of :func:`verify`."""
 
     path: str
     state: State
     note: str | None = None
-    """What is not there, or what of the metadata is not understood; with a manifest the files were compared all the same, but
-    their items have no names."""
+    """The missing file, or the part of the metadata that is not understood. In the latter case
+    files with a manifest are compared nevertheless, without the names of their items."""
     damages: tuple[Damage, ...] = ()
     files: int = 0
-    """Shard files that were looked at."""
+    """Number of shard files examined."""
     nbytes: int = 0
-    """Their bytes, as far as they are there."""
+    """Bytes in these files."""
     items: int = 0
     unchecked: tuple[str, ...] = ()
-    """Names of items for which there is no checksum anywhere; of files if their items are not known."""
+    """Names of items without any checksum; names of files whose items are not known."""
     has_manifest: bool = False
     """Whether files were compared with a manifest, or items with the checksums inside them."""
 
     @property
     def ok(self) -> bool:
-        """Whether it is there, and nothing is wrong, as far as there are checksums."""
+        """Whether the checkpoint exists and is undamaged, as far as there are checksums."""
         return self.state is State.WHOLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Checkpoint:
-    """What a checkpoint says of itself."""
+    """A checkpoint's own description: manifest and locations of items."""
 
     path: str
     manifest: Manifest | None
@@ -93,19 +93,19 @@ class _Checkpoint:
 
 
 def is_complete(path: str | os.PathLike[str], deep: bool = False) -> bool:
-    """Whether there is a committed checkpoint, all of it.
+    """Whether a directory holds a complete, committed checkpoint.
 
-    With a manifest this rests on the manifest, the checksum of the metadata and the sizes of the files; the metadata need not
-    be understood.
+    With a manifest, this checks the manifest, the checksum of the metadata and the sizes of the
+    files; the metadata need not be understood.
 
     Args:
         path: Checkpoint directory.
-        deep: Read every byte and compare it with its checksum, see :func:`verify`; else look at the metadata and at the sizes
-            of the files only, which takes milliseconds.
+        deep: Compare every byte with its checksum, see :func:`verify`. By default only the metadata
+            and the sizes of the files are checked, which takes milliseconds.
 
     Raises:
-        UnknownMetadataError: There is no manifest, and the metadata is not understood: a newer torch or a planner with classes
-            of its own may have written it.
+        UnknownMetadataError: There is no manifest, and the metadata is not understood: a newer
+            torch or a planner with its own classes may have written it.
     """
     directory = os.fspath(path)
     if deep:
@@ -124,19 +124,21 @@ def is_complete(path: str | os.PathLike[str], deep: bool = False) -> bool:
 
 
 def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | None:
-    """The complete checkpoint that was committed last among the directories in ``root``; ``None`` if there is none, or no ``root``.
+    """The last committed complete checkpoint among the directories in ``root``, or ``None``.
 
-    Directories that hold something else, or a checkpoint that is not complete or not understood, are passed over; those that
-    are newer than the one returned are named in a warning.
+    ``None`` also if ``root`` does not exist. Directories that hold other things, or a checkpoint
+    that is not complete or not understood, are skipped; a warning names those that are newer than
+    the result.
 
     Args:
         root: Directory of checkpoint directories.
         deep: As for :func:`is_complete`.
 
     Raises:
-        UnknownMetadataError: None is known to be complete, but one is not understood; to begin anew might lose it.
-        ReadError: ``root`` is not a directory, or cannot be read; or none is known to be complete, but storage does not say what
-            one of them is.
+        UnknownMetadataError: No checkpoint is known to be complete, and one is not understood: a
+            job that starts from scratch might lose it.
+        ReadError: ``root`` is not a directory, or cannot be read; or no checkpoint is known to be
+            complete, and one cannot be read at present.
     """
     unknown: list[UnknownMetadataError | ReadError] = []
     for path in _latest_first(os.fspath(root)):
@@ -144,15 +146,15 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
             if is_complete(path, deep):
                 return path
             _require_answers(path)
-            _log.warning("passed over path=%s: the checkpoint is not complete", path)
+            _log.warning("skipped path=%s: the checkpoint is not complete", path)
         except (UnknownMetadataError, ReadError) as error:
-            _log.warning("passed over path=%s: %s", path, error.message)
+            _log.warning("skipped path=%s: %s", path, error.message)
             unknown.append(error)
     if unknown:
         newest = unknown[0]
         raise type(newest)(
-            f"no complete checkpoint is known, and {len(unknown)} are not understood or cannot be read;"
-            f" the newest: {newest.message}",
+            f"no complete checkpoint is known, and {len(unknown)} are not understood or cannot be"
+            f" read; the newest: {newest.message}",
             phase="read",
             path=newest.path,
             hint=newest.hint,
@@ -161,10 +163,10 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
 
 
 def _require_answers(directory: str) -> None:
-    """Make sure that a checkpoint is passed over for what it is, and not because storage is away for a moment.
+    """Check that a checkpoint is skipped for its content, not for a transient storage error.
 
     Raises:
-        ReadError: Storage is away.
+        ReadError: Storage reports a transient error.
     """
     try:
         with open_to_read(os.path.join(directory, _torch.METADATA_NAME)) as stream:
@@ -179,15 +181,15 @@ def _require_answers(directory: str) -> None:
                 errno=error.errno,
                 phase="read",
                 path=directory,
-                hint="ask again when storage answers",
+                hint="try again when storage answers",
             ) from error
 
 
 def _latest_first(root: str) -> list[str]:
-    """The directories in ``root`` that claim to be checkpoints.
+    """The directories in ``root`` with a metadata file, last committed first.
 
     Raises:
-        ReadError: It is not a directory, or cannot be read.
+        ReadError: ``root`` is not a directory, or cannot be read.
     """
     candidates = []
     try:
@@ -195,24 +197,24 @@ def _latest_first(root: str) -> list[str]:
             for entry in entries:
                 metadata = os.path.join(entry.path, _torch.METADATA_NAME)
                 if _may_be_file(metadata):
-                    # Of a directory and a link to it the directory.
+                    # A directory before a link to it.
                     rank = _committed_at_s(metadata), not entry.is_symlink()
                     candidates.append((rank, entry.path))
     except FileNotFoundError:
         return []
     except OSError as error:
         raise ReadError(
-            f"checkpoints cannot be looked for: {error.strerror}",
+            f"cannot list checkpoints: {error.strerror}",
             errno=error.errno,
             phase="read",
             path=root,
-            hint="pass the directory that the checkpoint directories are in",
+            hint="pass the parent directory of the checkpoint directories",
         ) from error
     return [path for _, path in sorted(candidates, reverse=True)]
 
 
 def _may_be_file(path: str) -> bool:
-    """Whether a regular file has that name; true also if storage is away for a moment."""
+    """Whether a regular file has this name; also true after a transient storage error."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except OSError as error:
@@ -225,25 +227,26 @@ def verify(
     threads: int = _THREADS,
     progress: Callable[[int, int], object] | None = None,
 ) -> Verification:
-    """Read a checkpoint from end to end and say what is wrong with it.
+    """Read a whole checkpoint and report any damage.
 
-    With a manifest, which every checkpoint of nostall's has unless a user's stream wrote it, every bit of shard files and
-    metadata counts. Without, as with stock DCP's checkpoints, files and the records inside them are checked against sizes and
-    CRC-32 sums that ``torch.save`` has stored; two files of the same layout that were exchanged are not found then.
+    nostall's checkpoints have a manifest, unless a user's stream wrote them; it covers every bit of
+    the shard files and the metadata. Without a manifest, as with stock DCP, files and the records
+    inside them are checked against the sizes and CRC-32 sums that ``torch.save`` stores; this does
+    not detect two exchanged files of the same layout.
 
     Args:
         path: Checkpoint directory.
-        threads: How many files to read at a time.
+        threads: Number of files to read at a time.
         progress: Called with bytes read and bytes to read, from any thread.
 
     Returns:
-        What was found; it never raises because of what it reads.
+        The findings; the content of the checkpoint never raises.
     """
     directory = os.fspath(path)
     try:
         checkpoint = _read(directory, with_items=True)
     except (FileNotFoundError, NotADirectoryError):
-        note = f"no checkpoint was committed here: there is no {_torch.METADATA_NAME}"
+        note = f"no checkpoint was committed here: {_torch.METADATA_NAME} does not exist"
         return Verification(path=directory, state=State.NOT_THERE, note=note)
     except UnknownMetadataError as error:
         return Verification(path=directory, state=State.NOT_UNDERSTOOD, note=error.message)
@@ -282,8 +285,8 @@ def _compared(
         if not each.strangers:
             continue
         if written_as_archives:
-            # Written as archives, then; these were overwritten from end to end.
-            what = "an archive in it is not one any more"
+            # The planner writes archives, so these were overwritten from end to end.
+            what = "contains an overwritten archive"
             found.append(Damage(file=each.file, what=what, items=each.strangers))
         else:
             unchecked += each.strangers
@@ -301,7 +304,7 @@ def _compared(
 
 
 def _read(directory: str, *, with_items: bool) -> _Checkpoint:
-    """What a checkpoint says of itself; where it has a manifest, of its items only if it is asked for them."""
+    """Read a checkpoint's description; with a manifest, items are read only if ``with_items``."""
     path = os.path.join(directory, _torch.METADATA_NAME)
     extents: Mapping[str, list[Extent]] = {}
     note = None
@@ -313,7 +316,7 @@ def _read(directory: str, *, with_items: bool) -> _Checkpoint:
             except (DamagedCheckpointError, UntrustedMetadataError) as error:
                 if manifest is None:
                     raise
-                note = error.message  # but it is what was written
+                note = error.message  # the manifest confirms the bytes
     files = manifest.files if manifest is not None else ()
     return _Checkpoint(
         path=directory,
@@ -325,7 +328,7 @@ def _read(directory: str, *, with_items: bool) -> _Checkpoint:
 
 
 def _extents(stream: BinaryIO, path: str) -> Mapping[str, list[Extent]]:
-    """Where the items of a checkpoint are, by file."""
+    """Locations of the items of a checkpoint, by file."""
     try:
         content = read_metadata(stream, path)
     except ReadError as error:
@@ -336,7 +339,7 @@ def _extents(stream: BinaryIO, path: str) -> Mapping[str, list[Extent]]:
     if missing:
         named = sorted({str(index.fqn) for index in missing})[:3]
         raise DamagedCheckpointError(
-            f"it does not say where {len(missing)} of its items are, {named} among them", path=path
+            f"it has no location for {len(missing)} of its items, among them {named}", path=path
         )
     by_file: dict[str, list[Extent]] = defaultdict(list)
     for extent in extents_of(metadata, path=path):
@@ -345,7 +348,7 @@ def _extents(stream: BinaryIO, path: str) -> Mapping[str, list[Extent]]:
 
 
 def _unreadable(error: OSError) -> str:
-    return f"it cannot be read: {error.strerror}"
+    return f"cannot be read: {error.strerror}"
 
 
 def _names(checkpoint: _Checkpoint) -> list[str]:
@@ -360,7 +363,7 @@ def _nbytes(directory: str, name: str) -> int:
 
 
 def _sizes(checkpoint: _Checkpoint) -> Iterator[Damage]:
-    """Files that are missing, or too short or too long to be what was written."""
+    """Files that are missing or have a wrong size."""
     if checkpoint.manifest is None:
         wanted = {name: extents[-1].end for name, extents in checkpoint.extents.items()}
     else:
@@ -371,18 +374,18 @@ def _sizes(checkpoint: _Checkpoint) -> Iterator[Damage]:
         try:
             status = os.stat(os.path.join(checkpoint.path, name))
         except FileNotFoundError:
-            yield Damage(file=name, what="it is missing", items=items)
+            yield Damage(file=name, what="missing", items=items)
             continue
         except OSError as error:
             yield Damage(file=name, what=_unreadable(error), items=items)
             continue
         if not stat.S_ISREG(status.st_mode):
-            yield Damage(file=name, what="it is not a regular file", items=items)
+            yield Damage(file=name, what="not a regular file", items=items)
             continue
         there = status.st_size
         if there < nbytes or (exactly and there != nbytes):
             beyond = (each.item for each in checkpoint.extents.get(name, ()) if each.end > there)
-            what = f"it has {there} bytes instead of {nbytes}"
+            what = f"has {there} bytes, expected {nbytes}"
             yield Damage(file=name, what=what, items=tuple(beyond))
 
 
@@ -394,4 +397,4 @@ def _committed_at_s(metadata_path: str) -> float:
             return manifest.committed_at_s
         return os.stat(metadata_path).st_mtime
     except OSError:
-        return 0.0  # it will be passed over, and named if it is newer than what is taken
+        return 0.0  # skipped later

@@ -1,9 +1,10 @@
-"""Decide how the next plan is made: with all ranks, from what a loaded checkpoint says, or from the last one. Pure.
+"""Choose how to plan: with all ranks, from a loaded checkpoint, or from the last plan. Pure.
 
-The rule that keeps ranks together: whether ranks talk while planning depends only on what *all* of them agreed on
-before. Once a cached plan is validated nobody talks, so a rank whose structure has changed cannot call the others; it
-plans its own share alone (:class:`Changed`) and its new plan travels with its results, where the coordinator makes the
-metadata anew. All ranks learn of it with the outcome of that save, and the next one is planned by all.
+The rule that keeps ranks together: whether ranks communicate while planning depends only on state
+that *all* of them agreed on before. Once a cached plan is validated, ranks plan without
+communication, so a rank whose structure has changed cannot reach the others. It plans its own share
+alone (:class:`Changed`) and sends its new plan with its results; the coordinator then makes new
+metadata. The outcome of that save informs all ranks, and they plan the next one together.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedPlans:
-    """What a rank keeps of the last plan that all ranks made together."""
+    """A rank's part of the last plan that all ranks made together."""
 
     group: Hashable
-    """Identifies the process group and this rank in it; plans of another group are worthless."""
+    """Identifies the process group and this rank in it; plans of another group are not used."""
     planner: Hashable
     """Identifies the planner's configuration."""
     local: SavePlan
-    """What this rank asked for."""
+    """This rank's local plan."""
     final: SavePlan
-    """What it was told to write."""
+    """This rank's part of the global plan."""
     validated: bool
-    """Whether all ranks found the plans of two saves in a row equal, or equal to those of a loaded checkpoint."""
+    """Whether all ranks found their plans equal in two consecutive saves, or to a loaded one's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """This rank's plan has changed since all agreed to reuse; no communication, the others learn of it later."""
+    """This rank's plan has changed since all ranks agreed to reuse; no communication yet."""
 
     final: SavePlan
     local: SavePlan
@@ -57,14 +58,14 @@ Route: TypeAlias = Together | Reuse | Changed
 
 
 def nobody_talks(cached: CachedPlans | None, *, group: Hashable) -> bool:
-    """Whether the ranks of a group plan their next save without each other; equal on all of them."""
+    """Whether a group plans its next save without communication; equal on all its ranks."""
     return cached is not None and cached.validated and cached.group == group
 
 
 def choose_route(
     cached: CachedPlans | None, *, group: Hashable, planner: Hashable, local: SavePlan
 ) -> Route:
-    """How this rank plans; either every rank of a group gets :class:`Together` or none does."""
+    """How this rank plans; :class:`Together` on every rank of a group or on none."""
     if cached is None or not nobody_talks(cached, group=group):
         return Together()
     if cached.planner == planner and same_plan(cached.local, local):
@@ -73,7 +74,7 @@ def choose_route(
 
 
 def same_plan(one: Any, other: Any) -> bool:
-    """Whether two plans ask for the same items in the same order, whatever they are stored as."""
+    """Whether two plans have the same items in the same order; storage data may differ."""
     return bool(
         one is other or (one.items == other.items and one.planner_data == other.planner_data)
     )
@@ -82,12 +83,12 @@ def same_plan(one: Any, other: Any) -> bool:
 def matches_loaded(
     loaded: Sequence[SavePlan] | None, *, rank: int, world_size: int, local: SavePlan
 ) -> bool:
-    """Whether this rank's plan is the one that a loaded checkpoint was saved with."""
+    """Whether this rank's plan equals its plan in a loaded checkpoint."""
     return loaded is not None and len(loaded) == world_size and same_plan(loaded[rank], local)
 
 
 def _plan_alone(cached: CachedPlans, local: SavePlan) -> SavePlan:
-    """This rank's share without the items that, unchanged, another rank has been told to write."""
+    """This rank's share without unchanged items that are assigned to another rank."""
     own = {item.index for item in cached.final.items}
     before: dict[Any, WriteItem] = {item.index: item for item in cached.local.items}
     items = [item for item in local.items if item.index in own or before.get(item.index) != item]

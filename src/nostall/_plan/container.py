@@ -2,17 +2,20 @@
 
 A container is a zip archive of stored (uncompressed) records in this order::
 
-    data.pkl  .format_version  .storage_alignment  byteorder  data/0  version  .data/serialization_id  | directory
+    data.pkl  .format_version  .storage_alignment  byteorder  data/0  version
+    .data/serialization_id  | directory
 
-``data/0`` is the raw payload. ``torch.serialization.skip_data`` produces everything else, so the record set of the
-installed torch is taken as it comes; only three things are computed here, because they depend on the payload:
+``data/0`` is the raw payload. ``torch.serialization.skip_data`` produces all other records, in the
+form of the installed torch. Only three values are computed here, because they depend on the
+payload:
 
-* its CRC-32, which stands in the data descriptor behind the payload and in the central directory;
-* the last 20 digits of the identifier record: ``h = h ^ (crc + 0x9e3779b9 + (h << 6) + (h >> 2))``, unsigned 64-bit
-  from 0, over the CRCs of all non-empty records before it in file order (PyTorch's ``inline_container.cc``);
+* its CRC-32, in the data descriptor after the payload and in the central directory;
+* the last 20 digits of the identifier record: ``h = h ^ (crc + 0x9e3779b9 + (h << 6) + (h >> 2))``,
+  unsigned 64-bit from 0, over the CRCs of all non-empty records before it in file order (PyTorch's
+  ``inline_container.cc``);
 * the CRC-32 of that identifier record, in its own descriptor and directory entry.
 
-All of them lie behind the payload, so a file can be sealed while it is written from front to back.
+All of them lie after the payload, so a file can be sealed while it is written from front to back.
 """
 
 from __future__ import annotations
@@ -49,13 +52,13 @@ class _Record:
 def build_container(
     *, prefix: bytes, payload_nbytes: int, suffix: bytes, checksums: bool
 ) -> Container:
-    """Find out which bytes of a skeleton depend on its payload.
+    """Locate the bytes of a skeleton that depend on its payload.
 
     Args:
-        prefix: The skeleton's bytes in front of the payload.
-        payload_nbytes: Length of the payload that the skeleton leaves out.
-        suffix: The skeleton's bytes behind the payload.
-        checksums: False if torch was told to leave CRCs at zero.
+        prefix: The skeleton's bytes before the payload.
+        payload_nbytes: Length of the payload, which the skeleton omits.
+        suffix: The skeleton's bytes after the payload.
+        checksums: False if torch is configured to leave CRCs at zero.
 
     Raises:
         NostallError: The skeleton is not a container of the known form.
@@ -76,7 +79,7 @@ def build_container(
         )
     if records[payload].data_at != len(prefix):
         raise NostallError(
-            "torch.save's container has its payload where its own directory does not find it",
+            "the directory of torch.save's container has a wrong offset for the payload",
             phase="plan",
             hint="torch cannot read such a file either; use a storage_alignment of at most 65536",
         )
@@ -96,7 +99,7 @@ def build_container(
 
 
 def _records(prefix: bytes, payload_nbytes: int, suffix: bytes) -> Iterator[_Record]:
-    """The archive's records in file order, read from the central directory at its end."""
+    """The archive's records in file order, from the central directory at its end."""
     hole = (len(prefix), len(prefix) + payload_nbytes)
 
     def read(at: int, nbytes: int) -> bytes:
@@ -129,7 +132,7 @@ def _records(prefix: bytes, payload_nbytes: int, suffix: bytes) -> Iterator[_Rec
 
 
 def _sizes(nbytes: int, stored_nbytes: int, header_at: int, extra: bytes) -> tuple[int, int]:
-    """Record length and header offset; from the zip64 extra field where 32 bits do not hold them."""
+    """Record length and header offset; from the zip64 extra field if they exceed 32 bits."""
     at = 0
     while at + 4 <= len(extra):
         tag, length = struct.unpack_from("<2H", extra, at)

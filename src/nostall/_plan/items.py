@@ -1,11 +1,12 @@
-"""Plan: turn DCP's save plan into this rank's items, each with its source and the container around it.
+"""Plan: turn DCP's save plan into this rank's items, each with its source and its container.
 
-What the planner hands out is classified once:
+Values from the planner are classified once:
 
 * *bytes*: an object that the planner has serialised; its bytes are fixed from here on;
-* *tensor*: a plain strided tensor, on any device; only its container is made here, the copy is the snapshot's;
-* *run*: a tensor whose file form is more than one payload (sparse, conjugated, quantised, a subclass, a sub-byte dtype).
-  ``torch.save`` writes it into memory here, as stock would into the file.
+* *tensor*: a plain strided tensor, on any device; only its container is made here, the snapshot
+  copies it;
+* *run*: a tensor whose file form is more than one payload (sparse, conjugated, quantised, a
+  subclass, a sub-byte dtype). ``torch.save`` serialises it to memory here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from nostall.errors import StagingError
 
 
 class Resolver(Protocol):
-    """What is used of a ``SavePlanner`` here."""
+    """The part of ``SavePlanner`` that is used here."""
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The live tensor, or the serialised object, behind a planned item."""
@@ -49,7 +50,7 @@ def plan_rank(plan: SavePlan, resolver: Resolver, *, rank: int) -> PlannedSave:
 
 _Item = tuple[ItemShape, TensorForm | None, torch.Tensor | bytes]
 _Settings = tuple[bool, int]
-"""Asked for once per save: torch takes 25 us to tell them, which is most of what an item costs."""
+"""Read once per save: torch takes 25 us to return them, most of the cost of an item."""
 
 
 def _plan_item(item: WriteItem, resolver: Resolver, rank: int, settings: _Settings) -> _Item:

@@ -1,9 +1,10 @@
-"""Lay out: which file an item goes to, and at which offset. Pure arithmetic.
+"""Lay out: the file of each item, and its offset there. Pure arithmetic.
 
-Files are filled as stock ``FileSystemWriter`` fills them: with one file, bytes items in plan order and then tensors in
-plan order; with several, bytes items round-robin and tensors largest first onto the least loaded file, by the size of
-the chunk that is really written (stock counts the whole tensor's size, so a sharded one weighs as much as its model).
-Items lie end to end without padding, each in its container.
+Files are filled as in stock ``FileSystemWriter``. A single file has the bytes items in plan order
+and then the tensors in plan order. With several files, bytes items are assigned round-robin, and
+tensors, largest first, to the least loaded file, by the size of the chunk that is written (stock
+counts the size of the whole tensor, also for a shard). Items are contiguous without padding, each
+in its container.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from nostall._model.values import FileLayout, ItemShape, Layout, Slot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileNaming:
-    """How a rank's files are called: ``{group}{prefix}{n}{suffix}.distcp``."""
+    """The names of a rank's files: ``{group}{prefix}{n}{suffix}.distcp``."""
 
     prefix: str
     """Stock's storage prefix, ``__{rank}_``."""
     suffix: str = ""
-    """Sets the files apart from those of the committed checkpoint that is being replaced."""
+    """Distinguishes the files from those of the checkpoint that is being replaced."""
     separation_hint: str | None = None
 
     def name_of(self, group: str, number: int) -> str:
@@ -34,16 +35,16 @@ class FileNaming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """How many files a rank's items are spread over."""
+    """The number and size of a rank's files."""
 
     file_count: int
     file_per_item: bool = False
     max_file_nbytes: int | None = None
-    """Files are not made larger than this, but for an item that is; ``None`` for as large as they come."""
+    """Size limit; a larger item gets a file of its own. ``None`` for no limit."""
 
 
 def lay_out(shapes: Sequence[ItemShape], naming: FileNaming, packing: Packing) -> Layout:
-    """The files of one rank; a file that would be empty is left out."""
+    """The files of one rank, without empty ones."""
     files: list[FileLayout] = []
     image_offset = 0
     for group, items in _buckets(shapes, naming.separation_hint, packing):
@@ -82,7 +83,7 @@ def _buckets(
 def _split(
     shapes: Sequence[ItemShape], items: list[int], max_nbytes: int | None
 ) -> Iterator[list[int]]:
-    """Runs of items that fit into a file."""
+    """Consecutive items that fit into one file."""
     part: list[int] = []
     nbytes = 0
     for item in items:
@@ -113,7 +114,7 @@ def _pack(shapes: Sequence[ItemShape], items: list[int], count: int) -> list[lis
 
 
 def renamed(layout: Layout, naming: FileNaming) -> Layout:
-    """The same layout with files of other names."""
+    """The same layout with other file names."""
     files = tuple(
         replace(file, name=naming.name_of(file.group, number))
         for number, file in enumerate(layout.files)
@@ -122,7 +123,10 @@ def renamed(layout: Layout, naming: FileNaming) -> Layout:
 
 
 def waves(layout: Layout, max_nbytes: int | None) -> list[Layout]:
-    """Runs of a layout's files whose images fit into ``max_nbytes`` bytes, or are one file; each has an image of its own."""
+    """Consecutive files of a layout, each part with its own image of at most ``max_nbytes`` bytes.
+
+    A larger file is a part by itself.
+    """
     runs: list[list[FileLayout]] = [[]]
     nbytes = 0
     for file in layout.files:

@@ -1,11 +1,12 @@
-"""Recognise a state dict whose structure was saved before, so that it need not be planned again.
+"""Recognise a state dict whose structure was saved before, so that it is not planned again.
 
-A structure is the keys and types at every level and the forms of all tensors. No tensor and no value is kept, so that
-nothing old can get into a new checkpoint: what is recognised is where to look, and what is there is read anew each time.
-Recognising costs about a microsecond per tensor; planning costs some hundred times that.
+A structure is the keys and types at every level and the forms of all tensors. It holds no tensor
+and no value, so old values cannot reach a new checkpoint: it says where to look, and the values are
+read again for each save. Recognition takes about 1 us per tensor; planning takes some hundred times
+as long.
 
-Names and order are those of DCP's ``flatten_state_dict``; :func:`learn` checks that they are, item by item, and learns
-nothing of a state dict that holds anything but plain tensors, DTensors of such, and objects.
+Names and order are those of DCP's ``flatten_state_dict``; :func:`learn` checks each item for that.
+It refuses state dicts with leaves other than plain tensors, DTensors of them, and objects.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ class _Level:
     keys: list[Any] | None
     """``None`` for a list."""
     key_kinds: list[tuple[type, str]] | None
-    """``None`` if all keys are strings; others can be equal and have other names, as 1 and True, or 0.0 and -0.0."""
+    """``None`` if all keys are strings. Other keys may be equal with different names: 1 and True,
+    0.0 and -0.0."""
     types: list[type]
     inner: tuple[tuple[int, _Level], ...]
-    """Mappings and lists in it, by position."""
+    """Contained mappings and lists, by position."""
     is_leaf: bool
     """A list without tensors is saved as one object."""
 
     def gather(self, value: Any, leaves: list[Any]) -> bool:
-        """Append the leaves of ``value``; false if it is not of this structure."""
+        """Append the leaves of ``value``; false if its structure differs."""
         if self.keys is not None:
             if list(value) != self.keys:
                 return False
@@ -118,7 +120,7 @@ _EXTENTS: tuple[Callable[[torch.Tensor], tuple[int, ...]], ...] = (
 )
 _LOW_ADDRESS = 64 << 30
 _BLOCK_COUNT = 256
-"""Tensors that are compared together: so few are still in the core's cache when their next property is looked at."""
+"""Tensors that are compared together: few enough to stay in the core's cache."""
 
 
 def _blocks(tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
@@ -126,21 +128,24 @@ def _blocks(tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
 
 
 class _TensorKinds:
-    """Recognises tensors that equal others, one by one, in all but their values; keeps none of them.
+    """Recognises a sequence of tensors by all properties but their values; keeps no tensor.
 
-    One property of all tensors is compared after the other, in loops that run in C: 0.6 us per tensor in all.
+    Compares one property of all tensors after the other, in loops that run in C: 0.6 us per tensor.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._properties = [list(map(look, tensors)) for look in _PROPERTIES]
         self._complex = [at for at, tensor in enumerate(tensors) if tensor.is_complex()]
-        seen: dict[tuple[int, ...], tuple[int, ...]] = {}  # most tensors are as large as another
+        seen: dict[tuple[int, ...], tuple[int, ...]] = {}  # most tensors share a size
         self._extents = [
             [seen.setdefault(found, found) for found in map(look, tensors)] for look in _EXTENTS
         ]
 
     def match(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are of the same kinds, in the same order, and have memory; never if one says that it is part of a larger tensor."""
+        """Whether these tensors have the same properties, in order, and memory.
+
+        False if any of them states its place in a larger tensor.
+        """
         try:
             with _torch.without_modes():
                 return (
@@ -149,7 +154,7 @@ class _TensorKinds:
                         for look, known in zip(_PROPERTIES, self._properties, strict=True)
                     )
                     and not any(tensors[at].is_conj() for at in self._complex)
-                    and all(  # they are as many; and no list, as the garbage collector would go through it
+                    and all(  # equally many; not a list: the garbage collector would visit it
                         all(map(eq, map(look, tensors), known))
                         for look, known in zip(_EXTENTS, self._extents, strict=True)
                     )
@@ -157,11 +162,11 @@ class _TensorKinds:
                     and not _torch.any_says_its_place(tensors)
                 )
         except RuntimeError:
-            return False  # nested tensors have no sizes, and those inside of vmap no storage
+            return False  # nested tensors have no sizes, and tensors inside vmap no storage
 
 
 def _all_have_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether storages are there; a tensor begins near 0 if its storage was emptied or never was."""
+    """Whether the tensors have storage; without it, a tensor's address is near 0."""
     addresses = list(map(torch.Tensor.data_ptr, tensors))
     return min(addresses, default=_LOW_ADDRESS) >= _LOW_ADDRESS or all(
         _torch.missing_data(tensor) is None and _torch.payload_stride(tensor.detach()) is not None
@@ -171,7 +176,7 @@ def _all_have_memory(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 class KnownStructure:
-    """The structure of a state dict, and which leaf is which item of a rank's share of it."""
+    """The structure of a state dict, and the leaf of each item of a rank's share."""
 
     def __init__(self, root: _Level, leaves: list[Any], share: Share, leaf_of: list[int]) -> None:
         self._root = root
@@ -188,7 +193,7 @@ class KnownStructure:
         _open(leaves, self._specs)
         tensors = list(compress(leaves, self._is_tensor))
         self._kinds = [_TensorKinds(block) for block in _blocks(tensors)]
-        # The file form of these depends on the storage that they are a view of, as well.
+        # The file form of these also depends on the storage that they are a view of.
         self._look_again = [
             item
             for item, form in enumerate(share.forms)
@@ -199,7 +204,7 @@ class KnownStructure:
     def find(
         self, state_dict: Mapping[str, Any], serialize: Serializer
     ) -> list[torch.Tensor | bytes] | None:
-        """What the items of the share are in this state dict, or ``None`` if it is of another structure."""
+        """The sources of the share's items in a state dict; ``None`` if its structure differs."""
         leaves: list[Any] = []
         if not self._root.gather(state_dict, leaves):
             return None
@@ -225,11 +230,11 @@ class KnownStructure:
 def learn(
     state_dict: Mapping[str, Any], flat: Mapping[str, Any], planned: PlannedSave
 ) -> KnownStructure | None:
-    """The structure of a state dict that was just planned, or ``None`` if it cannot be recognised safely.
+    """The structure of a planned state dict; ``None`` if it cannot be recognised safely.
 
     Args:
-        state_dict: What was planned.
-        flat: The same as the planner flattened it, by name.
+        state_dict: The planned state dict.
+        flat: The same, flattened by the planner, by name.
         planned: This rank's share of it.
     """
     root = _level_of(state_dict)
@@ -263,6 +268,6 @@ def _is_recognizable(leaf: Any) -> bool:
 
 
 def _open(leaves: list[Any], specs: Sequence[tuple[int, Any, bool]]) -> None:
-    """Put local tensors in the places of DTensors."""
+    """Replace DTensors by their local tensors."""
     for position, _, _ in specs:
         leaves[position] = _torch.local_tensor_of(leaves[position])

@@ -1,1 +1,1 @@
-"""Requests, the processes that work on them, and what happens to them when this one is told to end."""
+"""Requests, the processes that run them, and their fate when the trainer ends."""

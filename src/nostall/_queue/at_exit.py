@@ -1,8 +1,8 @@
-"""What becomes of saves that are not finalised when the interpreter ends.
+"""Saves that are not finalised when the interpreter ends.
 
-They are completed, with the other ranks if there are any, for a limited time. If one is lost all the same, the process says
-which and ends with exit status 1, or that of SIGTERM if it ends because of that: a job scheduler must not take a run for a
-success whose last checkpoint is not there.
+They are completed, together with other ranks, within a time limit. If a save is lost, the process
+logs it and ends with exit status 1, or with that of SIGTERM after a SIGTERM: a job scheduler must
+not count a run as a success if its last checkpoint is missing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger("nostall")
 
 FAILURE_STATUS = 1
 LEAVING_S = 5.0
-"""How much later than this one another rank may leave with an exception, to finish together what is scheduled."""
+"""Longest time by which another rank may exit with an exception later than this one."""
 
 
 class Unfinished(Protocol):
@@ -36,40 +36,40 @@ class Unfinished(Protocol):
 
     @property
     def pending(self) -> int:
-        """How many."""
+        """Number of these requests."""
 
     @property
     def is_distributed(self) -> bool:
-        """Whether finalising them takes other ranks, too."""
+        """Whether other ranks take part in finalising."""
 
     def wait(self, timeout: float | None = None) -> object:
-        """Finalise all of them, or raise."""
+        """Finalise all requests, or raise."""
 
     def maybe_finalize_async_calls(self, *, blocking: bool) -> object:
-        """Finalise those that all ranks are done with."""
+        """Finalise the requests that are done on all ranks."""
 
     def close(self, *, abort: bool) -> None:
-        """Give them up, with ``abort``."""
+        """Close the queue; with ``abort``, give up its requests."""
 
 
 class _Standby:
-    """A thread that is there before it is needed: an interpreter that is ending starts none (from Python 3.12 on)."""
+    """A thread started in advance: from Python 3.12 on, an ending interpreter starts none."""
 
     def __init__(self) -> None:
         self._work: SimpleQueue[tuple[Callable[[], str], Future[str]]] = SimpleQueue()
         self._pid = 0
 
     def prepare(self) -> None:
-        """Start it, if that was not done in this process."""
+        """Start the thread, once per process."""
         if self._pid != os.getpid():
             self._work = SimpleQueue()
             threading.Thread(target=self._serve, name="nostall-exit", daemon=True).start()
             self._pid = os.getpid()
 
     def run(self, work: Callable[[], str], deadline: float) -> str:
-        """What ``work`` returns, or why that is not known."""
+        """The result of ``work``, or the reason why it is missing."""
         if self._pid != os.getpid():
-            return "there is no thread to wait for other ranks with"
+            return "no thread is available to wait for other ranks"
         said: Future[str] = Future()
         devices = _torch.current_accelerators()
 
@@ -83,14 +83,14 @@ class _Standby:
         except (TimeoutError, FutureTimeoutError):
             return "other ranks did not take part in time"
         except KeyboardInterrupt:
-            return "waiting for it was interrupted"
+            return "the wait was interrupted"
 
     def _serve(self) -> None:
         while True:
             work, said = self._work.get()
             try:
                 why = work()
-            except Exception as error:  # of the process group's store, which may be gone
+            except Exception as error:  # the process group's store may be gone
                 why = f"{type(error).__name__}: {error}"
             said.set_result(why)
 
@@ -99,14 +99,14 @@ _standby = _Standby()
 
 
 class _Losses:
-    """Saves that fail while the interpreter waits for its threads: nobody asks about them any more."""
+    """Saves that fail while the interpreter waits for its threads: no caller sees the error."""
 
     def __init__(self) -> None:
         self.is_waiting = False
         self.any = False
 
     def begin(self) -> None:
-        """The main thread has come to its end."""
+        """Record that the main thread has ended."""
         self.is_waiting = True
 
 
@@ -115,9 +115,9 @@ _losses = _Losses()
 
 @contextmanager
 def loss_is_told(path: str) -> Iterator[None]:
-    """Let the log tell what fails inside on a thread in the background, where it is a future's that nobody may ask.
+    """Log an error of the block on a background thread: its future may never be read.
 
-    If the interpreter is ending already, nobody can, and the exit status tells it, too.
+    If the interpreter is ending, the exit status also reports the error.
     """
     try:
         yield
@@ -134,14 +134,14 @@ def _tell_losses() -> None:
 
 
 atexit.register(_tell_losses)
-# There is no public way to hear of the end before an executor's threads are waited for, as that of dcp.async_save. The
-# last one to register is called first, hence the import of the module that does.
-with suppress(RuntimeError):  # imported when the interpreter is ending already
+# No public hook runs before the interpreter waits for the threads of executors, such as that of
+# dcp.async_save. Hooks run in reverse order, so concurrent.futures.thread is imported first.
+with suppress(RuntimeError):  # imported while the interpreter is ending
     concurrent.futures.thread.threading._register_atexit(_losses.begin)  # type: ignore[attr-defined]  # private
 
 
 def prepare_for_exit() -> None:
-    """Make ready for finalising with other ranks at exit; to be called when something is scheduled that will need it."""
+    """Prepare to finalise with other ranks at exit; call it when such a request is scheduled."""
     _standby.prepare()
 
 
@@ -151,13 +151,13 @@ def finish_at_exit(
     timeout_s: float,
     status: Callable[[], int] = lambda: FAILURE_STATUS,
 ) -> None:
-    """Finalise what is pending; does not return, but ends the process with what ``status`` says then, if something is lost."""
+    """Finalise pending requests; if one is lost, end the process with the result of ``status``."""
     unfinished = [queue for queue in queues if queue.pending]
     if not unfinished:
         return
     _log.warning(
         "the interpreter ends with %d requests that are not finalised; completing them within %g s;"
-        " close() the queue to do so before",
+        " close() the queue to complete them earlier",
         sum(queue.pending for queue in unfinished),
         timeout_s,
     )
@@ -174,19 +174,20 @@ def finish_after_error(
     is_to_wait: bool,
     all_leave: Callable[[float], str],
 ) -> str:
-    """Finalise what is pending although the caller leaves with an exception.
+    """Finalise pending requests while the caller exits with an exception.
 
     Args:
         unfinished: The queue.
-        timeout_s: Longest time for it.
-        is_to_wait: Whether to wait for what is not written yet.
-        all_leave: Why other ranks cannot be expected to do the same; empty if all of them do so within that many seconds.
+        timeout_s: Time limit.
+        is_to_wait: Whether to wait for files that are not written yet.
+        all_leave: Why other ranks do not take part; empty if all of them exit with an exception
+            within the given seconds.
 
     Returns:
-        Why something is still pending, or has failed; empty if everything is committed.
+        Why a request is still pending or has failed; empty if all are committed.
     """
     _log.warning(
-        "an exception leaves %d requests that are not finalised; completing them within %g s",
+        "an exception left %d requests that are not finalised; completing them within %g s",
         unfinished.pending,
         timeout_s,
     )
@@ -198,10 +199,10 @@ def finish_after_error(
 
 
 def _finish(unfinished: Unfinished, deadline: float) -> bool:
-    """Whether all that was pending is committed; what is not is given up."""
+    """Whether all pending requests are committed; the others are given up."""
     before = unfinished.pending
     if unfinished.is_distributed and getattr(sys, "last_value", None) is not None:
-        why = "this rank ends with an exception, so others do not take part"
+        why = "this rank ends with an exception, so other ranks do not take part"
     else:
         why = _complete(unfinished, deadline, is_to_wait=True)
     if not why:
@@ -210,50 +211,50 @@ def _finish(unfinished: Unfinished, deadline: float) -> bool:
     try:
         unfinished.close(abort=True)
     except Exception:
-        _log.exception("giving them up failed, too")
+        _log.exception("aborting the lost requests failed")
     return False
 
 
 def _complete(unfinished: Unfinished, deadline: float, *, is_to_wait: bool) -> str:
-    """Why not everything was finalised; empty if it was."""
+    """Why a request was not finalised; empty if all were."""
 
-    def finalize() -> object:  # what others do that poll
+    def finalize() -> object:  # the same collectives as in a poll of other ranks
         return unfinished.maybe_finalize_async_calls(blocking=is_to_wait)
 
     if unfinished.is_distributed:
-        # Others may have ended already, and a collective cannot be interrupted.
+        # Other ranks may have ended, and a collective cannot be interrupted.
         return _standby.run(lambda: _repeat(finalize, unfinished), deadline)
     if not is_to_wait:
         return _repeat(finalize, unfinished)
     why = _repeat(lambda: unfinished.wait(max(0.0, deadline - time.monotonic())), unfinished)
-    if why:  # what is written is not to be lost with what is not
+    if why:  # requests that are written can still be finalised
         _repeat(lambda: unfinished.maybe_finalize_async_calls(blocking=False), unfinished)
     return why
 
 
 def _repeat(finalize: Callable[[], object], unfinished: Unfinished) -> str:
-    """Finalise until nothing is pending, or it does not help; why not everything was finalised, empty if it was."""
+    """Finalise while that makes progress; why a request was not finalised, empty if all were."""
     why = ""
     while before := unfinished.pending:
         try:
             finalize()
         except KeyboardInterrupt:
-            return why or "waiting for it was interrupted"
-        except BaseException as error:  # DCP's is no Exception
+            return why or "the wait was interrupted"
+        except BaseException as error:  # CheckpointException is not an Exception
             why = why or f"{type(error).__name__}: {error}"
         if unfinished.pending == before:
-            # It was not about one request, after which others may be in order.
-            return why or "it is not written yet"
+            # The error does not concern a single request, so later ones would fail, too.
+            return why or "the files are not written yet"
     return why
 
 
 def end_process(status: int) -> None:
-    """End with this exit status, which a handler that runs at exit has no other way to set."""
+    """End with this exit status; a handler that runs at exit cannot set it in another way."""
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # what Python would run next
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (AttributeError, OSError, ValueError):
-            continue  # closed, or not there
+            continue  # closed or missing
     os._exit(status)

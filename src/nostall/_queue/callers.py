@@ -1,7 +1,8 @@
-"""Callers: which process does what a request asks for.
+"""Callers: the processes that run requests.
 
-nostall's own saves go to the torch-free writer process, whichever caller takes them. Any other callable runs in a Python
-process: a lasting one (:class:`PersistentAsyncCaller`) or one per call (:class:`TemporalAsyncCaller`).
+nostall's own saves go to the torch-free writer process, with any caller. Other callables run in a
+Python process: a persistent one (:class:`PersistentAsyncCaller`) or one per call
+(:class:`TemporalAsyncCaller`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from nostall.errors import SaveTimeoutError
 
 
 class Call:
-    """A scheduled request on its way."""
+    """A scheduled request in progress."""
 
     def __init__(self, request: AsyncRequest) -> None:
         self.request = request
@@ -35,7 +36,7 @@ class Call:
         self.begun_s = time.monotonic()
         self.outcome: Future[Outcome] = Future()
         self.process: PythonWorker | None = None
-        """What runs a callable that is not nostall's own."""
+        """The process of a callable that is not nostall's own."""
 
     @property
     def native(self) -> BackgroundSave | None:
@@ -43,12 +44,12 @@ class Call:
         return self.request.async_fn if isinstance(self.request.async_fn, BackgroundSave) else None
 
     def settle(self, failure: Outcome) -> None:
-        # Aborting and an answer may coincide; the first one stands.
+        # An abort and an answer may coincide; the first one counts.
         with suppress(InvalidStateError):
             self.outcome.set_result(failure)
 
     def failure(self) -> Failure | None:
-        """Why it failed; only once it is done."""
+        """Its failure, if any; call it only when the request is done."""
         return self.outcome.result(0)
 
 
@@ -59,7 +60,7 @@ def _failure_in(report: RankReport) -> Outcome:
 class AsyncCaller(ABC):
     """Runs requests in the background, one after the other.
 
-    Subclasses say which process runs callables that are not nostall's own.
+    Subclasses choose the process for callables that are not nostall's own.
     """
 
     def __init__(self) -> None:
@@ -86,7 +87,7 @@ class AsyncCaller(ABC):
         try:
             args = request.loaded_args()
         except Exception as error:
-            # The other ranks wait for this one; all of them raise when finalising.
+            # Other ranks wait for this one; all of them raise when finalising.
             self._fail(call, error, phase="stage")
             return call
         except BaseException as error:
@@ -98,14 +99,12 @@ class AsyncCaller(ABC):
             try:
                 fd = serialize_call(request.async_fn, args, request.async_fn_kwargs or {})
             except BaseException:
-                # What cannot travel on one rank cannot on any; said where it was scheduled.
+                # A call that cannot be pickled fails on every rank, so each raises at once.
                 self.take_over(call)
                 raise
         try:
             self._start(call, args, fd)
-        except (
-            Exception
-        ) as error:  # such as no process to start; all ranks raise it when finalising
+        except Exception as error:  # for example, no new process; all ranks raise when finalising
             self._fail(call, error, phase="start")
             return call
         except BaseException as error:
@@ -115,7 +114,7 @@ class AsyncCaller(ABC):
         return call
 
     def _forget(self, call: Call, interrupt: BaseException) -> None:
-        """Leave nothing of a request that nobody gets to know of, as its scheduling was interrupted."""
+        """Discard a request whose scheduling was interrupted: its caller never gets its index."""
         self.take_over(call)
         if call.native is not None:
             call.native.give_up(interrupt)
@@ -140,12 +139,12 @@ class AsyncCaller(ABC):
         call.settle(failure_of(error, phase=phase))
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """Whether the oldest request is done, on every rank unless ``no_dist``. Collective unless ``no_dist``.
+        """Whether the oldest request is done, on every rank; collective unless ``no_dist``.
 
         Raises:
-            SaveError: It is done and a callable that is not nostall's own failed here. A save of nostall's reports its
-                failure on every rank when it is finalised.
-            SaveTimeoutError: ``blocking``, and it was not done within ``EngineOptions.save_timeout_s``.
+            SaveError: A callable that is not nostall's own failed on this rank. nostall's own saves
+                report failures on every rank when they are finalised.
+            SaveTimeoutError: With ``blocking``: not done within ``EngineOptions.save_timeout_s``.
         """
         if not self._calls:
             return True
@@ -171,13 +170,13 @@ class AsyncCaller(ABC):
                 return done
 
     def sync_all_async_calls(self, is_alive: bool) -> bool:
-        """Whether all ranks are done, this one's part being unfinished if ``is_alive``. Collective."""
+        """Whether all ranks are done; this rank is not if ``is_alive``. Collective."""
         return coordination_for(None).maximum([int(is_alive)]) == [0]
 
     def take_over(self, call: Call) -> bool:
-        """Take a call that is done out of the caller; false if another thread has aborted it.
+        """Remove a finished call from the caller; false if another thread has aborted it.
 
-        A call leaves the deque once, so that what is being finalised is not aborted, nor the other way round.
+        A call leaves the deque once, so it is either finalised or aborted, never both.
         """
         try:
             self._calls.remove(call)
@@ -188,29 +187,29 @@ class AsyncCaller(ABC):
 
     @abstractmethod
     def close(self, abort: bool = False) -> None:
-        """End the processes of this caller: when they are done, or now with ``abort``. Idempotent."""
+        """End the caller's processes, after their work or at once with ``abort``. Idempotent."""
 
     def _worker(self) -> PythonWorker:
         """The process for callables that are not nostall's own."""
-        raise NotImplementedError(f"{type(self).__name__} runs nothing but nostall's own saves")
+        raise NotImplementedError(f"{type(self).__name__} runs only nostall's own saves")
 
-    def _call_is_done(self, call: Call) -> None:  # noqa: B027  # a hook; most callers keep what served the call
-        """A call left; subclasses may end what served it."""
+    def _call_is_done(self, call: Call) -> None:  # noqa: B027  # a hook
+        """Called when a call leaves; subclasses may end its process."""
 
     def abandon_after_fork(self) -> None:
-        """In a forked child: let go of calls and processes, which are the parent's."""
+        """In a forked child: drop calls and processes, which belong to the parent."""
         for process in {call.process for call in self._calls if call.process is not None}:
             process.abandon_after_fork()
         self._calls.clear()
 
     def _abort_calls(self) -> None:
-        calls, self._calls = self._calls, deque()  # what is scheduled from here on stays
+        calls, self._calls = self._calls, deque()  # later calls are kept
         while True:
             try:
                 call = calls.popleft()
-            except IndexError:  # by now another thread may have taken the last one
+            except IndexError:  # empty; another thread may have taken the last call
                 return
-            if call.life.state is State.WRITING:  # else the thread that schedules it finds out
+            if call.life.state is State.WRITING:  # else the scheduling thread detects the abort
                 call.life.to(State.ABORTED)
             if call.native is not None and not call.outcome.done():
                 call.native.abort()
@@ -225,17 +224,19 @@ _LEGACY_CPU_PRIORITY = 10
 
 
 def asked_priority(cpu_priority: int) -> int | None:
-    """The niceness that a caller asked for; the default in a signature that frameworks know asks for nothing."""
+    """The requested niceness; ``None`` for the default in the established signature."""
     return None if cpu_priority == _LEGACY_CPU_PRIORITY else cpu_priority
 
 
 class PersistentAsyncCaller(AsyncCaller):
-    """One Python process, started when first needed and used again, for callables that are not nostall's own.
+    """Runs callables that are not nostall's own in one Python process, started on first use.
 
     Args:
         is_daemon: Accepted for compatibility; workers never outlive the trainer.
-        cpu_priority: Niceness of background processes, 0 to 19; left at its default, what ``EngineOptions`` says.
-        io_priority: Their I/O scheduling class (Linux ``ionice``); ``None`` for what ``EngineOptions`` says.
+        cpu_priority: Niceness of background processes, 0 to 19; at its default, that of
+            ``EngineOptions``.
+        io_priority: Their I/O scheduling class (Linux ``ionice``); ``None`` for that of
+            ``EngineOptions``.
         sigterm_timeout: Seconds between SIGTERM and SIGKILL when a process is ended.
         cpu_shm_mode: Accepted for compatibility; snapshots are always in shared host memory.
     """
@@ -268,7 +269,7 @@ class PersistentAsyncCaller(AsyncCaller):
             process.end(abort=abort)
 
     def abandon_after_fork(self) -> None:
-        """In a forked child: let go of calls and processes, which are the parent's."""
+        """In a forked child: drop calls and processes, which belong to the parent."""
         process, self._process = self._process, None
         super().abandon_after_fork()
         if process is not None:

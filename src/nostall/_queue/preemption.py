@@ -1,13 +1,13 @@
-"""SIGTERM: finish what is scheduled, then end.
+"""SIGTERM: finish the scheduled requests, then end.
 
-A signal arrives anywhere, also between two lines of this library while it holds a lock, and on each rank somewhere else. So the
-handler waits for nothing and takes no lock. It notes the signal, and ends the process by an exception in the main thread if
-no save is pending or being worked on. Otherwise
+A signal may arrive on any line, even while this library holds a lock, and on each rank at another
+place. So the handler does not wait and takes no lock. It records the signal, and ends the process
+by an exception in the main thread if no save is pending or in progress. Otherwise
 
-* the next poll finishes what is pending: all ranks tell in its reduction whether they were asked, so they do it together;
-* the signal is looked at again every second, for what ended without a poll (a synchronous save);
-* half of the grace period later the main thread gets the exception in any case, and what is pending is finished when the
-  interpreter ends;
+* the next poll finishes the pending requests; its reduction carries the signal, so all ranks do;
+* the handler runs again every second, for saves that end without a poll (synchronous ones);
+* after half of the grace period the main thread gets the exception in any case, and the pending
+  requests are finished when the interpreter ends;
 * at the end of the grace period the process ends.
 """
 
@@ -30,15 +30,15 @@ from nostall.options import is_possible_wait
 _log = logging.getLogger("nostall")
 
 STATUS = 128 + signal.SIGTERM
-"""What shells report for a process that SIGTERM has ended."""
+"""Exit status that shells report for a process ended by SIGTERM."""
 _LOOK_AGAIN_S = 1.0
 _SETTLED_S = 2.0
-"""How long nothing of ours must have run on behalf of a synchronous save: it consists of several calls."""
+"""Quiet time after which a synchronous save counts as over: it consists of several calls."""
 _ABANDON_S = 5.0
 
 
 class Preemption:
-    """Whether this process was asked to end, and by when."""
+    """Whether and when SIGTERM has arrived, and the deadline."""
 
     def __init__(self) -> None:
         self._forget()
@@ -54,7 +54,7 @@ class Preemption:
         self._grace_s = 0.0
         self._is_overdue = False
         self._is_reminder = False
-        """Whether the next signal comes from ourselves."""
+        """Whether this process has sent the next signal itself."""
         self.is_ending = False
         """Whether the process ends because of the signal."""
 
@@ -65,7 +65,7 @@ class Preemption:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the process is ended; for ever, if it was not asked to end."""
+        """Seconds until the process ends; infinite without a signal."""
         asked_at_s = self._asked_at_s
         return (
             math.inf
@@ -75,7 +75,7 @@ class Preemption:
 
     @property
     def is_too_late(self) -> bool:
-        """Whether the grace period is over, and with it the process; saves fail then because they are given up."""
+        """Whether the grace period is over; saves then fail because they are aborted."""
         return self.left_s <= 0
 
     def install(
@@ -88,9 +88,10 @@ class Preemption:
         """Handle SIGTERM from now on.
 
         Args:
-            grace_s: Seconds between the signal and the end of the process, come what may.
-            is_anything_pending: Whether there are requests to finalise; called by the handler, so it must not wait.
-            abandon: Ends what would outlive this process when it ends with something unfinished.
+            grace_s: Longest time between the signal and the end of the process, in seconds.
+            is_anything_pending: Whether there are requests to finalise; called by the handler, so
+                it must not wait.
+            abandon: Called at the deadline; ends processes that would outlive this one.
         """
         if threading.current_thread() is not threading.main_thread():
             raise OptionError(
@@ -102,7 +103,7 @@ class Preemption:
         self._grace_s = grace_s
         self._is_anything_pending = is_anything_pending
 
-        # A handler must neither start a thread nor set an event: the main thread may hold the locks of either.
+        # A handler must not start a thread or set an event: the main thread may hold their locks.
         asked, wake = os.pipe()
         threading.Thread(
             target=self._watch, args=(asked, grace_s, abandon), name="nostall-sigterm", daemon=True
@@ -112,7 +113,7 @@ class Preemption:
             is_reminder, self._is_reminder = self._is_reminder, False
             if self._asked_at_s is None:
                 if is_reminder:
-                    return  # of a signal that was dealt with meanwhile
+                    return  # its signal is already handled
                 self._asked_at_s = time.monotonic()
                 os.write(wake, b"1")
             if not self._sections and (self._is_overdue or self._is_idle()):
@@ -124,10 +125,10 @@ class Preemption:
 
     @contextmanager
     def deferred(self, *, then_end: bool = True) -> Iterator[None]:
-        """While inside, the process is not ended. Afterwards it is if it was asked and nothing is pending.
+        """The process does not end inside the block; after it, on SIGTERM with nothing pending.
 
         Args:
-            then_end: False for a part of a save that others call, and go on with afterwards.
+            then_end: False for a part of a save whose caller continues with it.
         """
         with self._lock:
             self._sections += 1
@@ -141,10 +142,10 @@ class Preemption:
         if not then_end or not self.asked or self._sections or self._is_anything_pending():
             return
         if threading.current_thread() is threading.main_thread():
-            self._end(None)  # else the handler will, when it looks again
+            self._end(None)  # on other threads the handler does it within a second
 
     def forget_after_fork(self) -> None:
-        """In a forked child: its parent was asked, not this one; and it ends as it would without us."""
+        """In a forked child: forget the parent's signal, and restore the previous handler."""
         if not self._is_installed:
             return
         self._forget()
@@ -156,7 +157,7 @@ class Preemption:
         return settled and not self._is_anything_pending()
 
     def _end(self, frame: FrameType | None) -> None:
-        """Do what would have been done without us."""
+        """Run the previous handler, or raise ``SystemExit``."""
         if self.is_ending:
             return
         self.is_ending = True
@@ -164,20 +165,20 @@ class Preemption:
             self._previous(signal.SIGTERM, frame)
         elif self._previous is not signal.SIG_IGN:
             raise SystemExit(STATUS)
-        # It goes on, and the next signal is a new one.
+        # The process continues, and the next signal is a new one.
         self._is_overdue = self.is_ending = False
         self._asked_at_s = None
 
     def _watch(self, asked: int, grace_s: float, abandon: Callable[[], object]) -> None:
-        """Wait until this process is asked to end, and again if it goes on then."""
+        """Wait for a signal, and for the next one if the process continues."""
         while os.read(asked, 1):
-            if self.asked:  # and was not before, when this waited for the end of the last time
-                _log.warning("SIGTERM: finishing what is scheduled within %g s", grace_s)
+            if self.asked:  # not a signal that was handled during the last wait
+                _log.warning("SIGTERM: finishing scheduled saves within %g s", grace_s)
                 self._see_to_the_end(grace_s, abandon)
 
     def _see_to_the_end(self, grace_s: float, abandon: Callable[[], object]) -> None:
-        """Let the handler look again from time to time, and end the process when there is no time left."""
-        while (left_s := self.left_s) > 0:  # of the last signal: an earlier one may be dealt with
+        """Run the handler again from time to time, and end the process at the deadline."""
+        while (left_s := self.left_s) > 0:  # of the last signal; earlier ones may be handled
             time.sleep(min(_LOOK_AGAIN_S, grace_s / 4, left_s))
             if not self.asked:
                 return
@@ -185,8 +186,8 @@ class Preemption:
             self._is_reminder = True
             os.kill(os.getpid(), signal.SIGTERM)
         if self._is_anything_pending():
-            _log.error("SIGTERM: what is scheduled could not be finished in time; it is lost")
-        # In a thread of its own, as it may wait for a lock that the main thread holds.
+            _log.error("SIGTERM: scheduled saves were not finished in time and are lost")
+        # In a separate thread, as it may wait for a lock that the main thread holds.
         helper = threading.Thread(target=abandon, daemon=True)
         helper.start()
         helper.join(_ABANDON_S)

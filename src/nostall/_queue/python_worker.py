@@ -1,9 +1,10 @@
-"""A Python process that calls any importable function: for requests that are not nostall's own saves.
+"""A Python process for requests that are not nostall's own saves: it calls importable functions.
 
-Its start costs what importing torch costs, and it is started only when such a request comes. Arguments are serialised
-with ``torch.save`` into anonymous memory on the caller's thread, so that nothing the trainer does later changes them, and
-travel as one descriptor. The user's main script is not run again in the process, so it needs no ``__main__`` guard; what
-is defined in it cannot travel, and says so when the request is scheduled.
+It starts with the first such request, and imports torch. Arguments are serialised with
+``torch.save`` into anonymous memory on the caller's thread, so that later changes by the trainer do
+not affect them, and sent as one descriptor. The process does not run the user's main script again,
+so the script needs no ``__main__`` guard; objects defined in it are refused when the request is
+scheduled.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from nostall._writer.parent import messages_from_parent
 from nostall.errors import StagingError
 
 _DRAIN_TIMEOUT_S = 1800.0
-"""Longest wait for calls at the end; the same as ``EngineOptions.save_timeout_s`` by default."""
+"""Longest wait for calls when the process ends; the default of ``EngineOptions.save_timeout_s``."""
 
 Outcome = Failure | None
 """``None`` if the function returned."""
@@ -43,7 +44,7 @@ _ENTRY = (
 
 
 class _Travelling:
-    """Stands in for the pickle module in ``torch.save``; refuses what another process could not find."""
+    """Replaces the pickle module in ``torch.save``; refuses objects defined in the main script."""
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
@@ -58,7 +59,7 @@ def serialize_call(
     """Put a call into anonymous memory and return its descriptor.
 
     Raises:
-        StagingError: Something in it cannot travel to another process; the message names it.
+        StagingError: A part of the call cannot be pickled; the message names it.
     """
     import torch
 
@@ -71,8 +72,8 @@ def serialize_call(
         raise StagingError(
             f"the request cannot be sent to another process: {error}",
             phase="stage",
-            hint="use a function defined at the top level of an importable module, and plain arguments;"
-            " finalize functions may be closures",
+            hint="use a function defined at the top level of an importable module, and plain"
+            " arguments; finalize functions may be closures",
         ) from error
     except BaseException:
         os.close(fd)
@@ -95,7 +96,7 @@ class PythonWorker(ChildProcess[Outcome]):
         )
 
     def submit(self, call_fd: int) -> Future[Outcome]:
-        """Hand over a serialised call and its descriptor; the future always ends."""
+        """Send a serialised call; takes its descriptor. The future always completes."""
         self._calls += 1
         job = str(self._calls)
         request = {"type": "call", "job": job}
@@ -105,7 +106,10 @@ class PythonWorker(ChildProcess[Outcome]):
             os.close(call_fd)
 
     def end(self, *, abort: bool, drain_timeout_s: float = _DRAIN_TIMEOUT_S) -> None:
-        """End the process: now, or when it has done what it was asked, but not later than a deadline. Idempotent."""
+        """End the process: at once with ``abort``, else after its calls or a timeout.
+
+        Idempotent.
+        """
         with self._lock:
             unfinished = [waiting.future for waiting in self._waiting.values()]
         if abort or wait(unfinished, drain_timeout_s).not_done:
@@ -119,7 +123,7 @@ class PythonWorker(ChildProcess[Outcome]):
 
 
 def serve(socket_fd: int, parent_pid: int) -> None:
-    """What runs in the process: the main thread calls, another one watches the connection and the parent."""
+    """Main function of the process: its main thread calls, another one watches the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when this process ends
     sock = socket.socket(fileno=socket_fd)
     calls: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
@@ -130,7 +134,7 @@ def serve(socket_fd: int, parent_pid: int) -> None:
         failure: Failure | None = None
         try:
             _call(fd)
-        except Exception as error:  # the process survives whatever a request does
+        except Exception as error:  # the process survives failed requests
             failure = Failure(
                 kind="SaveError",
                 message=f"{type(error).__name__}: {error}",
@@ -154,6 +158,6 @@ def _call(fd: int) -> None:
 
     with open(fd, "rb") as stream:
         stream.seek(0)
-        # Trusted input: the trainer made it a moment ago, and it exists nowhere but in this descriptor.
+        # Trusted input: the trainer wrote it, and only this descriptor refers to it.
         function, args, kwargs = torch.load(stream, map_location="cpu", weights_only=False)
     function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""A request: something to do in the background, and what follows it in the trainer."""
+"""A request: a function for the background, and functions that follow it in the trainer."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from nostall.errors import OptionError, RankMismatchError
 
 
 class AsyncRequest(NamedTuple):
-    """Something to do in the background, and what follows it in the trainer."""
+    """A function for the background, and functions that follow it in the trainer."""
 
     async_fn: Callable[..., Any] | None
     """Runs in the background; ``None`` if this rank has nothing to do."""
     async_fn_args: tuple[Any, ...] | list[Any]
-    """Its arguments; what ``preload_fn`` returns is put in place of index 1."""
+    """Its arguments; the result of ``preload_fn`` replaces index 1."""
     finalize_fns: list[Callable[[], Any]]
     """Run in the trainer, in order, once every rank is done; never after a failure."""
     async_fn_kwargs: dict[str, Any] | None = None
     """Its keyword arguments."""
     preload_fn: Callable[[], Any] | None = None
-    """Runs in the trainer when the request is scheduled; its result takes the place of argument index 1."""
+    """Runs in the trainer when the request is scheduled; its result replaces argument index 1."""
     is_frozen: bool = False
     call_idx: int = 0
 
@@ -31,27 +31,26 @@ class AsyncRequest(NamedTuple):
         """Append a finalize function.
 
         Raises:
-            RuntimeError: The request is scheduled already.
+            RuntimeError: The request is already scheduled.
         """
         if self.is_frozen:
-            raise RuntimeError(
-                "a request that is scheduled already takes no more finalize functions"
-            )
+            raise RuntimeError("cannot add a finalize function to a scheduled request")
         self.finalize_fns.append(fn)
 
     def execute_sync(self) -> None:
-        """Do everything here and now, with the code that would have run in the background. Collective.
+        """Run the whole request in the caller's thread. Collective.
 
         Raises:
-            CheckpointException: It failed on some rank; raised on every rank, and nothing is finalised. A callable that
-                is not nostall's own raises its own exception where there is one process only.
+            CheckpointException: It failed on some rank; raised on every rank, and nothing is
+                finalised. In a single process, a callable that is not nostall's own raises its own
+                exception instead.
         """
         native = self.async_fn if isinstance(self.async_fn, BackgroundSave) else None
         error: Exception | None = None
         try:
             if self.async_fn is not None:
                 self.async_fn(*self.loaded_args(), **(self.async_fn_kwargs or {}))
-        except Exception as raised:  # the other ranks are on their way to finalising
+        except Exception as raised:  # raised below, as the other ranks wait in a collective
             error = raised
             if native is not None:
                 native.fail(raised, phase="stage")
@@ -76,7 +75,7 @@ class AsyncRequest(NamedTuple):
             if len(args) < 2:
                 raise OptionError(
                     f"a request with a preload_fn has {len(args)} arguments",
-                    hint="give async_fn_args at least two: the result replaces index 1",
+                    hint="pass at least two async_fn_args: the result replaces index 1",
                 )
             args[1] = loaded
         return args
@@ -97,9 +96,10 @@ class AsyncRequest(NamedTuple):
             highest, lowest = coordination_for(None).maximum([self.call_idx, -self.call_idx])
             if highest != -lowest:
                 raise RankMismatchError(
-                    f"ranks finalise different requests: this one {self.call_idx}, others {-lowest} to {highest}",
+                    f"ranks finalise different requests: this one {self.call_idx}, others {-lowest}"
+                    f" to {highest}",
                     phase="commit",
-                    hint="every rank has to schedule and finalise the same requests in the same order",
+                    hint="schedule and finalise the same requests in the same order on every rank",
                 )
         for finalize in self.finalize_fns:
             finalize()
