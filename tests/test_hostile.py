@@ -398,7 +398,7 @@ def test_a_job_in_memory_that_is_not_there_fails(
     writer.take(seals, [])
     writer.take(job, [])
     taken, _ = writer._jobs.get()
-    with pytest.raises(ProtocolError, match="no memory"):
+    with pytest.raises(ProtocolError, match="outside of the memory"):
         writer._images(taken)
 
 
