@@ -581,7 +581,7 @@ def test_metadata_that_is_too_long_is_not_read(
         way(tmp_path / way.__name__, small_state())
         found = nostall.verify(tmp_path / way.__name__)
         assert (found.state, found.damages) == (state, ())
-        assert "more than 100 is not read" in (found.note or "")
+        assert "the limit for metadata is 100" in (found.note or "")
     assert nostall.is_complete(tmp_path / "by_queue", deep=True)
     by_queue(tmp_path / "by_stock", small_state())  # nor by a save that replaces it
 
