@@ -74,7 +74,7 @@ def test_closing_waits_no_longer_than_it_is_told(held: AsyncCallsQueue, tmp_path
         SaveTimeoutError, match=r"1 of 1 requests are not done .* after 0\.1 s"
     ) as late:
         held.close(timeout=0.1)
-    assert late.value.hint == "what was scheduled has been given up"
+    assert late.value.hint == "all scheduled requests were aborted"
     assert held.pending == 0
     assert os.listdir(tmp_path / "held") == []
 

@@ -1,4 +1,4 @@
-"""``python -m nostall``: the command line. Importing it is cheap; torch is imported by the subcommands that need it."""
+"""``python -m nostall``: the command line. Subcommands import torch only if they need it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ T = TypeVar("T")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return the exit status: 0 for success, 1 for a failure, 2 for wrong arguments; ``verify`` has more."""
+    """Run one subcommand and return the exit status.
+
+    0 for success, 1 for a failure, 2 for wrong arguments; ``verify`` has more.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser, bench_parser = _parsers()
     parsed = parser.parse_args(given)
@@ -32,30 +35,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """The parser, and that of the subcommand whose options can exclude each other."""
+    """The parser, and that of ``bench``, whose options can exclude each other."""
     parser = argparse.ArgumentParser(prog="python -m nostall", description="nostall's tools.")
     parser.add_argument("--version", action="version", version=f"nostall {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     bench = commands.add_parser(
         "bench",
         help="measure nostall, its peers and the machine's limits side by side",
-        description="Measure nostall, its peers and the machine's limits on the same state dict, in turns.",
+        description="Measure nostall, its peers and the machine's limits on the same state dict, in"
+        " turns.",
     )
     _add_bench_arguments(bench)
     verify = commands.add_parser(
         "verify",
-        help="read a checkpoint from end to end and say what is wrong with it",
-        description="Read a checkpoint from end to end and compare it with its checksums. Exit status: 0 if it is as it"
-        " was written, 1 if it is damaged or not complete, 2 for wrong arguments, 3 if there is none, 4 if it has no"
-        " manifest and its metadata is not understood.",
+        help="read a whole checkpoint and report any damage",
+        description="Read a whole checkpoint and compare it with its checksums. Exit status: 0 if"
+        " it is as it was written, 1 if it is damaged or not complete, 2 for wrong arguments, 3 if"
+        " there is no checkpoint, 4 if it has no manifest and its metadata is not understood.",
     )
     verify.add_argument("path", type=Path, metavar="PATH", help="checkpoint directory")
-    verify.add_argument("--json", action="store_true", help="print what was found as JSON")
+    verify.add_argument("--json", action="store_true", help="print the findings as JSON")
     verify.add_argument(
         *("--threads",),
         type=_checked(_positive),
         default=8,
-        help="files to read at a time (default: %(default)s)",
+        help="number of files to read at a time (default: %(default)s)",
     )
     return parser, bench
 
@@ -78,14 +82,14 @@ def _verify(parsed: argparse.Namespace) -> int:
     for damage in found.damages:
         print(f"damaged: {damage}")
     if found.unchecked:
-        print(f"no checksum: {len(found.unchecked)} items, {found.unchecked[0]} for one")
+        print(f"no checksum: {len(found.unchecked)} items, for example {found.unchecked[0]}")
     if not found.ok:
         verdict = found.state.value.upper()
     elif found.has_manifest:
         verdict = "as it was written"
     else:
         verdict = (
-            "no damage found; it has no manifest, so this rests on the checksums of its records"
+            "no damage found; without a manifest, only the checksums of its records were compared"
         )
     print(
         f"{found.path}: {verdict} ({found.items} items, {found.files} files, {found.nbytes} bytes)"
@@ -117,7 +121,7 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         *("--idle-rounds",),
         type=_checked(_not_negative),
         default=2,
-        help="rounds in which each save follows on idle seconds, 0 for none (default: %(default)s)",
+        help="rounds in which each save follows idle seconds, 0 for none (default: %(default)s)",
     )
     add("--idle-seconds", type=float, default=10, help="how many (default: %(default)s)")
     add(
@@ -139,7 +143,7 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         help="rounds with compute loops (default: %(default)s)",
     )
     add("--no-probes", action="store_true", help="leave out start, import and first-save times")
-    add("--list", action="store_true", help="say who could take part, and end")
+    add("--list", action="store_true", help="list the contenders and exit")
 
 
 def _bench(parsed: argparse.Namespace, given: Sequence[str]) -> int:

@@ -1,7 +1,8 @@
-"""Requests, callers and the queue: scheduling saves from a training loop and finalising them in order.
+"""Requests, callers and the queue: schedule saves in a training loop and finalise them in order.
 
-A request is a function to run in the background and functions to run in the trainer once it is done on all ranks.
-nostall's own save functions go to the torch-free writer process; any other callable runs in a spawned Python process.
+A request is a function for the background, and functions that run in the trainer when it is done on
+all ranks. nostall's own save functions go to the torch-free writer process; any other callable runs
+in a spawned Python process.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ _log = logging.getLogger("nostall")
 
 _live_queues: weakref.WeakSet[AsyncCallsQueue] = weakref.WeakSet()
 _unfinished: dict[AsyncCallsQueue, None] = {}
-"""Queues with requests that are not finalised: kept, so that letting go of one does not lose its saves. In the order in which
-they got their first one, which is the same on all ranks, as finalising them has to be."""
+"""Queues with requests that are not finalised; a strong reference, so that a dropped queue does not
+lose saves. Ordered by their first request, which is the same order on all ranks; finalising needs
+it."""
 
 
 _scheduled = Scheduled()
@@ -79,21 +81,26 @@ _scheduled = Scheduled()
 class AsyncCallsQueue:
     """Schedules requests and finalises them in order, each once all ranks are done with it.
 
-    As a context manager it finalises what is pending when the block ends; also when it ends with an exception, which goes on, but
-    for ``EngineOptions.exit_timeout_s`` at most, and where other ranks take part only if all of them leave with one within five
-    seconds. What cannot be finalised then is given up, and a note of the exception says why.
+    As a context manager it finalises pending requests when the block ends. If the block raises,
+    this takes at most ``EngineOptions.exit_timeout_s``, and with other ranks it happens only if all
+    of them raise within five seconds. Requests that cannot be finalised are then aborted; a note on
+    the exception says why.
 
     Args:
-        persistent: Keep one Python process for callables that are not nostall's own, instead of one per call.
+        persistent: Keep one Python process for callables that are not nostall's own, instead of
+            one per call.
         is_daemon: Accepted for compatibility; workers never outlive the trainer.
-        cpu_priority: Niceness of background processes, 0 to 19; left at its default, what ``EngineOptions`` says.
-        io_priority: Their I/O scheduling class (Linux ``ionice``); ``None`` for what ``EngineOptions`` says.
+        cpu_priority: Niceness of background processes, 0 to 19; at its default, that of
+            ``EngineOptions``.
+        io_priority: Their I/O scheduling class (Linux ``ionice``); ``None`` for that of
+            ``EngineOptions``.
         sigterm_timeout: Seconds between SIGTERM and SIGKILL when a process is ended.
         cpu_shm_mode: Accepted for compatibility; snapshots are always in shared host memory.
         process_group: The ranks that schedule together; the default group if ``None``.
-        on_error: ``"raise"``, or ``"warn"`` to log a request that has failed on some rank, count it in :attr:`failures`, and
-            go on with the next one: for jobs that would rather miss a checkpoint than end. What is raised before a request is
-            scheduled, by planning with other ranks, is raised in any case.
+        on_error: ``"raise"``; or ``"warn"``, for jobs that would rather miss a checkpoint than end:
+            log a request that failed on some rank, count it in :attr:`failures`, and continue with
+            the next one. Errors before a request is scheduled, from planning with other ranks, are
+            always raised.
     """
 
     def __init__(
@@ -118,13 +125,13 @@ class AsyncCallsQueue:
         self._process_group = process_group
         self._on_error = on_error
         self.failures = 0
-        """How many requests have failed with ``on_error="warn"``."""
+        """Number of failed requests with ``on_error="warn"``."""
         self._calls: deque[Call] = deque()
         self._moved_s = 0.0
-        """When the queue's first request last became another one."""
+        """Clock reading when the queue's first request last changed."""
         self._next_index = 0
         self._first_index = 0
-        """That of the first request since the queue was made or aborted; ranks may be aborted at different requests."""
+        """Index of the first request since the queue was created or aborted; may differ by rank."""
         _live_queues.add(self)
 
     @classmethod
@@ -137,15 +144,19 @@ class AsyncCallsQueue:
         sigterm_timeout: float = 30.0,
         cpu_shm_mode: bool = False,
     ) -> None:
-        """Start this rank's writer process before the first save; see :func:`nostall.warmup` to reserve memory, too."""
+        """Start this rank's writer process before the first save.
+
+        :func:`nostall.warmup` also reserves memory.
+        """
         engine = default_engine()
         engine.set_priority(asked_priority(cpu_priority), io_priority)
         engine.warmup(0, timeout_s=sigterm_timeout)
 
     def schedule_async_request(self, request: AsyncRequest) -> int:
-        """Take the snapshot and start the request; returns its index when the trainer may change its tensors.
+        """Take the snapshot, start the request and return its index.
 
-        A failure to take the snapshot is raised on every rank when the request is finalised.
+        The trainer may then change its tensors. A failure to take the snapshot is raised on every
+        rank when the request is finalised.
 
         Raises:
             StagingError: A callable that is not nostall's own cannot be sent to another process.
@@ -166,7 +177,7 @@ class AsyncCallsQueue:
             return index
 
     def _counting(self) -> AbstractContextManager[None]:
-        """Let other ranks know of the request that is scheduled inside."""
+        """Announce the request that the block schedules to other ranks."""
         if not self.is_distributed:
             return nullcontext()
         prepare_for_exit()
@@ -177,20 +188,21 @@ class AsyncCallsQueue:
     ) -> list[int]:
         """Finalise, in order, the requests that are done on all ranks, and return their indices.
 
-        Collective unless ``no_dist``: one small reduction per unfinished request that is looked at.
+        Collective unless ``no_dist``: one small reduction per request that is checked.
 
         Args:
             blocking: Wait until all scheduled requests are done.
-            no_dist: Look at this rank only. Finalize functions that are collective still need all ranks.
+            no_dist: Check this rank only. Collective finalize functions still need all ranks.
 
         Raises:
-            CheckpointException: A request failed on some rank; raised on every rank. Its finalize functions are not run,
-                and later requests stay scheduled.
+            CheckpointException: A request failed on some rank; raised on every rank. Its finalize
+                functions are not run, and later requests stay scheduled.
             RankMismatchError: Ranks have scheduled different numbers of requests.
             RankLostError: Another rank has ended.
-            SaveTimeoutError: Other ranks have not polled for a minute longer than a save may take.
-            SaveAbortedError: Another thread has aborted the queue meanwhile; raised on this rank, whatever ``on_error`` says.
-                What was scheduled after that stays scheduled.
+            SaveTimeoutError: Other ranks did not poll within ``EngineOptions.save_timeout_s`` and
+                a minute.
+            SaveAbortedError: Another thread has aborted the queue; raised on this rank, with any
+                ``on_error``. Requests scheduled after the abort stay scheduled.
         """
         with preemption.deferred():
             return self._finalize(blocking=blocking, no_dist=no_dist)
@@ -198,13 +210,13 @@ class AsyncCallsQueue:
     def _finalize(self, *, blocking: bool, no_dist: bool) -> list[int]:
         finalized = []
         coordination = coordination_for(self._process_group)
-        while calls := self._calls:  # an abort by another thread puts another deque in its place
+        while calls := self._calls:  # an abort by another thread replaces the deque
             call = calls[0]
             if blocking or self._is_overdue(call):
                 self._await(
                     call, longest_s=default_engine().options.save_timeout_s if blocking else 0.0
                 )
-            self._require_scheduled(call)  # before ranks talk: who aborts talks to nobody
+            self._require_scheduled(call)  # before a collective: an aborted rank joins none
             agreed = self._look_at(call, coordination, no_dist=no_dist)
             if agreed.hurry and not blocking:
                 blocking = True
@@ -216,7 +228,7 @@ class AsyncCallsQueue:
                 if agreed.failed:
                     self._raise_failure(call, coordination, no_dist=no_dist)
                 self._run_finalize_fns(call, coordination, no_dist=no_dist)
-            except (RankLostError, SaveTimeoutError):  # there is no going on together
+            except (RankLostError, SaveTimeoutError):  # the ranks cannot continue together
                 raise
             except (Exception, CheckpointException) as error:  # on every rank
                 if self._on_error == "raise":
@@ -232,9 +244,9 @@ class AsyncCallsQueue:
         error: BaseException | None = None
         try:
             call.request.execute_finalize_fns(validate_matching_call_idx=False)
-        except (Exception, CheckpointException, SystemExit) as raised:  # DCP's is no Exception
+        except (Exception, CheckpointException, SystemExit) as raised:  # DCP's is a BaseException
             error = raised
-        except BaseException:  # an interrupt, after which this rank talks to nobody
+        except BaseException:  # an interrupt, after which this rank joins no collective
             call.life.to(State.FAILED)
             raise
         try:
@@ -249,14 +261,14 @@ class AsyncCallsQueue:
         call.life.to(State.FINALIZED)
 
     def _take(self, call: Call) -> None:
-        """Take the first request from the queue, to finalise it.
+        """Remove the first request from the queue, to finalise it.
 
         Raises:
             SaveAbortedError: Another thread has aborted it.
         """
         is_ours = self._caller.take_over(call)
         self._moved_s = time.monotonic()
-        with suppress(ValueError):  # aborted meanwhile, or too late for that
+        with suppress(ValueError):  # an abort has removed it
             self._calls.remove(call)
         if not self._calls:
             _unfinished.pop(self, None)
@@ -264,7 +276,7 @@ class AsyncCallsQueue:
             raise _aborted_by_another_thread(call)
 
     def _require_scheduled(self, *calls: Call) -> None:
-        """Make sure that requests are still in the queue.
+        """Check that requests are still in the queue.
 
         Raises:
             SaveAbortedError: Another thread has aborted them.
@@ -274,26 +286,26 @@ class AsyncCallsQueue:
                 raise _aborted_by_another_thread(call)
 
     def poll(self) -> list[int]:
-        """Finalise what is done on all ranks, without waiting. Collective."""
+        """Finalise requests that are done on all ranks, without waiting. Collective."""
         return self.maybe_finalize_async_calls(blocking=False)
 
     def wait(self, timeout: float | None = None) -> list[int]:
-        """Wait until everything scheduled is done, and finalise it. Collective.
+        """Wait until all scheduled requests are done, and finalise them. Collective.
 
         Args:
-            timeout: Seconds to wait at most for what is scheduled to be written. Ranks that come to this call later are waited
-                for in addition, for ``EngineOptions.save_timeout_s`` and a minute.
+            timeout: Longest wait for this rank's files, in seconds. The wait for ranks that call
+                this later is additional: ``EngineOptions.save_timeout_s`` and a minute.
 
         Raises:
-            SaveTimeoutError: Some rank's part was not done within ``timeout`` seconds; raised on every rank, and nothing is
-                finalised.
+            SaveTimeoutError: Some rank was not done within ``timeout`` seconds; raised on every
+                rank, and nothing is finalised.
             CheckpointException: A request failed on some rank.
-            SaveAbortedError: Another thread has aborted the queue meanwhile.
+            SaveAbortedError: Another thread has aborted the queue.
         """
         return self._wait(timeout, hint="wait again, or close(abort=True)")
 
     def _wait(self, timeout: float | None, *, hint: str) -> list[int]:
-        """As :meth:`wait`; ``hint`` is what to do about what is not done in time."""
+        """As :meth:`wait`; ``hint`` is that of the timeout error."""
         if timeout is not None:
             _require_seconds(timeout)
         if timeout is not None and (calls := list(self._calls)):
@@ -303,8 +315,8 @@ class AsyncCallsQueue:
             most = most_unfinished(unfinished, coordination, _scheduled, timeout_s=timeout)
             if most:
                 raise SaveTimeoutError(
-                    f"{unfinished} of {len(calls)} requests are not done on this rank after {timeout:g} s,"
-                    f" and up to {most} on others{_how_far(calls)}",
+                    f"{unfinished} of {len(calls)} requests are not done on this rank after"
+                    f" {timeout:g} s, and up to {most} on others{_how_far(calls)}",
                     rank=coordination.rank,
                     phase="write",
                     hint=hint,
@@ -326,23 +338,23 @@ class AsyncCallsQueue:
         return self.pending
 
     def close(self, abort: bool = False, *, timeout: float | None = None) -> None:
-        """Finalise everything that is scheduled, or give it up with ``abort``; then end worker processes. Idempotent.
+        """Finalise all scheduled requests, or abort them; then end worker processes. Idempotent.
 
-        Without ``abort`` this is collective while requests are pending. An aborted request is never finalised. The queue
-        can be used again.
+        Without ``abort`` this is collective while requests are pending. An aborted request is never
+        finalised. The queue can be used again.
 
         Args:
-            abort: Wait for nothing.
-            timeout: Seconds to wait at most, after which everything is given up, as with :meth:`wait`; ``None`` for
-                ``save_timeout_s`` for each request.
+            abort: Abort all requests, without waiting.
+            timeout: Longest wait in seconds, as with :meth:`wait`; all requests are then aborted.
+                ``None`` for ``save_timeout_s`` for each request.
 
         Raises:
-            SaveTimeoutError: Some rank's part was not done within ``timeout`` seconds.
-            CheckpointException: A request has failed on some rank; what was scheduled after it is given up.
+            SaveTimeoutError: Some rank was not done within ``timeout`` seconds.
+            CheckpointException: A request failed on some rank; later requests are aborted.
         """
         try:
             if not abort:
-                self._wait(timeout, hint="what was scheduled has been given up")
+                self._wait(timeout, hint="all scheduled requests were aborted")
         finally:
             calls, self._calls = self._calls, deque()
             _unfinished.pop(self, None)
@@ -351,7 +363,7 @@ class AsyncCallsQueue:
             self._caller.close(abort=abort or bool(calls))
 
     def abandon_after_fork(self) -> None:
-        """In a forked child: forget what is scheduled; it is the parent's to finalise or to abort."""
+        """In a forked child: forget the scheduled requests, which belong to the parent."""
         self._calls.clear()
         _unfinished.pop(self, None)
         self._caller.abandon_after_fork()
@@ -369,24 +381,27 @@ class AsyncCallsQueue:
                     self._finish_after(error)
             finally:
                 self.close(abort=True)
-        except Exception as second:  # the error in the body is the one that matters
-            _add_note(error, f"closing the queue failed, too: {second}")
+        except Exception as second:  # noted only: the error of the block is raised
+            _add_note(error, f"closing the queue also failed: {second}")
 
     def _finish_after(self, error: BaseException) -> None:
-        """Commit what can be, although the block ended with an exception: that is not to cost a checkpoint."""
+        """Commit the requests that can be committed, so that an exception costs no checkpoint."""
         before = self.pending
         coordination = coordination_for(self._process_group)
         lost = finish_after_error(
             self,
             timeout_s=min(default_engine().options.exit_timeout_s, preemption.left_s),
-            is_to_wait=not isinstance(error, SaveTimeoutError),  # which is that of a wait in vain
+            is_to_wait=not isinstance(error, SaveTimeoutError),  # a wait that has already failed
             all_leave=lambda timeout_s: _scheduled.all_leave(coordination, timeout_s),
         )
         if lost:
             _add_note(error, f"of {before} requests that were pending some are lost: {lost}")
 
     def _is_overdue(self, first: Call) -> bool:
-        """Whether the first request has been the first for longer than a save may take; nobody may ever wait for it."""
+        """Whether the first request has been first for longer than a save may take.
+
+        A loop that only polls never waits for it.
+        """
         since_s = max(first.begun_s, self._moved_s)
         return time.monotonic() - since_s > default_engine().options.save_timeout_s
 
@@ -396,16 +411,17 @@ class AsyncCallsQueue:
         timeout_s = default_engine().options.save_timeout_s
         late = Failure(
             kind="SaveTimeoutError",
-            message=f"request {call.request.call_idx} was not done within {timeout_s:g} s{_how_far([call])}",
+            message=f"request {call.request.call_idx} was not done within {timeout_s:g} s"
+            f"{_how_far([call])}",
             phase="write",
         )
-        # Before the abort settles it: the deadline is what the user has to hear of.
+        # Before the abort settles it: the error has to name the deadline.
         call.settle(late)
         if call.native is not None:
             call.native.abort()
 
     def _look_at(self, call: Call, coordination: Coordination, *, no_dist: bool) -> View:
-        """What holds of a request on any rank, or with ``no_dist`` on this one."""
+        """The state of a request over all ranks, or with ``no_dist`` on this one."""
         alive = not call.outcome.done()
         mine = View(
             alive=alive,
@@ -423,7 +439,7 @@ class AsyncCallsQueue:
         if not call.life.over:
             call.life.to(State.FAILED)
         if no_dist and call.native is not None:
-            # The other ranks are going to finalise; they learn of this rank's failure there, and so does this one.
+            # Other ranks finalise, too; there all ranks learn of this rank's failure.
             call.request.execute_finalize_fns(validate_matching_call_idx=False)
         if call.native is not None:
             call.native.discard()
@@ -432,10 +448,11 @@ class AsyncCallsQueue:
 
 def _aborted_by_another_thread(call: Call) -> SaveAbortedError:
     return SaveAbortedError(
-        f"request {call.request.call_idx} was aborted by another thread while this one was waiting for it",
+        f"request {call.request.call_idx} was aborted by another thread while this one waited for"
+        " it",
         rank=coordination_for(None).rank,
         phase="write",
-        hint="nothing of it was committed; the queue can be used again",
+        hint="it was not committed; the queue can be used again",
     )
 
 
@@ -446,7 +463,7 @@ def _add_note(error: BaseException, note: str) -> None:
 
 
 def _how_far(calls: Iterable[Call]) -> str:
-    """What is known of the saves of these requests, for a message."""
+    """Progress of the saves of these requests, for a message."""
     found = [call.native.progress.status() for call in calls if call.native is not None]
     return "".join(f"; {status}" for status in found if status is not None)
 
@@ -459,7 +476,7 @@ def _require_seconds(timeout: float) -> None:
 
 
 def _require_possible(cpu_priority: int, io_priority: int | None, sigterm_timeout: float) -> None:
-    """Refuse what could only fail once a process is started."""
+    """Refuse values that would otherwise fail when a process is started."""
     EngineOptions(cpu_priority=cpu_priority, io_priority=io_priority)
     if not sigterm_timeout > 0:
         raise OptionError(
@@ -468,19 +485,21 @@ def _require_possible(cpu_priority: int, io_priority: int | None, sigterm_timeou
 
 
 def drain_on_sigterm(grace_s: float = 30.0) -> None:
-    """Let SIGTERM, with which schedulers announce pre-emption, finish the saves that are scheduled, and then end the process.
+    """On SIGTERM, the signal of pre-emption, finish the scheduled saves, then end the process.
 
-    What is pending is finished at the next poll, by all ranks together, whichever of them got the signal; ranks that got none
-    go on then. Without a poll it is finished when the interpreter ends, which begins after half of the grace period. The process ends by
-    the handler that was there before or, if there was none, by ``SystemExit(143)`` in the main thread. Call it once, in the
-    main thread.
+    If any rank gets the signal, all ranks finish the pending requests together at the next poll;
+    ranks without a signal then continue. Without a poll, the requests are finished when the
+    interpreter ends, which begins after half of the grace period. The process ends by the previous
+    handler or, without one, by ``SystemExit(143)`` in the main thread. Call it once, in the main
+    thread.
 
     Args:
-        grace_s: Seconds after which the process ends, with status 143, and unfinished saves are lost; counted from when the
-            main thread can run Python code, so not while it stands in a collective.
+        grace_s: Seconds after which the process ends with status 143, and unfinished saves are
+            lost. Counted from the first moment when the main thread can run Python code, which it
+            cannot in a collective.
 
     Raises:
-        OptionError: This is not the main thread; or ``grace_s`` is no number of seconds.
+        OptionError: This is not the main thread; or ``grace_s`` is not a number of seconds.
     """
     preemption.install(
         grace_s,
@@ -490,21 +509,22 @@ def drain_on_sigterm(grace_s: float = 30.0) -> None:
 
 
 def abort_all() -> None:
-    """Abort every live queue: what is scheduled is given up and never finalised; each queue can be used again.
+    """Abort every live queue: scheduled requests are never finalised; the queues can be used again.
 
-    From any thread. One that waits for what is given up gets a :class:`~nostall.errors.SaveAbortedError`.
+    May be called from any thread. A thread that waits for an aborted request gets a
+    :class:`~nostall.errors.SaveAbortedError`.
     """
     for live in list(_live_queues):
         live.close(abort=True)
 
 
 def abort_nvrx_checkpoint() -> None:
-    """The name under which frameworks look for :func:`abort_all`."""
+    """:func:`abort_all`, under the name that frameworks use."""
     abort_all()
 
 
 def _status_of_a_loss() -> int:
-    # The failure of what was given up may have come before the exception that SIGTERM raises.
+    # The failure of an aborted save may come before the exception that SIGTERM raises.
     is_preempted = preemption.is_ending or preemption.is_too_late
     return PREEMPTED_STATUS if is_preempted else FAILURE_STATUS
 
@@ -516,7 +536,7 @@ def _at_exit() -> None:
             timeout_s=min(default_engine().options.exit_timeout_s, preemption.left_s),
             status=_status_of_a_loss,
         )
-    if preemption.is_too_late:  # the failure of what was given up may have come first
+    if preemption.is_too_late:  # as above
         end_process(PREEMPTED_STATUS)
 
 

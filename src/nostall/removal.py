@@ -1,6 +1,7 @@
-"""Remove a checkpoint so that no crash leaves one that looks whole and is not.
+"""Removal of a checkpoint; no crash leaves an incomplete one with metadata.
 
-Order: metadata, fsync of the directory, then everything else. Before the metadata is durably gone no other file is touched.
+Order: metadata, fsync of the directory, then all other files. No other file is touched before the
+removal of the metadata is durable.
 """
 
 from __future__ import annotations
@@ -20,33 +21,34 @@ __all__ = ["remove_checkpoint"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Contents:
-    """What is in a checkpoint directory, by what it is for."""
+    """Names in a checkpoint directory, by purpose."""
 
     metadata: tuple[str, ...]
-    """Every rank's own too, which saves without coordination write."""
+    """Also each rank's own, from saves without coordination."""
     rest: tuple[str, ...]
-    """Shard files, of unfinished saves too, and metadata that was never published."""
+    """Shard files, also of unfinished saves, and unpublished metadata."""
     others: tuple[str, ...]
-    """What no save has put there."""
+    """Names that no save has created."""
 
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Remove a checkpoint, or what is left of one, and its directory.
+    """Remove a checkpoint, or the rest of one, and its directory.
 
-    A crash at any moment leaves the checkpoint as it was, or none. Calling it again finishes what was interrupted; where nothing
-    is, nothing is done. Files that are no part of a checkpoint stay, and the directory with them. Call it on one rank, and not
-    while a save to that directory is under way.
+    A crash at any moment leaves the unchanged checkpoint or none. A second call finishes an
+    interrupted one; a directory that does not exist is not an error. Files that do not belong to a
+    checkpoint stay, and with them the directory. Call it on one rank, and not during a save to that
+    directory.
 
     Args:
         path: Checkpoint directory.
 
     Raises:
         OptionError: It is not the directory of a checkpoint.
-        WriteError: Storage refused; ``path`` and ``errno`` say what and why.
+        WriteError: Storage refused; see ``path`` and ``errno``.
     """
     if not os.fspath(path) or "://" in os.fspath(path):
         raise OptionError(
-            "this is no directory of this machine", path=os.fspath(path), hint="pass a path"
+            "not a directory of this machine", path=os.fspath(path), hint="pass a path"
         )
     directory = str(absolute(path))  # without a slash at its end, which would follow a link
     try:
@@ -67,7 +69,7 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
 def _remove(directory: str, contents: _Contents) -> None:
     for name in contents.metadata:
         remove_file(os.path.join(directory, name))
-    # Also if there was none: whoever was interrupted may not have come here.
+    # Even without metadata: an interrupted call may not have reached this line.
     sync_directory(directory)
     for name in contents.rest:
         remove_file(os.path.join(directory, name))
@@ -77,10 +79,10 @@ def _remove(directory: str, contents: _Contents) -> None:
 
 
 def _contents(directory: str) -> _Contents | None:
-    """What there is to remove; ``None`` if there is no such directory."""
+    """The names in the directory; ``None`` if it does not exist."""
     if os.path.islink(directory):
         raise OptionError(
-            "this is a link to a directory", path=directory, hint="pass what it points to"
+            "a symbolic link is not removed", path=directory, hint="pass the directory itself"
         )
     try:
         names = sorted(os.listdir(directory))
@@ -113,5 +115,5 @@ def _is_of_one_rank(name: str) -> bool:
 
 def _no_checkpoint(directory: str, what: str) -> OptionError:
     return OptionError(
-        f"this is {what}, and not a checkpoint", path=directory, hint="nothing was removed"
+        f"this is {what}, not a checkpoint", path=directory, hint="nothing was removed"
     )

@@ -50,7 +50,7 @@ from nostall.errors import (
 )
 
 _last_to: WeakValueDictionary[tuple[int, str], Future[RankReport]] = WeakValueDictionary()
-"""By process and file, the last save: those to one file are put in place in the order in which they were asked for."""
+"""The last save by process and file: saves to one file are renamed in the order of their calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class _Archive:
 
 
 class _FileSave(BackgroundSave):
-    """One ``torch.save`` to a path: complete under a temporary name first, then put in place."""
+    """One ``torch.save`` to a path: written under a temporary name, then renamed."""
 
     def __init__(
         self, state_dict: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -85,16 +85,18 @@ class _FileSave(BackgroundSave):
             torch.save(self._state_dict, sink, *self._args, **self._kwargs)
             if sink.tell() > nbytes:
                 raise StagingError(
-                    f"torch.save wrote {sink.tell()} bytes after {nbytes} when it was asked how long the archive is",
+                    f"torch.save wrote {sink.tell()} bytes, but {nbytes} when the archive was"
+                    " measured",
                     phase="stage",
                     path=self._path,
-                    hint="an object in it is pickled differently each time; make its pickle as long every time",
+                    hint="an object in it is pickled differently each time; give its pickle a"
+                    " constant length",
                 )
         except BaseException:
             lease.release()
             raise
         self._state_dict = None
-        return _Archive(lease=lease, nbytes=sink.tell())  # which may be less, for the same reason
+        return _Archive(lease=lease, nbytes=sink.tell())  # may be less, for the same reason
 
     def write(self, snapshot: _Archive) -> RankReport:
         try:
@@ -119,7 +121,7 @@ class _FileSave(BackgroundSave):
         return placed
 
     def _archive_nbytes(self) -> int:
-        """Length of the archive, without touching tensor data where torch can tell it."""
+        """Length of the archive; without copying tensor data where torch supports it."""
         counter = _Counter()
         try:
             with torch.serialization.skip_data():
@@ -159,23 +161,23 @@ class _FileSave(BackgroundSave):
         super()._settle(report)
 
     def _placed(self, report: RankReport, *, after: Future[RankReport] | None) -> RankReport:
-        """What came of it once the file has its name; never raises an ordinary exception."""
+        """The report after renaming the file; never raises an ordinary exception."""
         if isinstance(report, RankFailed):
             return report
         try:
             self._put_in_place(report.receipts[0].name, after)
-        except Exception as error:  # whoever waits must hear of it
+        except Exception as error:  # reported to the waiting caller
             return self.failed(error, phase="commit")
         return report
 
     def _put_in_place(self, temporary_name: str, after: Future[RankReport] | None) -> None:
-        """Give the file its name, durably, when an earlier save has done so or has failed.
+        """Rename the file durably, after the earlier save has done so or has failed.
 
         Raises:
-            WriteError: The earlier file of that name, if there is one, is as it was.
-            NotDurableError: The new one has the name, or may have it.
-            SaveTimeoutError: The earlier save has not come to an end.
-            SaveAbortedError: The save was given up before.
+            WriteError: The rename failed; an earlier file of this name is unchanged.
+            NotDurableError: The new file has the name, or may have it.
+            SaveTimeoutError: The earlier save has not ended.
+            SaveAbortedError: The save was aborted before.
         """
         directory = os.path.dirname(self._path)
         temporary = os.path.join(directory, temporary_name)
@@ -212,14 +214,14 @@ class _FileSave(BackgroundSave):
                 errno=error.errno,
                 phase="commit",
                 path=self._path,
-                hint="the new file is there, but may not survive a power failure",
+                hint="the new file exists, but may not survive a power failure",
             ) from error
 
     def _let_go_first(self, earlier: Future[RankReport]) -> None:
         timeout_s = self.engine.options.save_timeout_s
         if not is_done(earlier, timeout_s):
             raise SaveTimeoutError(
-                f"an earlier save to this file was not put in place within {timeout_s:g} s",
+                f"an earlier save to this file did not end within {timeout_s:g} s",
                 phase="commit",
                 path=self._path,
                 hint="storage hangs, or EngineOptions.save_timeout_s is too short",
@@ -227,10 +229,11 @@ class _FileSave(BackgroundSave):
 
 
 class TorchAsyncCheckpoint:
-    """Saves with ``torch.save`` without keeping training waiting for storage.
+    """Saves with ``torch.save`` while training continues.
 
-    The archive is made in snapshot memory before :meth:`async_save` returns, so everything may be changed then, and the
-    writer process puts it on storage. The file appears under its name only when it is complete and durable.
+    :meth:`async_save` makes the archive in snapshot memory, so the caller may change the state dict
+    when it returns; the writer process writes the archive to storage. The file appears under its
+    name only when it is complete and durable.
 
     Args:
         persistent_queue: Accepted for compatibility; the writer process is always kept.
@@ -240,9 +243,9 @@ class TorchAsyncCheckpoint:
         self._queue = AsyncCallsQueue(persistent=persistent_queue)
 
     def async_save(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
-        """As ``torch.save(state_dict, path, ...)``, with the writing in the background; directories are made as needed.
+        """As ``torch.save(state_dict, path, ...)``, writing in the background; creates directories.
 
-        What cannot be pickled or written is reported by :meth:`finalize_async_save`.
+        Errors of pickling and writing are raised by :meth:`finalize_async_save`.
 
         Raises:
             OptionError: The target is not a path.
@@ -263,10 +266,13 @@ class TorchAsyncCheckpoint:
     def finalize_async_save(
         self, blocking: bool = False, no_dist: bool = True, terminate: bool = False
     ) -> None:
-        """Look whether saves are done, or wait for them with ``blocking``; ``terminate`` ends worker processes after.
+        """Finalise finished saves, or all of them with ``blocking``.
+
+        With ``terminate``, worker processes are ended afterwards.
 
         Raises:
-            CheckpointException: A save failed; the text names the cause, and the file once it was opened.
+            CheckpointException: A save failed; the text names the cause, and the file if it was
+                opened.
         """
         self._queue.maybe_finalize_async_calls(blocking=blocking, no_dist=no_dist)
         if terminate:
@@ -280,7 +286,7 @@ class TorchAsyncCheckpoint:
 
 
 class _Counter(io.BytesIO):
-    """Counts what is written and sought over."""
+    """Counts bytes written or skipped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +314,7 @@ class _Counter(io.BytesIO):
 
 
 class _Memory(io.BytesIO):
-    """Writes into memory from its beginning; of what is too much it says only how much."""
+    """Writes into memory from its beginning; counts bytes beyond its end without writing them."""
 
     def __init__(self, memory: memoryview) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Faults for tests of code that uses nostall: make storage fail, a writer die, or a save pause, on purpose.
+"""Fault injection for tests of code that uses nostall: storage fails, a writer dies, a save pauses.
 
 >>> from nostall.testing import Fault, inject
 >>> with inject(Fault.errno("chunk", 28)):
-...     pass  # every save in here finds the device full
+...     pass  # every save in this block fails with ENOSPC
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ __all__ = ["Fault", "Hold", "inject", "reset", "writer_pids"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that happens at a point of a save.
+    """An event at a point of a save.
 
-    In the trainer: ``stage``, before an overlapped snapshot is taken. Where files are written: ``start``, ``open``,
-    ``chunk``, ``fsync`` and ``report``. In the coordinator, for what is committed while the fault is injected: ``commit``,
-    before the metadata is written, and ``publish``, before it gets its name.
+    Points in the trainer: ``stage``, before an overlapped snapshot is taken. In the process that
+    writes files: ``start``, ``open``, ``chunk``, ``fsync`` and ``report``. In the coordinator, for
+    saves committed while the fault is injected: ``commit``, before the metadata is written, and
+    ``publish``, before it is renamed.
     """
 
     plain: dict[str, Any]
@@ -39,41 +40,41 @@ class Fault:
     def errno(
         cls, point: str, code: int, *, file: str = "", after: int = 0, times: int | None = None
     ) -> Fault:
-        """The system refuses with this errno, for files whose name contains ``file``.
+        """The operation fails with this errno, for files whose path contains ``file``.
 
         Args:
-            point: Where.
+            point: The point.
             code: The errno.
             file: A part of the path.
-            after: Passages of the point that succeed before.
-            times: Passages that fail; ``None`` for all that follow.
+            after: Number of times that the operation succeeds first.
+            times: Number of failures; ``None`` for no limit.
         """
         plain = {"point": point, "do": "errno", "errno": code, "file": file, "after": after}
         return cls(plain if times is None else {**plain, "times": times})
 
     @classmethod
     def raising(cls, point: str, message: str) -> Fault:
-        """An exception that nobody expects."""
+        """An unexpected exception is raised."""
         return cls({"point": point, "do": "raise", "message": message})
 
     @classmethod
     def exit(cls, point: str, code: int, *, after: int = 0) -> Fault:
-        """The process that is there ends with this code."""
+        """The process ends with this exit code."""
         return cls({"point": point, "do": "exit", "code": code, "after": after})
 
     @classmethod
     def kill(cls, point: str, signal: int, *, after: int = 0) -> Fault:
-        """The process that is there gets this signal."""
+        """The process gets this signal."""
         return cls({"point": point, "do": "kill", "signal": signal, "after": after})
 
     @classmethod
     def delay(cls, point: str, seconds: float) -> Fault:
-        """Storage takes this much longer."""
+        """The operation is delayed by this many seconds."""
         return cls({"point": point, "do": "delay", "seconds": seconds})
 
 
 class Hold:
-    """Stops a save at a point until :meth:`release`, without any clock; what gets there later is not stopped again."""
+    """Stops a save at a point until :meth:`release`, without a timer; later saves do not stop."""
 
     def __init__(self, point: str = "start") -> None:
         self._point = point
@@ -87,19 +88,19 @@ class Hold:
         self.fault = Fault({"point": point, "do": "hold", "reached": reached, "go": go})
 
     def wait_reached(self, timeout_s: float = 60.0) -> None:
-        """Return when a save stands at the point.
+        """Wait until a save has stopped at the point.
 
         Raises:
-            TimeoutError: None has come there; the save may have failed before.
+            TimeoutError: No save has reached the point; it may have failed before.
         """
         if not self._was_reached and not select.select([self._reached_fd], [], [], timeout_s)[0]:
-            raise TimeoutError(f"no save has come to the point {self._point!r} in {timeout_s:g} s")
+            raise TimeoutError(f"no save has reached the point {self._point!r} in {timeout_s:g} s")
         self._was_reached = True
 
     def release(self) -> None:
-        """Let the save that stands at the point go on; waits for it to get there."""
+        """Let the stopped save continue; waits until it reaches the point."""
         self.wait_reached()
-        os.write(self._go_fd, b"1" * 4096)  # one for every passage that is to come, too
+        os.write(self._go_fd, b"1" * 4096)  # enough for all later passages
 
     def __enter__(self) -> Self:
         return self
@@ -110,14 +111,14 @@ class Hold:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        os.close(self._go_fd)  # which lets whoever still stands at the point go on
+        os.close(self._go_fd)  # stopped saves continue
         os.close(self._reached_fd)
         self._directory.cleanup()
 
 
 @contextmanager
 def inject(*faults: Fault) -> Iterator[None]:
-    """Let these faults happen to every save of this process that starts inside the block."""
+    """Apply these faults to every save of this process that starts inside the block."""
     engine = default_engine()
     before = engine.faults
     engine.faults = (*before, *(fault.plain for fault in faults))
@@ -128,5 +129,5 @@ def inject(*faults: Fault) -> Iterator[None]:
 
 
 def writer_pids() -> list[int]:
-    """Process ids of this process's running writer processes; starts one if there is none."""
+    """Process ids of this process's writer processes; starts one if there is none."""
     return [writer.pid for writer in default_engine().writers(1)]
