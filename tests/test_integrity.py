@@ -668,5 +668,5 @@ def test_the_latest_is_not_denied_while_storage_is_away(
             nostall.latest_complete(tmp_path / "one")
         assert nostall.latest_complete(tmp_path / "two") == str(tmp_path / "two" / "old")
     assert caught.value.path == str(tmp_path / "one" / "save")
-    assert caught.value.hint == "ask again when storage answers"
+    assert caught.value.hint == "try again when storage answers"
     assert nostall.latest_complete(tmp_path / "two") == str(tmp_path / "two" / "save")
