@@ -110,7 +110,7 @@ def test_metadata_of_another_process_is_not_taken_for_ones_own(tmp_path: Path) -
         schedule(queue, path, small_state(2))
         with (
             patch.object(posix, "os", Interfering()),
-            pytest.raises(CheckpointException, match="not what was written") as caught,
+            pytest.raises(CheckpointException, match="not the metadata of this save") as caught,
         ):
             queue.wait()
     (failure,) = caught.value.failures.values()

@@ -144,7 +144,7 @@ class WriterOptions:
             _require(
                 isinstance(hint, str) and hint and os.sep not in hint and not hint.startswith("."),
                 f"separation_hint={hint!r}",
-                "a non-empty string without a path separator or a leading dot",
+                "a prefix without a path separator or a leading dot",
             )
 
 
