@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from crashes import RecordingOs
-from nostall import _engine
 from nostall._commit.metadata import complete_metadata, load_metadata, publication_of
 from nostall._commit.publish import commit
-from nostall._engine import Engine, default_engine
+from nostall._engine import default_engine
 from nostall._save.finalize import files_of
-from nostall._storage import posix
+from nostall._storage import posix, removed_files
+from nostall._storage.removed_files import RemovedFiles
 from nostall.core import AsyncCallsQueue
 from nostall.errors import (
     CheckpointExistsError,
@@ -175,8 +175,11 @@ def test_removed_files_lose_their_names_at_once_and_their_room_later(
     assert names_in(tmp_path) == {"kept"}
     assert len(held) == min(most, 4)
     assert all(os.fstat(fd).st_nlink == 0 for fd in held)
+    descriptors = list(held)
     posix.close_all(held)
-    assert held == []
+    for fd in descriptors:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
 
 
 class RefusedRename(RecordingOs):
@@ -395,7 +398,7 @@ def slow() -> Iterator[SlowToGiveBack]:
     with patch.object(posix, "os", system):
         yield system
         system.is_let.set()
-        default_engine().await_room()
+        default_engine().removed.await_room(60)
 
 
 def held_files(directory: Path) -> list[str]:
@@ -445,7 +448,7 @@ def test_room_that_storage_does_not_give_back_is_waited_for_once(
     tmp_path: Path, slow: SlowToGiveBack
 ) -> None:
     """Not for ever, as it may not be needed; names go all the same, and few descriptors are held."""
-    with patch.object(_engine, "_ROOM_TIMEOUT_S", 0.1):
+    with patch.object(removed_files, "_ROOM_TIMEOUT_S", 0.1):
         for seed in range(4):
             state = {str(n): torch.full((9,), seed) for n in range(40)}
             save_by_queue(tmp_path, state, thread_count=40)
@@ -783,7 +786,7 @@ def test_a_removal_that_fails_does_not_deny_the_checkpoint(
 ) -> None:
     """The new checkpoint is committed by then; files of the old one that stay cost room only."""
 
-    def refuse(self: Engine, paths: object) -> None:
+    def refuse(self: RemovedFiles, paths: object) -> None:
         raise MemoryError
 
     for seed in (1, 2):
@@ -792,5 +795,5 @@ def test_a_removal_that_fails_does_not_deny_the_checkpoint(
             storage_writer=FileSystemWriterAsync(tmp_path / "save"),
             no_dist=True,
         )
-        monkeypatch.setattr(Engine, "remove_files", refuse)
+        monkeypatch.setattr(RemovedFiles, "remove", refuse)
     assert verify(tmp_path / "save").ok

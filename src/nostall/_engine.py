@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,8 +30,7 @@ from nostall._model.progress import SaveStatus, UnderWay
 from nostall._model.values import ItemShape, Layout
 from nostall._plan.layout import FileNaming, Packing, lay_out, renamed
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, is_done, joined, when_done
-from nostall._storage.deadlines import start_apart
-from nostall._storage.posix import close_all, has_room_for, remove_and_hold
+from nostall._storage.removed_files import RemovedFiles
 from nostall._writer.handle import WriterProcess
 from nostall._writer.priority import lower_priority
 from nostall._writer.seals import ChunkPlans
@@ -44,8 +42,6 @@ _log = logging.getLogger("nostall")
 _LAYOUTS_KEPT = 8
 _CONTAINERS_NBYTES = 2 << 20
 """Reserved for containers in a warmed-up snapshot: 1.4 KB per tensor."""
-_ROOM_TIMEOUT_S = 60.0
-"""For storage to free the blocks of a replaced checkpoint; a terabyte takes longer."""
 _IO_THREADS = 12
 _IO_THREADS_PER_HOST = 32
 
@@ -68,6 +64,8 @@ class Engine:
         """For saves that are written in this process."""
         self.under_way = UnderWay()
         """Progress of the saves that use this engine."""
+        self.removed = RemovedFiles()
+        """Files of replaced checkpoints whose blocks storage has not freed."""
         self._cancellable: dict[str, list[threading.Event]] = {}
         self._is_closed = False
         self._writers: list[WriterProcess] = []
@@ -75,10 +73,6 @@ class Engine:
         self._pinned: set[int] = set()
         self._may_pin = True
         """Until the first refusal: each attempt is slow, and the next would be refused, too."""
-        self._held: list[int] = []
-        """Descriptors of removed files that a thread has still to close."""
-        self._closing: list[threading.Thread] = []
-        """Threads that close them, if free space is scarce."""
         self._lock = threading.RLock()
 
     @property
@@ -169,7 +163,7 @@ class Engine:
             after: Earlier submissions of the same save; they become part of the report.
         """
         writers = self.writers(len(jobs))
-        self.await_room()
+        self.removed.await_room(self.options.save_timeout_s)
         # The jobs own the lease now: on an exception from outside, such as Ctrl-C, the caller
         # releases its own while writer processes may still read the memory.
         lease = self.arena.adopt(lease)
@@ -213,21 +207,6 @@ class Engine:
         with self._lock:
             writers = list(self._writers)
         return any_under_way() or any(not writer.idle for writer in writers)
-
-    def remove_files(self, paths: Iterable[str]) -> None:
-        """Remove the names of files now; a thread waits for storage to free their blocks."""
-        remove_and_hold(paths, self._held)
-        is_scarce = not has_room_for(self._held)
-        thread = start_apart("nostall-closing", lambda: close_all(self._held))
-        if thread is not None and is_scarce:
-            self._closing.append(thread)
-
-    def await_room(self) -> None:
-        """If space is scarce, wait until storage has freed removed files, at most 60 s."""
-        deadline = time.monotonic() + min(_ROOM_TIMEOUT_S, self.options.save_timeout_s)
-        closing, self._closing = self._closing, []
-        for thread in closing:
-            thread.join(max(0.0, deadline - time.monotonic()))
 
     def warmup(self, nbytes: int, *, timeout_s: float) -> None:
         """Start a writer process and allocate memory for a snapshot of ``nbytes`` bytes."""
@@ -299,7 +278,7 @@ class Engine:
         """In a forked child: drop the parent's processes and descriptors."""
         for writer in self._writers:
             writer.abandon_after_fork()
-        close_all(self._held)
+        self.removed.close_all()
 
     def _forget(self, block: Block) -> None:
         with self._lock:

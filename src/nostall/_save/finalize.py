@@ -170,7 +170,7 @@ def publish(
         if point.give_up():
             raise
         raise NotDurableError(
-            f"the metadata may or may not be published: {error.message}",
+            f"cannot determine whether the metadata was published: {error.message}",
             phase="commit",
             path=path,
             hint="check the directory when storage answers again",
@@ -178,7 +178,7 @@ def publish(
     left_s = timeout_s - (time.monotonic() - began_s)
     try:
         remove_in_time(
-            to_remove, remove=engine.remove_files, timeout_s=max(REMOVAL_TIMEOUT_S, left_s)
+            to_remove, remove=engine.removed.remove, timeout_s=max(REMOVAL_TIMEOUT_S, left_s)
         )
     except Exception:  # the checkpoint is published and must not be reported as lost
         _log.exception("files of the replaced checkpoint were not removed path=%s", directory)

@@ -147,7 +147,7 @@ def in_thread(
             return
         with registered:
             try:
-                engine.await_room()
+                engine.removed.await_room(engine.options.save_timeout_s)
                 report = write(cancelled)
             except BaseException as error:  # becomes the report
                 report = RankFailed(rank=rank, failure=failure_of(error, phase="write"))
