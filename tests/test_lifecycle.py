@@ -7,6 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -15,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import nostall
+from nostall import _torch
 from nostall._queue import at_exit
 from ranks import TESTS, run_ranks, run_script
 from states import blobs, schedule, small_state
@@ -231,6 +235,75 @@ def test_what_fails_at_once_is_not_tried_for_minutes(
     at_exit.finish_at_exit([queue], timeout_s=60)
     assert (queue.tried, ended) == (1, [1])
     assert "Connection closed by peer" in caplog.text
+
+
+class _Waiting:
+    """A queue of several ranks, with one request that the first call finalises."""
+
+    pending = 1
+    is_distributed = True
+
+    def wait(self, timeout: float | None = None) -> object:
+        raise AssertionError(f"not the collective of other ranks: wait({timeout})")
+
+    def maybe_finalize_async_calls(self, *, blocking: bool) -> object:
+        assert blocking
+        self.pending = 0
+        self.devices = list(_on.devices)
+        return []
+
+    def close(self, *, abort: bool) -> None:
+        assert abort
+
+
+class _On(threading.local):
+    """The devices that are current for a thread."""
+
+    devices: tuple[torch.device, ...] = ()
+
+
+_on = _On()
+
+
+def test_requests_are_finalised_at_exit_on_the_accelerator_of_the_main_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread starts at device 0, and NCCL's collectives would then use that on each rank."""
+
+    @contextmanager
+    def on_devices(devices: list[torch.device]) -> Iterator[None]:
+        _on.devices = tuple(devices)
+        yield
+        _on.devices = ()
+
+    second = torch.device("cuda", 1)
+    monkeypatch.setattr(_torch, "current_accelerators", lambda: [second])
+    monkeypatch.setattr(_torch, "on_devices", on_devices)
+    ended: list[int] = []
+    monkeypatch.setattr(at_exit, "end_process", ended.append)
+    at_exit.prepare_for_exit()
+    queue = _Waiting()
+    at_exit.finish_at_exit([queue], timeout_s=60)
+    assert (queue.pending, ended) == (0, [])
+    assert queue.devices == [second]
+
+
+def test_an_accelerator_that_has_failed_does_not_hide_a_lost_save(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a device error each later call raises it again; the exit status still reports the loss."""
+
+    def failed() -> list[torch.device]:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(_torch, "current_accelerators", failed)
+    ended: list[int] = []
+    monkeypatch.setattr(at_exit, "end_process", ended.append)
+    at_exit.prepare_for_exit()
+    queue = _Waiting()
+    at_exit.finish_at_exit([queue], timeout_s=60)
+    assert (queue.pending, ended) == (1, [1])
+    assert "illegal memory access" in caplog.text
 
 
 def test_sigterm_on_one_rank_lets_all_finish_at_the_next_poll(tmp_path: Path) -> None:

@@ -71,7 +71,10 @@ class _Standby:
         if self._pid != os.getpid():
             return "no thread is available to wait for other ranks"
         said: Future[str] = Future()
-        devices = _torch.current_accelerators()
+        try:
+            devices = _torch.current_accelerators()
+        except RuntimeError as error:  # the accelerator may be the reason for the exit
+            return f"the current accelerator is unknown: {error}"
 
         def on_the_callers_device() -> str:
             with _torch.on_devices(devices):
