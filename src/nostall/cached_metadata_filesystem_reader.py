@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nostall import _torch
+from nostall._commit.guarded_program import HINT
 from nostall._commit.metadata import extents_of, load_metadata
-from nostall._commit.metadata_pickle import HINT, no_collection
+from nostall._commit.metadata_pickle import no_collection
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall.errors import UntrustedMetadataError
 

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from nostall import _torch
 from nostall._commit.checking import Damage, Progress, look_at
+from nostall._commit.guarded_program import HINT
 from nostall._commit.manifest import Manifest, manifest_alone, manifest_of, split
 from nostall._commit.metadata import Extent, extents_of, load_metadata, planned_indices
-from nostall._commit.metadata_pickle import HINT
 from nostall._model.checksum import use_fastest
 from nostall._storage.posix import may_pass
 from nostall._storage.reading import open_to_read, read_metadata

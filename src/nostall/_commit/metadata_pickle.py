@@ -1,14 +1,9 @@
 """The unpickler of DCP metadata: only its classes, and no code of theirs that a pickle can choose.
 
-A pickle is a program. Even with an allow-list of classes, Python's unpickler in C allocates any
-memo index and hashes any tuple as a key: 9 bytes take gigabytes, 1 KiB keeps it busy for ever, and
-1 MiB ends the process (docs/decisions/0025-guarded-program.md). So the program is changed before it
-runs. It may have only the instructions in pickles of metadata, with lengths and memo indices that
-the file's length allows. Where it would make a tuple, call a function, or set the state of an
-object, it calls :meth:`_Unpickler.persistent_load`, which checks the objects first. C code makes
-only texts, numbers, lists, dictionaries, and instances without state.
+A pickle is a program. An allow-list of classes does not make it safe, so a guarded program runs in
+its place (``guarded_program``), and the objects of each of its steps are checked here.
 
-Hashable objects are therefore small: numbers, texts, tuples of few parts, sizes, and instances with
+Hashable objects are small: numbers, texts, tuples of few parts, sizes, and instances with
 attributes of their declared types.
 """
 
@@ -19,13 +14,9 @@ import io
 import os
 import pathlib
 import pickle
-import re
-import struct
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
 from types import FunctionType, MappingProxyType, NoneType
 from typing import Any, Final, NoReturn
 
@@ -33,7 +24,8 @@ import torch
 from torch.distributed.checkpoint import metadata, planner
 
 from nostall import _torch
-from nostall.errors import UnknownMetadataError, UntrustedMetadataError
+from nostall._commit.guarded_program import HINT, Check, guarded
+from nostall.errors import UnknownMetadataError
 
 _MOST_TUPLE_PARTS = 1000
 """Counts a shared part once per reference; also limits the nesting of tuples."""
@@ -43,10 +35,6 @@ MOST_NBYTES = 1 << 62
 """Beyond the capacity of any file system; the sum of two is still a file offset."""
 NAMES = (str, int, float, bool, NoneType)
 """Types of item names: with ``flatten_state_dict=False`` they are the keys of the state dict."""
-HINT = (
-    "a newer torch or a planner may have written it; if you trust it, read it with torch's own"
-    " FileSystemReader"
-)
 
 
 def unpickle(content: bytes) -> Any:
@@ -57,9 +45,7 @@ def unpickle(content: bytes) -> Any:
         UntrustedMetadataError: The pickle is not complete.
         Exception: A broken pickle can raise any exception.
     """
-    if content[:1] != pickle.PROTO or int.from_bytes(content[1:2], "little") not in _PROTOCOLS:
-        _damaged("has a pickle protocol that DCP does not use")
-    program = _guarded(content)
+    program = guarded(content)
     with no_collection():
         return _Unpickler(io.BytesIO(program)).load()
 
@@ -103,124 +89,6 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def _damaged(what: str) -> NoReturn:
-    raise UntrustedMetadataError(f"the metadata {what}", phase="read")
-
-
-# --- the program ------------------------------------------------------------------------------
-
-
-def _guarded(content: bytes) -> bytes:
-    """The program at the beginning of ``content``, changed as above, in a single frame."""
-    # A memo entry takes 16 bytes of memory, and the instruction that fills it 5 bytes of the file.
-    match = _run_of_harmless(max(16, (len(content) // 5).bit_length())).match
-    program = bytearray(content[:_PROTO_NBYTES] + pickle.FRAME + bytes(8))
-    begin = at = _PROTO_NBYTES
-    while True:
-        end = match(content, at).end()  # type: ignore[union-attr]  # an empty one is a match
-        op = content[end : end + 1]
-        if op in _GUARDED:
-            program += content[begin:end]
-            program += _GUARDED[op]
-            begin = at = end + 1
-        elif op == pickle.STOP:
-            program += content[begin : end + 1]
-            struct.pack_into("<Q", program, _FRAME_AT, len(program) - _FRAME_AT - 8)
-            return bytes(program)
-        elif op in _SIZED:
-            at = _end_of_sized(content, end)
-        elif end > at:
-            at = end  # a match has a limited length
-        elif len(content) - end < _LENGTHS.get(op, 0):
-            _damaged("is cut off")
-        else:
-            _refuse(f"the instruction {content[end : end + 5]!r}")
-
-
-def _end_of_sized(content: bytes, at: int) -> int:
-    begin = at + 1 + _SIZED[content[at : at + 1]]
-    end = begin + int.from_bytes(content[at + 1 : begin], "little")
-    if end > len(content):
-        _damaged("is cut off, or has a length beyond its end")
-    return end
-
-
-@lru_cache
-def _run_of_harmless(index_nbits: int) -> re.Pattern[bytes]:
-    """A pattern for instructions that are safe in C, with memo indices of ``index_nbits`` bits."""
-    nbytes, nbits = divmod(index_nbits, 8)
-    index = [b"."] * nbytes + [rb"[\0-\x%02x]" % ((1 << nbits) - 1)] + [rb"\0"] * 4
-    put = rb"\x94|q.|r" + b"".join(index[:4])
-    number = rb"(?:K.|M..|J....)"
-    instructions = (
-        # Tuples of numbers only, and argument tuples, which are checked with the call.
-        number + rb"(?:\x85|%s(?:\x86|%s\x87)?)?" % (number, number),
-        rb"\(%s{1,64}t" % number,
-        rb"[\x85\x86\x87t](?:%s)?(?=R)" % put,
-        rb"\)\x81",  # an instance without arguments
-        put,
-        rb"[N\x88\x89)}\](eausl\x93]|h.|j....|G.{8}|\x95.{8}",
-        rb"c[^\n]{1,255}\n[^\n]{1,255}\n",
-        *(_sized(pickle.BINUNICODE, 256), _sized(pickle.SHORT_BINUNICODE, 256)),
-        _sized(pickle.LONG1, 9),
-    )
-    return re.compile(b"(?:%s)%s" % (b"|".join(instructions), _MANY), re.DOTALL)
-
-
-def _sized(op: bytes, many: int) -> bytes:
-    """A pattern for an instruction with less than ``many`` bytes; matches in a few steps."""
-    high = rb"\0" * (_SIZED[op] - 1)
-    sixteens = []
-    for least in range(0, many, 16):
-        lengths = range(least, min(least + 16, many))
-        each = b"|".join(rb"\x%02x%s.{%d}" % (length, high, length) for length in lengths)
-        sixteens.append(rb"(?=[\x%02x-\x%02x])(?:%s)" % (least, lengths[-1], each))
-    return rb"\x%02x(?:%s)" % (op[0], b"|".join(sixteens))
-
-
-_MANY: Final = b"*+" if sys.version_info >= (3, 11) else b"{0,1000}"
-"""Any number; a limited one on Python versions where each repetition takes memory."""
-_PROTOCOLS: Final = range(2, 6)
-_PROTO_NBYTES: Final = 2
-_FRAME_AT: Final = 3
-"""Offset of the length of the frame."""
-_LENGTHS: Final = {
-    b"": 1,
-    **dict.fromkeys((pickle.BININT1, pickle.BINGET, pickle.BINPUT), 2),
-    pickle.BININT2: 3,
-    **dict.fromkeys((pickle.BININT, pickle.LONG_BINGET, pickle.LONG_BINPUT), 5),
-    **dict.fromkeys((pickle.BINFLOAT, pickle.FRAME), 9),
-    pickle.GLOBAL: 513,
-}
-"""Largest length of an instruction, in bytes; with fewer bytes left, the pickle is cut off."""
-_SIZED: Final = {
-    pickle.SHORT_BINUNICODE: 1,
-    pickle.BINUNICODE: 4,
-    pickle.BINUNICODE8: 8,
-    pickle.SHORT_BINBYTES: 1,
-    pickle.BINBYTES: 4,
-    pickle.BINBYTES8: 8,
-    pickle.LONG1: 1,
-}
-"""Instructions that push a text, bytes or a number: the length of their length field."""
-
-
-def _call(number: int) -> bytes:
-    return pickle.BININT1 + bytes([number]) + pickle.TUPLE2 + pickle.BINPERSID
-
-
-_MADE, _REDUCED, _BUILT = range(3)
-_GUARDED: Final = {
-    pickle.TUPLE1: pickle.TUPLE1 + _call(_MADE),
-    pickle.TUPLE2: pickle.TUPLE2 + _call(_MADE),
-    pickle.TUPLE3: pickle.TUPLE3 + _call(_MADE),
-    pickle.TUPLE: pickle.TUPLE + _call(_MADE),
-    pickle.REDUCE: pickle.TUPLE2 + _call(_REDUCED),
-    pickle.BUILD: pickle.TUPLE2 + _call(_BUILT),
-}
-"""Replacements: C pairs the operands with a number, and passes the pair to ``persistent_load``."""
-
-
 class _Unpickler(pickle.Unpickler):
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream)
@@ -234,21 +102,27 @@ class _Unpickler(pickle.Unpickler):
         return known
 
     def persistent_load(self, pid: Any) -> Any:
-        operands, number = pid
-        if number == _MADE:
-            if len(operands) > _MOST_TUPLE_PARTS or tuple in map(type, operands):
-                self._count(operands)
-            return operands
-        target, operand = operands
-        if number == _BUILT:
-            set_state = _STATES.get(type(target))
-            if set_state is None:
-                _refuse(f"state for a {type(target).__name__}")
-            set_state(target, operand)
-            return target
-        if type(target) is not FunctionType or type(operand) is not tuple:
-            _refuse(f"a call of a {type(target).__name__}")
-        return target(*operand)
+        operands, check = pid
+        return _CHECKS[check](self, operands)
+
+    def _made(self, made: tuple[Any, ...]) -> tuple[Any, ...]:
+        if len(made) > _MOST_TUPLE_PARTS or tuple in map(type, made):
+            self._count(made)
+        return made
+
+    def _called(self, operands: tuple[Any, Any]) -> Any:
+        function, arguments = operands
+        if type(function) is not FunctionType or type(arguments) is not tuple:
+            _refuse(f"a call of a {type(function).__name__}")
+        return function(*arguments)
+
+    def _with_state(self, operands: tuple[Any, Any]) -> Any:
+        instance, state = operands
+        set_state = _STATES.get(type(instance))
+        if set_state is None:
+            _refuse(f"state for a {type(instance).__name__}")
+        set_state(instance, state)
+        return instance
 
     def _count(self, made: tuple[Any, ...]) -> None:
         parts = 1 + len(made) + sum(self._inner(each) for each in made if type(each) is tuple)
@@ -261,6 +135,13 @@ class _Unpickler(pickle.Unpickler):
             return self._nested[id(part)][1]
         # An unknown tuple that contains a tuple holds the arguments of a size.
         return len(part) + (_MOST_DIMENSIONS if tuple in map(type, part[:1]) else 0)
+
+
+_CHECKS: Final[Mapping[int, Callable[[_Unpickler, Any], Any]]] = {
+    Check.TUPLE: _Unpickler._made,
+    Check.CALL: _Unpickler._called,
+    Check.STATE: _Unpickler._with_state,
+}
 
 
 # --- instances --------------------------------------------------------------------------------
