@@ -36,16 +36,18 @@ from nostall._ranks.group import Coordination, coordination_of, require_members
 from nostall._save.finalize import finish_metadata, is_unpublished, publication_of_results
 from nostall._save.metadata_cache import CheckpointMetadataCache
 from nostall._save.plan_together import (
-    as_save_error,
     group_identity,
-    is_stocks_own,
     local_plan,
     plan_together,
+    replanned_metadata,
+    set_up_writer,
+)
+from nostall._save.planner import (
+    as_save_error,
+    is_stocks_own,
     planner_failures,
     planner_key,
-    replanned_metadata,
     serialize,
-    set_up_writer,
     without_state,
 )
 from nostall._save.session import KnownSave

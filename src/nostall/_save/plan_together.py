@@ -7,18 +7,12 @@ metadata without the parts of a single checkpoint. Metadata passed in or out is 
 from __future__ import annotations
 
 import inspect
-import io
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
@@ -27,7 +21,8 @@ from nostall._commit.metadata import local_plans_in
 from nostall._plan.cache import CachedPlans, matches_loaded, same_plan
 from nostall._ranks.failures import exception_for, sendable
 from nostall._ranks.group import Coordination
-from nostall.errors import NostallError, SaveError
+from nostall._save.planner import planner_failures
+from nostall.errors import SaveError
 
 
 class PlanningWriter(Protocol):
@@ -108,22 +103,6 @@ class _Told:
     final: SavePlan | None
     validated: bool
     failures: dict[int, _torch.WrappedException]
-
-
-@contextmanager
-def planner_failures() -> Iterator[None]:
-    """Translate DCP's ``CheckpointException`` from a planner into an ``Exception``.
-
-    Only an ``Exception`` can be sent to other ranks. A ``CheckpointException`` is not one: raised
-    elsewhere, it is known to all ranks already.
-
-    Raises:
-        SaveError: The planner raised a ``CheckpointException``.
-    """
-    try:
-        yield
-    except _torch.CheckpointException as error:
-        raise SaveError(f"the planner raised {error!r}", phase="plan") from error
 
 
 @planner_failures()
@@ -337,66 +316,3 @@ def _unsaved(metadata: Metadata) -> Metadata:
 def group_identity(group: dist.ProcessGroup | None, *, use_dist: bool) -> Any:
     """Differs, on all ranks alike, once a group is destroyed and made again."""
     return weakref.ref(group or dist.group.WORLD) if use_dist else None
-
-
-def planner_key(planner: SavePlanner) -> Any:
-    """The planner's class and switches, before it has seen a state dict."""
-    switches = {
-        name: value
-        for name, value in vars(planner).items()
-        if isinstance(value, bool | int | str) and name != "is_coordinator"
-    }
-    return type(planner), tuple(sorted(switches.items()))
-
-
-def is_stocks_own(planner: SavePlanner) -> bool:
-    """Whether this is DCP's own planner as usual: its plan depends on the structure only."""
-    return (
-        type(planner) is DefaultSavePlanner
-        and planner.flatten_state_dict
-        and planner.flatten_sharded_tensors
-        and not _torch.caches_plans(planner)
-    )
-
-
-def serialize(value: Any) -> bytes:
-    """An object as serialised by DCP's planner."""
-    if type(value) in _SCALARS and _is_short(value):
-        return _serialize_scalar(type(value).__name__, repr(value), value)
-    return _saved(value)
-
-
-_SCALARS = (bool, int, float, str, type(None))
-_LONGEST_KEPT = 256
-"""Characters of a string, or bits of an integer; the cache takes a few megabytes at most."""
-
-
-def _is_short(value: bool | float | str | None) -> bool:  # noqa: FBT001  # a value of the user's
-    if isinstance(value, str):
-        return len(value) <= _LONGEST_KEPT
-    return not isinstance(value, int) or value.bit_length() <= _LONGEST_KEPT
-
-
-@lru_cache(maxsize=4096)
-def _serialize_scalar(_kind: str, _text: str, value: Any) -> bytes:
-    # The key has more than the value, because 1 == 1.0 == True and 0.0 == -0.0.
-    return _saved(value)
-
-
-def _saved(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def without_state(planner: SavePlanner) -> SavePlanner:
-    """A planner that can still make global plans, but keeps no tensor of this save alive."""
-    twin = copy(planner)
-    vars(twin).pop("state_dict", None)
-    return twin
-
-
-def as_save_error(error: BaseException, rank: int) -> NostallError:
-    if isinstance(error, NostallError):
-        return error
-    return SaveError(f"{type(error).__name__}: {error}", rank=rank, phase="plan")
