@@ -86,8 +86,17 @@ class Scheduled:
                 return f"ranks {others} did not exit with an exception as this one did"
             time.sleep(_LOOK_AGAIN_S)
 
-    def others_missing(self, coordination: Coordination, waited_s: float) -> SaveTimeoutError:
-        """The error for a poll that other ranks did not join; names those that are behind."""
+    def others_missing(
+        self, coordination: Coordination, *, began_s: float, timeout_s: float
+    ) -> SaveTimeoutError:
+        """The error for a poll that other ranks did not join; names those that are behind.
+
+        Args:
+            coordination: The ranks.
+            began_s: When this rank began to wait.
+            timeout_s: How long it meant to wait; the group's own limit may be shorter.
+        """
+        waited_s = min(timeout_s, time.monotonic() - began_s)
         announced = coordination.announced(_SCHEDULED)
         behind = {rank: count for rank, count in announced.items() if count < self._count}
         who = (
@@ -123,13 +132,13 @@ def agree(
     """
     index, last = mine.index, mine.last
     numbers = [mine.alive, mine.failed, mine.hurry, index, last, -index, -last]
-    began_s = time.monotonic()
+    began_s, timeout_s = time.monotonic(), timeout_s + PATIENCE_S
     try:
-        alive, failed, hurry, *highest = coordination.maximum(
-            numbers, timeout_s=timeout_s + PATIENCE_S
-        )
+        alive, failed, hurry, *highest = coordination.maximum(numbers, timeout_s=timeout_s)
     except TimeoutError as error:
-        raise scheduled.others_missing(coordination, time.monotonic() - began_s) from error
+        raise scheduled.others_missing(
+            coordination, began_s=began_s, timeout_s=timeout_s
+        ) from error
     if highest != [index, last, -index, -last]:
         raise RankMismatchError(
             f"ranks have scheduled different requests: rank {coordination.rank} polls number"
@@ -157,11 +166,13 @@ def most_unfinished(
     Raises:
         SaveTimeoutError: Other ranks do not call this.
     """
-    began_s = time.monotonic()
+    began_s, timeout_s = time.monotonic(), timeout_s + PATIENCE_S
     try:
-        (most,) = coordination.maximum([unfinished], timeout_s=timeout_s + PATIENCE_S)
+        (most,) = coordination.maximum([unfinished], timeout_s=timeout_s)
     except TimeoutError as error:
-        raise scheduled.others_missing(coordination, time.monotonic() - began_s) from error
+        raise scheduled.others_missing(
+            coordination, began_s=began_s, timeout_s=timeout_s
+        ) from error
     return most
 
 
