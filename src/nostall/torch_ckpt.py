@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from nostall._commit.publish import give_name
+from nostall._commit.publish import give_name, make_name_durable
 from nostall._engine import default_engine
 from nostall._memory.arena import Lease
 from nostall._memory.snapshot import write_over
@@ -33,7 +33,6 @@ from nostall._storage.posix import (
     has_identity,
     identity_of,
     remove_files,
-    sync_directory,
     sync_name,
 )
 from nostall._writer.files import perform
@@ -206,16 +205,7 @@ class _FileSave(BackgroundSave):
                 phase="commit",
                 path=self._path,
             ) from error
-        try:
-            sync_directory(directory)
-        except OSError as error:
-            raise NotDurableError(
-                f"{type(error).__name__}: {error.strerror}",
-                errno=error.errno,
-                phase="commit",
-                path=self._path,
-                hint="the new file exists, but may not survive a power failure",
-            ) from error
+        make_name_durable(self._path, what="the new file")
 
     def _let_go_first(self, earlier: Future[RankReport]) -> None:
         timeout_s = self.engine.options.save_timeout_s

@@ -107,17 +107,8 @@ def commit(
     finally:
         if file is not None:
             file.close()
-    try:
-        if sync:
-            sync_directory(directory)
-    except OSError as error:
-        raise NotDurableError(
-            f"the metadata could not be made durable: {_reason(error)}",
-            errno=error.errno,
-            phase="commit",
-            path=final,
-            hint="the new checkpoint exists, but may not survive a power failure",
-        ) from error
+    if sync:
+        make_name_durable(final, what="the new checkpoint")
     removed: tuple[str, ...] = ()
     try:
         removed = tuple(replaced_files)
@@ -207,6 +198,28 @@ _REFUSALS = {
     )
 }
 """Errors after which the rename was not done. After any other error it may have been, or may be."""
+
+
+def make_name_durable(path: str, *, what: str) -> None:
+    """Fsync the directory of a file that has just got its name.
+
+    Args:
+        path: The file.
+        what: The published thing, for the error.
+
+    Raises:
+        NotDurableError: Storage refused; the file has its name.
+    """
+    try:
+        sync_directory(os.path.dirname(path))
+    except OSError as error:
+        raise NotDurableError(
+            f"{what} exists, but its name could not be made durable: {_reason(error)}",
+            errno=error.errno,
+            phase="commit",
+            path=path,
+            hint="it may not survive a power failure; save again when storage answers",
+        ) from error
 
 
 def _is_there(
