@@ -114,10 +114,10 @@ def faulty(op: F) -> F:
             raise
         return result
 
-    return wrapped  # type: ignore[return-value]
+    return wrapped  # type: ignore[return-value]  # the same signature
 
 
-class Passthrough(mfusepy.Operations):  # type: ignore[misc]
+class Passthrough(mfusepy.Operations):  # type: ignore[misc]  # mfusepy has no types
     """The operations, on a directory."""
 
     use_ns = True
@@ -250,7 +250,7 @@ class Passthrough(mfusepy.Operations):  # type: ignore[misc]
         return 0
 
 
-class Fuse(mfusepy.FUSE):  # type: ignore[misc]
+class Fuse(mfusepy.FUSE):  # type: ignore[misc]  # mfusepy has no types
     """With the file handle where a file is cut that is open."""
 
     def truncate_fuse_3(self, path: bytes | None, length: int, fip: Any) -> int:

@@ -371,7 +371,7 @@ def test_without_matplotlib_the_extra_is_named(
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     """Bars and timelines of a real run end up in a PNG file."""
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="the extra `plot` installs it")
     picture = tmp_path / "picture.png"
     report = measured(tmp_path, own_contenders()[0], plot=picture)
     assert any(step.saving for step in report.timeline)

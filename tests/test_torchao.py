@@ -19,7 +19,9 @@ from states import WAYS, read_metadata, save_stock_way, shard_files
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # they are about kernels for accelerators
     optim = pytest.importorskip("torchao.optim", reason="`nox -s torchao` installs it")
-    quantization = pytest.importorskip("torchao.quantization")
+    quantization = pytest.importorskip(
+        "torchao.quantization", reason="`nox -s torchao` installs it"
+    )
 
 Layers = torch.nn.Sequential
 

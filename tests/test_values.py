@@ -189,7 +189,7 @@ def test_what_a_stager_has_copied_is_nobody_elses(tmp_path: Path) -> None:
     staged = writer.stage(state)
     for tensor in (wrapper.integers, wrapper.scale, plain, held):
         tensor.zero_()
-    state["object"][1].append(2)  # type: ignore[index]
+    state["object"][1].append(2)  # type: ignore[index]  # an object of the dict
     dcp.save(staged, storage_writer=writer, no_dist=True)
     assert blobs(tmp_path / "ours") == blobs(tmp_path / "stock")
 

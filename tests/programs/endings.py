@@ -116,7 +116,7 @@ def gets_sigterm(out: Path, how: str) -> None:
             give_up(self, reason)
             threading.Event().wait(30)
 
-        Engine.abort = abort  # type: ignore[method-assign]
+        Engine.abort = abort  # type: ignore[method-assign]  # slower than the grace time
     if how in ("too late, and several are pending", "too late, and asked twice"):
         if how == "too late, and asked twice":
             os.kill(os.getpid(), signal.SIGTERM)

@@ -38,7 +38,7 @@ class _State(Enum):
 
 
 def is_worth_it(publication: Publication) -> bool:
-    """Whether it is so long that the commit is quicker if it is written before."""
+    """Whether the metadata is so long that writing it early shortens the commit."""
     return publication.nbytes >= WORTH_IT_NBYTES
 
 

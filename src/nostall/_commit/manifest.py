@@ -1,5 +1,4 @@
-r"""The manifest of a checkpoint: sizes and checksums of its files, as JSON after the pickle in
-``.metadata``.
+r"""The manifest of a checkpoint: sizes and checksums of its files, behind its pickled metadata.
 
 Readers of a pickle stop at its STOP instruction. One line of JSON follows, and a footer with the
 length and checksum of that line, so that both are found from the end of the file::

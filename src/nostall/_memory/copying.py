@@ -178,8 +178,7 @@ def _same_order(view: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def in_payload_order(source: torch.Tensor, form: TensorForm) -> torch.Tensor:
-    """A CPU tensor whose memory is the payload of ``source``: itself, or a copy if its strides
-    differ.
+    """A CPU tensor whose memory is the payload of ``source``; a copy if the strides differ.
 
     Raises:
         ValueError: The tensor differs from what was planned.
@@ -204,10 +203,12 @@ def copied_at_once(sizes: Sequence[int]) -> set[int]:
 
 
 def detach_all(sources: Sequence[Source]) -> tuple[list[Source], list[int]]:
-    """Private tensor objects for all sources, and positions of those that share memory with the
-    trainer.
+    """Private tensor objects for all sources.
 
     Replacing a parameter's ``data`` meanwhile does not affect a tensor detached from it.
+
+    Returns:
+        The sources, and the positions of those that share memory with the trainer.
     """
     detached: list[Any] = list(sources)
     tensors = [at for at, each in enumerate(detached) if isinstance(each, torch.Tensor)]
@@ -227,9 +228,8 @@ def detach_all(sources: Sequence[Source]) -> tuple[list[Source], list[int]]:
 
 
 def _duplicate(tensor: torch.Tensor) -> torch.Tensor:
-    """A private copy on the same device. A plain copy, as torch's threads take longer when cores
-    are busy.
-    """
+    """A private copy on the same device."""
+    # Not by torch's threads, which take longer when cores are busy.
     if not tensor.is_cpu or tensor.nbytes < _LARGE_NBYTES or not tensor.is_contiguous():
         return tensor.clone()
     _require_unchanged(tensor, tensor.dtype, tensor.shape)

@@ -38,8 +38,9 @@ class Visit:
             _state.visits.add(self)
 
     def hand_over(self) -> None:
-        """All files are written, and the coordinator commits. This rank does not learn the outcome;
-        its thread continues once the commit has ended.
+        """Leave the commit to the coordinator; all files of this rank are written.
+
+        This rank does not learn the outcome; its thread continues once the commit has ended.
         """
         with _state.lock:
             self._thread = threading.current_thread()

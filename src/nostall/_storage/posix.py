@@ -163,10 +163,10 @@ def _create(path: str) -> int:
 
 
 def _preallocate(fd: int, nbytes: int) -> None:
-    """Allocate a file's blocks and set its length, where supported, so that a full disk shows
-    early.
+    """Allocate a file's blocks and set its length, where supported.
 
-    Direct writes beyond the end of a file wait for each other; writes inside it do not (ext4, XFS).
+    A full disk is reported early. Direct writes beyond the end of a file wait for each other;
+    writes inside it do not (ext4, XFS).
 
     Raises:
         OSError: There is not enough space.
@@ -308,8 +308,9 @@ class UnfinishedFile:
         os.fsync(fd)
 
     def is_untouched(self) -> bool:
-        """Whether the path is still this file, as long as written: another process may replace
-        it.
+        """Whether the path is still this file, with the length written here.
+
+        Another process may have replaced it.
         """
         try:
             named = os.stat(self.path)
@@ -335,9 +336,7 @@ class UnfinishedFile:
         return identity_of(self._opened[0])
 
     def remove(self) -> None:
-        """Remove the file, unless another process has replaced it and is about to publish its
-        own.
-        """
+        """Remove the file, unless another process has replaced it with its own."""
         with suppress(OSError):
             if identity_of(self.path) != identity_of(self._opened[-1]):
                 return
@@ -372,8 +371,9 @@ def sync_directory(path: str) -> None:
 
 
 def sync_name(directory: str) -> None:
-    """Make a directory's own name durable, unless its parent may not be read: it is not new
-    then.
+    """Make a directory's own name durable.
+
+    If its parent may not be read, the directory is not new, and its name is durable.
     """
     with suppress(PermissionError):
         sync_directory(os.path.dirname(os.path.realpath(directory)))
