@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from nostall import _torch
 from nostall._commit.metadata import local_plans_in
 from nostall._plan.cache import CachedPlans, matches_loaded, same_plan
+from nostall._plan.planner import planner_failures
 from nostall._ranks.failures import exception_for, sendable
 from nostall._ranks.group import Coordination
-from nostall._save.planner import planner_failures
 from nostall.errors import SaveError
 
 
