@@ -39,7 +39,7 @@ from nostall._model.jobs import FileReceipt, RankReport, RankWritten
 from nostall._model.values import RankFiles
 from nostall._plan.layout import FileNaming
 from nostall._plan.structure import learn
-from nostall._queue.at_exit import loss_is_told
+from nostall._queue.at_exit import report_loss
 from nostall._queue.preemption import preemption
 from nostall._save import finalize, session, write, write_directly
 from nostall._save.finalize import (
@@ -204,7 +204,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             WriteError: The directory cannot be made.
         """
         if self._is_coordinator:
-            with loss_is_told(str(self.path)):
+            with report_loss(str(self.path)):
                 make_ready(
                     str(self.path),
                     self._metadata_path(),
@@ -246,7 +246,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             SaveError: The save failed; the subclass says how.
         """
         self._is_staged = False
-        with preemption.deferred(then_end=False), loss_is_told(str(self.path)):
+        with preemption.deferred(then_end=False), report_loss(str(self.path)):
             self.timeline.adopt(self._staging_timeline)
             return self._write_share(plan, planner)
 
@@ -301,7 +301,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         written = [getattr(of_rank, "written", None) for of_rank in results]
         is_published = is_committed = False
-        with preemption.deferred(then_end=False), loss_is_told(str(self.path)):
+        with preemption.deferred(then_end=False), report_loss(str(self.path)):
             self._require_files()
             try:
                 self.require_written_here(written)
@@ -472,7 +472,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         engine = default_engine()
         target = self._target(known.share.plan, engine)
-        with self._over_if_it_fails(target):
+        with self._ended_on_error(target):
             save = RankSave(session.prepare_known(known, sources, target=target, engine=engine))
             if expected is not None:
                 save.ahead = self._written_ahead(expected, save.prepared)
@@ -609,12 +609,12 @@ class FileSystemWriterAsync(FileSystemWriter):
     def _prepare(self, plan: SavePlan, planner: SavePlanner) -> session.PreparedSave:
         engine = default_engine()
         target = self._target(plan, engine)
-        with self._over_if_it_fails(target):
+        with self._ended_on_error(target):
             return session.prepare(plan, planner, rank=self.rank or 0, target=target, engine=engine)
 
     @staticmethod
     @contextmanager
-    def _over_if_it_fails(target: session.SaveTarget) -> Iterator[None]:
+    def _ended_on_error(target: session.SaveTarget) -> Iterator[None]:
         """End the save's progress if it cannot be prepared."""
         try:
             yield

@@ -19,7 +19,13 @@ from typing_extensions import assert_never
 
 from nostall import _torch
 from nostall._commit.collect import collect
-from nostall._commit.known_results import KnownResults, Results, SameResults, Told, token_of
+from nostall._commit.known_results import (
+    KnownResults,
+    RankOutcome,
+    Results,
+    ResultsReference,
+    token_of,
+)
 from nostall._model.values import Abort, Commit, RankFiles
 from nostall._plan.cache import (
     Changed,
@@ -28,7 +34,7 @@ from nostall._plan.cache import (
     Together,
     choose_route,
     matches_loaded,
-    nobody_talks,
+    plans_alone,
 )
 from nostall._queue.preemption import preemption
 from nostall._ranks.failures import exception_for, sendable
@@ -96,10 +102,10 @@ class SaveSession(_torch.DistWrapper):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
+class _RankMessage:
     """Sent by each rank to the coordinator when it finalises."""
 
-    told: Told
+    outcome: RankOutcome
     written: RankFiles
     changed_plan: SavePlan | None
     took_s: float
@@ -181,26 +187,26 @@ def _plan_save(
         coordination.rank,
         coordination.world_size,
     )
-    asked = _Asked(
+    arguments = _SaveArguments(
         state_dict=state_dict,
         planner=planner,
         configuration=planner_key(planner),
         group=identity,
         writer=storage_writer,
     )
-    silent = session.cache is not None and nobody_talks(session.cache.plans, group=identity)
+    alone = session.cache is not None and plans_alone(session.cache.plans, group=identity)
     if coordination.is_coordinator:
         _log.info("saving path=%s ranks=%d", storage_writer.path, coordination.world_size)
-    if session.cache is not None and silent:
+    if session.cache is not None and alone:
         session.reused_plans = session.cache.all_plans
         metadata = _reusable(session.cache, coordination)
-        if _prepare_known(asked, session.cache, metadata, session, coordination):
+        if _prepare_known(arguments, session.cache, metadata, session, coordination):
             return storage_writer, metadata, session
-    return storage_writer, _plan(asked, session, coordination, silent=silent), session
+    return storage_writer, _plan(arguments, session, coordination, alone=alone), session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _SaveArguments:
     """The arguments of one save."""
 
     state_dict: dict[str, Any]
@@ -213,7 +219,7 @@ class _Asked:
 
 
 def _prepare_known(
-    asked: _Asked,
+    arguments: _SaveArguments,
     cache: CheckpointMetadataCache,
     metadata: Metadata | None,
     session: SaveSession,
@@ -222,7 +228,7 @@ def _prepare_known(
     """Prepare a save without planning, if the last one had the same planner settings and structure.
 
     Args:
-        asked: The arguments of the save.
+        arguments: The arguments of the save.
         cache: The cache, with the last save.
         metadata: On the coordinator, the metadata to publish if nothing has changed.
         session: The save's session; its planner is set.
@@ -231,14 +237,14 @@ def _prepare_known(
     Returns:
         Whether the save is prepared, or has failed; if not, it must be planned.
     """
-    known, plans, writer = cache.known, cache.plans, asked.writer
-    if known is None or plans is None or plans.planner != asked.configuration:
+    known, plans, writer = cache.known, cache.plans, arguments.writer
+    if known is None or plans is None or plans.planner != arguments.configuration:
         return False
-    if not is_stocks_own(asked.planner):
+    if not is_stocks_own(arguments.planner):
         return False
-    session.planner = asked.planner
+    session.planner = arguments.planner
     try:
-        sources = known.structure.find(asked.state_dict, serialize)
+        sources = known.structure.find(arguments.state_dict, serialize)
         if sources is None:
             return False
         set_up_writer(writer, known.share.plan, session)
@@ -250,28 +256,28 @@ def _prepare_known(
 
 
 def _plan(
-    asked: _Asked, session: SaveSession, coordination: Coordination, *, silent: bool
+    arguments: _SaveArguments, session: SaveSession, coordination: Coordination, *, alone: bool
 ) -> Metadata | None:
-    """Plan a save, alone if all ranks agreed to be ``silent``; returns its metadata, if any."""
-    cache, planner, writer = session.cache, asked.planner, asked.writer
+    """Plan a save, ``alone`` if all ranks agreed to; returns its metadata, if any."""
+    cache, planner, writer = session.cache, arguments.planner, arguments.writer
     local: SavePlan | _torch.WrappedException
     try:
-        local = local_plan(asked.state_dict, writer, planner, session)
+        local = local_plan(arguments.state_dict, writer, planner, session)
     except Exception as error:  # reported to every rank, now or when finalising
         local = _torch.wrap_exception(error)
-    if silent and not isinstance(local, SavePlan):
+    if alone and not isinstance(local, SavePlan):
         writer.fail_later(as_save_error(local[0], coordination.rank))
         return _reusable(cache, coordination)
     route: Route = Together()
     if cache is not None and isinstance(local, SavePlan):
         route = choose_route(
-            cache.plans, group=asked.group, planner=asked.configuration, local=local
+            cache.plans, group=arguments.group, planner=arguments.configuration, local=local
         )
     metadata: Metadata | None = None
     try:
         match route:
             case Together():
-                identity = (asked.group, asked.configuration)
+                identity = (arguments.group, arguments.configuration)
                 final, metadata = plan_together(
                     local, writer, planner, coordination, cache, identity
                 )
@@ -285,7 +291,7 @@ def _plan(
         with planner_failures():
             writer.prepare_write_data(planner.finish_plan(final), planner)
         if cache is not None and isinstance(route, Reuse) and is_stocks_own(planner):
-            cache.known = _learn(writer, asked.state_dict, planner)
+            cache.known = _learn(writer, arguments.state_dict, planner)
     except Exception as error:  # finalising reports it to every rank
         writer.fail_later(as_save_error(error, coordination.rank))
     session.planner = without_state(planner)
@@ -327,9 +333,9 @@ def _finalize(
     coordination = coordination_of(dist_wrapper)
     session = dist_wrapper if isinstance(dist_wrapper, SaveSession) else None
     cache = session.cache if session is not None else None
-    told = _tell(storage_writer, cache)
-    outcome = _Outcome(
-        told=told,
+    outcome = _outcome_of(storage_writer, cache)
+    message = _RankMessage(
+        outcome=outcome,
         written=storage_writer.written_files,
         changed_plan=session.changed_plan if session else None,
         took_s=storage_writer.took_s,
@@ -337,13 +343,13 @@ def _finalize(
     is_committed = False  # assumed if other ranks are lost now
     try:
         with storage_writer.timeline.measure("commit"):
-            outcomes = coordination.gather(outcome)
+            messages = coordination.gather(message)
             finished = None
-            if outcomes is not None:
-                finished = _finish(storage_writer, global_metadata, outcomes, session, coordination)
+            if messages is not None:
+                finished = _finish(storage_writer, global_metadata, messages, session, coordination)
             ending = coordination.broadcast(finished)
         if cache is not None:
-            cache.told = token_of(told)
+            cache.sent_token = token_of(outcome)
             if ending.changed or ending.failures:
                 cache.forget()
         is_committed = not ending.failures
@@ -360,14 +366,16 @@ def _finalize(
         _log_committed(storage_writer)
 
 
-def _tell(writer: FileSystemWriterAsync, cache: CheckpointMetadataCache | None) -> Told:
+def _outcome_of(
+    writer: FileSystemWriterAsync, cache: CheckpointMetadataCache | None
+) -> RankOutcome:
     """This rank's outcome; results that the coordinator already has are not sent again."""
     token = None if cache is None else writer.known_results
-    if cache is not None and token is not None and token == cache.told:
+    if cache is not None and token is not None and token == cache.sent_token:
         failure = writer.retrieve_failure()
         if failure is not None:
             return sendable(failure)
-        return SameResults(token=token, files=writer.file_names)
+        return ResultsReference(token=token, files=writer.file_names)
     results = writer.retrieve_write_results()
     if isinstance(results, list):
         return Results(items=results, files=writer.file_names, token=token)
@@ -406,30 +414,30 @@ class _Ending:
 def _finish(
     writer: FileSystemWriterAsync,
     planned: Metadata | None,
-    outcomes: list[_Outcome],
+    messages: list[_RankMessage],
     session: SaveSession | None,
     coordination: Coordination,
 ) -> _Ending:
     """On the coordinator: commit if every rank wrote all its files."""
-    changed = any(each.changed_plan is not None for each in outcomes)
+    changed = any(each.changed_plan is not None for each in messages)
     cache = session.cache if session is not None else None
     known = cache.known_results if cache is not None else KnownResults()
-    told = [each.told for each in outcomes]
-    match collect(known.fill_in(told)):
+    outcomes = [each.outcome for each in messages]
+    match collect(known.fill_in(outcomes)):
         case Abort(failures=failures):
             return _Ending(failures=failures, published=False, changed=changed)
         case Commit(results=results):
-            written = [each.written for each in outcomes]
+            written = [each.written for each in messages]
             try:
                 writer.require_written_here(written)
-                metadata = _metadata_to_publish(planned, outcomes, session)
+                metadata = _metadata_to_publish(planned, messages, session)
                 if metadata is None:
                     raise SaveError("the coordinator has no metadata to publish", phase="commit")
-                publication = None if changed else known.publication(told, metadata)
+                publication = None if changed else known.publication(outcomes, metadata)
                 if publication is None:
-                    everything = known.under_new_names(told, results)
+                    everything = known.under_new_names(outcomes, results)
                     publication = publication_of_results(metadata, everything)
-                    known.note_published(told, metadata, publication)
+                    known.note_published(outcomes, metadata, publication)
                 finished = finish_metadata(publication, written, writer.storage_meta())
             except Exception as error:  # sent to every rank
                 return _Ending(
@@ -443,7 +451,7 @@ def _finish(
                     published=not is_unpublished(error),
                     changed=changed,
                 )
-    slowest = max(range(len(outcomes)), key=lambda rank: outcomes[rank].took_s)
+    slowest = max(range(len(messages)), key=lambda rank: messages[rank].took_s)
     return _Ending(failures={}, published=True, changed=changed, slowest_rank=slowest)
 
 
@@ -471,11 +479,11 @@ def _reusable(cache: CheckpointMetadataCache | None, coordination: Coordination)
 
 
 def _metadata_to_publish(
-    planned: Metadata | None, outcomes: list[_Outcome], session: SaveSession | None
+    planned: Metadata | None, messages: list[_RankMessage], session: SaveSession | None
 ) -> Metadata | None:
     changed = {
         rank: each.changed_plan
-        for rank, each in enumerate(outcomes)
+        for rank, each in enumerate(messages)
         if each.changed_plan is not None
     }
     if not changed:

@@ -319,12 +319,12 @@ def stage_behind(
             try:
                 if not is_watched:
                     fence.wait_awaited(min(time.monotonic() - began_s, _SECOND_LOOK_S))
-                spoiled = changed()  # before tensors may change
+                changed_names = changed()  # before tensors may change
                 fence.open(copies)
                 copies.wait()
-                spoiled = spoiled or fence.close(changed)
-                if spoiled:
-                    raise changed_too_early(spoiled)
+                changed_names = changed_names or fence.close(changed)
+                if changed_names:
+                    raise changed_too_early(changed_names)
                 if is_watched:
                     _torch.empty_all(counted)
                     fence.keep_watch(changed)

@@ -45,7 +45,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spoiled:
+class Invalid:
     """The label of a lease whose staged copy must not be saved."""
 
     why: str
@@ -60,13 +60,13 @@ class StagedStateDict(dict[str, Any]):
         lease.label = structure
         weakref.finalize(self, lease.release).atexit = False
 
-    def spoil(self, why: str) -> None:
+    def invalidate(self, why: str) -> None:
         """Make every later use fail, including through a lookup by its tensors' addresses."""
-        self.lease.label = Spoiled(why=f"the staged copy cannot be used: {why}")
+        self.lease.label = Invalid(why=f"the staged copy cannot be used: {why}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as one descriptor and places in its memory, instead of one file per tensor."""
-        if isinstance(self.lease.label, Spoiled):
+        if isinstance(self.lease.label, Invalid):
             raise StagingError(self.lease.label.why, phase="stage")
         block = self.lease.block
         stream = io.BytesIO()

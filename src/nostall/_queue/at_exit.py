@@ -117,7 +117,7 @@ _losses = _Losses()
 
 
 @contextmanager
-def loss_is_told(path: str) -> Iterator[None]:
+def report_loss(path: str) -> Iterator[None]:
     """Log an error of the block on a background thread: its future may never be read.
 
     If the interpreter is ending, the exit status also reports the error.
@@ -131,12 +131,12 @@ def loss_is_told(path: str) -> Iterator[None]:
         raise
 
 
-def _tell_losses() -> None:
+def _report_losses() -> None:
     if _losses.any:
         end_process(FAILURE_STATUS)
 
 
-atexit.register(_tell_losses)
+atexit.register(_report_losses)
 # No public hook runs before the interpreter waits for the threads of executors, such as that of
 # dcp.async_save. Hooks run in reverse order, so concurrent.futures.thread is imported first.
 with suppress(RuntimeError):  # imported while the interpreter is ending

@@ -27,7 +27,7 @@ class CheckpointMetadataCache(PlanMemory):
         self._validated = False
         self.known: KnownSave | None = None
         """The reusable part of the last save that reused a plan."""
-        self.told: str | None = None
+        self.sent_token: str | None = None
         """Token of the results that the coordinator has from this rank."""
         self.known_results = KnownResults()
         """On the coordinator, the results of all ranks."""
@@ -73,12 +73,12 @@ class CheckpointMetadataCache(PlanMemory):
         super().keep(plans, all_plans, metadata)
         self._central, self._local = plans.final, plans.local
         self._validated = plans.validated  # as agreed by all ranks, not as this rank sees it
-        self.known = self.told = None
+        self.known = self.sent_token = None
         self.known_results = KnownResults()
 
     def forget(self) -> None:
         """Plan the next save together."""
         super().forget()
-        self._central = self._local = self.known = self.told = None
+        self._central = self._local = self.known = self.sent_token = None
         self.known_results = KnownResults()
         self._validated = False

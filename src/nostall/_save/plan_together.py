@@ -97,7 +97,7 @@ class PlanMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
+class _FinalPlan:
     """Sent by the coordinator to each rank after planning together."""
 
     final: SavePlan | None
@@ -215,7 +215,7 @@ def _decide_centrally(
     planner: SavePlanner,
     coordination: Coordination,
     memory: PlanMemory | None,
-) -> tuple[list[_Told], GlobalPlan | None]:
+) -> tuple[list[_FinalPlan], GlobalPlan | None]:
     failures = {rank: plan for rank, plan in enumerate(gathered) if not isinstance(plan, SavePlan)}
     plans = [plan for plan in gathered if isinstance(plan, SavePlan)]
     made = None
@@ -227,9 +227,9 @@ def _decide_centrally(
         except Exception as error:  # sent to every rank
             failures = {coordination.rank: sendable(_torch.wrap_exception(error))}
     if made is None:
-        refusal = _Told(final=None, validated=False, failures=failures)
+        refusal = _FinalPlan(final=None, validated=False, failures=failures)
         return [refusal] * coordination.world_size, None
-    return [_Told(final=final, validated=validated, failures={}) for final in made.final], made
+    return [_FinalPlan(final=final, validated=validated, failures={}) for final in made.final], made
 
 
 def _same_plans(before: list[SavePlan] | None, plans: list[SavePlan]) -> bool:

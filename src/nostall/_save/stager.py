@@ -22,8 +22,8 @@ from nostall._memory.copying import Copies, Places
 from nostall._memory.overlap import Marks, SnapshotFence, stage_behind
 from nostall._memory.snapshot import Snapshot, adopt_staged
 from nostall._memory.staged_state import (
+    Invalid,
     Leaf,
-    Spoiled,
     StagedStateDict,
     find_leaves,
     stage_state_dict,
@@ -86,7 +86,7 @@ def stage_for_later(
         if rank is None:
             raise
         _log.error("the snapshot could not be taken path=%s: %s", path, error)
-        return _nothing(state_dict, error, rank=rank, overlapped=overlapped, path=path)
+        return _substitute(state_dict, error, rank=rank, overlapped=overlapped, path=path)
 
 
 def _copy(state_dict: Mapping[str, Any], engine: Engine, timeline: Timeline) -> StagedStateDict:
@@ -129,7 +129,7 @@ def _copy_in_background(
 
     def settle(_: Future[None]) -> None:
         if fence.failure is not None:
-            staged.spoil(fence.failure)
+            staged.invalidate(fence.failure)
         fence.leave()
         future.set_result(staged)
 
@@ -146,7 +146,7 @@ def _begin_copy(
     return leaves, staged, places
 
 
-def _nothing(
+def _substitute(
     state_dict: Mapping[str, Any], error: Exception, *, rank: int, overlapped: bool, path: str
 ) -> Staged:
     """The substitute for a failed copy, which fails the save on other ranks: see ``Unstaged``."""
@@ -154,11 +154,11 @@ def _nothing(
     failure.path = path
     fence = SnapshotFence()
     fence.end(failure.message)
-    nothing = unstaged(state_dict, failure)
+    substitute = unstaged(state_dict, failure)
     if not overlapped:
-        return Staged(copied=nothing, fence=fence)
+        return Staged(copied=substitute, fence=fence)
     future: Future[dict[str, Any]] = Future()
-    future.set_result(nothing)
+    future.set_result(substitute)
     return Staged(copied=future, fence=fence)
 
 
@@ -173,7 +173,7 @@ def take_over(prepared: PreparedSave, engine: Engine) -> Snapshot | None:
     if lease is None:
         return None
     structure = lease.label
-    if isinstance(structure, Spoiled):
+    if isinstance(structure, Invalid):
         raise StagingError(structure.why, rank=prepared.rank, phase="stage")
     adopted = adopt_staged(prepared.planned, prepared.layout, lease)
     if adopted is not None:
