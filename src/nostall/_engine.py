@@ -291,17 +291,23 @@ class Engine:
             writer.forget(block.id)
 
 
-_default: Engine | None = None
-_default_lock = threading.Lock()
+class _Process:
+    """The engine of this process, which saves share."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.engine: Engine | None = None
+
+
+_process = _Process()
 
 
 def default_engine() -> Engine:
     """The engine of this process, made on first use."""
-    global _default
-    with _default_lock:
-        if _default is None:
-            _default = Engine()
-        return _default
+    with _process.lock:
+        if _process.engine is None:
+            _process.engine = Engine()
+        return _process.engine
 
 
 def configure(options: EngineOptions) -> None:
@@ -310,19 +316,18 @@ def configure(options: EngineOptions) -> None:
     Raises:
         OptionError: Saves are being written, or ``options`` is not an ``EngineOptions``.
     """
-    global _default
     if not isinstance(options, EngineOptions):
         raise OptionError(
             f"configure() got an object of type {type(options).__name__}",
             hint="use configure(EngineOptions(name=value))",
         )
-    with _default_lock:
-        if _default is not None and _default.is_writing:
+    with _process.lock:
+        if _process.engine is not None and _process.engine.is_writing:
             raise OptionError(
                 "the engine cannot be configured while saves are being written",
                 hint="configure it before the first save, or finish the saves in flight first",
             )
-        old, _default = _default, Engine(options)
+        old, _process.engine = _process.engine, Engine(options)
     if old is not None:
         old.close()
 
@@ -347,8 +352,8 @@ def warmup(nbytes: int = 0, *, timeout: float = 30.0) -> None:
 
 def status() -> tuple[SaveStatus, ...]:
     """Progress of this process's saves, oldest first. Callable from any thread, without waiting."""
-    with _default_lock:
-        engine = _default
+    with _process.lock:
+        engine = _process.engine
     return () if engine is None else engine.under_way.statuses()
 
 
@@ -382,18 +387,16 @@ def wait_staged_before_step(optimizer: torch.optim.Optimizer) -> RemovableHandle
 
 def reset() -> None:
     """End the default engine: processes, memory and caches. The next save makes a new one."""
-    global _default
-    with _default_lock:
-        old, _default = _default, None
+    with _process.lock:
+        old, _process.engine = _process.engine, None
     if old is not None:
         old.abort("the engine was reset")
         old.close()
 
 
 def _after_fork_in_child() -> None:
-    global _default, _default_lock
-    _default_lock = threading.Lock()  # another thread may have held it at the fork
-    old, _default = _default, None
+    _process.lock = threading.Lock()  # another thread may have held it at the fork
+    old, _process.engine = _process.engine, None
     if old is not None:
         old.abandon_after_fork()
 

@@ -169,8 +169,8 @@ def plan_together(
     if loaded is not None and isinstance(local, SavePlan) and memory is not None:
         try:
             made = _global_plan(loaded, writer, planner)
-        except Exception:
-            # All ranks agreed to plan alone, so this one must; finalising reports the failure.
+        except Exception:  # all ranks agreed to plan alone, so this one must, too
+            # Finalising reports the failure.
             plans = CachedPlans(
                 group=identity[0], planner=identity[1], local=local, final=local, validated=True
             )

@@ -124,7 +124,7 @@ def report_loss(path: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # raised again
         if threading.current_thread() is not threading.main_thread():
             _log.error("a save has failed path=%s: %s", path, error)
             _losses.any |= _losses.is_waiting
@@ -213,7 +213,7 @@ def _finish(unfinished: Unfinished, deadline: float) -> bool:
     _log.error("of %d requests that were pending at exit some are lost: %s", before, why)
     try:
         unfinished.close(abort=True)
-    except Exception:
+    except Exception:  # the interpreter ends; the exit status reports the loss
         _log.exception("aborting the lost requests failed")
     return False
 

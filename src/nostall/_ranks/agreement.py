@@ -57,7 +57,7 @@ class Scheduled:
             self._count = before + 1
             coordination.announce(_SCHEDULED, self._count)
             yield
-        except BaseException:
+        except BaseException:  # whatever prevents the request, it is not counted
             self._count = before
             coordination.announce(_SCHEDULED, before)
             raise
