@@ -59,8 +59,8 @@ def guarded(content: bytes) -> bytes:
             _damaged("is cut off")
         else:
             raise UnknownMetadataError(
-                f"the metadata has the instruction {content[end : end + 5]!r}, which pickles of DCP"
-                " metadata do not have",
+                f"the metadata has the instruction {content[end : end + 5]!r}, which is not part of"
+                " DCP metadata",
                 phase="read",
                 hint=HINT,
             )
