@@ -59,6 +59,8 @@ from nostall.errors import NostallError, OptionError, SaveError, StagingError
 from nostall.options import WriterOptions, require_switch
 from nostall.stats import SaveStats, Timeline
 
+__all__ = ["FileSystemWriterAsync", "get_write_results_queue"]
+
 _PROCESSES_FOR_MULTIPROC_IO = 2
 _MSC_PREFIX = "msc://"
 
