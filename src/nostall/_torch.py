@@ -506,7 +506,7 @@ class DeviceCopy:
             with self._module.stream(stream):
                 for target, source in zip(targets, sources, strict=True):
                     target.copy_(source, non_blocking=True)
-        except BaseException:
+        except BaseException:  # an interrupt, too
             stream.synchronize()  # the caller releases the memory
             raise
         self._made = stream.record_event()

@@ -243,19 +243,16 @@ class AsyncCallsQueue:
         call.life.to(State.WRITTEN)
         error: BaseException | None = None
         try:
-            call.request.execute_finalize_fns(validate_matching_call_idx=False)
-        except (Exception, CheckpointException, SystemExit) as raised:  # DCP's is a BaseException
-            error = raised
-        except BaseException:  # an interrupt, after which this rank joins no collective
-            call.life.to(State.FAILED)
-            raise
-        try:
+            try:
+                call.request.execute_finalize_fns(validate_matching_call_idx=False)
+            except (Exception, CheckpointException, SystemExit) as raised:  # of user's functions
+                error = raised
             share_failure(
                 error,
                 SingleProcess() if no_dist else coordination,
                 timeout_s=default_engine().options.save_timeout_s + PATIENCE_S,
             )
-        except BaseException:
+        except BaseException:  # DCP's exception, or an interrupt: this rank joins no collective
             call.life.to(State.FAILED)
             raise
         call.life.to(State.FINALIZED)

@@ -93,7 +93,7 @@ class _FileSave(BackgroundSave):
                     hint="an object in it is pickled differently each time; give its pickle a"
                     " constant length",
                 )
-        except BaseException:
+        except BaseException:  # of the user's pickling code, or an interrupt
             lease.release()
             raise
         self._state_dict = None
@@ -197,7 +197,7 @@ class _FileSave(BackgroundSave):
             )
         except NotDurableError:
             raise
-        except BaseException as error:
+        except BaseException as error:  # whatever ended it, the temporary file goes
             remove_files([temporary])
             if not isinstance(error, OSError) or isinstance(error, SaveError):
                 raise

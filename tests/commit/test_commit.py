@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from nostall._commit.metadata import complete_metadata, load_metadata, publication_of
 from nostall._commit.publish import commit
 from nostall._engine import default_engine
+from nostall._save import finalize
 from nostall._save.finalize import files_of
 from nostall._storage import posix, removed_files
 from nostall._storage.removed_files import RemovedFiles
@@ -247,21 +248,6 @@ def test_a_commit_of_which_nobody_knows_counts_as_one_that_may_be_there(tmp_path
     assert caught.value.errno == errno.EIO
 
 
-def test_what_fails_after_the_commit_removes_nothing(tmp_path: Path) -> None:
-    """A subclass that publishes and then raises fails the save, and leaves the checkpoint that is there by then."""
-
-    class Announcing(FileSystemWriterAsync):
-        def publish(self, *args: Any, **kwargs: Any) -> None:
-            super().publish(*args, **kwargs)
-            raise LookupError("nobody to tell")
-
-    with AsyncCallsQueue() as queue:
-        schedule(queue, tmp_path / "saved", small_state(1), kind=Announcing)
-        with pytest.raises(CheckpointException, match="nobody to tell"):
-            queue.wait()
-    assert verify(tmp_path / "saved").ok
-
-
 def test_a_system_that_writes_nothing_is_not_asked_for_ever(tmp_path: Path) -> None:
     """A write of no bytes without a reason is an error, and nothing is published."""
     with (
@@ -319,6 +305,23 @@ def save_by_queue(path: Path, state: dict[str, Any], **options: Any) -> None:
 
 
 SAVES = pytest.mark.parametrize("save", [save, save_by_queue], ids=["sync", "queue"])
+
+
+@SAVES
+def test_a_failure_after_the_commit_removes_nothing(
+    tmp_path: Path, save: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save fails, and the checkpoint that exists by then stays."""
+    publish_metadata = finalize.publish
+
+    def publish_and_fail(*args: Any, **options: Any) -> None:
+        publish_metadata(*args, **options)
+        raise LookupError("after the commit")
+
+    monkeypatch.setattr(finalize, "publish", publish_and_fail)
+    with pytest.raises((CheckpointException, LookupError), match="after the commit"):
+        save(tmp_path / "saved", small_state(1))
+    assert verify(tmp_path / "saved").ok
 
 
 @SAVES

@@ -62,7 +62,7 @@ from nostall._plan.cache import (
     Together,
     choose_route,
     matches_loaded,
-    nobody_talks,
+    plans_alone,
     same_plan,
 )
 from nostall._ranks.failures import error_of, failure_of
@@ -397,7 +397,7 @@ def test_whether_ranks_talk_does_not_depend_on_one_ranks_plan(
     """All ranks plan together exactly if what they agreed on is not valid for this group; else none does."""
     route = choose_route(cached, group="g", planner=planner, local=local)
     silent = cached is not None and cached.validated and cached.group == "g"
-    assert nobody_talks(cached, group="g") == silent
+    assert plans_alone(cached, group="g") == silent
     assert isinstance(route, Together) == (not silent)
 
 

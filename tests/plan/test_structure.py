@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from nostall import _torch
 from nostall._commit.metadata import Publication, publication_of
 from nostall._plan.items import plan_rank
+from nostall._plan.planner import serialize
 from nostall._plan.structure import KnownStructure, learn
-from nostall._save.planner import serialize
 from nostall.core import AsyncCallsQueue
 from nostall.state_dict_saver import CheckpointMetadataCache
 from support.states import blobs, schedule

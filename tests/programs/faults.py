@@ -554,7 +554,7 @@ def forks(out: Path) -> None:
         for leave in (os._exit, sys.exit, close_and_exit):
             child = os.fork()
             if child == 0:
-                leave(0 if _engine._default is None and queue.pending == 0 else 1)
+                leave(0 if _engine._process.engine is None and queue.pending == 0 else 1)
             codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         hold.release()
         queue.wait()

@@ -89,7 +89,7 @@ PLACES = [
     "nostall._memory.snapshot:_views",
     "nostall._save.write:_snapshot_jobs",
     "nostall._engine:when_done",
-    "nostall._save.rank_save:RankSave._write_metadata_ahead",
+    "nostall._save.split_save:SplitSave._write_metadata_ahead",
     "nostall._writer.handle:WriterProcess.submit",
     "nostall._engine:Engine.submit",
 ]

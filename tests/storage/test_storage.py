@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall._model.jobs import FileImage, RankFailed, RankReport, RankWritten, SealTable, WriteJob
-from nostall._save.rank_save import RankSave
+from nostall._save.split_save import SplitSave
 from nostall._storage import posix
 from nostall._storage.posix import ImageFile
 from nostall._writer.files import perform
@@ -80,7 +80,7 @@ def report_of(path: Path, state: dict[str, Any], **options: Any) -> Callable[[],
     writer = FileSystemWriterAsync(path, **options)
     planned = save_state_dict_async_plan(state, writer)
     save_fn, preload_fn, _ = writer.get_save_function_and_args()
-    assert isinstance(save_fn, RankSave)
+    assert isinstance(save_fn, SplitSave)
     report = save_fn.start(preload_fn())
 
     def finish() -> RankReport:

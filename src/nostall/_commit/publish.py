@@ -90,7 +90,7 @@ def commit(
         _publish(final, temporary, identity, metadata)
     except NotDurableError:
         raise
-    except BaseException as error:
+    except BaseException as error:  # whatever ended it, the temporary file goes
         if file is not None:
             file.remove()
         else:  # storage may have created it although it reported an error
@@ -139,7 +139,7 @@ def _publish(
     try:
         if _is_there(final, identity, metadata, raises=True):
             return
-    except Exception as error:
+    except Exception as error:  # a file that cannot be read may be the new one
         raise _unknown(final, "the metadata", error) from error
     raise NotDurableError(
         "the published metadata is not the metadata of this save",
@@ -229,7 +229,7 @@ def _is_there(
     try:
         # A file system that renames by copying changes the inode number.
         return identity_of(path) == identity or read_metadata_file(path) == b"".join(content)
-    except Exception:
+    except Exception:  # of storage or for lack of memory: no answer must end the attempts
         if raises:
             raise
         return False

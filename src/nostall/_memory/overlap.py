@@ -46,20 +46,20 @@ T = TypeVar("T")
 Marks = Mapping[torch.device, Any]
 """Per accelerator: the position of its stream when the save was requested."""
 
-_under_way: set[SnapshotFence] = set()
-"""All snapshots of this process that are being taken, whatever engine they belong to."""
-_under_way_lock = threading.Lock()
-
 
 class _Process:
-    """State shared by all snapshots of the process, besides ``_under_way``."""
+    """State shared by all snapshots of the process."""
 
-    waited_s = 0.0
-    """Start of the latest wait for all snapshots that has succeeded."""
-    is_hooked = False
-    """Whether optimizers wait. The hook is never removed: removing it while an optimizer iterates
-    over all hooks can fail that optimizer's step. It costs a step 1 to 2 µs if no snapshot is under
-    way."""
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.under_way: set[SnapshotFence] = set()
+        """All snapshots that are being taken, whatever engine they belong to."""
+        self.waited_s = 0.0
+        """Start of the latest wait for all snapshots that has succeeded."""
+        self.is_hooked = False
+        """Whether optimizers wait. The hook is never removed: removing it while an optimizer
+        iterates over all hooks can fail that optimizer's step. It costs a step 1 to 2 µs if no
+        snapshot is under way."""
 
 
 _process = _Process()
@@ -184,16 +184,16 @@ class SnapshotFence:
     def enter(self) -> None:
         """Mark the snapshot as under way: optimizers wait. See :func:`any_under_way`."""
         self._entered_s = time.monotonic()
-        with _under_way_lock:
-            _under_way.add(self)
+        with _process.lock:
+            _process.under_way.add(self)
             if not _process.is_hooked:
                 register_optimizer_step_pre_hook(_before_step)
                 _process.is_hooked = True
 
     def leave(self) -> None:
         """Mark the snapshot as no longer under way. Idempotent."""
-        with _under_way_lock:
-            _under_way.discard(self)
+        with _process.lock:
+            _process.under_way.discard(self)
 
     def abandon_after_fork(self) -> None:
         """Open the fence in a forked child, which does not have the copying thread."""
@@ -204,8 +204,8 @@ class SnapshotFence:
 
 def any_under_way() -> bool:
     """Whether a snapshot of this process is being taken, or has yet to be handed on."""
-    with _under_way_lock:
-        return bool(_under_way)
+    with _process.lock:
+        return bool(_process.under_way)
 
 
 def wait_for_all(timeout: float | None) -> None:
@@ -232,17 +232,17 @@ def _before_step(*_: object) -> None:
 
 def _wait_for_all(wait: Callable[[SnapshotFence], None]) -> None:
     called_s = time.monotonic()
-    with _under_way_lock:
-        fences = list(_under_way)
+    with _process.lock:
+        fences = list(_process.under_way)
     for fence in fences:
         wait(fence)
     _process.waited_s = max(_process.waited_s, called_s)
 
 
 def _after_fork_in_child() -> None:
-    global _under_way, _under_way_lock
     # The parent's threads would end them, and may have held any of the locks during the fork.
-    fences, _under_way, _under_way_lock = _under_way, set(), threading.Lock()
+    _process.lock = threading.Lock()
+    fences, _process.under_way = _process.under_way, set()
     for fence in fences:
         fence.abandon_after_fork()
 
@@ -319,16 +319,16 @@ def stage_behind(
             try:
                 if not is_watched:
                     fence.wait_awaited(min(time.monotonic() - began_s, _SECOND_LOOK_S))
-                spoiled = changed()  # before tensors may change
+                changed_names = changed()  # before tensors may change
                 fence.open(copies)
                 copies.wait()
-                spoiled = spoiled or fence.close(changed)
-                if spoiled:
-                    raise changed_too_early(spoiled)
+                changed_names = changed_names or fence.close(changed)
+                if changed_names:
+                    raise changed_too_early(changed_names)
                 if is_watched:
                     _torch.empty_all(counted)
                     fence.keep_watch(changed)
-            except BaseException:
+            except BaseException:  # passed on; the snapshot has no other owner yet
                 discard(made)
                 raise
         return made
@@ -354,8 +354,7 @@ def stage_behind(
     except RuntimeError:  # no more threads: copy on this one
         is_wanted.set()
         run()
-    except BaseException:
-        # The caller never receives this fence; a thread that has started ends by itself.
+    except BaseException:  # an interrupt: no caller receives this fence; a started thread ends
         fence.end()
         fence.leave()
         raise

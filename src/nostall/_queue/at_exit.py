@@ -117,26 +117,26 @@ _losses = _Losses()
 
 
 @contextmanager
-def loss_is_told(path: str) -> Iterator[None]:
+def report_loss(path: str) -> Iterator[None]:
     """Log an error of the block on a background thread: its future may never be read.
 
     If the interpreter is ending, the exit status also reports the error.
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # raised again
         if threading.current_thread() is not threading.main_thread():
             _log.error("a save has failed path=%s: %s", path, error)
             _losses.any |= _losses.is_waiting
         raise
 
 
-def _tell_losses() -> None:
+def _report_losses() -> None:
     if _losses.any:
         end_process(FAILURE_STATUS)
 
 
-atexit.register(_tell_losses)
+atexit.register(_report_losses)
 # No public hook runs before the interpreter waits for the threads of executors, such as that of
 # dcp.async_save. Hooks run in reverse order, so concurrent.futures.thread is imported first.
 with suppress(RuntimeError):  # imported while the interpreter is ending
@@ -213,7 +213,7 @@ def _finish(unfinished: Unfinished, deadline: float) -> bool:
     _log.error("of %d requests that were pending at exit some are lost: %s", before, why)
     try:
         unfinished.close(abort=True)
-    except Exception:
+    except Exception:  # the interpreter ends; the exit status reports the loss
         _log.exception("aborting the lost requests failed")
     return False
 

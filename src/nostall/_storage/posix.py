@@ -59,7 +59,7 @@ class ImageFile:
             if direct:
                 self._go_past_page_cache()
             _preallocate(self._fd, nbytes)
-        except BaseException:
+        except BaseException:  # passed on; no caller gets an object to close
             self.close()
             raise
 

@@ -38,13 +38,13 @@ def open_to_read(path: str) -> BinaryIO:
         OSError: It cannot be opened.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    is_regular = False
     try:
         is_regular = stat.S_ISREG(os.fstat(fd).st_mode)
-    except BaseException:
-        os.close(fd)
-        raise
+    finally:
+        if not is_regular:
+            os.close(fd)
     if not is_regular:
-        os.close(fd)
         raise ReadError("not a regular file", errno=errno.EINVAL, phase="read", path=path)
     return open(fd, "rb")
 

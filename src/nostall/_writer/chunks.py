@@ -179,7 +179,7 @@ def _join(threads: Iterable[threading.Thread]) -> None:
         while thread.is_alive():
             try:
                 thread.join()
-            except BaseException as error:
+            except BaseException as error:  # raised when no thread works any more
                 interrupt = error
     if interrupt is not None:
         raise interrupt

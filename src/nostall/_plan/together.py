@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from nostall import _torch
 from nostall._commit.metadata import local_plans_in
 from nostall._plan.cache import CachedPlans, matches_loaded, same_plan
+from nostall._plan.planner import planner_failures
 from nostall._ranks.failures import exception_for, sendable
 from nostall._ranks.group import Coordination
-from nostall._save.planner import planner_failures
 from nostall.errors import SaveError
 
 
@@ -97,7 +97,7 @@ class PlanMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
+class _FinalPlan:
     """Sent by the coordinator to each rank after planning together."""
 
     final: SavePlan | None
@@ -169,8 +169,8 @@ def plan_together(
     if loaded is not None and isinstance(local, SavePlan) and memory is not None:
         try:
             made = _global_plan(loaded, writer, planner)
-        except Exception:
-            # All ranks agreed to plan alone, so this one must; finalising reports the failure.
+        except Exception:  # all ranks agreed to plan alone, so this one must, too
+            # Finalising reports the failure.
             plans = CachedPlans(
                 group=identity[0], planner=identity[1], local=local, final=local, validated=True
             )
@@ -215,7 +215,7 @@ def _decide_centrally(
     planner: SavePlanner,
     coordination: Coordination,
     memory: PlanMemory | None,
-) -> tuple[list[_Told], GlobalPlan | None]:
+) -> tuple[list[_FinalPlan], GlobalPlan | None]:
     failures = {rank: plan for rank, plan in enumerate(gathered) if not isinstance(plan, SavePlan)}
     plans = [plan for plan in gathered if isinstance(plan, SavePlan)]
     made = None
@@ -227,9 +227,9 @@ def _decide_centrally(
         except Exception as error:  # sent to every rank
             failures = {coordination.rank: sendable(_torch.wrap_exception(error))}
     if made is None:
-        refusal = _Told(final=None, validated=False, failures=failures)
+        refusal = _FinalPlan(final=None, validated=False, failures=failures)
         return [refusal] * coordination.world_size, None
-    return [_Told(final=final, validated=validated, failures={}) for final in made.final], made
+    return [_FinalPlan(final=final, validated=validated, failures={}) for final in made.final], made
 
 
 def _same_plans(before: list[SavePlan] | None, plans: list[SavePlan]) -> bool:
