@@ -22,6 +22,8 @@ from nostall._commit.metadata_pickle import no_collection
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall.errors import UntrustedMetadataError
 
+__all__ = ["CachedMetadataFileSystemReader"]
+
 T = TypeVar("T")
 _Stamp = tuple[int, int, int]
 _MOST_CACHED = 4

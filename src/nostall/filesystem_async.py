@@ -40,6 +40,8 @@ from nostall.errors import OptionError
 from nostall.options import WriterOptions, require_switch
 from nostall.stats import SaveStats, Timeline
 
+__all__ = ["FileSystemWriterAsync", "get_write_results_queue"]
+
 _PROCESSES_FOR_MULTIPROC_IO = 2
 _MSC_PREFIX = "msc://"
 

@@ -48,6 +48,8 @@ from nostall.errors import (
     WriteError,
 )
 
+__all__ = ["TorchAsyncCheckpoint"]
+
 _last_to: WeakValueDictionary[tuple[int, str], Future[RankReport]] = WeakValueDictionary()
 """The last save by process and file: saves to one file are renamed in the order of their calls."""
 

@@ -1,4 +1,4 @@
-"""Metadata that is written ahead: it makes the commit short, and nothing that goes wrong with it is seen in a checkpoint."""
+"""Metadata written ahead makes the commit short, and no failure of it shows in a checkpoint."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_what_gains_nothing_or_is_not_known_is_left_to_the_commit(
     name: str,
     worth_it_nbytes: int,
 ) -> None:
-    """Short metadata it writes in no time; files have names of their own beside a checkpoint, known when ranks tell them."""
+    """Short metadata is written fast; files beside a checkpoint have names known only later."""
     monkeypatch.setattr(_ahead, "WORTH_IT_NBYTES", worth_it_nbytes)
     with Hold("fsync") as hold, inject(hold.fault):
         path = saves.start(name, 5)
@@ -159,7 +159,7 @@ def test_a_save_that_fails_leaves_nothing(
 def test_nobody_hears_of_a_failure_before_the_file_is_gone(
     saves: Saves, queue: AsyncCallsQueue
 ) -> None:
-    """The thread that gets the report removes it; meanwhile the save is under way for whoever polls."""
+    """The thread that gets the report removes it; until then a poll sees the save under way."""
     reached, go_on = threading.Event(), threading.Event()
 
     def remove(paths: list[str], **_: object) -> None:
@@ -223,7 +223,7 @@ def replaced(ahead: Path) -> None:
 def test_a_file_that_somebody_has_removed_is_written_anew(
     saves: Saves, queue: AsyncCallsQueue, happens: Callable[[Path], None]
 ) -> None:
-    """Such as a script that removes temporary files; what it puts in its place is never published."""
+    """By a script that removes temporary files; what it puts in its place is never published."""
     with Hold("fsync") as hold, inject(hold.fault):
         path = saves.start("new", 5)
         hold.wait_reached()
@@ -237,7 +237,7 @@ def test_a_file_that_somebody_has_removed_is_written_anew(
 
 
 class _Refusing(RecordingOs):
-    """Storage that takes nothing ahead, and refuses again when the file is closed, as network file systems do."""
+    """Storage that takes nothing ahead, and refuses again at the close, as network storage does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,7 +316,7 @@ def test_a_structure_that_was_learned_beside_a_checkpoint_is_written_ahead_in_ne
 
 
 def test_a_forked_child_keeps_nothing_of_it(saves: Saves, queue: AsyncCallsQueue) -> None:
-    """Not the descriptor, which would keep the blocks of a removed checkpoint, and says so by its exit status."""
+    """Not the descriptor, which would keep a removed checkpoint's blocks; by its exit status."""
     with Hold("fsync") as hold, inject(hold.fault):
         path = saves.start("new", 5)
         hold.wait_reached()
@@ -333,7 +333,7 @@ def test_a_forked_child_keeps_nothing_of_it(saves: Saves, queue: AsyncCallsQueue
     saves.require(path, 5)
 
 
-# --- by itself --------------------------------------------------------------------------------------------------------
+# --- by itself ------------------------------------------------------------------------------------
 
 
 def a_publication() -> Publication:
@@ -417,11 +417,11 @@ def test_a_system_without_a_thread_to_give_is_done_without(
     assert ahead.take(publication, timeout_s=DEADLINE_S) is None
 
 
-# --- two ranks --------------------------------------------------------------------------------------------------------
+# --- two ranks ------------------------------------------------------------------------------------
 
 
 def test_a_coordinator_writes_ahead_for_all_ranks(tmp_path: Path) -> None:
-    """What both have written is in it; if another rank fails, the file goes, and every rank is told."""
+    """What both have written is in it; if another rank fails, the file goes, and all raise."""
     first, second = run_ranks(2, "ahead:saves", tmp_path / "out")
     assert {4, 10} <= set(first["taken"])
     assert first["left alone"] == [11]
@@ -435,7 +435,7 @@ def test_a_coordinator_writes_ahead_for_all_ranks(tmp_path: Path) -> None:
 def test_storage_that_does_not_remove_what_was_written_ahead_does_not_hold_up_others(
     saves: Saves, queue: AsyncCallsQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The failure of that save is told, and what comes in of another one; the file goes when storage lets go."""
+    """The failed save raises, and the next one reports; the file goes when storage lets go."""
     storage = HangingOs("unlink", ".tmp")
     with (
         AsyncCallsQueue() as other,

@@ -1,4 +1,4 @@
-"""Commit: a checkpoint exists from one instant on, the one before it until then, and foreign metadata runs nothing."""
+"""Commit: a checkpoint exists from one instant on, and foreign metadata runs nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from support.crashes import RecordingOs
 from support.states import blobs, read_metadata, schedule, small_state
 from support.waiting import wait_until
 
-# --- the commit itself ------------------------------------------------------------------------------------------------
+# --- the commit itself ----------------------------------------------------------------------------
 
 
 def publish(directory: Path, content: bytes = b"new", **options: Any) -> Any:
@@ -91,7 +91,7 @@ def test_a_commit_into_no_directory_is_an_error_with_path_and_errno(tmp_path: Pa
 
 
 def test_a_commit_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
-    """Neither a temporary file nor a missing old one: nothing is removed before the new metadata stands."""
+    """Neither a temporary file nor a missing old one; nothing is removed before the commit."""
     blocked = tmp_path / ".metadata"
     (blocked / "something in it").mkdir(parents=True)
     (tmp_path / "old.distcp").write_bytes(b"shard")
@@ -121,7 +121,7 @@ def test_a_temporary_file_that_was_made_and_denied_goes(tmp_path: Path) -> None:
 
 
 class RefusingOs(RecordingOs):
-    """A system that refuses to make the names in one directory durable, and writes nothing if told so."""
+    """A system that refuses to make names in one directory durable and, if wished, to write."""
 
     def __init__(self, directory: Path, *, writes: bool = True) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class RefusingOs(RecordingOs):
 
 
 def test_a_commit_that_may_not_last_says_so_by_its_type(tmp_path: Path) -> None:
-    """Where the device refuses to make the new name durable, the checkpoint is there, and nothing of the old one goes."""
+    """If the device refuses to make the name durable, both checkpoints' files stay."""
     (tmp_path / "old.distcp").write_bytes(b"shard")
     with patch.object(posix, "os", RefusingOs(tmp_path)), pytest.raises(NotDurableError) as caught:
         publish(tmp_path, replaced_files=["old.distcp"])
@@ -147,7 +147,7 @@ def test_a_commit_that_may_not_last_says_so_by_its_type(tmp_path: Path) -> None:
 
 
 class ForgetfulOs(RecordingOs):
-    """A system that does a rename and then says that it could not, as NFS may when an answer is lost."""
+    """A system that renames and then reports an error, as NFS may when an answer is lost."""
 
     def replace(self, source: str, target: str) -> None:
         super().replace(source, target)
@@ -155,7 +155,7 @@ class ForgetfulOs(RecordingOs):
 
 
 def test_a_rename_that_was_done_is_done_whatever_the_system_says(tmp_path: Path) -> None:
-    """The checkpoint is there, so it counts as committed; taking it for lost would remove its files."""
+    """The checkpoint is there, so it counts as committed: otherwise its files would be removed."""
     with patch.object(posix, "os", ForgetfulOs()):
         publish(tmp_path)
     assert (tmp_path / ".metadata").read_bytes() == b"new"
@@ -213,7 +213,7 @@ def test_a_rename_that_was_refused_is_told_with_its_own_reason(tmp_path: Path) -
 
 
 class CopyingRename(RecordingOs):
-    """A system that renames by copying, as some that are no disks do, and then may not get rid of the source."""
+    """A system that renames by copying, as some do, and then may not remove the source."""
 
     def __init__(self, *, removes: bool) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def names_in(directory: Path) -> set[str]:
     return set(os.listdir(directory))
 
 
-# --- what an observer of the directory sees ---------------------------------------------------------------------------
+# --- what an observer of the directory sees -------------------------------------------------------
 
 CLOSE_WRITE, MOVED_TO, CREATE, DELETE = 0x8, 0x80, 0x100, 0x200
 _EVENT = struct.Struct("iIII")
@@ -328,7 +328,7 @@ def test_a_failure_after_the_commit_removes_nothing(
 def test_the_order_is_files_then_metadata_then_removal(
     tmp_path: Path, save: Callable[..., None]
 ) -> None:
-    """An observer sees every new file complete, then the metadata change in one step, then the old files go."""
+    """An observer sees each new file complete, then the metadata change, then the old files go."""
     save(tmp_path, small_state(1), thread_count=2)
     old = names_in(tmp_path) - {".metadata"}
     with watch(tmp_path) as events:
@@ -346,7 +346,7 @@ def test_the_order_is_files_then_metadata_then_removal(
     assert [kind for kind, name in seen if name == ".metadata"] == [MOVED_TO]
 
 
-# --- overwriting ------------------------------------------------------------------------------------------------------
+# --- overwriting ----------------------------------------------------------------------------------
 
 
 def files_named_by(path: Path) -> set[str]:
@@ -376,7 +376,7 @@ def test_a_second_save_replaces_the_first(
 
 
 class SlowToGiveBack(RecordingOs):
-    """A system that does not give back what files without a name hold before it is let; a child's copy is not the last."""
+    """A system that frees unnamed files only when it is let; a child's copy is never the last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -450,7 +450,7 @@ def test_nobody_waits_for_the_room_of_a_replaced_checkpoint_if_there_is_other(
 def test_room_that_storage_does_not_give_back_is_waited_for_once(
     tmp_path: Path, slow: SlowToGiveBack
 ) -> None:
-    """Not for ever, as it may not be needed; names go all the same, and few descriptors are held."""
+    """Not for ever, as it may not be needed; names go all the same, and descriptors are few."""
     with patch.object(removed_files, "_ROOM_TIMEOUT_S", 0.1):
         for seed in range(4):
             state = {str(n): torch.full((9,), seed) for n in range(40)}
@@ -601,7 +601,7 @@ def test_a_checkpoint_with_a_missing_item_is_not_published(tmp_path: Path, lost:
     assert names_in(tmp_path) == set()
 
 
-# --- which files belong to a checkpoint -------------------------------------------------------------------------------
+# --- which files belong to a checkpoint -----------------------------------------------------------
 
 
 def metadata_naming(*names: Any) -> Metadata:
@@ -623,7 +623,7 @@ NO_SHARDS = [".metadata", "./.metadata", "__1.metadata", "x\0y", 7, None, ["list
 
 
 def test_only_names_below_the_directory_belong_to_a_checkpoint(tmp_path: Path) -> None:
-    """A name that leads out of it, or may through a link, is no name, or no shard file's, is never one to be removed."""
+    """A name that leads out of it, or may through a link, or is no shard's, is never removed."""
     strange = ["sub/b.distcp", "notes.txt", *OUTSIDE, *NO_SHARDS]
     metadata = metadata_naming("a.distcp", "./c.distcp", *strange)
     found = files_of(write_metadata(tmp_path, metadata))
@@ -631,7 +631,7 @@ def test_only_names_below_the_directory_belong_to_a_checkpoint(tmp_path: Path) -
 
 
 def test_metadata_that_cannot_be_read_names_no_files(tmp_path: Path) -> None:
-    """Absent, broken, of another kind or hostile: nothing is removed for it, and it does not stop a save."""
+    """Absent, broken, of another kind or hostile: nothing is removed, and the save goes on."""
     path = tmp_path / ".metadata"
     assert files_of(str(path)) == set()
     odd = metadata_naming("a.distcp")
@@ -646,7 +646,7 @@ def test_metadata_that_cannot_be_read_names_no_files(tmp_path: Path) -> None:
 
 
 def test_overwriting_removes_nothing_outside_of_the_directory(tmp_path: Path) -> None:
-    """Whatever the metadata that is replaced names, other files stay, and so does the new metadata."""
+    """Whatever the replaced metadata names, other files stay, and so does the new metadata."""
     path = tmp_path / "checkpoint"
     (path / "a").mkdir(parents=True)
     (tmp_path / "precious").write_text("kept")
@@ -658,7 +658,7 @@ def test_overwriting_removes_nothing_outside_of_the_directory(tmp_path: Path) ->
     assert_loads(path, small_state())
 
 
-# --- the allow-list ---------------------------------------------------------------------------------------------------
+# --- the allow-list -------------------------------------------------------------------------------
 
 
 class Hostile:
@@ -708,7 +708,7 @@ def test_hostile_pickles_are_real(tmp_path: Path) -> None:
 
 
 def test_what_is_no_metadata_is_refused() -> None:
-    """Another object, half a pickle, no pickle: one typed error, and never a wrong kind of object."""
+    """Another object, half a pickle, no pickle: one typed error, never a wrong kind of object."""
     whole = pickle.dumps(metadata_naming("a.distcp"))
     contents = [b"", b"garbage", whole[:-5], whole[: len(whole) // 2], b"\x80\x05N."]
     others: list[Any] = [{}, [], 3, MetadataIndex("x"), torch.float32, Hostile(bytearray, 1 << 60)]
@@ -721,7 +721,7 @@ def test_what_is_no_metadata_is_refused() -> None:
 
 
 def test_metadata_of_stock_is_read_as_stock_reads_it(tmp_path: Path) -> None:
-    """Every dtype, memory format and kind of entry, the planner's data and the storage data: nothing is refused."""
+    """Every dtype, memory format, entry, planner's data and storage data: nothing is refused."""
     state: dict[str, Any] = {
         str(dtype): torch.zeros(2, 3).to(dtype)
         for dtype in (
@@ -767,7 +767,7 @@ def test_metadata_of_a_text_path_or_with_transforms_is_read(tmp_path: Path) -> N
 
 
 def test_local_plans_survive_in_metadata_and_cost_readers_nothing() -> None:
-    """They come back where frameworks keep them; stock sees the dictionary it knows, with one entry more."""
+    """They come back where frameworks keep them; stock sees its dictionary and one more entry."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(small_state(), is_coordinator=True)
     plans, metadata = planner.create_global_plan([planner.create_local_plan()])

@@ -57,7 +57,7 @@ def shared_parts(levels: int) -> bytes:
 
 
 def indices_of_indices(levels: int) -> bytes:
-    """An item's index, sound when it was made, whose name and offset are another one, and so on; as a key."""
+    """An item's index, sound when it was made, with another index as its name; used as a key."""
     make = _named(_METADATA, "MetadataIndex") + pickle.EMPTY_TUPLE + pickle.NEWOBJ
     sound = pickle.EMPTY_DICT + _text("fqn") + _text("a") + pickle.SETITEM
     sound += _text("offset") + pickle.NONE + pickle.SETITEM + _text("index") + pickle.NONE
@@ -114,7 +114,8 @@ PROGRAMS = {
 def test_a_program_that_metadata_never_is_does_not_run(program: bytes) -> None:
     """It is refused before much is allocated, hashed, or made."""
     content = TWO + program + END
-    with pytest.raises(UntrustedMetadataError, match=r"cut off|not part of DCP metadata"):
+    expected = r"cut off|not part of DCP metadata|pickles of DCP metadata do not have"
+    with pytest.raises(UntrustedMetadataError, match=expected):
         load_metadata(content, path="p")
 
 
@@ -234,8 +235,11 @@ UNKNOWN_ENTRIES = [an_index_of_lists, properties_of_lists, two_kinds_of_members]
 def test_entries_that_are_not_what_they_are_declared_to_be_are_refused(
     tmp_path: Path, change: Any
 ) -> None:
-    """By one typed error of the reader; by verify as damage if they contradict each other, else as not understood. Their text,
-    of whatever length, is not made."""
+    """The reader raises one typed error; verify reports damage, or that it does not understand.
+
+    It is damage if metadata and manifest contradict each other. Their text, of whatever length, is
+    not made.
+    """
     metadata = whole()
     assert load_metadata(pickle.dumps(metadata), path="p") == metadata
     change(metadata)
@@ -250,7 +254,7 @@ def test_entries_that_are_not_what_they_are_declared_to_be_are_refused(
 
 
 def test_values_of_all_lengths_are_read() -> None:
-    """As stock reads them, whichever instructions they are pickled with; and no part of them, cut off, is metadata."""
+    """As stock reads them, whatever instructions pickle them; no part of them is metadata."""
     metadata = whole()
     texts = {"x" * nchars: ("ä" * nchars, nchars) for nchars in (0, 1, 255, 256, 257, 70_000)}
     numbers = [sign << bits for bits in (0, 7, 8, 15, 16, 31, 32, 62, 70) for sign in (1, -1)]
@@ -319,7 +323,7 @@ def test_an_archive_that_takes_any_time_to_read_is_damage(
     assert what in damage
 
 
-# --- messages ---------------------------------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
 
 
 @pytest.fixture

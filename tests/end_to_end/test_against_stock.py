@@ -1,9 +1,10 @@
-"""A comparison to run: the same faults for stock's ``FileSystemWriter`` and for nostall's, judged by one oracle.
+"""A comparison: the same faults for stock's ``FileSystemWriter`` and nostall's, and one oracle.
 
     python -m pytest tests/end_to_end/test_against_stock.py -v -p no:randomly
 
-The tests of stock say what it does today: one that fails tells that stock has changed, and that a line of
-``docs/reliability.md`` has to go. What was done to the writers is in ``programs/against_stock.py``.
+The tests of stock say what it does today: one that fails tells that stock has changed, and that a
+line of ``docs/reliability.md`` has to go. What was done to the writers is in
+``programs/against_stock.py``.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ IN_A_NEW_DIRECTORY = {FRESH, "changed after async_save"}
 def broken_promises(after: Aftermath, *, before: str) -> set[str]:
     """The oracle: what of a save's promises does not hold, whoever made it.
 
-    A save that returns has replaced what was there, with nothing left over; one that raises has changed nothing that is
-    loaded; one that is killed has done either of the two.
+    A save that returns has replaced what was there, with nothing left over; one that raises has
+    changed nothing that is loaded; one that is killed has done either of the two.
     """
     expected = {"returned": {"new"}, "raised": {before}, "killed": {before, "new"}}[after["ended"]]
     broken = set()
@@ -88,14 +89,16 @@ def broken_by(found: Found, writer: str, fault: str) -> list[set[str]]:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_nostall_keeps_every_promise(found: Found, fault: str) -> None:
-    """Whatever happens to it, what is there is the old checkpoint or the new one, and who has lost a save is told."""
+    """The old checkpoint or the new one is there, and a caller that lost a save gets an error."""
     broken = broken_by(found, "nostall", fault)
     assert broken == [set()] * len(broken)
 
 
 def test_stock_reports_success_for_a_write_that_failed(found: Found) -> None:
-    """With several threads, the exception of one that writes in the background is lost, and metadata without its items
-    is published; `pytorch#191391 <https://github.com/pytorch/pytorch/issues/191391>`_."""
+    """The exception of a background thread is lost, and metadata without its items is published.
+
+    With several threads; see `pytorch#191391 <https://github.com/pytorch/pytorch/issues/191391>`_.
+    """
     assert {
         "a failure is reported as a success",
         "what looks like a checkpoint does not load",
@@ -113,14 +116,13 @@ def test_stock_loses_the_old_checkpoint_and_reports_success(found: Found) -> Non
 
 
 def test_stock_tears_the_old_checkpoint_when_overwriting_fails(found: Found) -> None:
-    """With one thread the caller is told; but the files of the old checkpoint were written over, and its metadata stays."""
+    """With one thread the caller gets an error, but the old metadata then names new files."""
     broken = broken_by(found, "stock", "the only file fails while overwriting")
     assert broken == [{"what looks like a checkpoint does not load"}] * len(broken)
 
 
 def test_stock_mixes_two_checkpoints_when_one_rank_cannot_write(found: Found) -> None:
-    """Both ranks are told; a job that resumes later loads one rank's new values with the other's old ones, without an
-    error."""
+    """Both ranks raise, but a job that resumes later mixes new and old values without an error."""
     assert [after["ended"] for after in found["stock"][FAULTS[-1]]] == ["raised", "raised"]
     broken = broken_by(found, "stock", FAULTS[-1])
     assert broken == [{"two checkpoints are mixed and load without an error"}] * 2

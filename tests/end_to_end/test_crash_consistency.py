@@ -1,7 +1,8 @@
-"""A crash at any moment of a save: what was committed before is there, or what is being saved, and nothing in between.
+"""After a crash at any moment of a save the old checkpoint is there, or the new one.
 
-Every operation that a save makes on storage is recorded. For every prefix of that sequence, and for everything that a crash at
-that moment may leave (see ``crashes``), the directory is rebuilt and looked at the way a resuming job does.
+Every operation that a save makes on storage is recorded. For every prefix of that sequence, and for
+everything that a crash at that moment may leave (see ``crashes``), the directory is rebuilt and
+looked at the way a resuming job does.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def by_save(path: Path, seed: int) -> None:
 
 
 def by_split(path: Path, seed: int, cache: CheckpointMetadataCache | None = None) -> None:
-    """The split functions, with a snapshot; the request is run in this process, by the code that the writer runs."""
+    """The split functions, with a snapshot; the request runs in this process as in the writer."""
     writer = FileSystemWriterAsync(path, thread_count=2)
     planned = save_state_dict_async_plan(
         state_of(seed),
@@ -95,7 +96,7 @@ def outcomes(
     out: Path,
     then: Callable[[Path], None] | None = None,
 ) -> list[set[int | None]]:
-    """For every number of operations after which there is a crash, the saves that may be found; ``None`` for none.
+    """For every number of operations before a crash, the saves that may be found, or ``None``.
 
     ``then`` is what has to remove all that is left of the checkpoint.
     """
@@ -161,7 +162,7 @@ def test_a_new_checkpoint_whose_metadata_is_written_ahead_is_there_as_a_whole_or
 def test_a_checkpoint_that_is_replaced_is_there_until_the_new_one_is(
     tmp_path: Path, way: Way
 ) -> None:
-    """At no moment there is none, and never a mixture; the files of the old one go when the new one is durable."""
+    """Never none and never a mixture; the old files go when the new checkpoint is durable."""
     root = tmp_path / "root"
     root.mkdir()
     way(root / "checkpoint", 1)
@@ -180,7 +181,7 @@ def test_a_checkpoint_that_is_replaced_is_there_until_the_new_one_is(
 def test_a_checkpoint_that_is_removed_is_there_as_a_whole_or_not_at_all(
     tmp_path: Path, way: Way
 ) -> None:
-    """Whatever a crash leaves is the checkpoint, or nothing that looks like one; and removing it again removes the rest."""
+    """A crash leaves the checkpoint or nothing like one; removing it again removes the rest."""
     root = tmp_path / "root"
     root.mkdir()
     way(root / "checkpoint", 1)
@@ -227,7 +228,7 @@ def test_the_levels_above_a_new_checkpoint_are_durable_too(tmp_path: Path) -> No
 
 
 def test_without_fsync_nothing_is_synced(tmp_path: Path) -> None:
-    """``sync_files=False`` is for checkpoints that need not survive the machine; the order stays what it is."""
+    """``sync_files=False`` is for checkpoints that need not survive a machine; the order stays."""
     with recorded() as operations:
         writer = FileSystemWriterAsync(tmp_path / "checkpoint", sync_files=False)
         dcp.save(state_of(1), storage_writer=writer, no_dist=True)
@@ -237,7 +238,7 @@ def test_without_fsync_nothing_is_synced(tmp_path: Path) -> None:
 
 
 def test_the_model_finds_a_missing_fsync(tmp_path: Path) -> None:
-    """Were any one fsync left out, some crash would lose or tear a checkpoint: the test above can fail."""
+    """Without any one fsync some crash loses or tears a checkpoint: the test above can fail."""
     root = tmp_path / "root"
     root.mkdir()
     by_save(root / "checkpoint", 1)

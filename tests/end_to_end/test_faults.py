@@ -1,4 +1,4 @@
-"""Whatever goes wrong, every rank hears of it soon, the old checkpoint stays, and the next save works."""
+"""Whatever fails, every rank raises soon, the old checkpoint stays, and the next save works."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ SOON_S = 20.0
 DEADLINE_S = 60.0
 
 
-# --- two ranks --------------------------------------------------------------------------------------------------------
+# --- two ranks ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def reports_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What every rank saw of every failure, by kind and title; one start of two ranks for all of them."""
+    """What every rank saw of every failure, by kind and title; two ranks start once for all."""
     return run_ranks(2, "faults:everything", tmp_path_factory.mktemp("faults"))
 
 
@@ -77,7 +77,7 @@ def only_failure(report: Report, rank: int) -> Report:
 
 
 def named_well(report: Report, failure: Report, *, fault: str) -> bool:
-    """Whether a writer's failure says which file and why, in its attributes and in the text that a user sees."""
+    """Whether a writer's failure says which file and why, in its attributes and in its text."""
     if fault in ERRNO_FAULTS:
         code = ERRNO_FAULTS[fault][1]
         cause = failure["kind"] == "WriteError" and failure["errno"] == code
@@ -97,8 +97,10 @@ def named_well(report: Report, failure: Report, *, fault: str) -> bool:
 def test_a_fault_of_one_ranks_writer_is_raised_on_every_rank_with_rank_file_and_cause(
     writer_faults: list[dict[str, Report]], fault: str
 ) -> None:
-    """Whichever rank it is, and whether the ranks wait or poll: both raise within seconds, and both name the rank, the
-    file and the cause."""
+    """Both ranks raise within seconds, and both name the rank, the file and the cause.
+
+    Whichever rank it is, and whether the ranks wait or poll.
+    """
     for reports, title in product(writer_faults, (fault, f"{fault} over another")):
         victim = reports[title]["victim"]
         failure = only_failure(reports[title], victim)
@@ -136,7 +138,7 @@ def test_a_failed_save_over_a_checkpoint_leaves_that_checkpoint(
 
 
 def test_the_save_after_a_failed_one_works(reports_of_ranks: list[dict[str, Any]]) -> None:
-    """The same structure goes to the same directory and loads bit for bit, after any failure on any rank."""
+    """The same structure goes to the same directory and loads bit for bit, after any failure."""
     for kinds in reports_of_ranks:
         for reports in kinds.values():
             assert all(report["next loads"] is True for report in reports.values())
@@ -154,7 +156,10 @@ def test_finalize_functions_never_run_after_a_failure(
 def test_a_stopped_writer_is_given_up_at_the_deadline_on_every_rank(
     other_faults: list[dict[str, Report]],
 ) -> None:
-    """With two seconds as the longest wait, both ranks raise a timeout that names the rank, and nothing is left."""
+    """With a longest wait of two seconds both ranks raise a timeout that names the rank.
+
+    Nothing is left.
+    """
     for reports in other_faults:
         report = reports["stopped"]
         failure = only_failure(report, 1)
@@ -168,8 +173,10 @@ def test_a_stopped_writer_is_given_up_at_the_deadline_on_every_rank(
 def test_memory_that_one_rank_lacks_fails_dcp_async_save_on_every_rank(
     other_faults: list[dict[str, Report]], staging: str
 ) -> None:
-    """Nobody waits for the rank that could not take its snapshot, or plans with its next save; where a planner does not
-    notice that values are missing, nothing is committed either."""
+    """No rank waits for one that could not take its snapshot, or plans with its next save.
+
+    Where a planner does not notice that values are missing, nothing is committed either.
+    """
     for reports in other_faults:
         failure = only_failure(reports[f"no memory, {staging}, DefaultSavePlanner"], 1)
         assert failure["kind"] == "ReservationError"
@@ -187,8 +194,10 @@ def test_memory_that_one_rank_lacks_fails_dcp_async_save_on_every_rank(
 def test_ranks_that_save_to_different_directories_are_told_so(
     other_faults: list[dict[str, Report]], way: str
 ) -> None:
-    """A path with each rank's own time of day in it makes no checkpoint of half the files; two names of one directory
-    are no mistake."""
+    """A path with each rank's own time of day in it makes no checkpoint of half the files.
+
+    Two names of one directory are no mistake.
+    """
     for reports in other_faults:
         report = reports[f"directories, {way}"]
         failure = only_failure(report, 0)
@@ -202,8 +211,10 @@ def test_ranks_that_save_to_different_directories_are_told_so(
 def test_a_coordinator_that_cannot_publish_raises_on_every_rank(
     other_faults: list[dict[str, Report]], title: str
 ) -> None:
-    """Metadata that cannot be written fails the save everywhere, with path and errno, and on the rank itself with what
-    the system said as its cause; nothing is published."""
+    """Metadata that cannot be written fails the save everywhere, with path and errno.
+
+    On the rank itself the error of the system is the cause. Nothing is published.
+    """
     assert "IsADirectoryError" in only_failure(other_faults[0][title], 0)["causes"]
     for reports in other_faults:
         failure = only_failure(reports[title], 0)
@@ -223,8 +234,10 @@ def test_a_planner_that_fails_on_one_rank_fails_the_save_on_every_rank(
     what: str,
     cached: bool,  # noqa: FBT001  # a parameter of the test
 ) -> None:
-    """Before or after the ranks have planned together, and where they no longer talk while planning, the planner's
-    exception is named everywhere and nothing is left of the save."""
+    """The planner's exception is named everywhere, and nothing is left of the save.
+
+    Before or after the ranks have planned together, and where they no longer talk while planning.
+    """
     for reports in other_faults:
         report = reports[f"{what}, cached" if cached else what]
         only_failure(report, 1)
@@ -245,8 +258,10 @@ def test_a_planner_that_fails_on_one_rank_fails_the_save_on_every_rank(
 def test_stock_entry_points_raise_on_every_rank_too(
     other_faults: list[dict[str, Report]], title: str, kind: str, word: str
 ) -> None:
-    """``dcp.save`` and ``dcp.async_save`` with one rank's storage or writer failing raise on both ranks, and the
-    checkpoint that they were to replace still loads."""
+    """If one rank's storage or writer fails, ``dcp.save`` and ``dcp.async_save`` raise on both.
+
+    The checkpoint that they were to replace still loads.
+    """
     for reports in other_faults:
         failure = only_failure(reports[title], 1)
         assert failure["kind"] == kind
@@ -264,7 +279,7 @@ def at_once() -> Iterator[None]:
     nostall.configure(EngineOptions())
 
 
-# --- one process --------------------------------------------------------------------------------------------------------
+# --- one process ----------------------------------------------------------------------------------
 
 
 def split_save(path: Path, seed: int, thread_count: int) -> None:
@@ -302,8 +317,10 @@ CASES = [
 def test_a_fault_in_a_single_process_is_raised_and_harms_nothing(
     tmp_path: Path, way: Way, fault: str, thread_count: int
 ) -> None:
-    """With one file and with several: the failure names file and cause, a fresh directory stays empty, an older
-    checkpoint stays what it was, and the next save works."""
+    """The failure names file and cause, and the next save works, with one file and with several.
+
+    A fresh directory stays empty; an older checkpoint stays what it was.
+    """
     fresh, overwritten = tmp_path / "fresh", tmp_path / "overwritten"
     way(overwritten, 1, thread_count)
     before = digest(overwritten)
@@ -328,7 +345,7 @@ def test_a_fault_in_a_single_process_is_raised_and_harms_nothing(
 
 
 def test_a_fault_in_one_of_several_files_names_that_file(tmp_path: Path) -> None:
-    """Where only one file's storage fails, its path is the one in the error, and the other files go, too."""
+    """Where only one file's storage fails, the error has its path, and the other files go, too."""
     (fault, code) = ERRNO_FAULTS["ENOSPC at chunk"]
     with AsyncCallsQueue() as queue:
         with inject(type(fault).errno("chunk", code, file="__0_2")):
@@ -339,7 +356,7 @@ def test_a_fault_in_one_of_several_files_names_that_file(tmp_path: Path) -> None
 
 
 def test_a_save_right_after_the_writers_death_gets_a_new_writer(tmp_path: Path) -> None:
-    """A writer that ended a moment ago is not given another save, whether or not anybody has noticed its end yet."""
+    """A writer that ended a moment ago gets no save, whether or not its end was noticed yet."""
     seen = set()
     with AsyncCallsQueue() as queue:
         for number in range(10):
@@ -353,7 +370,7 @@ def test_a_save_right_after_the_writers_death_gets_a_new_writer(tmp_path: Path) 
 
 
 def test_signals_to_the_writer_do_not_disturb_a_save(tmp_path: Path) -> None:
-    """SIGINT and SIGTERM at the writer process, as a scheduler sends them to everything, leave it and the save alone."""
+    """SIGINT and SIGTERM at the writer, as a scheduler sends them to all, do not harm the save."""
     with Hold("chunk") as hold, AsyncCallsQueue() as queue:
         with inject(hold.fault):
             schedule(queue, tmp_path / "saved", small_state(1))
@@ -368,11 +385,11 @@ def test_signals_to_the_writer_do_not_disturb_a_save(tmp_path: Path) -> None:
     assert digest(tmp_path / "saved") == digest(tmp_path / "expected")
 
 
-# --- trainers that are interrupted, killed or limited -----------------------------------------------------------------
+# --- trainers that are interrupted, killed or limited ---------------------------------------------
 
 
 class Trainer:
-    """A trainer in a process and a session of its own, running a function of ``programs.faults``."""
+    """A trainer in its own process and session, running a function of ``programs.faults``."""
 
     def __init__(self, function: str, out: Path, *args: str) -> None:
         script = "import sys, pathlib; from programs import faults;"
@@ -436,8 +453,10 @@ def in_dev_shm(pid: int) -> list[str]:
 
 
 def test_a_killed_trainer_leaves_nothing_behind(tmp_path: Path) -> None:
-    """SIGKILL in the middle of a save: the writer is gone within five seconds, nothing of it is in /dev/shm, and there
-    is no metadata."""
+    """After SIGKILL in the middle of a save the writer is gone within five seconds.
+
+    Nothing of it is in /dev/shm, and there is no metadata.
+    """
     with trainer("stands_in_the_middle_of_a_save", tmp_path) as running:
         writer = running.hear()["writer"]
         assert psutil.Process(writer).ppid() == running.process.pid
@@ -447,8 +466,10 @@ def test_a_killed_trainer_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_of_a_killed_trainer_does_not_keep_the_writer(tmp_path: Path) -> None:
-    """Children that outlive the trainer and hold its descriptors, whether they were forked by Python or by C code,
-    leave the writer no reason to stay."""
+    """Children that outlive the trainer and hold its descriptors do not keep the writer alive.
+
+    Whether they were forked by Python or by C code.
+    """
     with trainer("stands_in_the_middle_of_a_save", tmp_path, "fork") as running:
         told = running.hear()
         children = [psutil.Process(pid) for pid in told["children"]]
@@ -463,8 +484,10 @@ def test_a_forked_child_of_a_killed_trainer_does_not_keep_the_writer(tmp_path: P
 
 
 def test_ctrl_c_does_not_kill_the_save_in_flight(tmp_path: Path) -> None:
-    """SIGINT for the trainer's whole process group is the trainer's to handle; the writer goes on, and the save that it
-    was writing is committed."""
+    """SIGINT for the trainer's whole process group is the trainer's to handle.
+
+    The writer goes on, and the save that it was writing is committed.
+    """
     with trainer("is_interrupted", tmp_path) as running:
         running.hear()
         os.killpg(running.process.pid, signal.SIGINT)
@@ -475,8 +498,11 @@ def test_ctrl_c_does_not_kill_the_save_in_flight(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_that_exits_does_not_disturb_a_save(tmp_path: Path) -> None:
-    """Children forked during a save own nothing of nostall and may leave as they like, through the queue's ``with`` block,
-    too: that save and the next one are right, by the same writer."""
+    """Children forked during a save own nothing of nostall and may leave as they like.
+
+    Through the queue's ``with`` block, too: that save and the next one are right, by the same
+    writer.
+    """
     with trainer("forks", tmp_path) as running:
         assert running.hear() == {"codes": [0, 0, 0], "same_writer": True}
         assert running.process.wait(DEADLINE_S) == 0
@@ -485,8 +511,11 @@ def test_a_forked_child_that_exits_does_not_disturb_a_save(tmp_path: Path) -> No
 
 
 def test_a_file_size_limit_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    """RLIMIT_FSIZE gives EFBIG with the path, in the writer process and in the trainer, and neither dies of SIGXFSZ;
-    where the limit is in force before memory is reserved, the reservation says so."""
+    """RLIMIT_FSIZE gives EFBIG with the path, and no process dies of SIGXFSZ.
+
+    In the writer process and in the trainer. Where the limit is in force before memory is reserved,
+    the reservation says so.
+    """
     with trainer("has_a_file_size_limit", tmp_path) as running:
         told = running.hear()
         assert running.process.wait(DEADLINE_S) == 0

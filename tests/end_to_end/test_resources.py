@@ -1,4 +1,4 @@
-"""What a save costs the host: memory, descriptors, processes, and when the next save has to wait."""
+"""What a save costs the host: memory, descriptors, processes, and waits of the next save."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DEADLINE_S = 60.0
 
 
 def run_python(*arguments: str) -> str:
-    """What a Python process of its own writes to standard output; one that fails is an error here."""
+    """What a Python process writes to standard output; one that fails is an error here."""
     path = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *arguments],
@@ -61,11 +61,11 @@ def save_by_stock(path: Path, state: dict[str, Any]) -> dict[Any, bytes]:
     return blobs(path)
 
 
-# --- memory and descriptors -------------------------------------------------------------------------------------------
+# --- memory and descriptors -----------------------------------------------------------------------
 
 
 def test_five_thousand_tensors_need_few_descriptors(tmp_path: Path) -> None:
-    """With a limit of 64 open files, trainer and writer save 5,000 tensors, changed afterwards, that load right."""
+    """With a limit of 64 open files 5,000 tensors, changed afterwards, are saved and load right."""
     assert run_program("has_few_descriptors", tmp_path) == {"wrong": []}
     assert len(read_metadata(tmp_path / "checkpoint").storage_data) == 5000
 
@@ -74,12 +74,14 @@ def test_five_thousand_tensors_need_few_descriptors(tmp_path: Path) -> None:
 def test_memory_and_descriptors_stay_flat_over_many_saves(
     tmp_path: Path, structures: tuple[str, ...]
 ) -> None:
-    """From the third save on, twenty saves of up to 64 MiB keep memory within 5 %, and descriptors, threads and
-    processes to the number.
+    """From the third save on, twenty saves of up to 64 MiB keep memory within 5 %.
 
-    Measured after each save: the proportional set size of trainer and writer together, which counts every page once,
-    however many of the two have it mapped (snapshot memory is mapped by both); the resident size of each of them, which
-    counts such pages in full; and the snapshot memory that is reserved.
+    The numbers of descriptors, threads and processes do not change at all.
+
+    Measured after each save: the proportional set size of trainer and writer together, which counts
+    every page once, however many of the two have it mapped (snapshot memory is mapped by both); the
+    resident size of each of them, which counts such pages in full; and the snapshot memory that is
+    reserved.
     """
     measured = run_program("saves_again_and_again", tmp_path, *structures)
     steady = measured[2:]
@@ -108,7 +110,7 @@ def test_a_long_text_that_changes_is_not_kept(tmp_path: Path) -> None:
 
 
 def test_a_writer_made_for_a_checkpoint_costs_no_process(tmp_path: Path) -> None:
-    """``FileSystemWriterAsync`` may be made for every checkpoint, used or not: no process and no thread is started."""
+    """``FileSystemWriterAsync`` may be made for every checkpoint: no process or thread starts."""
     before = psutil.Process().children(recursive=True), threading.enumerate()
     writers = [FileSystemWriterAsync(tmp_path / f"{number}") for number in range(3)]
     with AsyncCallsQueue():
@@ -125,7 +127,7 @@ def test_a_synchronous_save_starts_no_process(tmp_path: Path) -> None:
     assert (psutil.Process().children(recursive=True), threading.enumerate()) == before
 
 
-# --- back-pressure ----------------------------------------------------------------------------------------------------
+# --- back-pressure --------------------------------------------------------------------------------
 
 
 class Later(threading.Thread):
@@ -147,8 +149,10 @@ class Later(threading.Thread):
 
 @pytest.mark.parametrize("allowed", [1, 2])
 def test_a_save_beyond_max_in_flight_waits_for_the_oldest(tmp_path: Path, allowed: int) -> None:
-    """With as many saves held as may be in flight, the next call does not return before one of them is written; all
-    of them are right."""
+    """With as many saves held as may be in flight, the next call waits until one is written.
+
+    All of them are right.
+    """
     nostall.configure(EngineOptions(max_in_flight=allowed))
     with ExitStack() as stack, AsyncCallsQueue() as queue:
         held = [stack.enter_context(Hold()) for _ in range(allowed)]
@@ -191,8 +195,10 @@ def test_saves_within_max_in_flight_do_not_wait(tmp_path: Path) -> None:
 
 
 def test_waiting_for_memory_ends_at_the_deadline(tmp_path: Path) -> None:
-    """A save that finds all memory taken for too long fails as a timeout that says what to do, and the saves in flight
-    are not harmed."""
+    """A save that finds all memory taken for too long fails as a timeout that says what to do.
+
+    The saves in flight are not harmed.
+    """
     nostall.configure(EngineOptions(max_in_flight=1, save_timeout_s=0.5))
     with Hold() as hold, inject(hold.fault), AsyncCallsQueue() as queue:
         schedule(queue, tmp_path / "first", small_state(1))
@@ -208,13 +214,14 @@ def test_waiting_for_memory_ends_at_the_deadline(tmp_path: Path) -> None:
         with pytest.raises(SaveTimeoutError):
             FileSystemWriterAsync(tmp_path / "third").stage(small_state(3))
         hold.release()
-        # So that closing the queue, for which half a second holds as well, finds the first save done.
+        # So that closing the queue, for which half a second holds as well, finds the first save
+        # done.
         default_engine().arena.lease(1, timeout_s=DEADLINE_S).release()
     assert blobs(tmp_path / "first") == save_by_stock(tmp_path / "stock", small_state(1))
     assert not (tmp_path / "second" / ".metadata").exists()
 
 
-# --- the import and the script ----------------------------------------------------------------------------------------
+# --- the import and the script --------------------------------------------------------------------
 
 
 def test_importing_nostall_starts_nothing_and_loads_no_torch() -> None:
@@ -238,7 +245,7 @@ def test_importing_nostall_starts_nothing_and_loads_no_torch() -> None:
 
 
 def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
-    """A plain script that saves asynchronously needs no ``if __name__ == "__main__"``: no process runs it again."""
+    """A plain script that saves needs no ``if __name__ == "__main__"``: it runs only once."""
     script = tmp_path / "train.py"
     script.write_text(
         """
@@ -266,7 +273,7 @@ print("trained")
         assert torch.equal(state["weight"], torch.ones(5))
 
 
-# --- the writer process -----------------------------------------------------------------------------------------------
+# --- the writer process ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -279,7 +286,7 @@ def writer(tmp_path: Path) -> psutil.Process:
 
 
 def test_the_writer_process_has_no_torch_and_no_accelerator(writer: psutil.Process) -> None:
-    """The running process has no torch library or package mapped, no accelerator device open, and is small."""
+    """The running process has no torch mapped, no accelerator device open, and is small."""
     maps = Path(f"/proc/{writer.pid}/maps").read_text()
     paths = {line.split()[-1] for line in maps.splitlines() if "/" in line}
     opened = {
@@ -306,7 +313,7 @@ def test_the_writer_process_gives_way_by_default(writer: psutil.Process) -> None
 
 
 def test_priorities_are_what_was_configured(tmp_path: Path) -> None:
-    """``EngineOptions`` decides niceness and I/O class of a writer process for saves of stock DCP."""
+    """``EngineOptions`` decides niceness and I/O class of a writer for saves of stock DCP."""
     nostall.configure(EngineOptions(cpu_priority=15, io_priority=psutil.IOPRIO_CLASS_IDLE))
     future = dcp.async_save(
         small_state(1), storage_writer=FileSystemWriterAsync(tmp_path / "saved")

@@ -41,7 +41,7 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-# --- reuse ------------------------------------------------------------------------------------------------------------
+# --- reuse ----------------------------------------------------------------------------------------
 
 
 def test_a_returned_block_is_used_again(arena: Arena) -> None:
@@ -75,7 +75,7 @@ def test_two_leases_never_share_memory(arena: Arena) -> None:
 
 
 def test_the_smallest_block_that_fits_is_taken() -> None:
-    """A small save does not take the memory that the next large one needs, whichever was returned first."""
+    """A small save does not take the memory that the next large one needs, in either order."""
     for order in (0, 1), (1, 0):
         arena = Arena(max_blocks=2)
         held = [lease(arena, 5 * UNIT), lease(arena, UNIT)]
@@ -88,7 +88,7 @@ def test_the_smallest_block_that_fits_is_taken() -> None:
 
 
 def test_a_larger_request_makes_a_free_block_grow() -> None:
-    """Growth keeps the pages that are there, and whoever mapped them is told to let go and to map anew."""
+    """Growth keeps the pages that are there, and each holder of a mapping is to map anew."""
     dropped: list[int] = []
     arena = Arena(max_blocks=2, on_drop=lambda block: dropped.append(block.id))
     first = lease(arena, UNIT)
@@ -122,7 +122,7 @@ def test_a_block_that_somebody_looks_into_is_replaced_instead() -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_limits_of_control_groups_count(tmp_path: Path, version: int) -> None:
-    """The smallest of the host's and each enclosing group's rest, where idle page cache counts as free."""
+    """The least that the host and each enclosing group have left; idle page cache is free."""
     limit, usage = ("memory.max", "memory.current") if version == 2 else V1_FILES
     top = tmp_path / "sys/fs/cgroup" / ("" if version == 2 else "memory")
     inner = top / "outer" / "inner"
@@ -141,7 +141,7 @@ def test_limits_of_control_groups_count(tmp_path: Path, version: int) -> None:
 
 
 def test_memory_does_not_grow_with_the_number_of_saves(arena: Arena) -> None:
-    """A hundred saves in turn need one block, whatever order their sizes come in up to the largest."""
+    """A hundred saves in turn need one block, whatever the order of their sizes."""
     for number in range(100):
         held = lease(arena, (number * 37 % 5) * UNIT)
         held.release()
@@ -152,11 +152,11 @@ def test_memory_does_not_grow_with_the_number_of_saves(arena: Arena) -> None:
     assert open_descriptors() == descriptors
 
 
-# --- waiting ----------------------------------------------------------------------------------------------------------
+# --- waiting --------------------------------------------------------------------------------------
 
 
 def test_a_lease_waits_until_another_one_is_returned(arena: Arena) -> None:
-    """With all blocks leased the next save waits, and goes on with the first block that comes back."""
+    """With all blocks leased the next save waits, and goes on with the first that comes back."""
     first, second = lease(arena, UNIT), lease(arena, UNIT)
     block = second.block
     asked, got = threading.Event(), threading.Event()
@@ -207,7 +207,7 @@ def test_a_deadline_is_an_error_that_says_what_to_do(arena: Arena, timeout_s: fl
 
 
 def test_no_more_blocks_are_out_than_allowed() -> None:
-    """However many threads ask at once, at most ``max_blocks`` have one, each alone, and all get their turn."""
+    """However many threads ask, at most ``max_blocks`` have one, each alone, and all get theirs."""
     arena = Arena(max_blocks=2)
     lock = threading.Lock()
     out: list[int] = []
@@ -251,7 +251,7 @@ def test_beyond_the_limit_a_lease_is_given_at_once_and_not_kept(arena: Arena) ->
     assert arena.reserved_nbytes == 2 * UNIT
 
 
-# --- giving back ------------------------------------------------------------------------------------------------------
+# --- giving back ----------------------------------------------------------------------------------
 
 
 def test_a_forgotten_lease_gives_its_block_back(arena: Arena) -> None:
@@ -319,7 +319,7 @@ def test_closing_wakes_who_waits() -> None:
     assert held.held
 
 
-# --- the system -------------------------------------------------------------------------------------------------------
+# --- the system -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nbytes", [1 << 50, 1 << 70], ids=["a pebibyte", "more than can be said"])
@@ -341,7 +341,7 @@ def test_more_memory_than_there_is_is_an_error_that_says_how_much(
 
 
 def test_memory_that_the_system_refuses_is_an_error_that_says_how_much(arena: Arena) -> None:
-    """Where it is the system that says no, its reason stands in the message; no descriptor stays open."""
+    """Where the system refuses, its reason is in the message; no descriptor stays open."""
     descriptors = open_descriptors()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8 * MIB, hard))
@@ -378,7 +378,7 @@ def test_descriptors_of_blocks_are_not_inherited() -> None:
     assert not os.get_inheritable(Block(UNIT).fd)
 
 
-# --- forked children --------------------------------------------------------------------------------------------------
+# --- forked children ------------------------------------------------------------------------------
 
 FORK = """
 import gc, mmap, os, signal, threading
@@ -458,7 +458,7 @@ def test_a_forked_child_has_nothing_to_do_with_the_arena(script: str) -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=60)
 
 
-# --- finding ----------------------------------------------------------------------------------------------------------
+# --- finding --------------------------------------------------------------------------------------
 
 
 def test_a_lease_is_found_by_any_address_in_its_block(arena: Arena) -> None:

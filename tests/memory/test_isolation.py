@@ -1,4 +1,4 @@
-"""What is saved is what the state held when the save call returned: nothing done to it afterwards shows."""
+"""A save holds what the state held when the call returned; no later change shows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Storages = dict[str, StorageWeakRef]
 DEADLINE_S = 60.0
 
 
-# --- a state with everything in it, and what a training step may do to it ---------------------------------------------
+# --- a state with everything in it, and what a training step may do to it -------------------------
 
 
 class Progress:
@@ -135,7 +135,7 @@ def saved_by_stock(path: Path, state: State) -> dict[Any, bytes]:
     return blobs(path)
 
 
-# --- ways to save, each ended by what it returns ----------------------------------------------------------------------
+# --- ways to save, each ended by what it returns --------------------------------------------------
 
 
 def split_save(path: Path, state: State) -> Callable[[], None]:
@@ -176,8 +176,11 @@ def test_nothing_done_after_the_save_call_shows_in_the_checkpoint(
     shared: bool,  # noqa: FBT001  # a parameter of the test
     earlier_saves: int,
 ) -> None:
-    """With the writer standing still, every value, container, object and storage of the state is changed, and the file
-    holds none of it; the same where memory and places from earlier saves are used again."""
+    """Nothing that is changed while the writer stands still is in the file.
+
+    Every value, container, object and storage of the state is changed; the same where memory and
+    places from earlier saves are used again.
+    """
     for number in range(earlier_saves):
         way(tmp_path / f"earlier {number}", Training(shared=shared, seed=9 + number).state)()
     training = Training(shared=shared)
@@ -207,7 +210,7 @@ def test_saving_leaves_the_trainers_tensors_where_they_are(
     assert [(t.data_ptr(), t.is_shared(), t._version) for t in tensors] == before
 
 
-# --- caches hold structure, not tensors -------------------------------------------------------------------------------
+# --- caches hold structure, not tensors -----------------------------------------------------------
 
 
 def _replace_parameters(training: Training) -> None:
@@ -245,8 +248,11 @@ def test_five_saves_with_one_cache_each_hold_the_state_of_their_time(
     tmp_path: Path,
     killed: bool,  # noqa: FBT001  # a parameter of the test
 ) -> None:
-    """Parameters whose data is replaced, an optimizer made anew and two tensors that swap storages are saved as they
-    are, although plan, layout and memory come from the save before, and although the writer process is a new one."""
+    """Parameters with new data, a new optimizer and swapped storages are saved as they are.
+
+    Although plan, layout and memory come from the save before, and although the writer process is a
+    new one.
+    """
     training = Training()
     cache = CheckpointMetadataCache()
     pids = []
@@ -266,7 +272,7 @@ def test_five_saves_with_one_cache_each_hold_the_state_of_their_time(
     assert all(one != other for one, other in pairwise(states))
 
 
-# --- nothing is kept ------------------------------------------------------------------------------------------------
+# --- nothing is kept ------------------------------------------------------------------------------
 
 
 def storages_of(state: State) -> Storages:
@@ -296,7 +302,7 @@ def a_state_and_its_storages() -> tuple[State, Storages]:
 def test_source_tensors_are_free_once_the_save_call_has_returned(
     tmp_path: Path, way: Callable[[Path, State], Callable[[], None]], earlier_saves: int
 ) -> None:
-    """A trainer that drops its tensors after the call gets their memory back at once, while the write still goes on."""
+    """A trainer that drops its tensors after the call gets their memory back during the write."""
     for number in range(earlier_saves):
         way(tmp_path / f"earlier {number}", small_state(number))()
     state, storages = a_state_and_its_storages()
@@ -313,8 +319,10 @@ def test_source_tensors_are_free_once_the_save_call_has_returned(
 
 
 def test_what_a_framework_keeps_of_a_save_holds_no_tensors(tmp_path: Path) -> None:
-    """Writer, wrapper, metadata, snapshot and request, all kept by a framework that drives the save by hand, keep none
-    of the tensors alive once the snapshot is taken."""
+    """What a framework keeps of a save keeps no tensor alive once the snapshot is taken.
+
+    Writer, wrapper, metadata, snapshot and request of a save that is driven by hand.
+    """
     state, storages = a_state_and_its_storages()
     writer = FileSystemWriterAsync(tmp_path / "saved")
     planned = save_state_dict_async_plan(state, writer, planner=DefaultSavePlanner())
@@ -344,12 +352,14 @@ def test_a_synchronous_save_keeps_nothing_either(tmp_path: Path) -> None:
     assert writer.path == tmp_path / "saved"
 
 
-# --- metadata -------------------------------------------------------------------------------------------------------
+# --- metadata -------------------------------------------------------------------------------------
 
 
 def test_metadata_of_another_checkpoint_is_not_touched_by_a_save(tmp_path: Path) -> None:
-    """Metadata that a resumed run has loaded and lent to the cache still describes the checkpoint it came from after
-    later saves, although they plan from it."""
+    """Metadata that a resumed run has lent to the cache still describes its own checkpoint.
+
+    Also after later saves, although they plan from it.
+    """
     cache = CheckpointMetadataCache()
     with AsyncCallsQueue() as queue:
         schedule(queue, tmp_path / "first", small_state(0), cache=cache)
@@ -374,7 +384,7 @@ def test_metadata_of_another_checkpoint_is_not_touched_by_a_save(tmp_path: Path)
 
 
 def test_every_save_has_metadata_of_its_own(tmp_path: Path) -> None:
-    """Emptying the metadata object of one save changes neither that of the next nor what the cache hands out."""
+    """Emptying one save's metadata object changes neither the next save's nor the cache's."""
     cache = CheckpointMetadataCache()
     for number in range(4):
         writer = FileSystemWriterAsync(tmp_path / f"{number}")
@@ -391,7 +401,7 @@ def test_every_save_has_metadata_of_its_own(tmp_path: Path) -> None:
         assert blobs(tmp_path / f"{number}").keys() == blobs(tmp_path / "0").keys()
 
 
-# --- what the planner hands out -------------------------------------------------------------------------------------
+# --- what the planner hands out -------------------------------------------------------------------
 
 
 class ReusingPlanner(DefaultSavePlanner):
@@ -414,7 +424,7 @@ class ReusingPlanner(DefaultSavePlanner):
 def test_a_buffer_that_the_planner_uses_again_is_not_a_part_of_the_checkpoint(
     tmp_path: Path,
 ) -> None:
-    """Serialised objects are copied when they are resolved, so a planner may use one buffer for all of them."""
+    """Serialised objects are copied when resolved, so a planner may use one buffer for all."""
     state = {f"object {number}": {"number": number} for number in range(4)}
     expected = saved_by_stock(tmp_path / "expected", state)
     planner = ReusingPlanner()

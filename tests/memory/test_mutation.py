@@ -1,7 +1,8 @@
-"""A stress: one thread changes everything in the state from the moment that is allowed, while saves go on back to back.
+"""A stress: one thread changes the state whenever that is allowed, while saves go on.
 
-Each checkpoint has to hold, bit by bit, what a deep copy held that was made just before the save call. Whatever a save still
-refers to of the trainer's would show, as values, as an item too many, or as memory that is gone.
+Each checkpoint has to hold, bit by bit, what a deep copy held that was made just before the save
+call. Whatever a save still refers to of the trainer's would show, as values, as an item too many,
+or as memory that is gone.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ DEADLINE_S = 60.0
 
 @pytest.fixture(autouse=True)
 def one_thread_computes() -> Iterator[None]:
-    """Else those of the thread that changes and of the one that saves spin for each other's processors."""
+    """Else the threads of changes and of saves compete for each other's processors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-# --- everything that a state may hold, and what may be done to it -----------------------------------------------------
+# --- everything that a state may hold, and what may be done to it ---------------------------------
 
 
 class Everything:
@@ -217,11 +218,11 @@ class Changing:
         self._thread.join(DEADLINE_S)
 
 
-# --- ways to save: start one and return when changes are allowed; finish all ------------------------------------------
+# --- ways to save: start one and return when changes are allowed; finish all ----------------------
 
 
 class Split:
-    """The split functions and a queue; the next save is scheduled while the one before is being written."""
+    """The split functions and a queue; the next save is scheduled during the one before."""
 
     def __init__(self, staging: str) -> None:
         self._staging = staging
@@ -265,7 +266,7 @@ class InDcp:
 
 @contextmanager
 def maybe_held(changing: Changing, *, held: bool) -> Iterator[None]:
-    """Let everything be changed after the block; if asked, several times over while the writer stands still."""
+    """Let everything be changed after the block; if asked, often while the writer stands still."""
     if not held:
         yield
         changing.let()
@@ -284,7 +285,7 @@ def maybe_held(changing: Changing, *, held: bool) -> Iterator[None]:
 def test_checkpoints_hold_what_was_there_when_changes_were_allowed(
     tmp_path: Path, way: type[Split | InDcp], staging: str
 ) -> None:
-    """Time and again, with values, objects, keys and storages changing without a pause until the next save call."""
+    """Time and again, with values, objects, keys and storages changing until the next call."""
     everything, saving = Everything(), way(staging)
     expected: list[State] = []
     with Changing(everything.change) as changing:
@@ -302,7 +303,7 @@ def test_checkpoints_hold_what_was_there_when_changes_were_allowed(
 
 
 def test_changes_that_do_not_wait_for_the_snapshot_are_an_error(tmp_path: Path) -> None:
-    """The same thread let loose from the moment an overlapped call returns: each save fails, with the error that says so."""
+    """With changes right after an overlapped call each save fails, with the error that says so."""
     everything, queue = Everything(), AsyncCallsQueue()
     with Changing(everything.change_values) as changing:  # an optimizer's step would wait
         for number in range(5):
@@ -321,7 +322,7 @@ def test_changes_that_do_not_wait_for_the_snapshot_are_an_error(tmp_path: Path) 
 
 
 def test_a_round_of_changes_leaves_nothing_as_it_was(tmp_path: Path) -> None:
-    """So a checkpoint in which any value was late would be found: the test above can fail, for each name."""
+    """A checkpoint with any value late would be found: the test above can fail, for each name."""
     everything = Everything()
     before = copy.deepcopy(everything.state)
     queue = AsyncCallsQueue()

@@ -1,4 +1,4 @@
-"""Copies past the cache: they copy every byte and no other one, and where there can be none nothing is missing."""
+"""Copies past the cache copy every byte and no other one; without them nothing is missing."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_it_copies_every_byte_and_no_other_one(to: int, of: int, nbytes: int, da
 
 @has_avx
 def test_other_threads_run_meanwhile() -> None:
-    """It gives the interpreter's lock up: a thread that waits for it gets it before the copy is over."""
+    """It gives up the interpreter's lock: a waiting thread gets it before the copy is over."""
     source = torch.ones(256 * MIB, dtype=torch.uint8)
     there = torch.empty_like(source)
     copy = past_caches()  # here, as what makes it gives up the lock, too
@@ -186,7 +186,7 @@ def test_without_it_snapshots_are_copied_all_the_same(
 
 
 def test_an_option_decides_whether_machine_code_is_mapped(tmp_path: Path) -> None:
-    """With ``copy_past_caches=False`` a process that saves has no executable memory of nostall's; with ``True`` the same is saved."""
+    """With ``copy_past_caches=False`` nostall maps no executable memory; it saves the same."""
     program = """
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Overlapped staging: the save call returns at once, optimizers wait, and a tensor that is changed too early fails the save."""
+"""Overlapped staging: the call returns at once, optimizers wait, early changes fail the save."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_tensor_that_is_changed_too_early_fails_the_save(tmp_path: Path, name:
 
 
 def test_one_rank_that_forgets_to_wait_fails_the_save_on_all(tmp_path: Path) -> None:
-    """Both ranks raise and name the rank that did; the checkpoint before stays, and the next one is made."""
+    """Both ranks raise and name the rank; the checkpoint before stays, and the next one is made."""
     for facts in run_ranks(2, "overlap:one_rank_forgets", tmp_path):
         assert facts["failed ranks"] == [1]
         assert facts["committed"] == ["before", "next"]
@@ -119,7 +119,7 @@ def test_one_rank_that_forgets_to_wait_fails_the_save_on_all(tmp_path: Path) -> 
 
 
 def test_small_tensors_may_be_changed_when_the_call_has_returned(tmp_path: Path) -> None:
-    """As forward does with running statistics, by means that torch does not count; and so may tensors that count nothing."""
+    """Uncounted changes, as of running statistics, are allowed; so are tensors without counters."""
     state = small_state(1)
     with torch.inference_mode():
         state["uncounted"] = torch.ones(MUCH)
@@ -157,7 +157,7 @@ def sgd(*parameters: torch.Tensor) -> torch.optim.Optimizer:
 
 
 def test_an_optimizers_step_waits_for_all_snapshots(tmp_path: Path) -> None:
-    """Of the whole process, whatever the optimizer; every one of them holds what was there when it was asked for."""
+    """Of the whole process, whatever the optimizer; each holds what was there at its call."""
     parameter = torch.nn.Parameter(torch.zeros(MUCH))
     optimizer = sgd(parameter)
     with AsyncCallsQueue() as queue, ThreadPoolExecutor(1) as pool, Hold("stage") as hold:
@@ -187,7 +187,7 @@ def test_a_snapshot_that_fails_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_step_waits_no_longer_than_a_save_may_take(tmp_path: Path) -> None:
-    """It is the save that fails, on time or later, with the reason; no checkpoint, and the next one is made."""
+    """The save fails, on time or later, with the reason; no checkpoint, and the next is made."""
     nostall.configure(EngineOptions(save_timeout_s=1.0))
     parameter = torch.nn.Parameter(torch.zeros(MUCH))
     queue = AsyncCallsQueue()
@@ -206,7 +206,7 @@ def test_a_step_waits_no_longer_than_a_save_may_take(tmp_path: Path) -> None:
 
 
 def test_steps_of_other_threads_are_not_disturbed_by_saves(tmp_path: Path) -> None:
-    """Snapshots that begin and end while optimizers go through their hooks: no step fails, and none is lost."""
+    """Snapshots begin and end while optimizers run their hooks: no step fails or is lost."""
     parameters = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
     optimizers = [sgd(each) for each in parameters]
     stop = threading.Event()
@@ -251,8 +251,10 @@ def test_a_hook_of_ones_own_waits_too(tmp_path: Path) -> None:
 
 
 def test_a_change_that_is_counted_late_is_noticed(tmp_path: Path) -> None:
-    """torch counts an operation when it is over, which may be after the copy that it has spoiled: so nobody who has not
-    waited may have changed anything when the save is finalised."""
+    """The state must be unchanged when the save is finalised, unless the caller has waited.
+
+    torch counts an operation when it is over, which may be after the copy that it has spoiled.
+    """
     state = {"weight": torch.zeros(MUCH)}
     with AsyncCallsQueue() as queue, Hold("chunk") as hold:
         with inject(hold.fault):
@@ -269,7 +271,7 @@ def test_a_change_that_is_counted_late_is_noticed(tmp_path: Path) -> None:
 def test_waiting_counts_also_when_there_was_nothing_to_wait_for_any_more(
     tmp_path: Path, wait: str
 ) -> None:
-    """A snapshot that is complete when somebody comes to wait is as safe as one that was waited for."""
+    """A snapshot that is complete before the wait begins is as safe as one waited for."""
     state = {"weight": torch.zeros(MUCH)}
     writer = FileSystemWriterAsync(tmp_path / "saved", staging="overlapped")
     planned = save_state_dict_async_plan(state, writer)
@@ -381,7 +383,7 @@ def test_every_way_of_staging_writes_the_same_bytes(
 
 
 def test_waves_of_a_save_that_fails_are_given_up_before_its_names_are_free(tmp_path: Path) -> None:
-    """Earlier waves of a spoiled snapshot are on their way to the writer; none of them gets to a file afterwards."""
+    """Earlier waves of a spoiled snapshot are on their way to the writer; none gets to a file."""
     nostall.configure(EngineOptions(max_staging_bytes=4 << 20, max_in_flight=2))
     state = {f"t{n}": torch.full((256 << 10,), float(n)) for n in range(12)}
     queue = AsyncCallsQueue()
@@ -400,7 +402,7 @@ def test_waves_of_a_save_that_fails_are_given_up_before_its_names_are_free(tmp_p
 
 
 def test_data_that_is_replaced_during_staging_is_not_what_is_saved(tmp_path: Path) -> None:
-    """The copy is of what the parameter was when the save was asked for, however large the new one is."""
+    """The copy has the parameter as it was at the call, however large the new one is."""
     parameter = torch.nn.Parameter(torch.ones(MUCH))
     cache = CheckpointMetadataCache()
     queue = AsyncCallsQueue()
@@ -416,7 +418,7 @@ def test_data_that_is_replaced_during_staging_is_not_what_is_saved(tmp_path: Pat
 
 
 def planner_lets_go() -> bool:
-    """Whether stock's own planner lets go of a state dict; older torch leaves it to the garbage collector."""
+    """Whether stock's planner lets go of a state dict; older torch leaves it to the collector."""
     tensor = torch.ones(1)
     storage = StorageWeakRef(tensor.untyped_storage())
     flatten_state_dict({"t": tensor})
@@ -425,7 +427,7 @@ def planner_lets_go() -> bool:
 
 
 def test_nothing_of_the_trainers_is_kept_once_the_snapshot_is_taken(tmp_path: Path) -> None:
-    """Neither the tensors nor, through them, an accelerator's memory; without any help of the garbage collector."""
+    """Neither the tensors nor an accelerator's memory, and without the garbage collector."""
     gc.collect()
     gc.disable()
     try:
@@ -463,7 +465,7 @@ def test_dcp_async_save_on_two_ranks_fails_on_both_if_one_forgets(tmp_path: Path
 
 
 def test_changing_tensors_at_the_very_moment_that_it_is_safe_is_safe(tmp_path: Path) -> None:
-    """Whatever the staging thread is doing just then: many small snapshots, changed as soon as that is allowed."""
+    """Whatever the staging thread is doing: many small snapshots, changed once allowed."""
     tensor = torch.zeros(4)
     with AsyncCallsQueue() as queue:
         for number in range(100):
@@ -498,7 +500,7 @@ with inject(Fault.delay("stage", 0.5)):
 
 
 def test_an_interpreter_that_ends_lets_a_snapshot_be_completed(tmp_path: Path) -> None:
-    """A thread that came back from torch's code later would abort the process, with a core instead of an exit code."""
+    """A thread that came back from torch later would abort the process with a core dump."""
     done = subprocess.run(
         [sys.executable, "-c", ENDS_WHILE_STAGING, str(tmp_path)],
         capture_output=True,
@@ -538,7 +540,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_snapshot(tmp_path: Path) -
 
 
 def test_writing_by_hand_waits_for_a_snapshot_no_longer_than_allowed(tmp_path: Path) -> None:
-    """The error says in which phase it was, here and to all ranks; the snapshot that comes later is let go."""
+    """The error says in which phase it was, on all ranks; the late snapshot is let go."""
     nostall.configure(EngineOptions(max_in_flight=1))
     engine = default_engine()
     patient = engine.options
@@ -565,7 +567,7 @@ def test_writing_by_hand_waits_for_a_snapshot_no_longer_than_allowed(tmp_path: P
 def test_a_snapshot_that_cannot_begin_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither by the optimizer's next step nor by configure(), whether a device refuses or the user interrupts."""
+    """Neither by the next step nor by configure(), whether a device refuses or Ctrl-C comes."""
 
     def refuse(*_: object) -> None:
         raise RuntimeError("the device is gone")

@@ -1,4 +1,4 @@
-"""Training goes on right after an overlapped save call and calls nothing of nostall's: no checkpoint tears, no save fails."""
+"""Training goes on after an overlapped call without calling nostall: no checkpoint tears."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def one_thread_computes() -> Iterator[None]:
 
 
 class Averaging(nn.Module):
-    """A layer with vectors and averages that forward changes, with counted operations and without."""
+    """A layer with vectors and averages that forward changes, by counted operations and others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Saves:
         self.count += 1
 
     def finish(self) -> None:
-        """Wait for the last save, and compare the checkpoint with the state when it was asked for."""
+        """Wait for the last save, and compare the checkpoint with the state at its call."""
         if not self._expected:
             return
         self._queue.wait()
@@ -162,7 +162,7 @@ def test_every_checkpoint_holds_the_state_of_its_call(
     optimizer_of: Optimizer,
     backwards_per_step: int,
 ) -> None:
-    """200 steps with a save every 5, of which nobody waits for any: bit by bit, and none of them fails."""
+    """200 steps with a save every 5, none waited for: bit by bit, and none of them fails."""
     torch.manual_seed(0)
     model = make()
     optimizer = optimizer_of(model.parameters())

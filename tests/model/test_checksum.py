@@ -83,7 +83,8 @@ from support.states import schedule
 with AsyncCallsQueue() as queue:
     schedule(queue, Path(sys.argv[1]), {"weight": torch.arange(1000.0)})
     queue.wait()
-    print("isal" in Path(f"/proc/{writer_pids()[0]}/maps").read_text(), "isal.isal_zlib" in sys.modules)
+    maps = Path(f"/proc/{writer_pids()[0]}/maps").read_text()
+    print("isal" in maps, "isal.isal_zlib" in sys.modules)
 """
 
 

@@ -1,4 +1,4 @@
-"""Decisions and formats that need no process and no disk: checksums, lifecycle, verdicts, plan routes, errors, messages."""
+"""Decisions and formats that need no process and no disk, from checksums to messages."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ from nostall.errors import (
 )
 from nostall.options import EngineOptions, WriterOptions
 
-# --- checksums --------------------------------------------------------------------------------------------------------
+# --- checksums ------------------------------------------------------------------------------------
 
 
 @given(pieces=st.lists(st.binary(max_size=300), max_size=8))
@@ -121,13 +121,13 @@ LENGTHS = st.integers(1, 2**44)
 def test_checksums_combine_in_any_grouping(
     a: int, b: int, c: int, nbytes_b: int, nbytes_c: int
 ) -> None:
-    """It does not matter which neighbours are joined first, for lengths that no test could hold in memory."""
+    """Neighbours may be joined in any order, for lengths that no test could hold in memory."""
     left = combine(combine(a, b, nbytes_b), c, nbytes_c)
     right = combine(a, combine(b, c, nbytes_c), nbytes_b + nbytes_c)
     assert left == right
 
 
-# --- sealing ----------------------------------------------------------------------------------------------------------
+# --- sealing --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ def sealed(image: bytes, blob: int, form: Form) -> tuple[int, bytes]:
 
 @given(data=st.data(), form=forms(), count=st.integers(0, 3))
 def test_a_sealer_writes_what_the_patches_say(data: st.DataObject, form: Form, count: int) -> None:
-    """For any seal and any payload, byte by byte, and nothing besides; the payload's CRC is kept."""
+    """For any seal and any payload, byte by byte, and nothing else; the payload's CRC is kept."""
     total = count * form.length
     image = expected = data.draw(st.binary(min_size=total, max_size=total))
     crcs = []
@@ -200,7 +200,7 @@ def test_a_sealer_writes_what_the_patches_say(data: st.DataObject, form: Form, c
 def test_an_image_is_sealed_the_same_wherever_it_is_cut(
     data: st.DataObject, kinds: list[Form], left_open: set[int]
 ) -> None:
-    """Payloads in one chunk or many, chunks summed in any order: the seals are those of the whole payloads."""
+    """Payloads in one chunk or many, summed in any order: the seals are the whole payloads'."""
     template_of_slot = data.draw(st.lists(st.integers(0, len(kinds) - 1), max_size=6))
     offsets = [0, *accumulate(kinds[kind].length for kind in template_of_slot)]
     end = offsets.pop()
@@ -236,7 +236,7 @@ def test_an_image_is_sealed_the_same_wherever_it_is_cut(
 
 
 def test_a_cut_is_remembered_for_its_table_and_its_bounds() -> None:
-    """The same table cut at the same bounds gives the very same value; other bounds or another table, a new one."""
+    """The same table cut at the same bounds gives the same object; others give a new one."""
     plans = ChunkPlans()
     one, other = (
         SealTable(templates=((0, 9, None),), blob_offsets=(0,), template_of_slot=(0,))
@@ -254,7 +254,7 @@ def test_a_cut_is_remembered_for_its_table_and_its_bounds() -> None:
     assert of(one, [0, 4, 9]) != first
 
 
-# --- lifecycle --------------------------------------------------------------------------------------------------------
+# --- lifecycle ------------------------------------------------------------------------------------
 
 PROGRESS = [
     State.QUEUED,
@@ -276,7 +276,7 @@ def in_state(state: State) -> Lifecycle:
 
 
 def test_a_request_moves_exactly_as_the_table_says() -> None:
-    """Of all pairs of states, those in the table are possible; any other raises and changes nothing."""
+    """Of all pairs of states, those in the table are possible; others raise, changing nothing."""
     for present in State:
         for wanted in State:
             request = in_state(present)
@@ -292,7 +292,7 @@ def test_a_request_moves_exactly_as_the_table_says() -> None:
 
 
 def test_the_table_is_one_way_forward_and_two_ways_out() -> None:
-    """Each unfinished state leads to the next one, to failed and to aborted; three states are the end."""
+    """Each unfinished state leads to the next one, failed and aborted; three states are ends."""
     for present, following in pairwise(PROGRESS):
         assert TRANSITIONS[present] == {following, State.FAILED, State.ABORTED}
     for last in (State.FINALIZED, State.FAILED, State.ABORTED):
@@ -301,7 +301,7 @@ def test_the_table_is_one_way_forward_and_two_ways_out() -> None:
     assert TRANSITIONS.keys() == set(State)
 
 
-# --- collecting -------------------------------------------------------------------------------------------------------
+# --- collecting -----------------------------------------------------------------------------------
 
 OUTCOMES = st.one_of(
     st.lists(st.integers(), max_size=3), st.text(max_size=9).map(lambda text: (OSError(text), None))
@@ -310,7 +310,7 @@ OUTCOMES = st.one_of(
 
 @given(outcomes=st.lists(OUTCOMES, min_size=1, max_size=8))
 def test_a_save_is_committed_only_if_every_rank_wrote_everything(outcomes: list[Any]) -> None:
-    """One failed rank aborts the save and every failed rank is named; else all results, in rank order."""
+    """One failed rank aborts the save, and every failed rank is named; else all results count."""
     failed = {rank: one for rank, one in enumerate(outcomes) if isinstance(one, tuple)}
     verdict = collect(outcomes)
     if failed:
@@ -345,7 +345,7 @@ def test_the_error_names_items_that_do_not_match() -> None:
 
 @given(planned=NAMES, results=NAMES)
 def test_an_item_that_no_rank_wrote_is_refused(planned: list[str], results: list[str]) -> None:
-    """What the metadata names must have been written by somebody; what it does not name, nobody would find."""
+    """A rank must have written all that the metadata names; nothing else would be found."""
     if set(planned) == set(results):
         require_all_present(planned, results)
         return
@@ -356,7 +356,7 @@ def test_an_item_that_no_rank_wrote_is_refused(planned: list[str], results: list
     assert caught.value.hint
 
 
-# --- plan routes ------------------------------------------------------------------------------------------------------
+# --- plan routes ----------------------------------------------------------------------------------
 
 
 def item(name: str, size: int = 1) -> WriteItem:
@@ -394,7 +394,7 @@ def caches(draw: st.DrawFn) -> CachedPlans:
 def test_whether_ranks_talk_does_not_depend_on_one_ranks_plan(
     cached: CachedPlans | None, local: SavePlan, planner: str
 ) -> None:
-    """All ranks plan together exactly if what they agreed on is not valid for this group; else none does."""
+    """All ranks plan together if what they agreed on is not valid for this group; else none."""
     route = choose_route(cached, group="g", planner=planner, local=local)
     silent = cached is not None and cached.validated and cached.group == "g"
     assert plans_alone(cached, group="g") == silent
@@ -405,7 +405,7 @@ def test_whether_ranks_talk_does_not_depend_on_one_ranks_plan(
 def test_a_final_plan_is_used_again_only_for_the_same_plan(
     cached: CachedPlans, local: SavePlan, planner: str
 ) -> None:
-    """With one more, one fewer or one other item, or another planner, the old final plan is not this save's."""
+    """With one item more, fewer or different, or another planner, the old plan does not fit."""
     cached = replace(cached, group="g", validated=True)
     route = choose_route(cached, group="g", planner=planner, local=local)
     same = cached.planner == planner and cached.local.items == local.items
@@ -416,7 +416,7 @@ def test_a_final_plan_is_used_again_only_for_the_same_plan(
 
 @given(cached=caches())
 def test_an_unchanged_plan_is_always_recognised(cached: CachedPlans) -> None:
-    """Also where it is an equal one, not the same object, and where storage has put its mark on it."""
+    """Also where it is an equal one, not the same object, and where storage has marked it."""
     cached = replace(cached, group="g", validated=True)
     local = pickle.loads(pickle.dumps(replace(cached.local, storage_data="anything")))
     route = choose_route(cached, group="g", planner=cached.planner, local=local)
@@ -427,7 +427,7 @@ def test_an_unchanged_plan_is_always_recognised(cached: CachedPlans) -> None:
 def test_a_rank_that_changed_writes_all_that_only_it_knows(
     cached: CachedPlans, local: SavePlan
 ) -> None:
-    """Alone, it writes what it was told to and what is new or different, not what another rank writes already."""
+    """Alone, it writes its assigned items and what is new, not what another rank writes already."""
     cached = replace(cached, group="g", planner="p", validated=True)
     assume(not same_plan(cached.local, local))
     route = choose_route(cached, group="g", planner="p", local=local)
@@ -459,7 +459,7 @@ def test_loaded_plans_count_only_if_this_ranks_is_among_them(
     assert matches_loaded(loaded, rank=rank, world_size=world_size, local=local) == expected
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 ERRORS = [
     kind
@@ -504,7 +504,7 @@ def test_every_error_survives_the_way_to_another_process(how: str) -> None:
 
 
 def test_every_error_says_what_where_and_what_to_do() -> None:
-    """The text has the message, every place that is known and the hint, whatever the class inherits besides."""
+    """The text has the message, every known place and the hint, whatever the class inherits."""
     for kind in ERRORS:
         assert str(example(kind)) == (
             "what went wrong [rank=3 phase=write path=/ckpt/__3_0.distcp job=ab12] (do it)"
@@ -513,7 +513,7 @@ def test_every_error_says_what_where_and_what_to_do() -> None:
 
 
 def test_the_documented_tree_is_the_real_one() -> None:
-    """The docstring names exactly these classes, each below its base and with the built-in ones it also is."""
+    """The docstring names exactly these classes, each below its bases, built-in ones included."""
     assert errors.__doc__ is not None
     path: list[tuple[int, type]] = []
     named = set()
@@ -546,8 +546,10 @@ def test_errors_are_caught_as_the_built_in_ones_they_also_are() -> None:
 
 
 def test_what_may_have_been_published_is_not_caught_as_a_save_that_failed() -> None:
-    """Who removes a directory because its save has failed must not remove a checkpoint that may be there; the error keeps its
-    kind and its errno on the way to other ranks."""
+    """A directory whose save has failed may hold a checkpoint, and must not be removed then.
+
+    The error keeps its kind and its errno on the way to other ranks.
+    """
     error = errors.NotDurableError("not durable", errno=5, path="/x")
     assert isinstance(error, NostallError)
     assert not isinstance(error, SaveError)
@@ -557,12 +559,12 @@ def test_what_may_have_been_published_is_not_caught_as_a_save_that_failed() -> N
     assert arrived.errno == 5
 
 
-# --- reports ----------------------------------------------------------------------------------------------------------
+# --- reports --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("comes", ["before", "later"])
 def test_a_report_that_cannot_be_finished_is_a_failed_one(comes: str) -> None:
-    """Whoever waits for a rank's report hears of an exception in what makes it, instead of waiting until the deadline."""
+    """A waiter for a rank's report gets the exception from making it, not a deadline."""
 
     def finish(_: list[RankReport]) -> RankReport:
         raise MemoryError("no luck")
@@ -578,7 +580,7 @@ def test_a_report_that_cannot_be_finished_is_a_failed_one(comes: str) -> None:
     assert (report.rank, report.failure.message) == (3, "MemoryError: no luck")
 
 
-# --- options ----------------------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 ENGINE_MISTAKES: list[tuple[str, Any, str]] = [
     ("io_threads", 0, "at least 1"),
@@ -647,7 +649,7 @@ def test_the_limits_of_options_are_possible() -> None:
     EngineOptions(cpu_priority=None, io_priority=None, save_timeout_s=1e9)
 
 
-# --- messages ---------------------------------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
 
 TEXT = st.text(max_size=20)
 NUMBERS = st.integers(0, 2**40)
@@ -729,7 +731,7 @@ def over_the_wire(message: dict[str, Any]) -> dict[str, Any]:
 @settings(max_examples=60)
 @given(job=JOBS)
 def test_a_job_arrives_as_it_was_sent(job: WriteJob) -> None:
-    """Every field, also names that are no UTF-8 and bytes of the user's callables; seal tables ahead of it."""
+    """Every field, names that are no UTF-8 and user callables' bytes, too; seal tables first."""
     tables = tuple(image.seals for image in job.files)
     number, arrived = seals_from_message(over_the_wire(seals_to_message(7, tables)))
     assert (number, arrived) == (7, tables)
@@ -769,7 +771,7 @@ def test_a_writer_always_has_the_tables_that_a_job_refers_to(
 
 
 def test_equal_tables_are_told_apart_by_identity() -> None:
-    """A table is kept alive as long as it is known, so that another one cannot come to lie at its address."""
+    """A table is kept alive while it is known, so that no other one can get its address."""
     sent = SealsSent()
     numbers = set()
     for _ in range(SEALS_KEPT):
@@ -883,7 +885,7 @@ def damaged(message: Any) -> Iterator[Any]:
 
 
 def test_a_damaged_message_is_a_protocol_error() -> None:
-    """Whatever part is missing or of another kind: it is read, or refused as one typed error, never anything else."""
+    """Whatever part is missing or of another kind: it is read, or refused as one typed error."""
     for message in example_messages():
         read(copy.deepcopy(message))
         for changed in damaged({key: message[key] for key in message if key != "type"}):
@@ -1012,7 +1014,7 @@ def test_the_end_of_the_stream_is_no_message(
 
 
 def test_descriptors_arrive_with_their_message(wire: tuple[socket.socket, socket.socket]) -> None:
-    """Of several messages sent back to back, each comes with the descriptors it was sent with, in order."""
+    """Of several messages in a row, each comes with its own descriptors, in order."""
     ours, theirs = wire
     counts = [1, 0, 1, 1, 0, 0, 1]
     sent: list[int] = []
@@ -1049,7 +1051,7 @@ def test_sending_to_a_peer_that_is_gone_is_an_error(
 def test_ranks_on_one_host_share_the_writing_threads(
     monkeypatch: pytest.MonkeyPatch, ranks: int, threads: int
 ) -> None:
-    """As many as one rank alone has, until there are 32 on the host; what the user asks for stands."""
+    """As many as one rank alone has, up to 32 on the host; the user's own number stands."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert Engine(EngineOptions()).io_threads == threads
     assert Engine(EngineOptions(io_threads=5)).io_threads == 5

@@ -1,4 +1,4 @@
-"""What nostall stores is, byte for byte, what stock DCP stores: the files, the items in them, the metadata."""
+"""nostall stores, byte for byte, what stock DCP stores: files, items and metadata."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ DTYPES = sorted(
 )
 
 
-# --- making and saving ------------------------------------------------------------------------------------------------
+# --- making and saving ----------------------------------------------------------------------------
 
 
 def filled(dtype: torch.dtype, shape: tuple[int, ...], *, seed: int = 0) -> torch.Tensor:
@@ -121,12 +121,12 @@ def saved_alone(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-# --- one kind of item at a time ---------------------------------------------------------------------------------------
+# --- one kind of item at a time -------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_every_dtype_is_stored_as_stock_stores_it(tmp_path: Path) -> None:
-    """Tensors of any dtype that stock can save give the same file; what stock refuses is refused."""
+    """Tensors of any dtype that stock can save give the same file; what stock refuses fails."""
     different = []
     for dtype in DTYPES:
         state = {
@@ -260,7 +260,7 @@ def test_two_views_of_one_storage_are_stored_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "sparse_csc"])
 def test_sparse_tensor_is_stored_as_torch_save_stores_it(tmp_path: Path, layout: str) -> None:
-    """A sparse tensor is in the file as ``torch.save`` writes it, also where stock's writer cannot; but DCP must be able to plan it."""
+    """A sparse tensor that DCP can plan is stored as by ``torch.save``, even where stock fails."""
     dense = torch.eye(5)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse", UserWarning)
@@ -298,7 +298,7 @@ def test_a_smaller_save_after_a_larger_one_is_as_if_alone(tmp_path: Path) -> Non
     assert_same_files(tmp_path / "2", {"x": filled(torch.int16, (33, 3)), "note": "short"})
 
 
-# --- torch's settings -------------------------------------------------------------------------------------------------
+# --- torch's settings -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -348,7 +348,7 @@ def _blob(path: Path, name: str) -> bytes:
     return content
 
 
-# --- any combination --------------------------------------------------------------------------------------------------
+# --- any combination ------------------------------------------------------------------------------
 
 STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda t: t,
@@ -390,13 +390,13 @@ def test_any_list_of_tensors_is_stored_as_stock_stores_it(
         assert_same_files(Path(directory), state)
 
 
-# --- pieces and threads -----------------------------------------------------------------------------------------------
+# --- pieces and threads ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("io_threads", [1, 3])
 @pytest.mark.parametrize("direct_io", [True, False], ids=["direct", "buffered"])
 def test_chunk_bounds_do_not_show(tmp_path: Path, io_threads: int, *, direct_io: bool) -> None:
-    """Tensors over many chunks, many tensors in a chunk, and ends at a bound: the bytes are the same."""
+    """Tensors over many chunks, many per chunk, and ends at a bound: the bytes are the same."""
     nostall.configure(
         nostall.EngineOptions(chunk_nbytes=4096, io_threads=io_threads, direct_io=direct_io)
     )
@@ -408,18 +408,19 @@ def test_chunk_bounds_do_not_show(tmp_path: Path, io_threads: int, *, direct_io:
 
 
 def test_seals_that_straddle_chunk_bounds_are_complete(tmp_path: Path) -> None:
-    """Wherever a bound falls in the bytes behind a payload, both sides are sealed before they are written."""
+    """Wherever a bound falls behind a payload, both sides are sealed before they are written."""
     nostall.configure(nostall.EngineOptions(chunk_nbytes=4096, io_threads=3))
     length = len(saved_alone(filled(torch.uint8, (2530,))))
     assert 4096 - 64 < length < 4096
     assert length % 2 == 1
-    # Each container is a little shorter than a chunk, by an odd number: the bounds wander through all of its bytes.
+    # Each container is a little shorter than a chunk, by an odd number: the bounds wander through
+    # all of its bytes.
     state = {f"t{n}": filled(torch.uint8, (2530,), seed=n) for n in range(1500)}
     assert_same_files(tmp_path, state)
 
 
 def test_what_lies_behind_a_payload_waits_for_its_sum(tmp_path: Path) -> None:
-    """A chunk that has nothing to sum itself, but the end of a container, is not written before that is sealed."""
+    """A chunk with only the end of a container is not written before that end is sealed."""
     nostall.configure(nostall.EngineOptions(chunk_nbytes=8 << 20, io_threads=4))
     prefix_nbytes = len(_torch.container_skeleton(torch.uint8, (16 << 20,), (1,)).prefix)
     state = {"t": filled(torch.uint8, ((16 << 20) - prefix_nbytes,))}
@@ -434,7 +435,8 @@ def test_a_container_may_end_several_chunks_behind_its_payload(tmp_path: Path) -
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        # Putting the sums of two thousand pieces together takes longer than writing what lies behind them.
+        # Putting the sums of two thousand pieces together takes longer than writing what lies
+        # behind them.
         assert_same_files(tmp_path, {"t": filled(torch.uint8, (8 << 20,))})
     finally:
         config.save.storage_alignment = before
@@ -442,7 +444,7 @@ def test_a_container_may_end_several_chunks_behind_its_payload(tmp_path: Path) -
 
 
 def test_records_further_apart_than_an_archive_can_say_are_refused(tmp_path: Path) -> None:
-    """torch itself cannot read what it writes with an alignment beyond 64 KiB; we do not write such a thing."""
+    """torch itself cannot read what it writes with an alignment beyond 64 KiB."""
     before, config.save.storage_alignment = config.save.storage_alignment, 1 << 20
     try:
         with pytest.raises(dcp.api.CheckpointException, match="storage_alignment"):
@@ -454,7 +456,10 @@ def test_records_further_apart_than_an_archive_can_say_are_refused(tmp_path: Pat
 
 @pytest.mark.parametrize("thread_count", [2, 3, 4])
 def test_items_spread_over_files_are_the_same_items(tmp_path: Path, thread_count: int) -> None:
-    """With several files, each item is as ``torch.save`` writes it, files are balanced, and stock reads all."""
+    """With several files, each item is as ``torch.save`` writes it, and files are balanced.
+
+    Stock reads all.
+    """
     state = {f"w{n}": filled(torch.uint8, (1 + 997 * n,), seed=n) for n in range(25)}
     save_ours(tmp_path, state, thread_count=thread_count)
     found = {name: content for (name, _), content in blobs(tmp_path).items()}
@@ -482,7 +487,7 @@ def test_one_file_per_item_is_stocks(tmp_path: Path) -> None:
 
 
 def test_separated_items_lie_in_files_named_for_them(tmp_path: Path) -> None:
-    """Items whose name begins with the hint, and no others, are in files whose name begins with it."""
+    """Items whose name begins with the hint, and no others, are in files named with it."""
     state = {f"model.{n}": filled(F32, (40,), seed=n) for n in range(6)}
     state |= {f"optimizer.{n}": filled(F32, (90,), seed=n) for n in range(6)}
     save_ours(tmp_path, state, thread_count=4, separation_hint="optimizer")
@@ -496,7 +501,7 @@ def test_separated_items_lie_in_files_named_for_them(tmp_path: Path) -> None:
     assert found == {name: saved_alone(tensor) for name, tensor in state.items()}
 
 
-# --- asynchronous saves -----------------------------------------------------------------------------------------------
+# --- asynchronous saves ---------------------------------------------------------------------------
 
 
 def _changing_state(step: int) -> dict[str, Any]:
@@ -510,7 +515,7 @@ def _changing_state(step: int) -> dict[str, Any]:
 
 
 def test_dcp_async_save_stores_what_a_sync_save_stores(tmp_path: Path) -> None:
-    """Staged next to each other the first time and in place afterwards: the file is always stock's."""
+    """Staged next to each other first and in place afterwards: the file is always stock's."""
     for step in range(4):
         state = _changing_state(step)
         writer = FileSystemWriterAsync(tmp_path / f"ours {step}")
@@ -536,7 +541,7 @@ def test_a_structure_once_saved_is_staged_in_place(tmp_path: Path) -> None:
 
 
 def test_a_staged_copy_can_be_computed_with(tmp_path: Path) -> None:
-    """Also where its place in the file suits no processor instruction: complex128 is the critical dtype."""
+    """Also where its place suits no processor instruction: complex128 is the critical dtype."""
     writer = FileSystemWriterAsync(tmp_path)
     state = {f"z{n}": filled(torch.float64, (n, 2), seed=n) for n in range(1, 6)}
     state = {name: torch.view_as_complex(tensor) for name, tensor in state.items()}
@@ -573,11 +578,11 @@ def test_several_files_in_the_background_hold_the_same_items(tmp_path: Path) -> 
     assert blobs(tmp_path / "two") == blobs(tmp_path / "stock")
 
 
-# --- metadata ---------------------------------------------------------------------------------------------------------
+# --- metadata -------------------------------------------------------------------------------------
 
 
 def test_metadata_is_stocks(tmp_path: Path) -> None:
-    """Entries, planner data, places and version equal those that stock writes, in stock's own types."""
+    """Entries, planner data, places and version equal stock's, in stock's own types."""
     state = _changing_state(0)
     save_stock(tmp_path / "stock", state)
     save_ours(tmp_path / "ours", state)
@@ -596,7 +601,7 @@ def test_metadata_is_stocks(tmp_path: Path) -> None:
 
 
 def test_metadata_names_no_class_of_nostall(tmp_path: Path) -> None:
-    """The pickle refers to exactly the names that stock's refers to, so stock reads it without nostall."""
+    """The pickle refers to exactly the names that stock's does, so stock reads it alone."""
     state = _changing_state(0)
     save_stock(tmp_path / "stock", state)
     save_ours(tmp_path / "ours", state)
@@ -630,13 +635,13 @@ def test_metadata_of_a_split_save_reads_like_stocks(tmp_path: Path) -> None:
     assert ours.storage_data == stock.storage_data
 
 
-# --- sealing ----------------------------------------------------------------------------------------------------------
+# --- sealing --------------------------------------------------------------------------------------
 
 
 def _sealed_around(
     nbytes: int, crc32: int
 ) -> tuple[bytes, bytes, list[tuple[int, bytes]], tuple[int, int]]:
-    """Prefix, suffix, patches, and where the suffix begins and ends, for a tensor of that many bytes."""
+    """Prefix, suffix, patches, and the suffix's bounds, for a tensor of that many bytes."""
     skeleton = _torch.container_skeleton(torch.uint8, (nbytes,), (1,))
     container = build_container(
         prefix=skeleton.prefix,

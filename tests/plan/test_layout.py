@@ -1,4 +1,4 @@
-"""Laying out is arithmetic: these properties hold for any items, whatever files they are spread over."""
+"""Layout is arithmetic: these properties hold for any items in any number of files."""
 
 from __future__ import annotations
 
@@ -127,7 +127,10 @@ def test_every_item_has_exactly_one_place(
 def test_payloads_lie_where_their_containers_have_room(
     shapes: list[ItemShape], naming: FileNaming, packing: Packing
 ) -> None:
-    """A payload begins behind its container's prefix and ends before the suffix; a run of bytes is all payload."""
+    """A payload begins behind its container's prefix and ends before its suffix.
+
+    A run of bytes is all payload.
+    """
     for file in lay_out(shapes, naming, packing).files:
         for slot in file.slots:
             container = shapes[slot.item].container
@@ -141,7 +144,7 @@ def test_payloads_lie_where_their_containers_have_room(
 def test_every_slot_is_sealed_as_its_container_asks(
     shapes: list[ItemShape], naming: FileNaming, packing: Packing
 ) -> None:
-    """The writer, which sees no container, learns for every slot where its payload and its seal are."""
+    """The writer, which sees no container, learns each slot's payload and seal positions."""
     for file in lay_out(shapes, naming, packing).files:
         table = file.seals
         assert table.blob_offsets == tuple(slot.offset for slot in file.slots)
@@ -159,7 +162,7 @@ def test_every_slot_is_sealed_as_its_container_asks(
 def test_images_are_whole_pages_of_their_own(
     shapes: list[ItemShape], naming: FileNaming, packing: Packing
 ) -> None:
-    """File images begin at page bounds, do not share a page, and fit the memory that is asked for."""
+    """File images begin at page bounds, share no page, and fit the memory asked for."""
     layout = lay_out(shapes, naming, packing)
     end = 0
     for file in layout.files:
@@ -182,7 +185,7 @@ def test_layouts_are_deterministic(
 def test_the_key_is_that_of_the_places_not_of_the_names(
     shapes: list[ItemShape], packing: Packing
 ) -> None:
-    """What was laid down in memory for one checkpoint serves the next one, whose files are called otherwise."""
+    """What was laid down in memory for one checkpoint serves the next, under other file names."""
     one = lay_out(shapes, PLAIN, packing)
     other = lay_out(shapes, FileNaming(prefix="__0_", suffix="-deadbeef"), packing)
     assert one.key == other.key
@@ -230,7 +233,7 @@ def test_the_key_changes_with_any_length(
 def test_file_names_differ_and_count_up(
     shapes: list[ItemShape], naming: FileNaming, packing: Packing
 ) -> None:
-    """``{group}{prefix}{n}{suffix}.distcp`` with n from 0, so no two files of a rank share a name."""
+    """``{group}{prefix}{n}{suffix}.distcp`` with n from 0, so no two files share a name."""
     names = [file.name for file in lay_out(shapes, naming, packing).files]
     assert len(set(names)) == len(names)
     for number, name in enumerate(names):
@@ -238,7 +241,7 @@ def test_file_names_differ_and_count_up(
         assert name in {plain, f"{naming.separation_hint}{plain}"}
 
 
-# --- as stock packs ---------------------------------------------------------------------------------------------------
+# --- as stock packs -------------------------------------------------------------------------------
 
 
 def write_item(shape: ItemShape) -> WriteItem:
@@ -290,7 +293,7 @@ def test_a_file_per_item_keeps_plan_order(shapes: list[ItemShape]) -> None:
     assert [items_of(file) for file in layout.files] == [[item] for item in range(len(shapes))]
 
 
-# --- balance ----------------------------------------------------------------------------------------------------------
+# --- balance --------------------------------------------------------------------------------------
 
 
 @given(
@@ -298,7 +301,7 @@ def test_a_file_per_item_keeps_plan_order(shapes: list[ItemShape]) -> None:
     file_count=st.integers(1, 8),
 )
 def test_files_are_balanced(weights: list[int], file_count: int) -> None:
-    """Largest first, each to the least loaded: without its lightest item no file is heavier than any other."""
+    """Largest first, to the least loaded: without its lightest item no file is the heaviest."""
     shapes = [tensor_item(f"w{n}", weight) for n, weight in enumerate(weights)]
     layout = lay_out(shapes, PLAIN, Packing(file_count=file_count))
     loads = [load_of(file, layout) for file in layout.files]
@@ -328,14 +331,14 @@ def test_weight_decides_not_the_length_in_the_file() -> None:
     assert [items_of(file) for file in layout.files] == [[1], [0, 2]]
 
 
-# --- separation -------------------------------------------------------------------------------------------------------
+# --- separation -----------------------------------------------------------------------------------
 
 
 @given(shapes=ITEMS, hint=st.sampled_from(["optimizer", "model", "absent"]), packing=PACKINGS)
 def test_no_file_mixes_hinted_items_with_others(
     shapes: list[ItemShape], hint: str, packing: Packing
 ) -> None:
-    """A file has either only items whose name begins with the hint, and begins with it itself, or none."""
+    """A file with the hint's name has only items with it; every other file has none."""
     naming = FileNaming(prefix="__3_", separation_hint=hint)
     for file in lay_out(shapes, naming, packing).files:
         hinted = {shapes[item].fqn.startswith(hint) for item in items_of(file)}

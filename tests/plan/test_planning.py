@@ -1,4 +1,4 @@
-"""Planning: what ranks say to each other, and that a plan which is used again is never a wrong one."""
+"""Planning: what ranks exchange, and that a plan which is used again is never a wrong one."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     return run_ranks(2, "planning:two_ranks", tmp_path_factory.mktemp("planning"))
 
 
-# --- communication --------------------------------------------------------------------------------------------------
+# --- communication --------------------------------------------------------------------------------
 
 
 def test_planning_says_nothing_once_the_cache_is_valid(found: list[Found]) -> None:
-    """The first save exchanges plans, the second validates the cache, and from the third on planning is silent."""
+    """The first save exchanges plans, the second validates the cache; later ones are silent."""
     for facts in found:
         said = facts["steady_state"]
         assert said["plan"] == [FIRST, EXCHANGE, *[NOTHING] * 5]
@@ -57,7 +57,7 @@ def test_planning_says_nothing_once_the_cache_is_valid(found: list[Found]) -> No
 def test_a_failure_among_saves_of_a_known_structure_leaves_the_others_right(
     found: list[Found],
 ) -> None:
-    """What ranks and coordinator remember of each other stays true when a save is given up before it is finalised."""
+    """What ranks remember of each other stays true when a save is given up before its end."""
     for facts in found:
         said = facts["failure_in_the_steady_state"]
         assert said["failed"] == [1]
@@ -66,8 +66,10 @@ def test_a_failure_among_saves_of_a_known_structure_leaves_the_others_right(
 
 
 def test_a_poll_is_one_reduction_and_finalising_two_short_messages(found: list[Found]) -> None:
-    """A queue reduces a few integers per request that it looks at, two more when it is finalised, and nothing while nothing
-    is scheduled."""
+    """A queue reduces a few integers per request it looks at, and two more to finalise it.
+
+    It reduces nothing while nothing is scheduled.
+    """
     for facts in found:
         said = facts["steady_state"]
         assert said["poll and finalize"] == {
@@ -79,18 +81,21 @@ def test_a_poll_is_one_reduction_and_finalising_two_short_messages(found: list[F
 
 
 def test_the_caching_status_follows_the_saves(found: list[Found]) -> None:
-    """The status is valid from the second of equal saves on, and says nothing of loaded plans without any."""
+    """The status is valid from the second of equal saves on; without any plans none are loaded."""
     for facts in found:
         assert facts["steady_state"]["status"] == [[False, False], *[[True, False]] * 6]
 
 
-# --- changes of structure -------------------------------------------------------------------------------------------
+# --- changes of structure -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", planning.CHANGES)
 def test_a_changed_structure_is_saved_as_it_is(kind: str, found: list[Found]) -> None:
-    """With a valid cache, a key that is added, removed, reshaped, retyped or made an object, on all ranks or on any
-    one, is so in that very checkpoint; the metadata is that of an uncached save; the next save is planned anew."""
+    """With a valid cache, a key that changes on all ranks or on one is saved as it is now.
+
+    It is added, removed, reshaped, retyped or made an object. The metadata is that of an uncached
+    save; the next save is planned anew.
+    """
     for facts in found:
         for where in planning.WHERE:
             assert facts["structure_changes"][f"{kind} on {where}"] == {
@@ -108,7 +113,7 @@ def test_new_values_are_no_new_structure(found: list[Found]) -> None:
 
 
 def test_dropping_a_copy_that_another_rank_writes_changes_nothing(found: list[Found]) -> None:
-    """A rank that no longer holds a replicated tensor, which it did not write, leaves it in the checkpoint."""
+    """A rank that drops a replicated tensor it did not write leaves it in the checkpoint."""
     for facts in found:
         case = facts["replicated_on_one_rank_less"]["another wrote it"]
         assert case["fourth"]["ranks"] == []
@@ -117,8 +122,10 @@ def test_dropping_a_copy_that_another_rank_writes_changes_nothing(found: list[Fo
 
 
 def test_dropping_the_copy_that_is_written_fails_the_save_on_every_rank(found: list[Found]) -> None:
-    """Nothing incomplete is committed when the rank told to write a replicated tensor has dropped it; the error names
-    the tensor, and the next save is planned anew and has it from the other rank."""
+    """Nothing is committed when the rank that was to write a replicated tensor has dropped it.
+
+    The error names the tensor, and the next save is planned anew and has it from the other rank.
+    """
     for facts in found:
         case = facts["replicated_on_one_rank_less"]["it wrote it"]
         assert case["fourth"]["ranks"] == [0]
@@ -137,8 +144,11 @@ def test_a_rank_may_begin_to_hold_what_another_one_writes(found: list[Found]) ->
 
 
 def test_saves_in_flight_over_a_change_rest_on_their_own_plans(found: list[Found]) -> None:
-    """Saves that are planned before an earlier one with a new structure is finalised, and finalised after a later one
-    with yet another, are all complete."""
+    """Saves that are planned and finalised out of order are all complete.
+
+    They are planned before an earlier one with a new structure is finalised, and finalised after a
+    later one with yet another.
+    """
     for facts in found:
         said = facts["in_flight_over_a_change"]
         assert said["plan"] == [NOTHING, NOTHING, FIRST, FIRST]
@@ -146,8 +156,10 @@ def test_saves_in_flight_over_a_change_rest_on_their_own_plans(found: list[Found
 
 
 def test_two_kinds_of_checkpoint_do_not_disturb_each_other(found: list[Found]) -> None:
-    """A model and its average alternate, each with its own cache: both caches become valid and stay so. Through one
-    cache nothing is gained, and nothing lost."""
+    """A model and its average alternate, each with its own cache: both caches stay valid.
+
+    Through one cache nothing is gained, and nothing lost.
+    """
     for facts in found:
         said = facts["alternating"]
         for kind in ("model", "ema"):
@@ -158,7 +170,7 @@ def test_two_kinds_of_checkpoint_do_not_disturb_each_other(found: list[Found]) -
 
 
 def test_saves_over_each_other_make_no_metadata_anew(found: list[Found]) -> None:
-    """Their files have new names every time; what is published is what was published last, with those names."""
+    """Their files have new names each time; the last metadata is published with those names."""
     for rank, facts in enumerate(found):
         said = facts["over_itself"]
         if rank == 0:
@@ -168,15 +180,17 @@ def test_saves_over_each_other_make_no_metadata_anew(found: list[Found]) -> None
         assert said["wrong"] == []
 
 
-# --- after a resume -------------------------------------------------------------------------------------------------
+# --- after a resume -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "reader", ["caching reader", "stock reader", "rebuilt by a newer torch", "default cache"]
 )
 def test_the_first_save_after_a_resume_exchanges_no_plans(reader: str, found: list[Found]) -> None:
-    """Loaded metadata, whichever reader it comes from, replaces the exchange by one reduction; the next save says
-    nothing, and the loaded object is not changed."""
+    """Loaded metadata, whichever reader it comes from, replaces the exchange by one reduction.
+
+    The next save is silent, and the loaded object is not changed.
+    """
     for facts in found:
         resumed = facts["resumed"][reader]
         assert resumed["plan"] == [VERIFIED, NOTHING]
@@ -190,7 +204,7 @@ def test_the_first_save_after_a_resume_exchanges_no_plans(reader: str, found: li
 
 @pytest.mark.parametrize("case", ["on one rank only", "changed since", "other world size"])
 def test_loaded_plans_that_are_not_everyones_are_not_used(case: str, found: list[Found]) -> None:
-    """Plans that one rank alone has loaded, of another structure, or of another number of ranks, are put aside."""
+    """Plans that one rank alone has loaded, or of other structures or sizes, are put aside."""
     for facts in found:
         resumed = facts["resumed"][case]
         assert resumed["plan"] == [FIRST, EXCHANGE]
@@ -202,14 +216,16 @@ def test_loaded_plans_that_are_not_everyones_are_not_used(case: str, found: list
 
 
 def test_the_reader_still_knows_the_checkpoint_that_was_resumed_from(found: list[Found]) -> None:
-    """Saves that go on from its metadata, and callers that empty what they got, leave the cached entry as it was."""
+    """Saves that go on from its metadata, and callers that empty it, leave the cached entry."""
     for facts in found:
         assert facts["reader_after_resume"] == {"differs": []}
 
 
 def test_reuse_is_verified_by_all_ranks(found: list[Found]) -> None:
-    """``verify_global_md_reuse`` is true only if every rank's plan is the loaded one; one reduction in any case, since
-    what one rank has not loaded, another one may have."""
+    """``verify_global_md_reuse`` is true only if every rank's plan is the loaded one.
+
+    One reduction in any case, since what one rank has not loaded, another one may have.
+    """
     for facts in found:
         assert facts["verified"] == {
             "equal": [True, {"all_reduce": 1}],
@@ -219,7 +235,7 @@ def test_reuse_is_verified_by_all_ranks(found: list[Found]) -> None:
         }
 
 
-# --- failures -------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -241,8 +257,10 @@ def test_reuse_is_verified_by_all_ranks(found: list[Found]) -> None:
 def test_every_rank_learns_which_rank_could_not_plan(
     case: str, rank: int, raised_when: str, cause: str, found: list[Found]
 ) -> None:
-    """A planner that fails on one rank fails the save on all, with rank and cause; nothing is left on storage, and the
-    next save is planned anew and right."""
+    """A planner that fails on one rank fails the save on all, with rank and cause.
+
+    Nothing is left on storage, and the next save is planned anew and right.
+    """
     for here, facts in enumerate(found):
         failed = facts["planning_failures"][case]
         assert failed["ranks"] == [rank]
@@ -255,7 +273,7 @@ def test_every_rank_learns_which_rank_could_not_plan(
         assert failed["wrong"] == []
 
 
-# --- planners and coordinators --------------------------------------------------------------------------------------
+# --- planners and coordinators --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -271,8 +289,10 @@ def test_every_rank_learns_which_rank_could_not_plan(
 def test_other_planners_save_right(
     planner: str, plan: list[dict[str, int]], shared_is_in: str | None, found: list[Found]
 ) -> None:
-    """A planner that makes final plans alone decides on its own rank what that rank writes; one with torch's own plan
-    cache works under ours; all of them follow a change of structure."""
+    """A planner that makes final plans alone decides on its own rank what that rank writes.
+
+    One with torch's own plan cache works under ours; all of them follow a change of structure.
+    """
     for facts in found:
         said = facts["other_planners"][planner]
         assert said["plan"] == plan
@@ -281,7 +301,7 @@ def test_other_planners_save_right(
 
 
 def test_any_rank_can_coordinate(found: list[Found]) -> None:
-    """With ``coordinator_rank=1``, rank 1 has the metadata, publishes it, and is told of failures as coordinator."""
+    """With ``coordinator_rank=1``, rank 1 publishes the metadata and reports failures."""
     for here, facts in enumerate(found):
         said = facts["another_coordinator"]
         assert said["plan"] == [FIRST, EXCHANGE, NOTHING]
@@ -294,8 +314,11 @@ def test_any_rank_can_coordinate(found: list[Found]) -> None:
 def test_a_coordinator_that_is_not_in_the_group_is_refused_on_every_rank(
     found: list[Found],
 ) -> None:
-    """At once, before ranks talk: a rank beyond the group, a negative one, a global rank for one within the group, and a
-    group that the calling rank does not belong to."""
+    """A wrong coordinator or group is refused at once, before ranks talk.
+
+    A rank beyond the group, a negative one, a global rank for one within the group, and a group
+    that the calling rank does not belong to.
+    """
     for here, facts in enumerate(found):
         said = facts["impossible_coordinators"]
         assert "coordinator_rank=2 is not a rank of the group of size 2" in said["beyond"]
@@ -306,7 +329,7 @@ def test_a_coordinator_that_is_not_in_the_group_is_refused_on_every_rank(
 
 
 def test_some_of_the_ranks_save_in_a_group_of_their_own(tmp_path: Path) -> None:
-    """Ranks 1 and 2 of three plan, save, fail, and resume among themselves; ranks are those within the group."""
+    """Ranks 1 and 2 of three plan, save, fail and resume alone; ranks are the group's."""
     bystander, *members = run_ranks(3, "planning:sub_group", tmp_path)
     assert bystander is None
     for here, facts in enumerate(members):
@@ -320,7 +343,7 @@ def test_some_of_the_ranks_save_in_a_group_of_their_own(tmp_path: Path) -> None:
         assert facts["resumed plan"] == VERIFIED
 
 
-# --- one process ----------------------------------------------------------------------------------------------------
+# --- one process ----------------------------------------------------------------------------------
 
 
 def test_one_process_plans_with_a_cache(tmp_path: Path) -> None:
@@ -363,7 +386,7 @@ def test_metadata_made_of_other_objects_is_not_taken_for_what_was_published_last
 
 
 def test_a_checkpoint_with_plans_in_it_is_an_ordinary_one(tmp_path: Path) -> None:
-    """The plans kept in the metadata are in nobody's way: torch's own converter reads the checkpoint."""
+    """The plans kept in the metadata do no harm: torch's own converter reads the checkpoint."""
     planning.save(tmp_path / "1", small_state(1), CheckpointMetadataCache())
     metadata = FileSystemReader(tmp_path / "1").read_metadata()
     assert len(vars(metadata)["all_local_plans"]) == 1
@@ -372,7 +395,7 @@ def test_a_checkpoint_with_plans_in_it_is_an_ordinary_one(tmp_path: Path) -> Non
 
 
 def test_frameworks_can_drive_a_cache_by_hand(tmp_path: Path) -> None:
-    """The second equal central plan in a row makes a cache valid, and the coordinator's metadata is filled in."""
+    """The second equal central plan in a row makes a cache valid; metadata is filled in."""
     planned = planning.plan(tmp_path, small_state(1)).arguments
     writer, metadata, wrapper = planned
     assert metadata is not None
@@ -393,8 +416,11 @@ def test_frameworks_can_drive_a_cache_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_frameworks_own_metadata_is_not_changed(tmp_path: Path) -> None:
-    """Metadata of one checkpoint that a framework puts into a cache, or hands over for finalising another save of the
-    same structure, still describes the checkpoint that it came from."""
+    """Metadata lent to a cache, or to another save, still describes its own checkpoint.
+
+    A framework puts it into a cache, or hands it over for finalising another save of the same
+    structure.
+    """
     planning.save(tmp_path / "a", small_state(1))
     loaded = FileSystemReader(tmp_path / "a").read_metadata()
     before = deepcopy(loaded)

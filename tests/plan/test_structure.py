@@ -81,7 +81,7 @@ def set_at(state: State, path: str, value: Any) -> State:
 
 
 def test_the_same_structure_with_other_values_is_found_anew() -> None:
-    """What is found is what the planner would have resolved: the new tensors and objects, never the old ones."""
+    """What is found is what the planner would resolve: new tensors and objects, never old ones."""
     structure = known(example())
     assert structure is not None
     other = example()
@@ -148,7 +148,7 @@ CHANGES: dict[str, Callable[[State], State]] = {
 @pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested tensors).*:UserWarning")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_another_structure_is_not_taken_for_the_known_one(change: Callable[[State], State]) -> None:
-    """Anything that changes what a planner would plan, or how an item looks in its file, is noticed."""
+    """Anything that changes what a planner plans, or an item's look in its file, is noticed."""
     structure = known(example())
     assert structure is not None
     assert found(structure, change(example())) is None
@@ -230,8 +230,10 @@ states = st.dictionaries(
 @settings(max_examples=200, deadline=None)
 @given(states, states)
 def test_what_is_found_is_what_the_planner_resolves(learned: State, other: State) -> None:
-    """For any two state dicts: the second is either not recognised, or its items are exactly those of the planner, for
-    the same plan."""
+    """The second of two state dicts is either not recognised, or its items are the planner's.
+
+    For any two, and for the same plan.
+    """
     structure = known(learned)
     if structure is None:
         return
@@ -246,8 +248,11 @@ def test_what_is_found_is_what_the_planner_resolves(learned: State, other: State
 
 
 def test_saves_of_a_known_structure_equal_stock_saves(tmp_path: Path) -> None:
-    """Five saves through one cache, values and lengths of objects changing, a directory saved over and file counts
-    changing in between: each is what stock writes."""
+    """Each of five saves through one cache is what stock writes.
+
+    Values and lengths of objects change, a directory is saved over, and file counts change in
+    between.
+    """
     cache = CheckpointMetadataCache()
     with AsyncCallsQueue() as queue:
         for number in range(8):
@@ -293,7 +298,7 @@ def test_a_name_that_may_be_something_else_is_not_replaced() -> None:
 
 
 def test_a_tensor_that_says_its_place_is_planned_every_time(tmp_path: Path) -> None:
-    """Since torch 2.15 a plain tensor can say which parts of a larger one it holds; they may be others with every save."""
+    """Since torch 2.15 a tensor can say which parts of a larger one it holds; they may change."""
     pytest.importorskip("torch.distributed.checkpoint.protocol", reason="torch has it since 2.15")
 
     def state(row: int) -> State:

@@ -21,8 +21,10 @@ from support.states import schedule
 
 
 def saves(out: Path) -> dict[str, Any]:
-    """Saves to learn the structure, one that is written ahead, and one that fails on rank 1; the same once more, but that rank 1's
-    structure has changed by the last one."""
+    """Saves to learn the structure, one that is written ahead, and one that fails on rank 1.
+
+    The same once more, but that rank 1's structure has changed by the last one.
+    """
     ahead.WORTH_IT_NBYTES = 0
     rank, cache = dist.get_rank(), CheckpointMetadataCache()
     taken: dict[int, bool] = {}

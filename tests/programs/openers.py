@@ -1,4 +1,4 @@
-"""Ways to open a shard file that a user may have; importable without torch, as the writer process does it."""
+"""Ways to open a shard file that a user may have; importable without torch, as in the writer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def open_nothing(path: str, mode: str) -> IO[Any]:
 
 
 class Upload:
-    """A stream with the least that a stream needs: no descriptor, no position, no readable bytes."""
+    """A stream with the least that is needed: no descriptor, no position, no readable bytes."""
 
     def __init__(self, path: str, mode: str) -> None:
         assert mode == "wb"

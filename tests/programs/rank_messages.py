@@ -59,8 +59,10 @@ def save_without_store(out: Path) -> dict[str, Any]:
 
 
 def send_all_lengths(out: Path) -> dict[str, Any]:
-    """What arrives, of how many collectives, if all are of one length and if one rank's is longer; in a group of two of three
-    ranks, too."""
+    """What arrives, and in how many collectives, if one rank's message is longer or none is.
+
+    In a group of two of three ranks, too.
+    """
     del out
     here, size = dist.get_rank(), dist.get_world_size()
     pair = dist.new_group([0, 2])

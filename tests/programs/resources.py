@@ -1,4 +1,4 @@
-"""Trainers with little to spend, and trainers that watch what they spend; each tells a test on standard output."""
+"""Trainers with little to spend, and trainers that measure themselves; each prints its figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def has_few_descriptors(out: Path) -> None:
-    """Save and load 5,000 tensors where a process may have 64 descriptors, the writer process included."""
+    """Save and load 5,000 tensors with a limit of 64 descriptors, also for the writer."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     state: State = {f"t{number}": torch.full((5,), float(number)) for number in range(5000)}
     with AsyncCallsQueue() as queue:
@@ -37,7 +37,7 @@ def has_few_descriptors(out: Path) -> None:
 
 
 def saves_again_and_again(out: Path, *structures: str) -> None:
-    """Twenty saves of states of so many MiB, in turn, and what the processes hold after each of them."""
+    """Twenty saves of states of so many MiB, in turn, and what the processes hold then."""
     states = [_state_of(int(mib)) for mib in structures]
     measured = []
     with AsyncCallsQueue() as queue:
@@ -61,7 +61,7 @@ def _open_in(pid: int) -> list[str]:
 
 
 def _is_replaced(link: str) -> bool:
-    """Whether it leads to a file of a checkpoint that was replaced; the writer process gives its room back when it gets to it."""
+    """Whether it leads to a replaced checkpoint's file, whose room the writer gives back later."""
     return link.endswith(".distcp (deleted)")
 
 

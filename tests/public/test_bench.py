@@ -1,4 +1,4 @@
-"""The benchmark measures, checks what was written, and survives a contender that does not; nothing here is timed."""
+"""The benchmark measures, checks what was written, and survives a bad contender; untimed."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def measured(tmp_path: Path, *contenders: Contender, **changes: Any) -> BenchRep
 
 
 def test_a_run_reports_every_figure_of_every_contender(tmp_path: Path) -> None:
-    """One tiny run of our own contenders and a stock one has every sample, and every checkpoint is right."""
+    """One tiny run of our own contenders and a stock one has every sample, all of them right."""
     ours = [each for each in own_contenders() if each.available() is None]
     report = measured(tmp_path, *ours, TorchSave(), rounds=2, memory_saves=3, slowdown_rounds=1)
     assert [each.error for each in report.contenders] == [None] * len(report.contenders)
@@ -188,7 +188,7 @@ def test_a_run_reports_every_figure_of_every_contender(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", ["many", "mixed"])
 def test_the_other_shapes_are_saved_and_come_back(tmp_path: Path, shape: str) -> None:
-    """Nested state with optimizer entries and 0-d tensors, and many small tensors, survive a run."""
+    """Nested state with optimizer entries and 0-d tensors, and many small ones, survive a run."""
     report = measured(tmp_path, own_contenders()[0], shape=shape)
     (ours,) = report.contenders
     assert ours.error is None
@@ -263,7 +263,7 @@ def test_the_scratch_file_is_as_large_as_a_copy_and_its_page_cache(tmp_path: Pat
 
 
 def test_a_first_save_is_split_into_copy_memory_and_the_rest() -> None:
-    """What any program pays for new memory is not counted as the library's, and after a warm-up nothing is."""
+    """What any program pays for new memory is not the library's; after a warm-up it is nothing."""
     figures = {"fresh_memory_found_s": 2.0, "fresh_memory_s": 0.5}
     cold = FirstSaves(warmed_up=False, blocked_s=(1.0, 9, 9, 0.2, 0.1, 0.3), **figures)
     warm = FirstSaves(warmed_up=True, blocked_s=(0.5, 9, 9, 0.2, 0.1, 0.3), **figures)
@@ -275,7 +275,7 @@ def test_a_first_save_is_split_into_copy_memory_and_the_rest() -> None:
 def test_the_command_line_writes_all_samples_as_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The JSON file carries command, machine, versions, limits, samples and targets; the table is printed."""
+    """The JSON file has command, machine, versions, limits, samples and targets."""
     file = tmp_path / "report.json"
     arguments = ["bench", "--bytes", "256KiB", "--rounds", "1", "--contenders", "nostall,dcp.save"]
     arguments += ["--memory-saves", "2", "--slowdown-rounds", "1", "--no-probes"]
@@ -300,7 +300,7 @@ def test_the_command_line_writes_all_samples_as_json(
 
 
 def test_two_ranks_start_themselves_and_agree(tmp_path: Path) -> None:
-    """``--ranks 2`` starts torchrun, saves collectively, verifies both ranks' parts, and reports once."""
+    """``--ranks 2`` starts torchrun, saves collectively, verifies both parts, reports once."""
     file = tmp_path / "report.json"
     command = [sys.executable, "-m", "nostall", "bench", "--ranks", "2", "--bytes", "256KiB"]
     command += ["--rounds", "1", "--contenders", "nostall,nostall dcp.save,torch.save"]
@@ -387,7 +387,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 def test_the_raw_write_writes_the_same_bytes(
     tmp_path: Path, threads: int, *, preallocate: bool
 ) -> None:
-    """The file of the limit holds the bytes of the tensors, no more and no fewer, past one chunk."""
+    """The file of the limit holds exactly the bytes of the tensors, past one chunk, too."""
     tensors = [torch.rand(3_000_000), torch.rand(())]
     limits = Limits(tensors)
     file = tmp_path / "raw"
@@ -410,8 +410,8 @@ def test_the_copies_copy_everything() -> None:
 
 def test_the_memory_sampler_sees_a_peak_that_is_over() -> None:
     """Memory of a child counts, and a peak between two looks is not lost."""
-    # Half a second is what is measured here, not waited for: the sampler looks every 20 ms by itself, and asking it would
-    # be a look.
+    # Half a second is what is measured here, not waited for: the sampler looks every 20 ms by
+    # itself, and asking it would be a look.
     program = (
         "import time; b = bytearray(64 << 20); time.sleep(0.5); del b; print(flush=True); input()"
     )
@@ -428,7 +428,7 @@ def test_the_memory_sampler_sees_a_peak_that_is_over() -> None:
 
 
 def test_cpu_time_of_ended_children_counts() -> None:
-    """A child that has come and gone has left its CPU seconds in the sum; an excluded one has not while it runs."""
+    """An ended child leaves its CPU seconds in the sum; an excluded one does not while it runs."""
     before = tree_cpu_time()
     subprocess.run([sys.executable, "-c", "sum(range(6_000_000))"], check=True)
     used = tree_cpu_time().since(before)
@@ -469,7 +469,7 @@ def test_ranks_have_names_of_their_own() -> None:
 @settings(deadline=None, max_examples=25)  # a promise about bits, not about time
 @given(versions=st.lists(st.integers(0, 1000), min_size=1, max_size=5))
 def test_a_version_can_be_had_again(versions: list[int]) -> None:
-    """Wherever the values have been, the same version has the same bits, and another one differs in every tensor."""
+    """The same version has the same bits again, and another differs in every tensor."""
     workload = make_workload("mixed", SMALL, rank=0, world_size=1)
     first = {name: tensor.clone() for name, tensor in tensors_of(workload.state)}
     for version in versions:

@@ -26,7 +26,7 @@ optimizer.step()
 
 
 def test_code_in_the_readme_runs_in_order(tmp_path: Path) -> None:
-    """The README's Python, pasted into one script after making a model, saves and loads as it says."""
+    """The README's Python, pasted into one script after a model, saves and loads as it says."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     script = tmp_path / "readme.py"
     script.write_text(PREAMBLE + "\n".join(blocks))
@@ -67,7 +67,7 @@ def test_every_engine_option_is_documented(option: str) -> None:
 
 
 def test_every_test_that_the_documents_name_is_there() -> None:
-    """docs/reliability.md rests its promises on tests; ``::name`` is one in the file that was named before it."""
+    """docs/reliability.md names tests that exist; ``::name`` is one in the last named file."""
     text = (ROOT / "docs" / "reliability.md").read_text()
     missing, file = [], ""
     for name, test in re.findall(r"`((?:tests/\w+/)?\w+\.py)?(?:::(\w+))?`", text):

@@ -1,4 +1,4 @@
-"""Every entry point saves what stock DCP saves, bit for bit; names and signatures are those frameworks call."""
+"""Every entry point saves what stock DCP saves; names and signatures are as called."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from programs import entry_points
 from support.ranks import run_ranks
 from support.states import blobs, small_state
 
-# --- saving ---------------------------------------------------------------------------------------------------------
+# --- saving ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("route", entry_points.ALONE)
 def test_one_process_saves_what_stock_saves(route: str, tmp_path: Path) -> None:
-    """Without a process group, every entry point writes stock's bytes and stock loads what was there at the call."""
+    """Without a group every entry point writes stock's bytes, and stock loads the call's state."""
     dcp.save(small_state(3), storage_writer=FileSystemWriter(tmp_path / "stock"))
     entry_points.ALONE[route](tmp_path / "ours", small_state(3))
     assert blobs(tmp_path / "ours") == blobs(tmp_path / "stock")
@@ -56,7 +56,7 @@ def test_a_difference_would_be_seen(tmp_path: Path) -> None:
 
 
 def test_one_process_saves_with_a_planner_of_the_users_own(tmp_path: Path) -> None:
-    """Overridden look-ups and transforms are honoured, and a planner may predate ``storage_meta``."""
+    """Overridden look-ups and transforms count, and a planner may predate ``storage_meta``."""
     entry_points.save(tmp_path / "plain", small_state(3))
     with pytest.warns(UserWarning, match="storage_meta"):  # torch's own, from dcp.save
         facts = entry_points.own_planner(tmp_path, lambda: small_state(3))
@@ -81,8 +81,10 @@ def saved_by_ranks(
 
 @pytest.mark.parametrize("route", entry_points.ROUTES)
 def test_ranks_save_what_stock_saves(route: str, saved_by_ranks: tuple[Path, list[Any]]) -> None:
-    """DTensors of all placements, ShardedTensors, tensors and objects: the bytes are stock's, and stock loads them
-    on every rank as they were at the call."""
+    """DTensors of all placements, ShardedTensors, tensors and objects have stock's bytes.
+
+    Stock loads them on every rank as they were at the call.
+    """
     for found in saved_by_ranks[1]:
         assert found["routes"][route] == {"same as stock": True, "wrong": []}
 
@@ -117,7 +119,7 @@ def test_ranks_save_without_collectives(saved_by_ranks: tuple[Path, list[Any]]) 
 def test_a_sharded_model_comes_back_on_as_many_ranks(
     saved_by_ranks: tuple[Path, list[Any]],
 ) -> None:
-    """An FSDP2 model with AdamW, saved while training goes on, is restored bit for bit on the same ranks."""
+    """An FSDP2 model with AdamW, saved during training, is restored bit for bit on its ranks."""
     for found in saved_by_ranks[1]:
         assert found["fsdp"] == {
             "trained on": True,
@@ -128,7 +130,7 @@ def test_a_sharded_model_comes_back_on_as_many_ranks(
 
 
 def test_a_sharded_model_comes_back_on_one_process(saved_by_ranks: tuple[Path, list[Any]]) -> None:
-    """What ranks saved of a sharded model loads into whole tensors of one process without a group."""
+    """What ranks saved of a sharded model loads into whole tensors of one lone process."""
     whole = torch.load(saved_by_ranks[0] / "whole.pt")
     template = torch.load(saved_by_ranks[0] / "whole.pt")
     assert len(whole["optimizer"]["state"]) == 4
@@ -136,7 +138,7 @@ def test_a_sharded_model_comes_back_on_one_process(saved_by_ranks: tuple[Path, l
     assert entry_points.loaded_wrong(path, whole, template) == []
 
 
-# --- names and signatures -------------------------------------------------------------------------------------------
+# --- names and signatures -------------------------------------------------------------------------
 
 SIGNATURES: dict[str, tuple[Callable[..., Any], str]] = {
     function.__qualname__: (function, expected)
@@ -253,7 +255,7 @@ SIGNATURES: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 def test_signatures_are_those_frameworks_call() -> None:
-    """Parameter names, their order and their defaults are fixed; more may follow by keyword only, with defaults."""
+    """Names, order and defaults of parameters are fixed; more may follow by keyword only."""
     found = {name: _promised(function, text) for name, (function, text) in SIGNATURES.items()}
     assert found == {name: text for name, (_, text) in SIGNATURES.items()}
 
@@ -303,7 +305,7 @@ def test_a_caller_is_abstract_and_comes_in_two_kinds() -> None:
 
 
 def test_the_writer_is_a_storage_writer_and_a_stager() -> None:
-    """``dcp.async_save`` looks for ``AsyncStager`` on the writer; planners are told that ranks may plan alone."""
+    """``dcp.async_save`` finds an ``AsyncStager`` in the writer; planners learn its abilities."""
     assert issubclass(FileSystemWriterAsync, FileSystemWriter)
     writer = FileSystemWriterAsync("/nowhere")
     assert isinstance(writer, AsyncStager)
@@ -332,7 +334,7 @@ def test_a_writer_with_nothing_planned_has_nothing_to_schedule() -> None:
 
 
 def test_checkpoint_ids_of_files_and_of_the_storage_client_are_valid() -> None:
-    """The writer is meant for paths and for ``msc://`` ids, and leaves those of other storages to other writers."""
+    """The writer takes paths and ``msc://`` ids, and leaves other storages to other writers."""
     validate = FileSystemWriterAsync.validate_checkpoint_id
     assert validate("/some/where")
     assert validate(Path("some/where"))
@@ -341,7 +343,7 @@ def test_checkpoint_ids_of_files_and_of_the_storage_client_are_valid() -> None:
 
 
 def test_the_probed_results_queue_is_one_per_process() -> None:
-    """Frameworks look for a module attribute and for a function that returns the process's queue."""
+    """Frameworks look for a module attribute and for a function that returns the queue."""
     queue = filesystem_async.get_write_results_queue()
     assert filesystem_async.get_write_results_queue("fork") is queue
     assert filesystem_async._results_queue is queue
@@ -377,7 +379,7 @@ def test_every_public_name_resolves_to_the_one_in_its_module() -> None:
 
 
 def test_what_is_staged_is_a_private_copy(tmp_path: Path) -> None:
-    """The stager's copy shares no memory with the state, and the writer can be reset for another checkpoint."""
+    """The stager's copy shares no memory with the state, and the writer can be reset."""
     writer = FileSystemWriterAsync(tmp_path / "one")
     state = small_state(3)
     staged = writer.stage(state)
@@ -393,7 +395,7 @@ def test_what_is_staged_is_a_private_copy(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_that_could_not_be_taken_fails_one_save_only(tmp_path: Path) -> None:
-    """Of several ranks it is the save that fails, not the call; another one with the same writer knows nothing of it."""
+    """Of several ranks the save fails, not the call; the writer's next save is not affected."""
     writer, path = FileSystemWriterAsync(tmp_path), tmp_path
     no_memory = errors.ReservationError("no memory today", nbytes=1)
     with (

@@ -92,7 +92,7 @@ def test_what_was_saved_is_found_to_be_whole(tmp_path: Path, way: Way) -> None:
 
 @pytest.mark.parametrize("way", [by_queue, by_save, by_async_save])
 def test_the_manifest_says_what_the_files_are(tmp_path: Path, way: Way) -> None:
-    """Size and CRC-32 of every one, as any other tool computes them; and stock reads the metadata in front of it."""
+    """Size and CRC-32 of each, as other tools compute them; stock reads the metadata before it."""
     way(tmp_path, state_of(), thread_count=2)
     _, manifest = split((tmp_path / ".metadata").read_bytes(), path="")
     assert manifest is not None
@@ -275,8 +275,11 @@ def test_latest_is_what_was_committed_last(tmp_path: Path) -> None:
 def test_the_command_says_what_is_wrong_and_exits_accordingly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """0 for a checkpoint that is whole, 1 for one that is not, 2 for wrong arguments, 3 where there is none, 4 for one of
-    which that cannot be said."""
+    """The exit status says what was found.
+
+    0 for a checkpoint that is whole, 1 for one that is not, 2 for wrong arguments, 3 where there is
+    none, 4 for one of which that cannot be said.
+    """
     by_queue(tmp_path / "save", state_of(), thread_count=2)
     assert main(["verify", str(tmp_path / "save")]) == 0
     assert "as it was written" in capsys.readouterr().out
@@ -314,7 +317,7 @@ def test_progress_reaches_the_end(tmp_path: Path) -> None:
     assert [done for done, _ in told] == sorted(done for done, _ in told)
 
 
-# --- what nobody has written by accident --------------------------------------------------------------------------------
+# --- what nobody has written by accident ----------------------------------------------------------
 
 
 def with_manifest_of(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -352,7 +355,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
 def test_a_hostile_manifest_is_damage_and_nothing_else(
     tmp_path: Path, change: Callable[[dict[str, Any]], object]
 ) -> None:
-    """No file outside is opened, none that has no end is read, no pipe waited for, and nothing raised."""
+    """No file outside is opened, no endless one read, no pipe waited for, nothing raised."""
     by_queue(tmp_path / "save", small_state())
     os.mkfifo(tmp_path / "save" / "pipe")
     with_manifest_of(tmp_path / "save", change)
@@ -421,7 +424,7 @@ def overwrite(path: Path, *names: str) -> None:
 
 @pytest.mark.parametrize("names", ["ab", "b"])
 def test_a_tensor_that_was_overwritten_is_damage(tmp_path: Path, names: str) -> None:
-    """Also if nothing is left in any file that looks like what was written, as when a disk has lost all of it."""
+    """Also if no file holds anything like what was written, as after the loss of a disk."""
     path = tmp_path / "save"
     by_stock(path, {"a": torch.ones(50), "b": torch.ones(60)})
     overwrite(path, *names)
@@ -452,7 +455,7 @@ def test_an_object_in_another_form_has_no_checksum(tmp_path: Path) -> None:
     assert damage.items == ("step",)
 
 
-# --- metadata of others ---------------------------------------------------------------------------------------------------
+# --- metadata of others ---------------------------------------------------------------------------
 
 
 class Mode(Enum):
@@ -523,7 +526,7 @@ def test_what_was_committed_is_never_denied(
 def test_what_is_not_understood_is_told_apart_from_damage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without a manifest nothing can be said of it; whoever asks for the latest is not told to begin anew."""
+    """Without a manifest nothing can be said; a caller that asks for the latest gets an error."""
     other = tmp_path / "other"
     by_stock(other, small_state(), planner=PlannerOfOwn())
     found = nostall.verify(other)
@@ -546,7 +549,7 @@ def test_what_is_not_understood_is_told_apart_from_damage(
 
 
 def test_metadata_of_a_newer_torch_is_read_where_nothing_is_lost(tmp_path: Path) -> None:
-    """The strides that torch 2.15 adds are left out by an older one; what is not known is named, with the class."""
+    """Strides that torch 2.15 adds are left out by an older one; the unknown is named."""
     by_stock(tmp_path, {"a": torch.ones(3, 4)})
     reader = nostall.CachedMetadataFileSystemReader(tmp_path)
     mine = reader.read_metadata()
@@ -660,7 +663,7 @@ class AwayOs:
 def test_the_latest_is_not_denied_while_storage_is_away(
     tmp_path: Path, module: Any, storage: AwayOs
 ) -> None:
-    """A job is not told to begin anew because of a hiccup; an older checkpoint that can be read is taken."""
+    """A job does not begin anew because of a hiccup; an older readable checkpoint is taken."""
     for path in ("one/save", "two/old", "two/save"):
         by_queue(tmp_path / path, small_state())
     with patch.object(module, "os", storage):

@@ -1,4 +1,7 @@
-"""Removing a checkpoint: metadata first, all of it in the end, and nothing else. Crashes are in ``test_crash_consistency``."""
+"""Removing a checkpoint: metadata first, all of it in the end, and nothing else.
+
+Crashes are in ``test_crash_consistency``.
+"""
 
 from __future__ import annotations
 

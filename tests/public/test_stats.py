@@ -40,7 +40,7 @@ def saved(path: Path, **options: Any) -> tuple[SaveStats, float]:
 def test_stages_that_follow_each_other_add_up_to_less_than_the_whole(
     tmp_path: Path, staging: str
 ) -> None:
-    """None is counted twice, none is negative, and the writer's threads worked within its wall-clock time."""
+    """None counts twice, none is negative, and the writer's threads fit its wall-clock time."""
     stats, took_s = saved(tmp_path / "save", thread_count=2, staging=staging)
     stages = [
         getattr(stats, f"{name}_s")

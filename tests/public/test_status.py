@@ -70,7 +70,7 @@ def test_a_save_is_followed_from_its_snapshot_to_its_end(tmp_path: Path) -> None
 
 
 def test_a_save_that_stands_still_shows_how_far_it_came(tmp_path: Path) -> None:
-    """After so many chunks of the file, which is what storage has taken; and the message of a deadline says so, too."""
+    """After so many chunks, which is what storage has taken; a deadline's message says it, too."""
     written = 3 * CHUNK_NBYTES
     with Hold("chunk") as hold, AsyncCallsQueue() as queue:
         held = {**hold.fault.plain, "after": 3}

@@ -1,4 +1,4 @@
-"""torchao's quantised weights and optimizer states: saved as stock saves them, and loaded by stock into the same model."""
+"""torchao's quantised weights and optimizer states are saved as stock does and load by stock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Layers = torch.nn.Sequential
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled() -> Iterator[None]:
-    """The optimizers compile their steps, which takes a minute and a compiler, and changes nothing here."""
+    """The optimizers compile their steps, which takes a minute and changes nothing here."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -91,7 +91,7 @@ def _assert_same_checkpoints(directory: Path, state: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_quantised_weights_come_back_bit_by_bit(tmp_path: Path, kind: str) -> None:
-    """Weights are stored as stock stores them, and stock loads them into the same quantised model."""
+    """Weights are stored as by stock, which loads them into the same quantised model."""
     state = WEIGHTS[kind](0)
     assert _wrappers(state)
     _assert_same_checkpoints(tmp_path, state)
@@ -118,7 +118,7 @@ def _state(layers: Layers, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
 def test_optimizer_states_of_few_bits_come_back_bit_by_bit(tmp_path: Path, name: str) -> None:
-    """States are stored as stock stores them, and training goes on from them exactly as from the original."""
+    """States are stored as by stock, and training goes on from them exactly as before."""
     kind = getattr(optim, name)
     layers, optimizer = _trained(kind, 0)
     state = _state(layers, optimizer)

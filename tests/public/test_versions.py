@@ -1,4 +1,4 @@
-"""nostall on other versions of torch than the pinned one: which of its private names are used, and where."""
+"""nostall on other versions of torch: which of its private names are used, and where."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OF_OTHERS = {"_exit", "_replace", "_exit_function", "_register_atexit"}
 """Private names of the standard library's."""
 
 
-# --- which private names are used -------------------------------------------------------------------------------------
+# --- which private names are used -----------------------------------------------------------------
 
 
 def is_private(name: str) -> bool:
@@ -57,7 +57,7 @@ def own_names(tree: ast.AST) -> Iterator[str]:
 
 
 def used_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Every private name that is imported from torch, looked up as an attribute, or given as a text."""
+    """Private names that are imported from torch, looked up as attributes, or given as texts."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
@@ -71,7 +71,7 @@ def used_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def test_private_names_of_torch_are_used_in_one_file_only() -> None:
-    """When torch renames something of its own, there is one file to look at, and one place in it."""
+    """When torch renames something of its own, one place in one file is to be looked at."""
     trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
     ours = {name for tree in trees.values() for name in own_names(tree)}
     ours |= {path.stem for path in trees} | {path.parent.name for path in trees} | OF_OTHERS
@@ -85,7 +85,7 @@ def test_private_names_of_torch_are_used_in_one_file_only() -> None:
     assert strays == []
 
 
-# --- what happens without them ----------------------------------------------------------------------------------------
+# --- what happens without them --------------------------------------------------------------------
 
 NEEDED = {
     "_is_functional_tensor": torch,
@@ -105,7 +105,7 @@ NEEDED = {
 def test_a_torch_that_lacks_what_is_needed_is_refused_at_import(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever has a torch that cannot do reads one error that names it, when nostall is imported and not in a save."""
+    """A torch that lacks what is needed gives one error, at nostall's import and by name."""
     monkeypatch.delattr(NEEDED[name], name)
     spec = importlib.util.spec_from_file_location("imported_again", _torch.__file__)
     assert spec is not None
@@ -117,7 +117,7 @@ def test_a_torch_that_lacks_what_is_needed_is_refused_at_import(
 
 
 def test_a_torch_that_lacks_the_rest_saves_the_same(tmp_path: Path) -> None:
-    """Without the private names that make saves faster, sharded states are saved as with them, again and again."""
+    """Without the private names that make saves faster, sharded states are saved as with them."""
     assert run_ranks(2, "versions:without_optional_names", tmp_path) == [{}, {}]
 
 
@@ -145,14 +145,14 @@ def test_a_failure_can_be_sent_to_other_ranks() -> None:
     assert not any(getattr(frame, "_code", None) for frame in trace)
 
 
-# --- checkpoints of other versions ------------------------------------------------------------------------------------
+# --- checkpoints of other versions ----------------------------------------------------------------
 
 MADE = sorted(path.parent for path in make.HERE.glob("torch-*/*/.metadata"))
 
 
 @pytest.mark.parametrize("path", MADE, ids=lambda path: f"{path.parent.name}, {path.name}")
 def test_checkpoints_of_another_torch_are_read(path: Path) -> None:
-    """Whichever supported torch wrote it, older or newer than this one: it is verified and loaded bit by bit."""
+    """Whichever supported torch wrote it, older or newer: it is verified and loaded bit by bit."""
     assert nostall.verify(path).ok
     loaded: dict[str, Any] = {
         "model": {"weight": torch.zeros(4, 3)},

@@ -59,7 +59,7 @@ def saved(path: Path, seed: int) -> bool:
 def test_saves_that_are_pending_at_exit_are_completed(
     tmp_path: Path, how: str, status: int
 ) -> None:
-    """However the script ends, and although nobody holds the queue any more; the exit status is the script's own."""
+    """However the script ends, and even if its queue is gone; the exit status is its own."""
     done = run("ends", tmp_path, how)
     assert done.returncode == status
     assert "2 requests that are not finalised" in done.stderr
@@ -69,7 +69,7 @@ def test_saves_that_are_pending_at_exit_are_completed(
 
 
 def test_a_save_that_is_lost_at_exit_is_told_by_the_exit_status(tmp_path: Path) -> None:
-    """And by a message; the one behind it is completed all the same, and what was printed is not lost."""
+    """And by a message; the next save is completed all the same, and no output is lost."""
     done = run("ends", tmp_path, "returns", "fails")
     assert done.returncode == 1
     assert "pending at exit some are lost" in done.stderr
@@ -124,7 +124,7 @@ def test_a_rank_that_cannot_complete_its_save_at_exit_ends_with_an_error(
 def test_a_failure_of_dcp_async_save_is_not_silent(
     tmp_path: Path, how: str, status: int, printed: str
 ) -> None:
-    """The log says what and why; where the interpreter was waiting for it and nobody can ask its future, so does the status."""
+    """The log says what and why; so does the status where no caller can ask the future."""
     done = run("ends_in_dcp", tmp_path, how)
     assert (done.returncode, done.stdout) == (status, printed)
     assert f"a save has failed path={tmp_path / 'save'}" in done.stderr
@@ -133,7 +133,7 @@ def test_a_failure_of_dcp_async_save_is_not_silent(
 
 
 def test_queues_are_finished_in_the_same_order_on_all_ranks(tmp_path: Path) -> None:
-    """At the interpreter's end, in the order of their first requests: each checkpoint is that of its own queue."""
+    """At the interpreter's end, in the order of first requests: each has its own checkpoint."""
     run_ranks(2, "endings:two_queues_end", tmp_path)
     for number in range(6):
         assert nostall.verify(tmp_path / f"{number}").ok
@@ -155,7 +155,7 @@ def test_queues_are_finished_in_the_same_order_on_all_ranks(tmp_path: Path) -> N
 def test_sigterm_finishes_what_is_scheduled(
     tmp_path: Path, how: str, status: int, printed: list[str]
 ) -> None:
-    """And then ends the process, or calls the handler that was there before; whatever the process does meanwhile."""
+    """It then ends the process, or calls the earlier handler, whatever the process is doing."""
     done = run("gets_sigterm", tmp_path, how)
     assert (done.returncode, done.stdout.splitlines()) == (status, printed)
     assert saved(tmp_path / "save", 0)
@@ -186,8 +186,10 @@ def test_sigterm_ends_a_process_with_nothing_to_do_at_once(tmp_path: Path) -> No
     ],
 )
 def test_sigterm_ends_a_process_whose_save_does_not_end(tmp_path: Path, how: str) -> None:
-    """When the grace period is over, with the status that SIGTERM gives; the save is not committed. Nor does its failure,
-    which may end the script before, give the process another status."""
+    """After the grace period the process ends with SIGTERM's status, and nothing is committed.
+
+    A failure of the save, which may end the script before, gives the process no other status.
+    """
     done = run("gets_sigterm", tmp_path, how)
     assert done.returncode == 143
     assert not nostall.is_complete(tmp_path / "save")
@@ -273,7 +275,7 @@ _on = _On()
 def test_requests_are_finalised_at_exit_on_the_accelerator_of_the_main_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another thread starts at device 0, and NCCL's collectives would then use that on each rank."""
+    """Another thread starts at device 0, and NCCL's collectives would use it on each rank."""
 
     @contextmanager
     def on_devices(devices: list[torch.device]) -> Iterator[None]:
@@ -296,7 +298,7 @@ def test_requests_are_finalised_at_exit_on_the_accelerator_of_the_main_thread(
 def test_an_accelerator_that_has_failed_does_not_hide_a_lost_save(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After a device error each later call raises it again; the exit status still reports the loss."""
+    """After a device error each later call raises it again; the exit status reports the loss."""
 
     def failed() -> list[torch.device]:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -1,4 +1,4 @@
-"""The queue: what is scheduled is finalised once, in order, after all ranks are done with it, or not at all."""
+"""The queue: what is scheduled is finalised once, in order, after all ranks, or not at all."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def names(path: Path) -> list[str]:
     return sorted(p.name for p in path.iterdir()) if path.exists() else []
 
 
-# --- on two ranks ---------------------------------------------------------------------------------------------------
+# --- on two ranks ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
 
 
 def test_requests_of_all_kinds_are_finalised_in_order(found: list[Found]) -> None:
-    """Own saves, ``torch.save`` on one rank, nothing at all, and a save that one rank has no part in go through one
-    queue; the indices that come back are those that were given out."""
+    """Requests of all kinds go through one queue, and their own indices come back.
+
+    Own saves, ``torch.save`` on one rank, nothing at all, and a save that one rank has no part in.
+    """
     for facts in found:
         said = facts["in_order"]
         assert said["scheduled"] == [0, 1, 2, 3, 4, 5]
@@ -92,7 +94,7 @@ def test_requests_of_all_kinds_are_finalised_in_order(found: list[Found]) -> Non
 
 
 def test_two_queues_count_for_themselves(found: list[Found]) -> None:
-    """Each queue gives out indices from 0 and may be finalised before an older request of the other."""
+    """Each queue counts from 0 and may be finalised before an older request of the other."""
     for facts in found:
         said = facts["two_queues"]
         assert said["scheduled"] == [0, 0, 1]
@@ -104,8 +106,11 @@ def test_two_queues_count_for_themselves(found: list[Found]) -> None:
 def test_full_storage_of_one_rank_fails_the_save_on_every_rank(
     rank: int, found: list[Found]
 ) -> None:
-    """The error names rank, phase, file and cause everywhere and says ``Worker failure`` on the coordinator; nothing is
-    committed or left, and the saves before and after it are whole."""
+    """The error names rank, phase, file and cause everywhere, and nothing is committed.
+
+    It says ``Worker failure`` on the coordinator. Nothing is left, and the saves before and after
+    it are whole.
+    """
     for here, facts in enumerate(found):
         said = facts["failures"][f"storage of rank {rank}"]
         assert said["ranks"] == [rank]
@@ -134,7 +139,7 @@ def test_a_snapshot_that_fails_on_one_rank_fails_the_save_on_every_rank(
 def test_a_finalize_function_that_raises_stops_those_after_it_and_no_later_request(
     found: list[Found],
 ) -> None:
-    """The user's own exception comes through on the rank that raised it; the other rank, which has finalised, is told."""
+    """The user's own exception is raised on its rank; the other rank, which is done, raises too."""
     here, there = (facts["failures"]["finalizer of rank 1"] for facts in reversed(found))
     assert (here["text"], here["finalized"], here["after"]) == ("no luck", [], [2])
     assert there["ranks"] == [1]
@@ -154,8 +159,10 @@ def test_a_python_worker_that_raises_or_dies_is_reported_on_every_rank(found: li
 
 
 def test_a_rank_that_is_not_in_time_is_late_for_all(found: list[Found]) -> None:
-    """``wait`` with a timeout raises on every rank if any rank's part is not done, and finalises nothing; a later wait
-    does."""
+    """``wait`` with a timeout raises on every rank if any rank's part is not done.
+
+    It finalises nothing; a later wait does.
+    """
     for here, facts in enumerate(found):
         said = facts["not_in_time"]
         assert f"{here} of 1 requests are not done on this rank after 0.2 s" in said["text"]
@@ -165,7 +172,7 @@ def test_a_rank_that_is_not_in_time_is_late_for_all(found: list[Found]) -> None:
 
 
 def test_ranks_that_scheduled_different_numbers_are_told_so(found: list[Found]) -> None:
-    """All of them raise, with the indices, before anything is finalised; after an abort they go on together."""
+    """All raise, with the indices, before anything is finalised; after an abort they go on."""
     for rank, facts in enumerate(found):
         said = facts["different_numbers"]
         assert f"rank {rank} polls number 0 and has scheduled up to {1 - rank}" in said["text"]
@@ -187,8 +194,10 @@ def test_torch_save_on_one_rank_needs_no_other(found: list[Found]) -> None:
 
 
 def test_an_abort_ends_what_is_stuck_and_every_queue_goes_on(found: list[Found]) -> None:
-    """A writer that does not answer is killed; neither its save nor the one behind it is ever finalised or leaves a
-    file, and the next saves of both queues are right."""
+    """A writer that does not answer is killed, and its save is never finalised.
+
+    Nor is the one behind it, and neither leaves a file. The next saves of both queues are right.
+    """
     for facts in found:
         assert facts["aborted_while_stuck"] == {
             "pending": [0, 0],
@@ -201,7 +210,7 @@ def test_an_abort_ends_what_is_stuck_and_every_queue_goes_on(found: list[Found])
         }
 
 
-# --- requests -------------------------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 def test_a_scheduled_request_takes_no_more_finalize_functions() -> None:
@@ -217,7 +226,7 @@ def test_a_scheduled_request_takes_no_more_finalize_functions() -> None:
 
 
 def test_a_request_can_be_executed_without_a_queue(tmp_path: Path) -> None:
-    """Preload, call with arguments by position and name, finalize: in this order, in this process."""
+    """Preload, call with arguments by position and name, finalize: in order, in this process."""
     order: list[Any] = []
     AsyncRequest(
         lambda *args, **kwargs: order.append((args, kwargs)),
@@ -236,7 +245,7 @@ def test_what_is_preloaded_needs_its_place_among_the_arguments() -> None:
 
 
 def test_what_cannot_travel_is_refused_when_it_is_scheduled() -> None:
-    """A lambda, and a function of the main script, raise at once and by name; the queue has nothing pending."""
+    """A lambda, and a function of the main script, raise at once by name; nothing is pending."""
     in_main: dict[str, Any] = {"__name__": "__main__"}
     exec("def step(): pass", in_main)
     with AsyncCallsQueue() as queue:
@@ -261,12 +270,15 @@ def test_the_save_function_refuses_to_travel(tmp_path: Path) -> None:
         save_fn(*args)
 
 
-# --- workers --------------------------------------------------------------------------------------------------------
+# --- workers --------------------------------------------------------------------------------------
 
 
 def test_one_python_worker_serves_all_calls_and_survives_their_errors(tmp_path: Path) -> None:
-    """A persistent queue calls in one process, which an exception does not end; arguments are those of the time of
-    scheduling; after the process has died the next call gets a new one."""
+    """A persistent queue calls in one process, which an exception does not end.
+
+    Arguments are those of the time of scheduling. After the process has died the next call gets a
+    new one.
+    """
     pids: list[str] = []
 
     def scheduled(queue: AsyncCallsQueue, *call: Any) -> None:
@@ -297,8 +309,10 @@ def test_one_python_worker_serves_all_calls_and_survives_their_errors(tmp_path: 
 
 
 def test_a_temporal_queue_gives_every_call_a_process(tmp_path: Path) -> None:
-    """Calls that are scheduled together run in processes of their own, and one that is done is finalised while the
-    other one still runs."""
+    """Calls that are scheduled together run in processes of their own.
+
+    One that is done is finalised while the other one still runs.
+    """
     os.mkfifo(tmp_path / "fifo")
     with AsyncCallsQueue(persistent=False) as queue:
         quick = AsyncRequest(queueing.note_pid, [str(tmp_path / "quick")], [])
@@ -339,12 +353,14 @@ def test_a_caller_can_be_driven_without_a_queue(
     assert loaded_wrong(tmp_path, small_state(1), small_state(0)) == []
 
 
-# --- waiting --------------------------------------------------------------------------------------------------------
+# --- waiting --------------------------------------------------------------------------------------
 
 
 def test_nothing_is_finalised_before_it_is_written(tmp_path: Path) -> None:
-    """While the writer stands still a poll returns nothing, a wait with a timeout raises in time, and there is no
-    metadata; then both happen."""
+    """While the writer stands still a poll returns nothing, and a wait with a timeout raises.
+
+    There is no metadata until the writer goes on and the save is finalised.
+    """
     with AsyncCallsQueue() as queue, Hold() as hold:
         with inject(hold.fault):
             index = schedule(queue, tmp_path, small_state(1))
@@ -365,7 +381,7 @@ def test_nothing_is_finalised_before_it_is_written(tmp_path: Path) -> None:
 
 
 def test_leaving_the_block_finalises_what_is_scheduled(tmp_path: Path) -> None:
-    """The end of a ``with`` block waits for all saves; the queue can be used again, and closed again."""
+    """The end of a ``with`` block waits for all saves; the queue can be used and closed again."""
     with AsyncCallsQueue() as queue:
         schedule(queue, tmp_path / "1", small_state(1))
     assert loaded_wrong(tmp_path / "1", small_state(1), small_state(0)) == []
@@ -376,7 +392,10 @@ def test_leaving_the_block_finalises_what_is_scheduled(tmp_path: Path) -> None:
 
 
 def test_an_error_in_the_block_is_the_one_that_is_raised(tmp_path: Path) -> None:
-    """Neither a failed save nor what is finalised behind it hides the body's own exception; a note says what is lost."""
+    """No failed save hides the body's own exception; a note says what is lost.
+
+    Nor does what is finalised behind it.
+    """
     finalized: list[str] = []
     queue = AsyncCallsQueue()
     with inject(Fault.errno("chunk", errno.ENOSPC)):
@@ -430,8 +449,10 @@ def test_an_error_in_the_block_does_not_cost_a_checkpoint(when: str, tmp_path: P
 def test_an_error_in_the_block_is_not_held_up_by_storage_that_is(
     error: type[Exception], tmp_path: Path
 ) -> None:
-    """What is not written in ``exit_timeout_s`` is given up, and at once if a deadline has passed already; what was written
-    before is committed."""
+    """What is not written in ``exit_timeout_s`` is given up; what was written is committed.
+
+    It is given up at once if a deadline has passed already.
+    """
     nostall.configure(EngineOptions(exit_timeout_s=0.5 if error is KeyError else 60.0))
     queue = AsyncCallsQueue()
     with Hold("chunk") as hold:
@@ -456,8 +477,11 @@ def test_an_error_in_the_block_is_not_held_up_by_storage_that_is(
 
 
 def test_errors_on_all_ranks_do_not_cost_a_checkpoint(found: list[Found]) -> None:
-    """Ranks that leave with an exception together commit what is written; one that leaves alone gives it up, talks to nobody
-    who goes on, and its exception gets to where it is handled."""
+    """Ranks that leave with an exception together commit what is written.
+
+    One that leaves alone gives it up, talks to no rank that goes on, and its exception gets to
+    where it is handled.
+    """
     for facts in found:
         together, alone = (facts["errors_in_the_block"][how] for how in ("together", "alone"))
         assert together == {"raised": "mine", "is complete": True, "wrong": []}
@@ -485,8 +509,10 @@ def test_finalize_functions_never_run_after_a_failure(tmp_path: Path) -> None:
 
 
 def test_saves_to_one_place_do_not_share_files(tmp_path: Path) -> None:
-    """Two saves to one directory may be on their way together: each commits a checkpoint of its own while the other is
-    being written, fails or is given up, and what the last one replaces is removed."""
+    """Two saves to one directory may be under way together; each commits its own checkpoint.
+
+    While the other is being written, fails or is given up. What the last one replaces is removed.
+    """
     with AsyncCallsQueue() as queue, AsyncCallsQueue() as other, Hold("chunk") as hold:
         schedule(queue, tmp_path, small_state(1))
         with inject(Fault.errno("chunk", errno.ENOSPC)):
@@ -506,11 +532,11 @@ def test_saves_to_one_place_do_not_share_files(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == 2
 
 
-# --- aborting -------------------------------------------------------------------------------------------------------
+# --- aborting -------------------------------------------------------------------------------------
 
 
 def test_an_aborted_save_is_never_finalised(tmp_path: Path) -> None:
-    """Neither at once nor later, and it leaves no file; the queue goes on counting and saves again."""
+    """Neither at once nor later, and it leaves no file; the queue counts on and saves again."""
     finalized: list[str] = []
     with AsyncCallsQueue() as busy, AsyncCallsQueue() as queue, Hold() as hold:
         with inject(hold.fault):
@@ -531,8 +557,10 @@ def test_an_aborted_save_is_never_finalised(tmp_path: Path) -> None:
 
 
 def test_aborting_one_queue_does_not_touch_anothers_save(tmp_path: Path) -> None:
-    """A save that is being written, by the same process and for however long, goes on while one that waits behind it
-    is aborted."""
+    """A save that is being written goes on while one that waits behind it is aborted.
+
+    By the same process and for however long.
+    """
     with AsyncCallsQueue() as busy, AsyncCallsQueue() as queue, Hold("chunk") as hold:
         with inject(hold.fault):
             schedule(busy, tmp_path / "busy", small_state(1))
@@ -549,8 +577,10 @@ def test_aborting_one_queue_does_not_touch_anothers_save(tmp_path: Path) -> None
 
 
 def test_a_late_answer_is_not_taken_for_another_saves(tmp_path: Path) -> None:
-    """An aborted save that was written nevertheless is not committed, and the next one, of another structure and to
-    another place, gets the answer that is its own."""
+    """An aborted save that was written nevertheless is not committed.
+
+    The next one, of another structure and to another place, gets the answer that is its own.
+    """
     with AsyncCallsQueue() as queue, Hold("report") as hold:
         with inject(hold.fault):
             schedule(queue, tmp_path / "aborted", small_state(1))
@@ -591,8 +621,10 @@ def test_abort_all_aborts_every_queue(tmp_path: Path) -> None:
 def test_a_wait_that_another_thread_aborts_says_so(
     timeout: float | None, on_error: str, tmp_path: Path
 ) -> None:
-    """The thread that waits gets an error of its own kind; what was scheduled after the abort had begun is finalised, and
-    nothing else."""
+    """The thread that waits gets an error of its own kind.
+
+    What was scheduled after the abort had begun is finalised, and nothing else.
+    """
     outcome: list[Any] = []
     queue = AsyncCallsQueue(on_error=on_error)
 
@@ -625,7 +657,7 @@ def test_a_wait_that_another_thread_aborts_says_so(
     assert loaded_wrong(tmp_path / "new", small_state(2), small_state(0)) == []
 
 
-# --- torch.save -----------------------------------------------------------------------------------------------------
+# --- torch.save -----------------------------------------------------------------------------------
 
 
 def archive(value: Any, **options: Any) -> bytes:
@@ -665,7 +697,7 @@ def test_a_file_can_have_the_old_format(tmp_path: Path) -> None:
 
 
 class LateOs:
-    """A system that renames and then says that it could not, as a server does whose answer is lost."""
+    """A system that renames and then reports an error, as a server whose answer is lost."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
@@ -687,7 +719,7 @@ def test_a_file_that_got_its_name_is_saved_whatever_storage_answers(tmp_path: Pa
 
 
 def test_a_file_appears_only_when_it_is_complete(tmp_path: Path) -> None:
-    """While it is being written its name shows the earlier file, if any; afterwards the new one, and nothing else."""
+    """While it is written its name shows the earlier file, if any; afterwards the new one."""
     path = tmp_path / "state.pt"
     checkpoint = TorchAsyncCheckpoint(persistent_queue=False)
     for earlier, number in ((None, 1), (archive(small_state(1)), 2)):
@@ -705,7 +737,10 @@ def test_a_file_appears_only_when_it_is_complete(tmp_path: Path) -> None:
 
 
 def test_a_failed_file_leaves_the_earlier_one(tmp_path: Path) -> None:
-    """A full device is an error that names the file; the earlier file is as it was, and the next save works."""
+    """A full device is an error that names the file; the earlier file stays.
+
+    The next save works.
+    """
     path = tmp_path / "state.pt"
     checkpoint = TorchAsyncCheckpoint()
     checkpoint.async_save(small_state(1), path)
@@ -722,7 +757,7 @@ def test_a_failed_file_leaves_the_earlier_one(tmp_path: Path) -> None:
 
 
 def test_an_aborted_file_does_not_appear(tmp_path: Path) -> None:
-    """``close(abort=True)`` gives up what is on its way; ``close()`` waits for it, and both may be repeated."""
+    """``close(abort=True)`` gives up what is under way, ``close()`` waits; both may be repeated."""
     checkpoint = TorchAsyncCheckpoint()
     with AsyncCallsQueue() as busy, Hold() as hold:
         with inject(hold.fault):
@@ -749,8 +784,10 @@ class _Countdown:
 
 
 def test_a_file_ends_where_its_archive_ends(tmp_path: Path) -> None:
-    """Of an object that is pickled longer or shorter each time: nothing of what was in memory before is in the file, and what
-    does not fit is an error that says why."""
+    """An object that is pickled longer or shorter each time leaves no older bytes in the file.
+
+    Nothing of what was in memory before is in it, and what does not fit is an error that says why.
+    """
     path = tmp_path / "state.pt"
     checkpoint = TorchAsyncCheckpoint()
     checkpoint.async_save({"x": b"earlier" * 10_000}, path)
@@ -766,7 +803,7 @@ def test_a_file_ends_where_its_archive_ends(tmp_path: Path) -> None:
 
 
 def test_a_file_in_new_directories_is_durable_with_their_names(tmp_path: Path) -> None:
-    """The names of directories that are made for it are on the device before the file has its own."""
+    """The names of directories made for it are on the device before the file has its own."""
     checkpoint = TorchAsyncCheckpoint()
     with patch.object(posix, "os", RecordingOs()) as recorded:
         checkpoint.async_save(small_state(), tmp_path / "new" / "deep" / "state.pt")
@@ -886,7 +923,7 @@ def test_files_and_checkpoints_take_turns_in_the_same_memory(tmp_path: Path) -> 
         assert blobs(tmp_path / str(number)) == blobs(tmp_path / "stock")
 
 
-# --- the caching reader ---------------------------------------------------------------------------------------------
+# --- the caching reader ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -897,7 +934,7 @@ def reader(tmp_path: Path) -> CachedMetadataFileSystemReader:
 
 
 def test_metadata_is_read_once(reader: CachedMetadataFileSystemReader) -> None:
-    """Readers of one checkpoint share what was read, each with containers of its own, until the cache is cleared."""
+    """Readers of one checkpoint share what was read, in containers of their own, until cleared."""
     first = reader.read_metadata()
     second = CachedMetadataFileSystemReader(reader.path).read_metadata()
     assert second.storage_data == first.storage_data
@@ -953,7 +990,7 @@ def test_metadata_of_few_checkpoints_is_kept(tmp_path: Path) -> None:
 def test_what_cannot_be_metadata_is_not_read(
     reader: CachedMetadataFileSystemReader, kind: str
 ) -> None:
-    """A pipe would be waited for, a device has no end, and a long file no room; each is a typed error at once."""
+    """A pipe, a device without an end, and a file too long each give a typed error at once."""
     path = Path(reader.path) / ".metadata"
     path.unlink()
     match kind:
@@ -989,8 +1026,10 @@ def _index(reader: CachedMetadataFileSystemReader) -> MetadataIndex:
 
 
 def test_an_overwritten_checkpoint_is_read_anew(reader: CachedMetadataFileSystemReader) -> None:
-    """Another structure, the same one again, and metadata of equal size and time are all noticed; the checkpoint loads
-    with this reader after each."""
+    """Another structure, the same again, and metadata of equal size and time are all noticed.
+
+    The checkpoint loads with this reader after each.
+    """
     path = Path(reader.path)
     before = reader.read_metadata()
     stamp = (path / ".metadata").stat().st_mtime_ns

@@ -9,8 +9,11 @@ from support.ranks import run_ranks
 
 
 def test_messages_of_all_lengths_arrive_and_short_ones_in_one_collective(tmp_path: Path) -> None:
-    """On three ranks with the second one in charge, and on two of them; empty, just short enough, one byte too long, and a
-    megabyte, from all ranks or from any one."""
+    """Messages of all lengths arrive, from all ranks or from any one.
+
+    On three ranks with the second one in charge, and on two of them; empty, just short enough, one
+    byte too long, and a megabyte.
+    """
     found = run_ranks(3, "rank_messages:send_all_lengths", tmp_path)
     for said in found:
         assert said["wrong"] == []
@@ -28,7 +31,7 @@ def test_messages_of_all_lengths_arrive_and_short_ones_in_one_collective(tmp_pat
 
 
 def test_ranks_whose_store_has_gone_still_save(tmp_path: Path) -> None:
-    """They cannot leave word for each other of how many requests they have scheduled, which costs no save."""
+    """They cannot leave each other their numbers of requests, which costs no save."""
     assert (
         run_ranks(2, "rank_messages:save_without_store", tmp_path)
         == [{"gone": True, "wrong": []}] * 2

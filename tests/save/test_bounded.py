@@ -124,7 +124,7 @@ tensors = st.builds(
 def test_the_bounded_mode_writes_what_a_synchronous_save_writes(
     tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any], limit: int, files: int
 ) -> None:
-    """For any state and limit: file by file what ``dcp.save`` writes with that limit, and item by item what stock writes."""
+    """For any state and limit: each file is that of ``dcp.save``, and each item is stock's."""
     out = tmp_path_factory.mktemp("ways")
     nostall.configure(EngineOptions(max_staging_bytes=limit))
     writer = FileSystemWriterAsync(out / "sync", thread_count=files)

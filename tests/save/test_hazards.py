@@ -1,4 +1,4 @@
-"""Ways in which two saves, a deadline, a retry or a user's setting could reach into a checkpoint that is not theirs."""
+"""Two saves, a deadline, a retry or a setting never reach into a checkpoint not theirs."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_staged_object_that_has_grown_is_saved_whole(tmp_path: Path) -> None:
 
 
 def test_writing_a_snapshot_twice_is_refused(tmp_path: Path) -> None:
-    """After the first write its memory belongs to others; a retry must not commit what they put there."""
+    """After the first write its memory is free for others; a retry must not commit theirs."""
     writer = FileSystemWriterAsync(tmp_path / "saved")
     save_state_dict_async_plan(small_state(1), writer)
     save_fn, preload_fn, args = writer.get_save_function_and_args()
@@ -161,7 +161,7 @@ def test_saving_in_inference_mode_does_not_spoil_later_saves(tmp_path: Path) -> 
 
 
 def test_failed_saves_do_not_keep_memory_from_the_next_one(tmp_path: Path) -> None:
-    """Their staged copies may live on in the tracebacks of their exceptions; nobody waits for that."""
+    """Their staged copies may live on in tracebacks of exceptions; no save waits for that."""
     futures: list[Any] = []
     for number in range(4):
         writer = FileSystemWriterAsync(tmp_path / "taken", overwrite=number == 0)
@@ -429,7 +429,7 @@ def test_a_relative_path_without_a_working_directory_is_refused(
 
 
 def test_the_multi_storage_client_is_not_asked_for_a_local_path(tmp_path: Path) -> None:
-    """Megatron passes ``use_msc=True`` wherever the client is installed; the path says where to write."""
+    """Megatron passes ``use_msc=True`` wherever the client is installed; the path decides."""
     writer = FileSystemWriterAsync(tmp_path / "save", use_msc=True)
     dcp.save(small_state(1), storage_writer=writer, no_dist=True)
     assert blobs(tmp_path / "save") == saved_by_stock(tmp_path / "stock", small_state(1))

@@ -1,4 +1,4 @@
-"""Exceptions from outside, such as Ctrl-C, at the lines where a save changes hands: what is saved next is whole."""
+"""After an exception from outside, such as Ctrl-C, at any handover the next save is whole."""
 
 from __future__ import annotations
 
@@ -100,8 +100,10 @@ PLACES = [
 def test_an_interrupted_save_spoils_none_that_follows(
     saves: Saves, place: str, *, before: bool
 ) -> None:
-    """Neither one of the same structure, which finds memory as the interrupted one has left it, nor one of another; and nothing is
-    left of it."""
+    """An interrupted save harms neither the next one of its structure nor one of another.
+
+    The former finds memory as the interrupted one has left it. Nothing is left of that save.
+    """
     module, _, qualified = place.partition(":")
     *owner, name = qualified.split(".")
     target: Any = import_module(module)
@@ -123,7 +125,7 @@ def test_an_interrupted_save_spoils_none_that_follows(
 
 
 def test_memory_that_is_being_written_is_nobody_elses(saves: Saves) -> None:
-    """Whoever has made a snapshot may lose it, or give it up, as soon as its job was handed over."""
+    """A snapshot may be lost, or given up by its maker, once its job was handed over."""
     arena = default_engine().arena
     leased = []
     submit = Engine.submit

@@ -1,4 +1,4 @@
-"""Synchronous saves of more than a few chunks: written from live tensors through a ring of buffers, without a snapshot."""
+"""Synchronous saves of more than a few chunks go through a ring of buffers, not a snapshot."""
 
 from __future__ import annotations
 

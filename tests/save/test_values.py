@@ -1,4 +1,4 @@
-"""Tensors and objects of unusual kinds: whichever way they are saved, the bytes are stock's; what has no data is refused."""
+"""Tensors and objects of unusual kinds have stock's bytes; what has no data is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from support.states import WAYS, blobs, read_metadata, save_stock_way, schedule
 LARGE = 40_000
 """Elements of a tensor that is copied in pieces."""
 
-# torch deprecates making quantised tensors, and says so of the storages that it rebuilds them from itself.
+# torch deprecates making quantised tensors, and says so of the storages that it rebuilds them from
+# itself.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*quantiz.*:UserWarning",
     "ignore:.*quantiz.*:DeprecationWarning",
@@ -143,7 +144,7 @@ def stock(tmp_path: Path) -> Path:
 
 
 def test_every_kind_is_stored_as_stock_stores_it_whichever_way(tmp_path: Path, stock: Path) -> None:
-    """Subclasses, wrappers, quantised tensors and objects that hold tensors: the bytes and the metadata are stock's."""
+    """Subclasses, wrappers, quantised tensors and others: bytes and metadata are stock's."""
     expected, entries = blobs(stock), read_metadata(stock).state_dict_metadata
     different = []
     for way, save in WAYS.items():
@@ -171,7 +172,7 @@ def test_a_wrapper_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_quantised_tensor_keeps_its_integers(tmp_path: Path) -> None:
-    """What ``torch.quantize_per_tensor`` has made is read back with its integers, scale and zero point."""
+    """What ``torch.quantize_per_tensor`` made is read with its integers, scale and zero point."""
     for way, save in WAYS.items():
         save(tmp_path / way, {"item": quantised()})
         (content,) = blobs(tmp_path / way).values()
@@ -210,7 +211,7 @@ def test_a_registered_class_is_stored_dequantised(tmp_path: Path, registered: No
 
 
 def test_classes_of_transformer_engine_are_stored_dequantised(tmp_path: Path) -> None:
-    """They are recognised by where they are defined, and stored as frameworks expect them; others are not."""
+    """They are recognised by their modules, and stored as frameworks expect; others are not."""
     save_stock_way(tmp_path / "stock", {"item": scaled().dequantize()})
     for way, save in WAYS.items():
         save(tmp_path / way, {"item": scaled(ElsewhereScaled)})
@@ -226,7 +227,7 @@ def test_a_tensor_on_its_way_is_waited_for(tmp_path: Path) -> None:
         assert blobs(tmp_path / way) == blobs(tmp_path / "stock"), way
 
 
-# --- no data ----------------------------------------------------------------------------------------------------------
+# --- no data --------------------------------------------------------------------------------------
 
 EMPTIED: dict[str, Callable[[], torch.Tensor]] = {
     "small": lambda: emptied(torch.ones(10)),
@@ -242,7 +243,7 @@ EMPTIED: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("kind", EMPTIED)
 def test_a_tensor_without_memory_is_refused(tmp_path: Path, kind: str) -> None:
-    """A tensor whose storage was resized fails the save with its name and what to do; nothing is read past the end."""
+    """A tensor whose storage was resized fails the save by name; no byte past it is read."""
     for way, save in WAYS.items():
         with pytest.raises(
             (CheckpointException, StagingError), match=r"'item'.*resized to \d+; resize it back"
@@ -253,7 +254,7 @@ def test_a_tensor_without_memory_is_refused(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("size", [10, LARGE], ids=["small", "large"])
 def test_a_structure_saved_before_is_looked_at_for_memory(tmp_path: Path, size: int) -> None:
-    """A tensor that loses its memory between two saves of a known structure is refused by name; with it back, all is well."""
+    """A tensor that loses its memory between two saves is refused by name, until it is back."""
     state = {f"w{n}": torch.full((size,), float(n)) for n in range(4)}
     view = state["w2"][3:]
     state["view"] = view
@@ -281,7 +282,7 @@ def test_a_structure_saved_before_is_looked_at_for_memory(tmp_path: Path, size: 
 
 @pytest.mark.parametrize("size", [(4,), (LARGE,), (0,)], ids=["small", "large", "empty"])
 def test_zeros_without_memory_are_stored_as_zeros(tmp_path: Path, size: tuple[int, ...]) -> None:
-    """A tensor that is zero by definition, with nothing behind it, is stored like any other of its values."""
+    """A tensor that is zero by definition, with nothing behind it, is stored like any other."""
     save_stock_way(tmp_path / "stock", {"item": torch.zeros(size)})
     for way, save in WAYS.items():
         save(tmp_path / way, {"item": torch._efficientzerotensor(size)})

@@ -97,7 +97,7 @@ def _remove_file(path: Path) -> None:
 def test_what_is_removed_while_it_is_written_is_not_announced(
     tmp_path: Path, save: Callable[[Path], None], remove: Callable[[Path], None]
 ) -> None:
-    """A directory, or a file, that somebody removes under a save's hands fails it, with the file's name."""
+    """A directory or a file that is removed during a save fails it, with the file's name."""
     path = tmp_path / "saved"
     with Hold("fsync") as hold, inject(hold.fault):
         failure = _while_held(hold, lambda: save(path), lambda: remove(path))
@@ -162,7 +162,7 @@ def test_a_synchronous_save_does_not_wait_for_storage_for_ever(tmp_path: Path, p
 def test_what_was_given_up_before_it_was_published_is_never_published(
     tmp_path: Path, save: Callable[[Path], None], point: str
 ) -> None:
-    """The commit fails in time; when storage answers the old checkpoint is still there, and alone."""
+    """The commit fails in time; when storage answers, the old checkpoint is there, and alone."""
     path = tmp_path / "saved"
     save(path)
     before = (path / ".metadata").read_bytes()

@@ -1,4 +1,4 @@
-"""Saves that meet in one directory: each of them is committed whole, or leaves what is there as it was."""
+"""Saves that meet in one directory are each committed whole, or leave it as it was."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def written(queue: AsyncCallsQueue) -> None:
         call.outcome.result(60)
 
 
-# --- two saves at a time ----------------------------------------------------------------------------------------------
+# --- two saves at a time --------------------------------------------------------------------------
 
 
 def test_two_threads_that_commit_to_one_directory_take_turns(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_commit_that_is_stuck_is_not_waited_for_for_ever(tmp_path: Path) -> No
 
 
 def test_metadata_of_another_process_is_not_taken_for_ones_own(tmp_path: Path) -> None:
-    """What it has put in place of ours is published by us, and said to be so; nothing is removed for it."""
+    """What it has put in place of ours is published, and said to be; nothing is removed for it."""
     path = tmp_path / "save"
     dcp.save(small_state(1), storage_writer=FileSystemWriterAsync(path), no_dist=True)
     before = {name for name in os.listdir(path) if name.endswith(".distcp")}
@@ -119,7 +119,7 @@ def test_metadata_of_another_process_is_not_taken_for_ones_own(tmp_path: Path) -
 
 
 def test_a_commit_that_fails_leaves_the_file_of_another_process(tmp_path: Path) -> None:
-    """Of two processes that commit at the same moment the one that was faster fails, and takes nothing from the other one."""
+    """Of two processes that commit at once the faster one fails, and takes nothing away."""
     path = str(tmp_path / ".metadata.tmp")
     ours, anothers = posix.UnfinishedFile(path), posix.UnfinishedFile(path)
     with pytest.raises(WriteError, match="another process"):
@@ -148,7 +148,7 @@ def test_a_commit_that_fails_leaves_the_file_of_another_process(tmp_path: Path) 
 def test_a_directory_that_is_made_again_meanwhile_gets_no_checkpoint(
     tmp_path: Path, how: str
 ) -> None:
-    """Somebody removes it when all is written; metadata would name files that are not there, and the save be told to be done."""
+    """A directory removed after the writing fails the save: its metadata would name no file."""
     path, removed = tmp_path / "save", tmp_path / "removed"
     with Hold("commit") as hold, inject(hold.fault), ThreadPoolExecutor() as executor:
         saving = executor.submit(WAYS[how], path, small_state(1))
@@ -184,7 +184,7 @@ def test_a_directory_under_two_names_is_one(tmp_path: Path) -> None:
 def test_saves_of_an_earlier_engine_still_have_their_names(
     tmp_path: Path, renew: Callable[[], object]
 ) -> None:
-    """One that is written and not committed yet is not overwritten by the next one, nor does it remove that one's files."""
+    """A save that is written, not committed, keeps its files and names when the next one comes."""
     path = tmp_path / "save"
     first, second = AsyncCallsQueue(), AsyncCallsQueue()
     schedule(first, path, small_state(1))
@@ -210,14 +210,14 @@ def test_a_save_that_was_finalised_by_hand_cannot_be_aborted(tmp_path: Path) -> 
     assert holds(path, 1, tmp_path)
 
 
-# --- what is there already --------------------------------------------------------------------------------------------
+# --- what is there already ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("alone_first", [False, True], ids=["together first", "alone first"])
 def test_checkpoints_of_one_rank_and_of_all_share_no_file(
     tmp_path: Path, *, alone_first: bool
 ) -> None:
-    """With ``use_collectives=False`` metadata has another name; a save of either kind that fails leaves the other's as it is."""
+    """With ``use_collectives=False`` metadata has its own name; failures do not touch the other."""
     path = tmp_path / "save"
 
     def save(seed: int, *, alone: bool) -> None:
@@ -261,7 +261,7 @@ def test_a_checkpoint_that_cannot_be_seen_for_a_moment_is_not_overwritten(tmp_pa
 
 
 def test_a_checkpoint_that_is_not_seen_is_not_overwritten(tmp_path: Path) -> None:
-    """A network file system may go on saying that there is no metadata after it was asked too early."""
+    """A network file system may go on denying metadata that it was asked for too early."""
     path, queue = tmp_path / "save", AsyncCallsQueue()
     with AsyncCallsQueue() as before:
         schedule(before, path, small_state(1))
@@ -295,7 +295,7 @@ def test_metadata_of_another_checkpoint_does_not_get_into_a_warm_cache(tmp_path:
     assert blobs(tmp_path / "after") == blobs(tmp_path / "3")
 
 
-# --- what else is in the way ------------------------------------------------------------------------------------------
+# --- what else is in the way ----------------------------------------------------------------------
 
 
 def test_metadata_of_impossible_length_stops_nobody(tmp_path: Path) -> None:

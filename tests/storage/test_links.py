@@ -39,7 +39,7 @@ def value_in(path: Path) -> float:
 
 @pytest.mark.parametrize("save", [_sync, _queue])
 def test_a_link_to_a_directory_is_followed(tmp_path: Path, save: Save) -> None:
-    """The checkpoint is in the directory, the link stays one, and the next save through it replaces that checkpoint."""
+    """The checkpoint is in the directory, the link stays one, and the next save replaces it."""
     (tmp_path / "volume").mkdir()
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "volume", target_is_directory=True)
@@ -68,7 +68,7 @@ def test_a_link_to_nowhere_is_an_error(tmp_path: Path, save: Save) -> None:
 def test_what_a_name_leads_to_is_never_written_into(
     tmp_path: Path, save: Save, link: Callable[[Path, Path], None]
 ) -> None:
-    """Where a symbolic or a hard link has the name of a file that a save makes, the file gets another name."""
+    """Where a link of either kind has the name of a save's file, the file gets another name."""
     (tmp_path / "saved").mkdir()
     for name in ("__0_0.distcp", ".metadata.tmp"):
         (tmp_path / f"precious {name}").write_text("of somebody else")
@@ -90,8 +90,10 @@ def test_what_a_name_leads_to_is_never_written_into(
 def test_a_relative_path_is_what_it_was_when_the_writer_was_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Save
 ) -> None:
-    """A trainer that changes its directory saves where it says, and touches nothing where it was, though its writer process
-    is still there."""
+    """A trainer that changes its directory saves where it says, and touches nothing elsewhere.
+
+    Nothing where it was before, though its writer process is still there.
+    """
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     monkeypatch.chdir(tmp_path / "one")

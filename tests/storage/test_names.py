@@ -1,4 +1,4 @@
-"""Names of files: storage decides who gets one, no save touches what it has not made, and none leaves what nobody needs."""
+"""Names of files: storage assigns them, saves touch only their own files, and none are left."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def files_of(path: Path) -> set[str]:
     return {info.relative_path for info in read_metadata(path).storage_data.values()}
 
 
-# --- a checkpoint that a host does not see ----------------------------------------------------------------------------
+# --- a checkpoint that a host does not see --------------------------------------------------------
 
 WAYS: dict[str, Callable[[Path, int], None]] = {
     "save": by_save,
@@ -96,7 +96,7 @@ FAULTS = {
 def test_a_save_that_fails_beside_a_checkpoint_that_it_does_not_see_leaves_it(
     tmp_path: Path, way: Callable[[Path, int], None], kind: str
 ) -> None:
-    """Whatever a cache of names says, nothing that the save has not made is removed or written into."""
+    """Whatever a cache of names says, only what the save has made is removed or written into."""
     by_stock(tmp_path, 1)
     before = {name: (tmp_path / name).read_bytes() for name in names_in(tmp_path)}
     with (
@@ -159,7 +159,7 @@ def test_a_rank_that_does_not_see_the_checkpoint_leaves_it(of_ranks: list[dict[s
 def test_a_host_with_a_cache_leaves_the_checkpoint_of_another_one(
     tmp_path: Path, code: int | None
 ) -> None:
-    """It has looked before the other host saved, and its kernel believes for a minute that nothing is there."""
+    """It looked before the other host saved; its kernel denies the checkpoint for a minute."""
     with Mount(tmp_path, cache_s=60) as one, Mount(tmp_path, cache_s=60) as other:
         os.mkdir(other.path / "saved")
         assert not (other.path / "saved" / ".metadata").exists()
@@ -174,7 +174,7 @@ def test_a_host_with_a_cache_leaves_the_checkpoint_of_another_one(
     assert loaded_from(tmp_path / "saved") == (2 if code is None else 1)
 
 
-# --- a directory that is new ------------------------------------------------------------------------------------------
+# --- a directory that is new ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -188,7 +188,7 @@ def test_a_directory_that_was_removed_and_made_again_is_a_new_one(
         shutil.rmtree(tmp_path / "saved")
 
 
-# --- a rename of which nobody knows -----------------------------------------------------------------------------------
+# --- a rename of which nobody knows ---------------------------------------------------------------
 
 
 class DoneAndRefused(Stale):
@@ -267,11 +267,11 @@ def test_a_mounted_file_system_that_renames_and_says_no_loses_nothing(
             assert loaded_from(tmp_path / "saved") == seed
 
 
-# --- what nobody needs ------------------------------------------------------------------------------------------------
+# --- what nobody needs ----------------------------------------------------------------------------
 
 
 def test_a_commit_that_fails_leaves_no_file_of_any_rank(of_ranks: list[dict[str, Any]]) -> None:
-    """Nor does a save that fails on one rank, once the next one is committed: with every way to save."""
+    """Nor does a save that fails on one rank, once the next is committed: in every way."""
     first, second = (each["failing"] for each in of_ranks)
     assert first == second
     for way, seen in first.items():
@@ -284,7 +284,7 @@ def test_a_commit_that_fails_leaves_no_file_of_any_rank(of_ranks: list[dict[str,
 
 
 def test_saves_that_are_finished_by_hand_in_another_order_are_not_torn(tmp_path: Path) -> None:
-    """Who finishes the first one after the second is told that its files are gone, and what is committed stays."""
+    """Finishing the first save after the second raises; what is committed stays."""
     written = []
     for seed in (1, 2):
         planner, writer = DefaultSavePlanner(), FileSystemWriterAsync(tmp_path)
@@ -332,7 +332,7 @@ def made_long_ago(path: Path) -> None:
 def test_files_of_saves_that_were_killed_are_removed(
     tmp_path: Path, way: Callable[[Path, int], None]
 ) -> None:
-    """By the next save that is committed, if they are too old to be another process's that is under way."""
+    """By the next committed save, if they are too old to belong to a save under way."""
     killed = {"__0_0.distcp", "__3_1-89abcdef.distcp", "group__0_0-89abcdef-01234567.distcp"}
     for name in killed | {"model.distcp", "__0_0.distcp.bak", "notes"}:
         made_long_ago(tmp_path / name)

@@ -58,7 +58,7 @@ def saved_file_by_file(path: Path) -> dict[str, bytes]:
 def test_a_failure_that_passes_is_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, way: Way, point: str
 ) -> None:
-    """File by file, so often as is allowed; the checkpoint is the one without the failure, and the log says what was."""
+    """File by file, as often as is allowed; the checkpoint is right, and the log has the cause."""
     with (
         inject(Fault.errno(point, errno.EIO, file="__0_1.distcp", times=2)),
         caplog.at_level("WARNING", "nostall"),
@@ -105,7 +105,7 @@ def test_a_save_through_a_ring_is_tried_again_from_its_first_chunk(tmp_path: Pat
 def test_a_job_can_go_on_without_a_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With ``on_error="warn"`` a failed save is logged and counted, and the saves after it are what they should be."""
+    """With ``on_error="warn"`` a failed save is logged and counted; later saves are right."""
     done = []
     with AsyncCallsQueue(on_error="warn") as queue:
         with inject(Fault.errno("open", errno.ENOSPC)):

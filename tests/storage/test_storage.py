@@ -1,4 +1,4 @@
-"""Where the bytes go: past the page cache or through it, durable or not, through a user's own callables, in parallel."""
+"""Where the bytes go: through the page cache or past it, durable or not, by users' callables."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def stock(path: Path, state: dict[str, Any]) -> dict[Any, bytes]:
 
 
 def report_of(path: Path, state: dict[str, Any], **options: Any) -> Callable[[], RankReport]:
-    """Start a split save by hand, as a framework without a queue does; gives its report, finalised, when called."""
+    """Start a split save by hand; returns a function that gives its finalised report."""
     writer = FileSystemWriterAsync(path, **options)
     planned = save_state_dict_async_plan(state, writer)
     save_fn, preload_fn, _ = writer.get_save_function_and_args()
@@ -106,7 +106,7 @@ def failure_of(caught: pytest.ExceptionInfo[CheckpointException]) -> WriteError:
     return error
 
 
-# --- direct or not ----------------------------------------------------------------------------------------------------
+# --- direct or not --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_direct_io_is_used_where_it_is_taken_and_not_switched_off(
     tmp_path: Path,
     direct: bool,  # noqa: FBT001  # a parameter of the test
 ) -> None:
-    """The descriptor that the writer process has open carries O_DIRECT, or not if ``direct_io=False``."""
+    """The writer's open descriptor carries O_DIRECT, or not if ``direct_io=False``."""
     nostall.configure(EngineOptions(direct_io=direct))
     with Hold("fsync") as hold, inject(hold.fault), AsyncCallsQueue() as queue:
         schedule(queue, tmp_path / "saved", odd_state())
@@ -194,8 +194,10 @@ def test_a_file_system_that_refuses_direct_io_gets_the_same_files(
     refuse: Callable[[pytest.MonkeyPatch], list[str]],
     chunk_nbytes: int,
 ) -> None:
-    """Refused with EINVAL at the open or at a write, by one thread or several at once, the file goes through the page
-    cache and is the same to the byte."""
+    """A file for which direct writes are refused goes through the page cache, the same to the byte.
+
+    Refused with EINVAL at the open or at a write, by one thread or several at once.
+    """
     nostall.configure(EngineOptions(chunk_nbytes=chunk_nbytes))
     save(tmp_path / "direct", odd_state(), thread_count=2)
     refused = refuse(monkeypatch)
@@ -210,7 +212,7 @@ def test_a_file_system_that_refuses_direct_io_gets_the_same_files(
 def test_what_goes_through_the_page_cache_is_written_from_front_to_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thread_count: int
 ) -> None:
-    """One write of a file at a time, each where the last one ended, as a file system in user space or over a network likes it."""
+    """One write of a file at a time, in order, as file systems in user space or networks prefer."""
     nostall.configure(EngineOptions(direct_io=False, chunk_nbytes=PAGE, io_threads=12))
     real, written = os.pwrite, defaultdict[str, list[tuple[int, int]]](list)
 
@@ -232,8 +234,11 @@ def test_what_goes_through_the_page_cache_is_written_from_front_to_back(
 def test_memory_that_the_device_does_not_take_is_written_through_the_page_cache(
     tmp_path: Path,
 ) -> None:
-    """A real refusal by the kernel, for memory that is not aligned, is no error either; from then on the file is
-    written through the page cache, and a last piece shorter than a page is exact."""
+    """A real refusal by the kernel, for memory that is not aligned, is no error either.
+
+    From then on the file is written through the page cache, and a last piece shorter than a page is
+    exact.
+    """
     content = bytes(range(256)) * 40 + b"the end"
     memory = mmap.mmap(-1, 4 * PAGE)
     memory[1 : 1 + len(content)] = content
@@ -255,7 +260,7 @@ def test_files_end_where_their_last_item_does(
     direct: bool,  # noqa: FBT001  # a parameter of the test
     chunk_nbytes: int,
 ) -> None:
-    """A length that is no multiple of the page size is exact, and the file is stock's file to the byte."""
+    """A length that is no multiple of the page size is exact, and the file is stock's."""
     nostall.configure(EngineOptions(direct_io=direct, chunk_nbytes=chunk_nbytes))
     way(tmp_path / "saved", odd_state())
     stock(tmp_path / "stock", odd_state())
@@ -266,7 +271,7 @@ def test_files_end_where_their_last_item_does(
     assert max(info.offset + info.length for info in infos) == len(content)
 
 
-# --- durable or not ---------------------------------------------------------------------------------------------------
+# --- durable or not -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -284,7 +289,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_everything_is_durable_before_what_refers_to_it(tmp_path: Path, synced: list[str]) -> None:
-    """Shard files, then their directory, then its name and the metadata under a temporary one, then the directory again."""
+    """Shard files, their directory, its name and temporary metadata, then the directory again."""
     save(tmp_path / "saved", odd_state(), thread_count=2)
     assert sorted(synced[:2]) == ["__0_0.distcp", "__0_1.distcp"]
     assert synced[2] == synced[-1] == "saved"
@@ -312,7 +317,7 @@ def test_receipts_tell_whether_files_are_durable(
 
 @pytest.fixture
 def umask() -> Iterator[None]:
-    """A umask that is not the usual one; set before any writer process starts, which inherits it."""
+    """An unusual umask; set before any writer process starts, which inherits it."""
     before = os.umask(0o027)
     yield
     os.umask(before)
@@ -324,7 +329,7 @@ def umask() -> Iterator[None]:
 def test_files_get_the_permissions_that_the_umask_leaves(
     tmp_path: Path, way: Callable[..., None], options: dict[str, Any]
 ) -> None:
-    """Shard files and metadata are as readable as any other file of the user, whoever writes them."""
+    """Shard files and metadata are as readable as the user's other files, in every way."""
     way(tmp_path / "saved", odd_state(), **options)
     modes = {
         name: stat.S_IMODE((tmp_path / "saved" / name).stat().st_mode)
@@ -333,7 +338,7 @@ def test_files_get_the_permissions_that_the_umask_leaves(
     assert modes == {".metadata": 0o640, "__0_0.distcp": 0o640}
 
 
-# --- the user's own callables -----------------------------------------------------------------------------------------
+# --- the user's own callables ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -346,8 +351,10 @@ def test_a_users_own_open_is_called_for_every_shard_file(
     way: Callable[..., None],
     here: bool,  # noqa: FBT001  # a parameter of the test
 ) -> None:
-    """An importable ``open_file`` opens all files, in the writer process unless the save is synchronous, and what it
-    stores is what stock stores."""
+    """An importable ``open_file`` opens all files, and what it stores is what stock stores.
+
+    In the writer process unless the save is synchronous.
+    """
     way(tmp_path / "saved", odd_state(), thread_count=3, open_file=open_and_sign)
     assert blobs(tmp_path / "saved") == stock(tmp_path / "stock", odd_state())
     signed = {path.name: int(path.read_text()) for path in (tmp_path / "saved").glob("*.opened-by")}
@@ -359,7 +366,7 @@ def test_a_users_own_open_is_called_for_every_shard_file(
 def test_an_open_that_cannot_travel_is_called_in_the_trainer(
     tmp_path: Path, way: Callable[..., None]
 ) -> None:
-    """A closure works as well; the files are then written by a thread of the trainer, from the snapshot."""
+    """A closure works as well; a thread of the trainer then writes files from the snapshot."""
     opened = []
 
     def own_open(path: str, mode: str) -> IO[Any]:
@@ -372,7 +379,7 @@ def test_an_open_that_cannot_travel_is_called_in_the_trainer(
 
 
 def test_a_save_through_a_closure_does_not_stall_the_trainer(tmp_path: Path) -> None:
-    """With the closure standing still the call has returned, and what is changed then does not show."""
+    """While the closure stands still the call has returned, and later changes do not show."""
     begun, go_on = threading.Event(), threading.Event()
 
     def slow_open(path: str, mode: str) -> IO[Any]:
@@ -392,7 +399,7 @@ def test_a_save_through_a_closure_does_not_stall_the_trainer(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_stream_need_not_have_a_descriptor(tmp_path: Path, way: Callable[..., None]) -> None:
-    """A stream that can be written, flushed and closed is enough, as an upload to an object store is."""
+    """A stream that can be written, flushed and closed is enough, as an upload is."""
     way(tmp_path / "saved", odd_state(), open_file=Upload)
     assert blobs(tmp_path / "saved") == stock(tmp_path / "stock", odd_state())
 
@@ -410,7 +417,7 @@ def test_a_stream_need_not_have_a_descriptor(tmp_path: Path, way: Callable[..., 
 def test_an_error_of_the_users_storage_is_a_write_error(
     tmp_path: Path, way: Callable[..., None], open_file: Callable[..., Any], code: int
 ) -> None:
-    """What the user's stream raises arrives with path and errno, nothing is left, and the next save works."""
+    """An error of the user's stream arrives with path and errno; the next save works."""
     with pytest.raises(CheckpointException) as caught:
         way(tmp_path / "saved", odd_state(), open_file=open_file)
     error = failure_of(caught)
@@ -424,8 +431,11 @@ def test_an_error_of_the_users_storage_is_a_write_error(
 def test_stream_extensions_are_undone_by_stock_readers(
     tmp_path: Path, way: Callable[..., None]
 ) -> None:
-    """Items compressed by a user's extension, in the writer process unless the save is synchronous, are loaded by
-    stock DCP, which the metadata tells how."""
+    """Items compressed by a user's extension are loaded by stock DCP.
+
+    The metadata tells it how. They are compressed in the writer process unless the save is
+    synchronous.
+    """
     state = odd_state(3)
     way(tmp_path / "saved", state, thread_count=2, _extensions=[Zlib()])
     infos = read_metadata(tmp_path / "saved").storage_data.values()
@@ -442,7 +452,7 @@ def test_stream_extensions_are_undone_by_stock_readers(
     assert stock(tmp_path / "again", loaded) == blobs(tmp_path / "stock")
 
 
-# --- in parallel ------------------------------------------------------------------------------------------------------
+# --- in parallel ----------------------------------------------------------------------------------
 
 
 def running_writers() -> set[int]:
@@ -454,7 +464,7 @@ def running_writers() -> set[int]:
 def test_two_processes_share_the_files_and_store_the_same(
     tmp_path: Path, way: Callable[..., None]
 ) -> None:
-    """With ``is_multiproc_io`` files are written by two processes, and are what one process writes."""
+    """With ``is_multiproc_io`` two processes write the files, which are those of one."""
     way(tmp_path / "one", odd_state(), thread_count=4)
     assert len(running_writers()) == 1
     way(tmp_path / "two", odd_state(), thread_count=4, is_multiproc_io=True)
@@ -503,8 +513,10 @@ def test_files_are_written_at_the_same_time(
     io_threads: int,
     is_multiproc_io: bool,  # noqa: FBT001  # a parameter of the test
 ) -> None:
-    """Two files on slow storage are both under way before either is finished, by two threads of a process or by two
-    processes with a thread each."""
+    """Two files on slow storage are both under way before either is finished.
+
+    By two threads of a process or by two processes with a thread each.
+    """
     nostall.configure(EngineOptions(io_threads=io_threads))
     options: dict[str, Any] = {"thread_count": 2, "is_multiproc_io": is_multiproc_io}
     split_save(tmp_path / "starts the processes", twins(), **options)
@@ -534,11 +546,11 @@ def test_one_thread_writes_one_file_after_the_other(tmp_path: Path) -> None:
     assert second[0] >= first[1]
 
 
-# --- given up ---------------------------------------------------------------------------------------------------------
+# --- given up -------------------------------------------------------------------------------------
 
 
 def test_a_save_that_is_cancelled_in_mid_write_leaves_no_file(tmp_path: Path) -> None:
-    """Between two chunks a cancelled job stops, reports that it was aborted, and removes what it has written."""
+    """Between two chunks a cancelled job stops, reports that, and removes its files."""
     nbytes = 5 * PAGE
     memory = mmap.mmap(-1, nbytes)
     no_seals = SealTable(templates=(), blob_offsets=(), template_of_slot=())
@@ -580,7 +592,7 @@ def test_a_save_that_is_cancelled_in_mid_write_leaves_no_file(tmp_path: Path) ->
 
 
 def test_aborting_the_queue_in_mid_write_leaves_no_file(tmp_path: Path) -> None:
-    """``close(abort=True)`` returns when the writer has let go of the files, within seconds, although it stands still."""
+    """``close(abort=True)`` returns in seconds, with the files released, even if writing hangs."""
     with Hold("fsync") as hold:
         queue = AsyncCallsQueue()
         with inject(hold.fault):

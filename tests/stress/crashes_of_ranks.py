@@ -1,8 +1,9 @@
 """What a crash can leave of a save of two ranks, whichever of them was ahead of the other.
 
-Each rank's operations are recorded by themselves. They may interleave in any way, but for two things: what lies in a directory
-comes after the directory, and the coordinator publishes after the other rank is done. The latter is not assumed but looked up
-in the recording, in which the second rank was slow: :meth:`Recording.coordinator_waited`.
+Each rank's operations are recorded by themselves. They may interleave in any way, but for two
+things: what lies in a directory comes after the directory, and the coordinator publishes after the
+other rank is done. The latter is not assumed but looked up in the recording, in which the second
+rank was slow: :meth:`Recording.coordinator_waited`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Recording:
 
     @cached_property
     def publishing(self) -> int:
-        """The number of the coordinator's first operation on anything but shard files and their directory."""
+        """The coordinator's first operation on anything but shard files and their directory."""
         of_shards = [each.path for each in self.ranks[0] if each.path.endswith(".distcp")]
         of_shards += [os.path.dirname(path) for path in of_shards]
         return next(n for n, each in enumerate(self.ranks[0]) if each.path not in of_shards)

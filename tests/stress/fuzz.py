@@ -1,11 +1,12 @@
-"""Feed hostile input to everything that reads: metadata, shard containers, manifests, and what processes say to each other.
+"""Feed hostile input to everything that reads: metadata, shards, manifests, and messages.
 
     python tests/stress/fuzz.py --inputs 1000000 --seed 1
     python tests/stress/fuzz.py --replay findings/metadata-1-4711
 
-Input number ``n`` of a target follows from the seed, the target's name and ``n`` alone. It runs in a child process under
-limits (:mod:`fuzz_oracles`); a child that dies or does not get on is a finding, too. What inputs came to is counted, so that
-a target whose inputs all bounce off the first check is seen. Exit status 1 if there is a finding.
+Input number ``n`` of a target follows from the seed, the target's name and ``n`` alone. It runs in
+a child process under limits (:mod:`fuzz_oracles`); a child that dies or does not get on is a
+finding, too. What inputs came to is counted, so that a target whose inputs all bounce off the first
+check is seen. Exit status 1 if there is a finding.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from stress.fuzz_oracles import Finding, Judge
 
 BATCH = 10_000
 DEADLINE_S = 10.0
-"""For one input, by the clock, on a machine that has other things to do; the slowest one is reported."""
+"""For one input, by the clock, on a busy machine; the slowest one is reported."""
 _SLOT_NBYTES = 8
 
 Targets = Mapping[str, fuzz_targets.Target]
@@ -66,13 +67,13 @@ class Batch:
         return target.make(random.Random(f"{self.seed}/{self.name}/{number}"))
 
 
-# --- a child ----------------------------------------------------------------------------------------------------------
+# --- a child --------------------------------------------------------------------------------------
 
 
 def _serve(
     make: Callable[[str], fuzz_targets.Target], batch: Batch, root: str, at: mmap.mmap, tell: int
 ) -> NoReturn:
-    """Run a batch up to its first finding; tell what came of it and end, whatever is left undone."""
+    """Run a batch up to its first finding, report it and end, whatever is left undone."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         target = make(root)
@@ -109,7 +110,7 @@ def _memory_directory() -> str | None:
     return "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
-# --- the driver -------------------------------------------------------------------------------------------------------
+# --- the driver -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

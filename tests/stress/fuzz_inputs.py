@@ -22,7 +22,7 @@ VALUES += [*NUMBERS, *(-number for number in NUMBERS), *TEXTS]
 Chance = random.Random
 
 
-# --- bytes ------------------------------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------
 
 
 def changed_bytes(content: bytes, chance: Chance, others: Sequence[bytes]) -> bytes:
@@ -55,7 +55,7 @@ def changed_bytes(content: bytes, chance: Chance, others: Sequence[bytes]) -> by
     return bytes(changed)
 
 
-# --- pickles ----------------------------------------------------------------------------------------------------------
+# --- pickles --------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=64)
@@ -178,7 +178,7 @@ def _value(chance: Chance) -> bytes:
 
 
 def _restated(chance: Chance) -> bytes:
-    """Indices with another one in place of their name, each given once it is sound, the last one as a key."""
+    """Indices with another one as their name, each once it is sound, the last as a key."""
     depth = chance.choice((2, 20, 60))
     make = _named(_METADATA, "MetadataIndex") + pickle.EMPTY_TUPLE + pickle.NEWOBJ
     program = b""
@@ -204,7 +204,7 @@ GADGETS: list[Callable[[Chance], bytes]] = [
 
 
 def changed_program(program: bytes, chance: Chance, others: Sequence[bytes]) -> bytes:
-    """A pickle with instructions lost, repeated, exchanged, from another one, or with some that nobody would write."""
+    """A pickle with instructions lost, repeated, exchanged, from another one, or made up."""
     changed = list(instructions(program))
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
         at = chance.randrange(1, len(changed))
@@ -229,7 +229,7 @@ def changed_program(program: bytes, chance: Chance, others: Sequence[bytes]) -> 
     return b"".join(changed)
 
 
-# --- JSON -------------------------------------------------------------------------------------------------------------
+# --- JSON -----------------------------------------------------------------------------------------
 
 
 def changed_json(plain: Any, chance: Chance) -> str:

@@ -47,7 +47,7 @@ def _nobody_dies(failure: Failure) -> RankReport:
 
 
 class MessagesTarget:
-    """What arrives on a socket: at a writer process, whose jobs are looked at but not done, or at a trainer."""
+    """What arrives on a socket: at a writer, whose jobs are not done, or at a trainer."""
 
     def __init__(self, root: str) -> None:
         self._block = os.memfd_create("block")

@@ -1,7 +1,7 @@
 """What one hostile input must not do, whatever it is, and how each of that is seen.
 
-Inputs run in a child process. The child sees wrong exceptions, memory, side effects and changed classes; the parent sees a
-child that died and one that does not get on.
+Inputs run in a child process. The child sees wrong exceptions, memory, side effects and changed
+classes; the parent sees a child that died and one that does not get on.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _EFFECTS = (
     *("ctypes.dlopen", "code.__new__", "exec", "compile", "marshal.loads", "tempfile"),
 )
 _HARMLESS_IMPORTS = ("encodings",)
-"""A codec that the name of a zip record asks for; a package of Python's own that only translates text."""
+"""A codec that a zip record's name asks for; a package of Python's that only translates text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Finding:
 
 
 class Effects:
-    """An audit hook, which cannot be removed, hence one per process; it takes note while it is armed."""
+    """An audit hook, which cannot be removed, hence one per process; records while armed."""
 
     def __init__(self) -> None:
         self._armed = False
@@ -124,7 +124,7 @@ class Judge:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
     def judge(self, run: Callable[[bytes], str], content: bytes) -> Finding | None:
-        """Run one input; ``run`` returns how it ended, which is counted, or raises what no input may raise."""
+        """Run one input; ``run`` returns its counted outcome, or raises what is not allowed."""
         before = _peak_nbytes()
         try:
             with self._effects.watched(self.root):

@@ -1,4 +1,4 @@
-"""Targets that do what no input may do, so that the fuzzer is seen to see it; prints what it made of each, as JSON."""
+"""Targets that do what no input may do, to test the fuzzer; prints its findings as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is fed: each target makes its own inputs and says how one ended, or raises what nobody documents."""
+"""Targets: each makes its own inputs, and returns an outcome or raises what is undocumented."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Corpus:
     metadata: Metadata
     shards: Mapping[str, bytes]
     pickles: tuple[bytes, ...]
-    """Its metadata in all protocols that stock has used, and as nostall publishes it, with plans."""
+    """Its metadata in all protocols stock has used, and as nostall publishes it, with plans."""
 
     @property
     def files(self) -> list[WrittenFile]:
@@ -75,7 +75,7 @@ class Corpus:
 
 @lru_cache(maxsize=1)
 def corpus() -> Corpus:
-    """Made once, by the process that starts the others, which have no reason to import anything then."""
+    """Made once, by the process that starts the others, which then need to import nothing."""
     use_fastest()
     codecs.lookup("cp437")  # what zipfile reads old names with
     state: dict[str, Any] = {
@@ -110,7 +110,7 @@ class _OnDisk:
         (self.path / name).write_bytes(content)
 
     def verified(self) -> str:
-        """What the public functions say; they raise only if the metadata is not understood and there is no manifest."""
+        """Call the public functions, which raise only without manifest and known metadata."""
         found = nostall.verify(self.path, threads=1)
         try:
             complete = nostall.is_complete(self.path)
@@ -137,7 +137,7 @@ def _with_manifest(pickled: bytes, files: list[WrittenFile]) -> bytes:
 
 
 class MetadataTarget:
-    """A ``.metadata`` file, through the reader, and every few times through verify and is_complete, too."""
+    """A ``.metadata`` file, through the reader and at times through verify and is_complete."""
 
     def __init__(self, root: str) -> None:
         self._disk = _OnDisk(root)
@@ -267,7 +267,7 @@ def _kind_of(damage: str) -> str:
 
 
 def _archive(chance: Random) -> bytes:
-    """An archive of another make: compressed, with records of any name, or one record many times."""
+    """An archive of another make: compressed, with any names, or one record many times."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", chance.choice((0, 8, 12))) as archive:
         for number in range(chance.choice((1, 2, 5))):
@@ -297,7 +297,7 @@ def _records(content: bytes) -> list[int]:
 
 
 class ManifestTarget:
-    """A manifest behind good metadata, through what splits them, and every few times through verify."""
+    """A manifest behind good metadata, through its parser and at times through verify."""
 
     def __init__(self, root: str) -> None:
         self._disk = _OnDisk(root)

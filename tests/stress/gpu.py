@@ -1,13 +1,15 @@
 """What there is to find out on an accelerator, in one command, for the day when one is at hand.
 
-Runs the checks of ``tests/programs/accelerator.py`` and a benchmark of state dicts on the device, and writes one JSON file; what
-was found is written after every step, so that little is lost if the machine is. Needs Linux, torch with CUDA, psutil and
-typing_extensions, and neither a network nor an installation:
+Runs the checks of ``tests/programs/accelerator.py`` and a benchmark of state dicts on the device,
+and writes one JSON file; what was found is written after every step, so that little is lost if the
+machine is. Needs Linux, torch with CUDA, psutil and typing_extensions, and neither a network nor an
+installation:
 
     python tests/stress/gpu.py --json gpu.json
 
-The exit status is 0 if everything held, 1 if a check failed or a checkpoint was wrong, and 3 without an accelerator.
-``--device cpu`` rehearses it: the same steps, of which the figures say nothing.
+The exit status is 0 if everything held, 1 if a check failed or a checkpoint was wrong, and 3
+without an accelerator. ``--device cpu`` rehearses it: the same steps, of which the figures say
+nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def main() -> int:
     given = _arguments()
     if given.device == "cuda" and not torch.cuda.is_available():
         print(
-            f"no accelerator: torch {torch.__version__} finds no CUDA device; nothing was run and nothing written",
+            f"no accelerator: torch {torch.__version__} finds no CUDA device; nothing was run",
             file=sys.stderr,
         )
         return NO_ACCELERATOR
@@ -160,7 +162,7 @@ class Run:
         return [*own_contenders(), DcpSave(), stager]
 
     def measure(self, shape: str, *, for_s: float) -> None:
-        """Everybody once to verify, then rounds in turns until the time is over; one of them in any case."""
+        """Each contender once to verify, then rounds in turns until time is over, at least one."""
         until = time.monotonic() + for_s
         workload = self.workload(shape)
         limits = DeviceLimits(workload.nbytes, self.device)
@@ -199,7 +201,7 @@ class Run:
         self._say(shape, rows, limits)
 
     def _prepare(self, contender: Contender, workload: Workload, row: dict[str, Any]) -> None:
-        """Let a contender save as often as its caches need, the last time to look at what it has saved."""
+        """Let a contender save as often as its caches need, and verify the last save."""
         with self.directory() as path, joined_ranks() as ranks:
             contender.open(Setting(ranks=ranks, nbytes=workload.nbytes, scratch=path))
         for _ in range(contender.warmups - 1):
@@ -235,7 +237,7 @@ class Run:
             return blocked_s, time.perf_counter() - started
 
     def _differences(self, contender: Contender, workload: Workload) -> list[str]:
-        """What a checkpoint does not have as it was at the call, although everything changed as soon as it might."""
+        """What differs in a checkpoint from the call, although everything changed when allowed."""
         workload.advance()
         version = workload.version
         with self.directory() as path:
@@ -268,7 +270,7 @@ class Run:
 
 
 class DeviceLimits:
-    """What the machine can do at best with so many bytes: copy them off the device, and write them."""
+    """What the machine can do at best with so many bytes: copy them off, and write them."""
 
     def __init__(self, nbytes: int, device: str) -> None:
         self.nbytes = nbytes

@@ -1,11 +1,14 @@
-"""Run the fault matrix: two ranks save while something goes wrong, and everything is looked at afterwards.
+"""Run the fault matrix: two ranks save while something goes wrong, then all is examined.
 
-For each cell two gloo ranks, forked from a process that has imported torch and done nothing else, make a save that fails.
-Then:
+For each cell two gloo ranks, forked from a process that has imported torch and done nothing else,
+make a save that fails. Then:
 
-* every rank that lives has raised one of nostall's errors in bounded time, naming rank, phase and file where there is one;
-* the directory holds the old checkpoint, or none, but never a mixture and nothing that was not reported;
-* the next save works, in the same processes or, if a trainer died, in new ones, and loads bit for bit;
+* every rank that lives has raised one of nostall's errors in bounded time, naming rank, phase and
+  file where there is one;
+* the directory holds the old checkpoint, or none, but never a mixture and nothing that was not
+  reported;
+* the next save works, in the same processes or, if a trainer died, in new ones, and loads bit for
+  bit;
 * no process, descriptor, mapping or file is left.
 
     python tests/stress/matrix.py             # every cell
@@ -76,7 +79,7 @@ def require(condition: object, what: str) -> None:
         raise Violation(what)
 
 
-# --- ranks ------------------------------------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
 
 
 class Rank:
@@ -147,11 +150,11 @@ def _play(play: Callable[[], None]) -> NoReturn:
         os._exit(status)
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- what goes wrong ------------------------------------------------------------------------------
 
 
 def hold_for(cell: Cell) -> Hold | None:
-    """Where the victim is to stand still for :func:`act`; ``None`` if it needs nobody for what goes wrong."""
+    """Where the victim is to stop for :func:`act`; ``None`` if the fault needs no process."""
     from_outside = ("short write", "read-only directory", "directory removed", "OOM")
     if cell.place == "trainer" and cell.fault in ("SIGKILL", "SIGSTOP", "OOM"):
         return Hold("stage" if cell.way == "overlapped" else "chunk")
@@ -193,7 +196,7 @@ def mend(cell: Cell, victim: Rank, path: Path) -> None:
             path.chmod(0o755)
 
 
-# --- what is looked at ------------------------------------------------------------------------------------------------
+# --- what is looked at ----------------------------------------------------------------------------
 
 
 def seed_on_storage(path: Path) -> int | None:
@@ -217,7 +220,8 @@ def check_report(cell: Cell, rank: int, report: Report, path: Path) -> None:
     text = report["text"]
     require(text != "it succeeded", f"rank {rank} was told that it succeeded")
     require(report["seconds"] < SOON_S, f"rank {rank} heard of it after {report['seconds']:.0f} s")
-    # Of dead peers stock's own collectives tell; and what nobody expects has no type of ours where DCP passes it on.
+    # Of dead peers stock's own collectives tell; and what nobody expects has no type of ours where
+    # DCP passes it on.
     stocks_own = cell.way == "sync" and (cell.ends_trainer or cell.fault == "exception")
     require(report["typed"] or stocks_own, f"rank {rank} got no error of ours: {text}")
     if cell.ends_trainer:
@@ -240,7 +244,8 @@ def check_directory(cell: Cell, path: Path) -> None:
     }
     strangers = set(os.listdir(path)) - referenced
     if cell.ends_trainer:
-        # What a dead trainer had made may be another process's that lives, for all that the next save knows, until it is old.
+        # What a dead trainer had made may be another process's that lives, for all that the next
+        # save knows, until it is old.
         strangers = {name for name in strangers if not name.endswith(".distcp")}
     require(not strangers, f"files are left: {sorted(strangers)}")
 
@@ -254,7 +259,7 @@ def check_processes() -> None:
     require(not alive, f"processes are left: {alive}")
 
 
-# --- a cell -----------------------------------------------------------------------------------------------------------
+# --- a cell ---------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -362,7 +367,8 @@ def main() -> None:
                 **counts,
                 "violations": violations,
                 "seconds": round(time.monotonic() - began_s),
-                # Whatever is imported is tested, be it this checkout's or not: a result says of what it is.
+                # Whatever is imported is tested, be it this checkout's or not: a result says of
+                # what it is.
                 "nostall": str(Path(nostall.__file__).parent),
                 "torch": torch.__version__,
             }

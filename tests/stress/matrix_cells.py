@@ -10,7 +10,7 @@ from typing import Any
 
 STORAGE = ("ENOSPC", "EIO", "EDQUOT", "short write", "read-only directory", "directory removed")
 DEATHS = ("exit 17", "SIGKILL", "SIGSTOP", "OOM")
-"""``OOM`` is SIGKILL for whatever the rank has in background processes and, in the trainer, for that too, all at once."""
+"""``OOM`` is SIGKILL for a rank's background processes and, in the trainer, for it, too."""
 FAULTS = (*STORAGE, "exception", *DEATHS)
 PLACES = ("writer", "trainer", "commit")
 WAYS = ("sync", "async", "overlapped")
@@ -23,7 +23,7 @@ class Cell:
 
     fault: str
     place: str
-    """``writer``: where files are written, be it another process or, for a synchronous save, the trainer."""
+    """``writer``: where files are written, in another process or, if synchronous, the trainer."""
     rank: int
     overwrite: bool
     way: str

@@ -79,7 +79,7 @@ class Stage:
 
 
 def fail_and_go_on(stage: Stage, rank: int, hold: Hold | None) -> None:
-    """Save, perhaps over a checkpoint, while something goes wrong; then, if this can be survived, once more."""
+    """Save, perhaps over a checkpoint, while something goes wrong; then again, if possible."""
     cell = stage.cell
     begin(stage, rank)
     queue = AsyncCallsQueue()
@@ -236,7 +236,7 @@ def still_open(path: Path) -> list[str]:
 
 
 def obey_modes() -> None:
-    """Give up the superuser's right to write where modes forbid it, for this process and those that it starts."""
+    """Give up the superuser's right to ignore modes, for this process and its children."""
     if os.geteuid() != 0:
         return
     libc = ctypes.CDLL(None, use_errno=True)

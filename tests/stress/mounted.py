@@ -35,11 +35,12 @@ def why_not() -> str | None:
 
 
 class Mount:
-    """A directory as another host sees it: mounted, with caches of its own, in a process of its own.
+    """A directory as another host sees it: a mount with its own caches, in its own process.
 
     Args:
         directory: What is mounted.
-        cache_s: How long the kernel believes what it was told of attributes, names, and names that are not there.
+        cache_s: How long the kernel believes what it was told of attributes, names, and names that
+            are not there.
         o_direct: Whether files can be opened with ``O_DIRECT``.
     """
 

@@ -1,4 +1,4 @@
-"""One rank of ``mounted_saves.py``: does what its standard input says, one JSON object per line, and answers on its output."""
+"""One rank of ``mounted_saves.py``: obeys JSON objects on its input, answers on its output."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _KNOWN = CheckpointMetadataCache()
 
 
 def _state(rank: int, seed: int) -> dict[str, Any]:
-    """What a rank saves: several chunks of a tensor, a small one, one that all ranks have, and an object."""
+    """What a rank saves: several chunks of a tensor, a small and a shared one, and an object."""
     return {
         f"rank{rank}.weight": torch.randn(
             _FLOATS, generator=torch.Generator().manual_seed(seed * 2 + rank)
@@ -89,7 +89,7 @@ def _save_and_tell(how: str, path: str, seed: int) -> dict[str, Any]:
 
 
 def _content(path: str) -> int | str | None:
-    """The seed of what stock loads from there; what is wrong with it, or ``None`` if there is no checkpoint."""
+    """The seed of what stock loads from there; else what is wrong, or ``None`` for nothing."""
     if not os.path.exists(f"{path}/.metadata"):
         return None
     try:
@@ -115,7 +115,7 @@ def _content(path: str) -> int | str | None:
 
 
 def _settle(mount: str) -> dict[str, Any]:
-    """Wait for what was left behind, and tell what is still open below the mount in this process and those it started."""
+    """Wait for what was left, and return what these processes still have open below the mount."""
 
     def is_quiet() -> bool:
         return not any(thread.name.startswith(_LEFT_BEHIND) for thread in threading.enumerate())

@@ -1,9 +1,10 @@
 """Saves on a mounted file system with caches and faults; ``nox -s mounts``.
 
-Two gloo ranks save to one directory, each through a mount of its own, as two hosts do. In every cell one host's file system
-does something wrong during a save. Whatever that is: the old checkpoint or the new one loads bit by bit, or none in a new
-directory; a save that is reported as done is the new one; the calls return within the deadline and ten seconds; when the file
-system answers again no descriptor is left, and the next save works.
+Two gloo ranks save to one directory, each through a mount of its own, as two hosts do. In every
+cell one host's file system does something wrong during a save. Whatever that is: the old checkpoint
+or the new one loads bit by bit, or none in a new directory; a save that is reported as done is the
+new one; the calls return within the deadline and ten seconds; when the file system answers again no
+descriptor is left, and the next save works.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ class Cell:
 
     def __str__(self) -> str:
         where = "over a checkpoint" if self.is_over else "to a new directory"
-        return f"{self.number}: {self.how} {where}, caches {self.cache_s:g} s, host {self.host}: {self.what}"
+        host = f"caches {self.cache_s:g} s, host {self.host}"
+        return f"{self.number}: {self.how} {where}, {host}: {self.what}"
 
 
 def _cells(*, all_caches: bool) -> Iterator[Cell]:
@@ -126,7 +128,7 @@ class _StuckError(Exception):
 
 
 class Rank:
-    """A process that saves, on request, on a host of its own: the mount is where every host has it."""
+    """A process that saves on request on a host of its own, with the mount at its usual place."""
 
     def __init__(
         self, rank: int, meeting: Path, mount: Mount, where: Path, options: dict[str, Any]
@@ -328,9 +330,8 @@ def main() -> int:
     for work in threads:
         work.join()
     bad = sum(bool(wrong) for _, wrong in found)
-    print(
-        f"{len(found)} of {len(cells)} cells in {time.monotonic() - began_s:.0f} s, {bad} with violations"
-    )
+    took_s = time.monotonic() - began_s
+    print(f"{len(found)} of {len(cells)} cells in {took_s:.0f} s, {bad} with violations")
     return 0 if len(found) == len(cells) and not bad else 1
 
 

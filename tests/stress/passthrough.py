@@ -2,11 +2,12 @@
 
     python tests/stress/passthrough.py DIRECTORY MOUNTPOINT CONTROL OPTIONS
 
-``CONTROL`` is where it makes a socket that takes one JSON object per connection: ``{"faults": [...]}`` replaces the faults and
-lets go of whatever hangs, ``{}`` only asks. The answer says which operations hang, how often each fault happened, and how many
-files are open. ``OPTIONS`` are those of ``fuse_main`` as a JSON object. The process ends with its standard input, and when nobody
-has asked it anything for a quarter of an hour, as a test that was killed may be stuck in it; requests that it has not answered then
-fail in the kernel.
+``CONTROL`` is where it makes a socket that takes one JSON object per connection: ``{"faults":
+[...]}`` replaces the faults and lets go of whatever hangs, ``{}`` only asks. The answer says which
+operations hang, how often each fault happened, and how many files are open. ``OPTIONS`` are those
+of ``fuse_main`` as a JSON object. The process ends with its standard input, and when nobody has
+asked it anything for a quarter of an hour, as a test that was killed may be stuck in it; requests
+that it has not answered then fail in the kernel.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ _STATVFS = ("f_bavail", "f_bfree", "f_blocks", "f_bsize", "f_favail", "f_ffree",
 class Faults:
     """What goes wrong.
 
-    A fault is an object with ``op``, an operation; ``name``, a part of the path; ``do``: ``errno`` (nothing is done),
-    ``errno-after`` (it is done, and answered with an error), ``hang`` or ``hang-after``; ``errno``; ``skip``, how many
-    passages it spares; ``times``, how many it meets.
+    A fault is an object with ``op``, an operation; ``name``, a part of the path; ``do``: ``errno``
+    (nothing is done), ``errno-after`` (it is done, and answered with an error), ``hang`` or
+    ``hang-after``; ``errno``; ``skip``, how many passages it spares; ``times``, how many it meets.
     """
 
     def __init__(self) -> None:

@@ -1,15 +1,19 @@
 """Kill trainers and writers at random moments, again and again, and look at what is left each time.
 
-Two gloo ranks save every few milliseconds, in turns to a new directory and over the same one. At a random moment one of the
-two trainers or of their writer processes is killed with SIGKILL. If it was a writer, both ranks have to hear of it and go on;
-if it was a trainer, the other one is killed, too, as torchrun would do it, and both start anew. After every kill:
+Two gloo ranks save every few milliseconds, in turns to a new directory and over the same one. At a
+random moment one of the two trainers or of their writer processes is killed with SIGKILL. If it was
+a writer, both ranks have to hear of it and go on; if it was a trainer, the other one is killed,
+too, as torchrun would do it, and both start anew. After every kill:
 
-* whatever has a ``.metadata`` verifies, checksum by checksum, and holds the values of one save, bit by bit;
-* every save whose finalisation had returned is there, or was replaced by a later one in the same directory;
+* whatever has a ``.metadata`` verifies, checksum by checksum, and holds the values of one save, bit
+  by bit;
+* every save whose finalisation had returned is there, or was replaced by a later one in the same
+  directory;
 * no writer process is left of trainers that are gone;
 * nobody hangs: ranks tell of progress within seconds.
 
-Trainers are forked from a process that has imported torch and done nothing else, so that a life takes a fraction of a second.
+Trainers are forked from a process that has imported torch and done nothing else, so that a life
+takes a fraction of a second.
 
     python tests/stress/soak.py --kills 1000
 """
@@ -63,11 +67,11 @@ def tensors(rank: int, save: int) -> dict[str, Any]:
     }
 
 
-# --- a trainer --------------------------------------------------------------------------------------------------------
+# --- a trainer ------------------------------------------------------------------------------------
 
 
 def train(rank: int, root: Path, store: Path, first: int, tell: int) -> None:
-    """Save for ever; tell the driver of writers, of every save that is committed, and of every one that failed."""
+    """Save for ever; print writers, every committed save, and every failed one."""
 
     def say(**what: Any) -> None:
         os.write(tell, (json.dumps(what) + "\n").encode())
@@ -97,7 +101,7 @@ def train(rank: int, root: Path, store: Path, first: int, tell: int) -> None:
         save += 1
 
 
-# --- the driver -------------------------------------------------------------------------------------------------------
+# --- the driver -----------------------------------------------------------------------------------
 
 
 @dataclass

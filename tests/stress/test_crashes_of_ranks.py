@@ -1,7 +1,7 @@
 """A crash at any moment of a save of two ranks, however far each of them has come.
 
-The ranks are real, and so are their operations on storage; the interleavings that the recording allows, and what a crash may
-leave of each, are a model's (``crashes_of_ranks``, ``crashes``).
+The ranks are real, and so are their operations on storage; the interleavings that the recording
+allows, and what a crash may leave of each, are a model's (``crashes_of_ranks``, ``crashes``).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def found_in(checkpoint: Path) -> int | None:
 
 
 def outcomes(recording: Recording, root: Path, out: Path) -> tuple[Outcomes, int]:
-    """For every moment the saves that may be found after a crash; and of how many different states."""
+    """For every moment the saves that a crash may leave; and of how many different states."""
     known: dict[Any, int | None] = {}
     found: Outcomes = {}
     for moment in recording.moments():
@@ -75,7 +75,7 @@ def outcomes(recording: Recording, root: Path, out: Path) -> tuple[Outcomes, int
 def test_two_ranks_leave_the_old_checkpoint_or_the_new_one(
     recordings: Path, tmp_path: Path, way: str, place: str
 ) -> None:
-    """However far each has come; the new one for good when both are done, and not before the second rank is."""
+    """However far each has come; the new one once both are done, and not before rank 1 is."""
     here = recordings / f"{way}-{place}"
     recording = Recording.read(here)
     assert recording.coordinator_waited
@@ -91,7 +91,7 @@ def test_two_ranks_leave_the_old_checkpoint_or_the_new_one(
 
 
 def test_the_model_finds_a_coordinator_that_does_not_wait(recordings: Path, tmp_path: Path) -> None:
-    """If it published when its own files are done, some crash would leave a checkpoint that looks whole and is not."""
+    """If it published early, some crash would leave a checkpoint that looks whole and is not."""
 
     class Hasty(Recording):
         def waits_for(self, rank: int, number: int) -> int:

@@ -33,13 +33,13 @@ def seen() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found_and_can_be_replayed(seen: dict[str, list[str]], bug: str) -> None:
-    """Each kind of what no input may do is reported as that, from the run and from the file that it has kept."""
+    """Each kind of forbidden act is reported as that, from the run and from the file it kept."""
     _, kind = BUGS[bug]
     assert seen[bug] == [kind, kind]
 
 
 def test_a_few_thousand_hostile_inputs_do_no_harm(tmp_path: Path) -> None:
-    """All targets, some inputs of each accepted and some refused; the long run is a session of its own."""
+    """All targets, some inputs of each accepted and some refused; a session has the long run."""
     ended = run("fuzz.py", "--inputs", 4000, "--seed", 7, "--findings", tmp_path / "findings")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for target in SHARES:

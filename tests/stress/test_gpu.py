@@ -15,7 +15,8 @@ from support.ranks import TESTS
 
 BARE = """
 import runpy, sys
-sys.modules.update(dict.fromkeys(("hypothesis", "isal", "nox", "pytest")))  # as if they were not installed
+# As if they were not installed.
+sys.modules.update(dict.fromkeys(("hypothesis", "isal", "nox", "pytest")))
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -57,7 +58,7 @@ def test_the_command_for_accelerators_says_that_there_is_none(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_the_command_for_accelerators_can_be_rehearsed(tmp_path: Path) -> None:
-    """Every step of it runs with torch, psutil and typing_extensions alone, and one file says what was found."""
+    """Each step runs with torch, psutil and typing_extensions alone, and writes one file."""
     done = run_command(tmp_path, "--device", "cpu", "--bytes", "64KiB", "--seconds", "0")
     assert done.returncode == 0, done.stderr
     (file,) = tmp_path.iterdir()

@@ -25,7 +25,7 @@ def test_few_cells_show_every_fault_in_every_place_and_way() -> None:
 
 
 def test_a_save_that_fails_tells_everybody_harms_nothing_and_leaves_nothing(tmp_path: Path) -> None:
-    """On two ranks, for every pair of a fault, a place, a rank, a kind of save and what it replaces."""
+    """On two ranks, for every pair of fault, place, rank, kind of save and what it replaces."""
     done = run_script("stress/matrix.py", "--covering", cwd=tmp_path, timeout_s=280)
     assert done.returncode == 0, done.stdout + done.stderr
     counted = json.loads(done.stdout.splitlines()[-1])  # older Gloo says there that it is connected

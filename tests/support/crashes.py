@@ -1,8 +1,9 @@
 """What a crash can leave of a sequence of operations on storage.
 
-A model of what POSIX promises and no more: the content of a file is durable when it was fsynced, its name when the directory
-that holds it was. Whatever was not may be there after a crash, or not, or in part; the names of one directory in any
-combination. (Journaling file systems keep order among names and are kinder than that.)
+A model of what POSIX promises and no more: the content of a file is durable when it was fsynced,
+its name when the directory that holds it was. Whatever was not may be there after a crash, or not,
+or in part; the names of one directory in any combination. (Journaling file systems keep order among
+names and are kinder than that.)
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Operation:
 
 
 class RecordingOs:
-    """``os`` as ``_storage.posix`` sees it: does what it is told and writes down what changes storage."""
+    """``os`` for ``_storage.posix``: does what is asked and records what changes storage."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
@@ -112,7 +113,7 @@ def recorded() -> Iterator[list[Operation]]:
         yield recording.operations
 
 
-# --- the model --------------------------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -129,7 +130,7 @@ class Disk:
     """Durable ones; ``None`` for a directory."""
     now: dict[str, _File | None]
     undurable: list[tuple[str, dict[str, _File | None]]]
-    """Changes of names, each with its directory and what it changes; a name that goes is not in ``now`` any more."""
+    """Changes of names, each with its directory and effect; a removed name is not in ``now``."""
 
     @classmethod
     def holding(cls, root: Path) -> Disk:

@@ -19,9 +19,10 @@ def main() -> None:
     faulthandler.dump_traceback_later(90, exit=True)
     program, out, *args = sys.argv[1:]
     module, function = program.split(":")
-    # Before there is a group: torch.distributed.checkpoint imports modules that bind the default group as it is then as
-    # arguments of theirs. Such a group outlives destroy_process_group() with its threads, and one of those that frees a
-    # tensor's Python object while the interpreter is ending aborts the process.
+    # Before there is a group: torch.distributed.checkpoint imports modules that bind the default
+    # group as it is then as arguments of theirs. Such a group outlives destroy_process_group() with
+    # its threads, and one of those that frees a tensor's Python object while the interpreter is
+    # ending aborts the process.
     run = getattr(importlib.import_module(f"programs.{module}"), function)
     dist.init_process_group("gloo")
     result = run(Path(out), *args)

@@ -17,7 +17,7 @@ TIMEOUT_S = 120.0
 def run_script(
     name: str, *args: str, cwd: Path, timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script below ``tests`` in an interpreter of its own and return what it said, however it ended."""
+    """Run a script below ``tests`` in an interpreter of its own and return its output."""
     return subprocess.run(
         [sys.executable, "-W", "ignore", str(TESTS / name), *args],
         cwd=cwd,
@@ -40,11 +40,12 @@ def run_ranks(
     timeout_s: float = TIMEOUT_S,
     check: bool = True,
 ) -> list[Any]:
-    """Run ``module:function`` of ``tests/programs`` on every rank and return what it returned, in rank order.
+    """Run ``module:function`` of ``tests/programs`` on every rank; the results in rank order.
 
     Args:
         world_size: Number of ranks.
-        program: ``module:function``; called with ``out`` and ``args`` after ``init_process_group("gloo")``.
+        program: ``module:function``; called with ``out`` and ``args`` after
+            ``init_process_group("gloo")``.
         out: Directory for results and for whatever the program writes.
         *args: More arguments, as strings.
         timeout_s: The whole process group is killed after this many seconds.

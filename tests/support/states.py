@@ -98,7 +98,7 @@ WAYS: dict[str, Callable[[Path, dict[str, Any]], None]] = {
     "split": _save_split,
     "split, overlapped": lambda path, state: _save_split(path, state, staging="overlapped"),
 }
-"""Every way to save, in an order: what ``dcp.async_save`` has saved once, it stages in place the next time."""
+"""Every way to save, in an order: ``dcp.async_save`` stages a second save in place."""
 
 
 def save_stock_way(path: Path, state: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ DEADLINE_S = 60.0
 
 
 class HangingOs:
-    """``os`` as ``_storage.posix`` sees it, on storage that does not answer one kind of call until it is told to.
+    """``os`` for ``_storage.posix``, on storage that does not answer one kind of call for a while.
 
     Args:
         operation: Which function of ``os``.

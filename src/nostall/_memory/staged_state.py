@@ -239,7 +239,7 @@ def _rebuild(
 
 
 def _is_taken_apart(value: Any) -> bool:
-    """Whether DCP saves the elements one by one: of mappings, and lists that hold one or a tensor."""
+    """Whether DCP saves the elements one by one: of mappings, and of lists with one or a tensor."""
     return isinstance(value, Mapping) or (
         isinstance(value, list)
         and any(isinstance(each, torch.Tensor) or _is_taken_apart(each) for each in value)
