@@ -141,7 +141,9 @@ def torchao(session: nox.Session) -> None:
     """Run the tests that need torchao, which the default session skips; arguments after `--` go to pytest."""
     install_group(session, "torchao")
     install_package(session)
-    session.run("pytest", "tests/test_torchao.py", "tests/test_values.py", *session.posargs)
+    session.run(
+        "pytest", "tests/public/test_torchao.py", "tests/save/test_values.py", *session.posargs
+    )
 
 
 @nox.session
@@ -186,7 +188,7 @@ def soak(session: nox.Session) -> None:
     """Kill trainers and writers at random moments, 1,000 times unless arguments after `--` say otherwise."""
     install_group(session, "test")
     install_package(session)
-    session.run("python", "-W", "ignore", "tests/soak.py", *session.posargs)
+    session.run("python", "-W", "ignore", "tests/stress/soak.py", *session.posargs)
 
 
 @nox.session
@@ -194,7 +196,7 @@ def matrix(session: nox.Session) -> None:
     """Run every cell of the fault matrix, or what arguments after `--` say."""
     install_group(session, "test")
     install_package(session)
-    session.run("python", "-W", "ignore", "tests/matrix.py", *session.posargs)
+    session.run("python", "-W", "ignore", "tests/stress/matrix.py", *session.posargs)
 
 
 @nox.session
@@ -202,7 +204,7 @@ def mounts(session: nox.Session) -> None:
     """Save on mounted file systems with caches and faults; skipped, with the reason, where nothing can be mounted."""
     install_group(session, "mounts")
     install_package(session)
-    session.run("python", "-W", "ignore", "tests/mounted_saves.py", *session.posargs)
+    session.run("python", "-W", "ignore", "tests/stress/mounted_saves.py", *session.posargs)
 
 
 @nox.session
@@ -210,7 +212,7 @@ def fuzz(session: nox.Session) -> None:
     """Feed 1,000,000 hostile inputs to everything that reads, unless arguments after `--` say otherwise."""
     install_group(session, "test")
     install_package(session)
-    session.run("python", "-W", "ignore", "tests/fuzz.py", *session.posargs)
+    session.run("python", "-W", "ignore", "tests/stress/fuzz.py", *session.posargs)
 
 
 @nox.session

@@ -24,6 +24,7 @@ from nostall import _torch
 from nostall._memory.arena import Arena, Block, Lease, address_of
 from nostall._memory.copying import CopyMethod
 from nostall._memory.overlap import any_under_way, wait_for_all
+from nostall._memory.staged_state import Placement
 from nostall._model.checksum import use_fastest
 from nostall._model.jobs import RankReport, WriteJob
 from nostall._model.progress import SaveStatus, UnderWay
@@ -56,7 +57,7 @@ class Engine:
             max_blocks=self.options.max_in_flight,
             on_drop=self._forget,
         )
-        self.placements: OrderedDict[Any, dict[str, tuple[int, int]]] = OrderedDict()
+        self.placements: OrderedDict[Any, Placement] = OrderedDict()
         """Places of the payloads of staged state dicts in their images, by structure."""
         self.faults: tuple[dict[str, Any], ...] = ()
         """Faults for every save that starts now; set by ``nostall.testing`` only."""
@@ -127,7 +128,7 @@ class Engine:
                 "snapshot memory is not pinned, copies off the device are slower: %s", error
             )
 
-    def remember_placement(self, structure: Any, placement: dict[str, tuple[int, int]]) -> None:
+    def remember_placement(self, structure: Any, placement: Placement) -> None:
         """Keep the places of a staged structure's payloads for its next staging."""
         with self._lock:
             self.placements[structure] = placement

@@ -20,7 +20,7 @@ from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.testing import writer_pids
-from states import blobs, schedule
+from support.states import blobs, schedule
 
 Check = Callable[[Path, str], None]
 _ELEMENTS = {"cuda": 16 << 20, "cpu": 1 << 12}

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nostall.filesystem_async import FileSystemWriterAsync
-from states import read_metadata
+from support.states import read_metadata
 
 State = dict[str, Any]
 Aftermath = dict[str, Any]

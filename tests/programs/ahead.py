@@ -17,7 +17,7 @@ from nostall._storage.posix import UnfinishedFile
 from nostall.core import AsyncCallsQueue
 from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.testing import Fault, inject
-from states import schedule
+from support.states import schedule
 
 
 def saves(out: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from nostall.errors import SaveTimeoutError, StagingError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.testing import Fault, Hold, inject
-from states import schedule, small_state
+from support.states import schedule, small_state
 
 
 def ends(out: Path, how: str, fault: str = "") -> None:

@@ -35,7 +35,7 @@ from nostall.state_dict_saver import (
     save_state_dict_async_plan,
 )
 from nostall.testing import Fault, Hold, inject, reset, writer_pids
-from states import blobs, schedule, small_state
+from support.states import blobs, schedule, small_state
 
 State = dict[str, Any]
 

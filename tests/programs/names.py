@@ -13,11 +13,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from crashes import RecordingOs
 from nostall._storage import posix
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.testing import Fault, inject
-from states import read_metadata
+from support.crashes import RecordingOs
+from support.states import read_metadata
 
 
 class Stale(RecordingOs):

@@ -39,7 +39,7 @@ from nostall.state_dict_saver import (
 )
 from nostall.testing import Fault, inject
 from programs.entry_points import State, loaded_wrong
-from states import read_metadata, schedule
+from support.states import read_metadata, schedule
 
 Facts = dict[str, Any]
 

@@ -23,7 +23,7 @@ from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_
 from nostall.testing import Fault, Hold, inject, writer_pids
 from nostall.torch_ckpt import TorchAsyncCheckpoint
 from programs.entry_points import State, loaded_wrong
-from states import schedule
+from support.states import schedule
 
 Facts = dict[str, Any]
 

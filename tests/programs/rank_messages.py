@@ -15,7 +15,7 @@ from nostall._ranks.messages import ROOM_NBYTES, broadcast_message, gather_messa
 from nostall.core import AsyncCallsQueue
 from programs.entry_points import loaded_wrong
 from programs.planning import collectives, make_state
-from states import schedule
+from support.states import schedule
 
 LENGTHS = (0, 1, ROOM_NBYTES - 1, ROOM_NBYTES, ROOM_NBYTES + 1, 3 * ROOM_NBYTES, 1_000_000)
 CPU = torch.device("cpu")

@@ -12,12 +12,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import nostall
-from crashes import Disk, recorded
 from nostall.core import AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from nostall.testing import Fault, inject
+from support.crashes import Disk, recorded
 
 LENGTH = 3000
 

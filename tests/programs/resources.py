@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from nostall._engine import default_engine
 from nostall.core import AsyncCallsQueue
 from nostall.testing import writer_pids
-from states import schedule
-from waiting import wait_until
+from support.states import schedule
+from support.waiting import wait_until
 
 State = dict[str, Any]
 MIB = 1 << 20

@@ -1,10 +1,9 @@
 """Stage a whole state dict into snapshot memory for ``dcp.async_save``, where planning comes later.
 
-Stock's executors plan and save a copy that consists of views into one block. If the structure was
-saved before, every tensor is copied straight to its place in the file image, and the later write
-finds the image complete: still one copy. In the first save the places are unknown; tensors lie side
-by side, and the write copies them once more, in the background. Correctness does not depend on the
-prediction: ``snapshot.adopt_staged`` compares addresses.
+Stock's executors plan and save a copy that consists of views into one block. Every tensor is copied
+straight to its expected place in the file image, so that the later write finds the image complete:
+still one copy. Correctness does not depend on the prediction: ``snapshot.adopt_staged`` compares
+addresses.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ _ALIGNMENT = 64
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
 
 Structure = tuple[tuple[str, int], ...]
+Placement = Mapping[str, tuple[int, int]]
+"""Offset and length of each known payload in an image, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +130,7 @@ def structure_of(leaves: list[Leaf]) -> Structure:
 def stage_state_dict(
     state_dict: Mapping[str, Any],
     leaves: list[Leaf],
-    placement: Mapping[str, tuple[int, int]],
+    placement: Placement,
     lease_of: Callable[[int], Lease],
 ) -> tuple[StagedStateDict, Places]:
     """Copy a state dict into leased memory, except for its leaves.
@@ -137,7 +138,7 @@ def stage_state_dict(
     Args:
         state_dict: What to copy.
         leaves: The result of :func:`find_leaves` for it.
-        placement: Offset and length of each known payload in the block, by name.
+        placement: Where known payloads go in the block.
         lease_of: Returns a lease on at least the given number of bytes.
 
     Returns:

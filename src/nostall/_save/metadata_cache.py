@@ -9,14 +9,14 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from nostall._commit.known_results import KnownResults
 from nostall._plan.cache import CachedPlans, same_plan
-from nostall._save.plan_together import PlanMemory
+from nostall._plan.together import PlanMemory
 from nostall._save.session import KnownSave
 
 
 class CheckpointMetadataCache(PlanMemory):
     """The plans of one sequence of saves. Make one per kind of checkpoint and keep it.
 
-    The methods that frameworks call are a view of :class:`~nostall._save.plan_together.PlanMemory`.
+    The methods that frameworks call are a view of :class:`~nostall._plan.together.PlanMemory`.
     Metadata passed in or out is never changed.
     """
 
