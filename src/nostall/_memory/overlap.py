@@ -168,7 +168,7 @@ class SnapshotFence:
         """Names of tensors changed although no thread waited; called when the trainer finalises.
 
         Includes tensors changed after the snapshot was complete: without a wait the two cannot be
-        told apart.
+        distinguished.
         """
         if self._changed is None or self._waiting or _process.waited_s >= self._entered_s:
             return []
