@@ -30,6 +30,7 @@ from nostall._commit.publish import commit
 from nostall._engine import default_engine
 from nostall._save.finalize import files_of
 from nostall._storage import posix, removed_files
+from nostall._storage.posix_storage import PosixStorage
 from nostall._storage.removed_files import RemovedFiles
 from nostall.core import AsyncCallsQueue
 from nostall.errors import (
@@ -50,8 +51,9 @@ from waiting import wait_until
 
 
 def publish(directory: Path, content: bytes = b"new", **options: Any) -> Any:
-    arguments: dict[str, Any] = {"metadata_name": ".metadata", "replaced_files": (), "sync": True}
-    return commit(str(directory), [content], **{**arguments, **options})
+    storage = PosixStorage(str(directory), sync=options.pop("sync", True))
+    arguments: dict[str, Any] = {"metadata_name": ".metadata", "replaced_files": ()}
+    return commit(storage, [content], **{**arguments, **options})
 
 
 @pytest.mark.parametrize("sync", [True, False], ids=["durable", "not synced"])
@@ -71,7 +73,7 @@ def test_metadata_is_published_whole_under_its_name(tmp_path: Path, *, sync: boo
 def test_a_file_written_in_pieces_holds_all_of_them(tmp_path: Path, sizes: list[int]) -> None:
     """In order, whatever their sizes."""
     pieces = [bytes([number]) * size for number, size in enumerate(sizes)]
-    file = posix.UnfinishedFile(str(tmp_path / "file"))
+    file = posix.UnfinishedFile(str(tmp_path / "file"), sync=True)
     file.append(iter(pieces[:2]))
     file.append(iter(pieces[2:]))
     file.finish()

@@ -28,7 +28,7 @@ from nostall._commit.metadata import (
     publication_of,
     referenced_files,
 )
-from nostall._commit.publish import Begun, commit
+from nostall._commit.publish import commit
 from nostall._engine import Engine
 from nostall._model import checksum
 from nostall._model.names import METADATA_SUFFIX, is_given_to_shards, is_ours_to_remove
@@ -36,6 +36,7 @@ from nostall._model.values import RankFiles
 from nostall._storage import directories
 from nostall._storage.deadlines import REMOVAL_TIMEOUT_S, in_time, remove_in_time
 from nostall._storage.posix import may_be_there, remove_files
+from nostall._storage.posix_storage import PosixStorage
 from nostall._storage.reading import open_to_read, read_metadata_file
 from nostall._writer.faults import Faults
 from nostall.errors import NotDurableError, SaveAbortedError, SaveTimeoutError, WriteError
@@ -143,15 +144,13 @@ def publish(
     def run() -> None:
         with directories.committing(directory, timeout_s=timeout_s):
             replaced = files_of(path)
-            file = None if ahead is None else ahead.take(publication, timeout_s=timeout_s)
             commit(
-                directory,
+                PosixStorage(directory, sync=sync),
                 finished.content,
                 metadata_name=name,
                 replaced_files=_unused(path, publication, replaced, finished.left, timeout_s),
-                sync=sync,
-                begun=None if file is None else Begun(file=file, pieces=len(publication.program)),
-                remove=to_remove.extend,
+                draft=None if ahead is None else ahead.take(publication, timeout_s=timeout_s),
+                remove=lambda names: to_remove.extend(os.path.join(directory, n) for n in names),
                 at=at,
             )
             directories.note_removed(to_remove)
