@@ -421,9 +421,10 @@ def remove_file(path: str) -> None:
 
 
 def remove_directory(path: str) -> None:
-    """Remove an empty directory if it exists."""
+    """Remove an empty directory if it exists, and make that durable."""
     with suppress(FileNotFoundError):
         os.rmdir(path)
+    sync_directory(os.path.dirname(path))
 
 
 def remove_files(paths: Iterable[str]) -> None:
