@@ -30,6 +30,7 @@ from nostall._commit.publish import commit
 from nostall._engine import default_engine
 from nostall._save.finalize import files_of
 from nostall._storage import posix, removed_files
+from nostall._storage.posix_files import PosixFiles
 from nostall._storage.posix_storage import PosixStorage
 from nostall._storage.removed_files import RemovedFiles
 from nostall.core import AsyncCallsQueue
@@ -625,20 +626,21 @@ def test_only_names_below_the_directory_belong_to_a_checkpoint(tmp_path: Path) -
     """A name that leads out of it, or may through a link, is no name, or no shard file's, is never one to be removed."""
     strange = ["sub/b.distcp", "notes.txt", *OUTSIDE, *NO_SHARDS]
     metadata = metadata_naming("a.distcp", "./c.distcp", *strange)
-    found = files_of(write_metadata(tmp_path, metadata))
+    write_metadata(tmp_path, metadata)
+    found = files_of(PosixFiles(str(tmp_path)), ".metadata")
     assert found == {"a.distcp", "c.distcp"}
 
 
 def test_metadata_that_cannot_be_read_names_no_files(tmp_path: Path) -> None:
     """Absent, broken, of another kind or hostile: nothing is removed for it, and it does not stop a save."""
-    path = tmp_path / ".metadata"
-    assert files_of(str(path)) == set()
+    path, files = tmp_path / ".metadata", PosixFiles(str(tmp_path))
+    assert files_of(files, ".metadata") == set()
     odd = metadata_naming("a.distcp")
     odd.storage_data = ["a.distcp"]
     hostile = Hostile(os.system, f"touch {tmp_path / 'ran'}")
     for content in (b"", b"garbage", pickle.dumps({}), pickle.dumps(odd), pickle.dumps(hostile)):
         path.write_bytes(content)
-        assert files_of(str(path)) == set()
+        assert files_of(files, ".metadata") == set()
     assert not (tmp_path / "ran").exists()
     save(tmp_path, small_state())
     assert_loads(tmp_path, small_state())

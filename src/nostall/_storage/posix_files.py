@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from nostall._storage.port import Stat, Version
 from nostall._storage.posix import (
     ImageFile,
-    close_all,
     make_directory,
     may_be_there,
     remove_file,
@@ -81,22 +80,23 @@ class PosixSource:
     """
 
     def __init__(self, path: str) -> None:
-        self._opened = [os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)]
+        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            self.stat = _stat_of(os.fstat(self._opened[0]), path)
+            self.stat = _stat_of(os.fstat(self._fd), path)
         except BaseException:
             self.close()
             raise
 
     def read_into(self, offset: int, memory: memoryview) -> int:
-        (fd,) = self._opened
         done = 0
-        while nbytes := os.preadv(fd, [memory[done:]], offset + done):
+        while nbytes := os.preadv(self._fd, [memory[done:]], offset + done):
             done += nbytes
         return done
 
     def close(self) -> None:
-        close_all(self._opened)
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _stat_of(status: os.stat_result, path: str) -> Stat:

@@ -24,6 +24,7 @@ from nostall._storage.posix import (
     sync_name,
 )
 from nostall._storage.posix_files import PosixFiles
+from nostall._storage.reading import open_to_read, read_metadata
 from nostall.errors import NotDurableError
 
 
@@ -221,16 +222,14 @@ def _is_there(
     """Whether the written metadata appears under its name."""
     try:
         # A file system that renames by copying changes the inode number.
-        return identity_of(path) == identity or _content_of(path) == b"".join(content)
+        if identity_of(path) == identity:
+            return True
+        with open_to_read(PosixFiles(os.path.dirname(path)), os.path.basename(path)) as stream:
+            return read_metadata(stream, path) == b"".join(content)
     except Exception:
         if raises:
             raise
         return False
-
-
-def _content_of(path: str) -> bytes:
-    with open(path, "rb") as stream:
-        return stream.read()
 
 
 def _unknown(path: str, what: str, *errors: Exception) -> NotDurableError:
