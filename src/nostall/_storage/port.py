@@ -42,7 +42,7 @@ class Stat:
 
 
 class Source(Protocol):
-    """One version of a file, opened for reading; a later one of the same name is not seen."""
+    """One version of a file, opened for reading; fails if storage does not have it any more."""
 
     @property
     def stat(self) -> Stat:
@@ -115,8 +115,8 @@ class Files(Protocol):
         Args:
             name: The requested name.
             nbytes: The file's length.
-            on_created: Called with its name before storage has anything that may have to be
-                removed if this process dies.
+            on_created: Called with its name before the first part, so that the file can be removed
+                if this process dies.
         """
 
     def flush(self) -> None:

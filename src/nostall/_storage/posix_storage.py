@@ -49,19 +49,24 @@ class PosixStorage(PosixFiles):
         before: Callable[[], None] = lambda: None,
     ) -> None:
         assert draft is None or isinstance(draft, UnfinishedFile)
-
-        def require_expected() -> None:
+        final, file = self.where(name), draft or self._temporary(name)
+        try:
+            with _durable_name(self.where()) if self._sync else nullcontext():
+                file.append(content[file.pieces :])
+            identity = file.finish()
             before()
             if expected is not None and self._version(name) != expected:
-                raise Conflict(self.where(name))
-
-        _publish(
-            self.where(name),
-            content,
-            draft or self._temporary(name),
-            sync=self._sync,
-            before=require_expected,
-        )
+                raise Conflict(final)
+            _rename(final, file.where, identity, content)
+        except NotDurableError:
+            raise
+        except BaseException:
+            file.remove()
+            raise
+        finally:
+            file.close()
+        if self._sync:
+            make_name_durable(final, what="the new checkpoint")
 
     def _temporary(self, name: str) -> UnfinishedFile:
         return UnfinishedFile(f"{self.where(name)}.tmp", sync=self._sync)
@@ -71,47 +76,6 @@ class PosixStorage(PosixFiles):
             return self.stat(name).version
         except FileNotFoundError:
             return ABSENT
-
-
-def _publish(
-    final: str,
-    content: Sequence[bytes],
-    file: UnfinishedFile,
-    *,
-    sync: bool,
-    before: Callable[[], None],
-) -> None:
-    """Give a path new content.
-
-    Args:
-        final: The path.
-        content: The content, in pieces.
-        file: A temporary file in the same directory, with the first of the pieces or none; renamed
-            or removed here, and closed.
-        sync: Whether to fsync.
-        before: Called before the file is renamed; may raise.
-
-    Raises:
-        NotDurableError: The content has the path, or may have it, but may not survive a power
-            failure.
-        OSError: Storage refused; what was there is unchanged.
-    """
-    directory = os.path.dirname(final)
-    try:
-        with _durable_name(directory) if sync else nullcontext():
-            file.append(content[file.pieces :])
-        identity = file.finish()
-        before()
-        _rename(final, file.where, identity, content)
-    except NotDurableError:
-        raise
-    except BaseException:
-        file.remove()
-        raise
-    finally:
-        file.close()
-    if sync:
-        make_name_durable(final, what="the new checkpoint")
 
 
 def _rename(
