@@ -40,7 +40,7 @@ def open_to_read(files: Files, name: str) -> Iterator[BinaryIO]:
 
 def as_stream(source: Source) -> BinaryIO:
     """An open file as a stream."""
-    return io.BufferedReader(_Part(source, 0, source.stat.nbytes))
+    return _Stream(source, 0, source.stat.nbytes)
 
 
 def read_metadata(stream: BinaryIO, path: str) -> bytes:
@@ -86,7 +86,7 @@ def damage_of_container(source: Source, offset: int, nbytes: int) -> str | None:
         NoArchive: The bytes are not an archive.
         OSError: It cannot be read.
     """
-    part = _Part(source, offset, nbytes)
+    part = _Stream(source, offset, nbytes)
     begin = part.read(len(_BEGIN))
     part.seek(max(0, nbytes - _END_NBYTES))
     if begin != _BEGIN and _END not in part.read():
@@ -146,7 +146,15 @@ class _Part(io.RawIOBase):
         self._at += nbytes
         return nbytes
 
-    def read(self, nbytes: int = -1) -> bytes:
-        """At most the rest, as a damaged archive may ask for any length."""
-        left = max(0, self._nbytes - self._at)
-        return super().read(left if nbytes < 0 else min(nbytes, left)) or b""
+
+class _Stream(io.BufferedReader):
+    """As :class:`_Part`, with a buffer; ``read`` copies nothing."""
+
+    def __init__(self, source: Source, offset: int, nbytes: int) -> None:
+        super().__init__(_Part(source, offset, nbytes))
+        self._nbytes = nbytes
+
+    def read(self, nbytes: int | None = -1) -> bytes:
+        """At most the rest: memory for all requested bytes is allocated first."""
+        left = max(0, self._nbytes - self.tell())
+        return super().read(left if nbytes is None or nbytes < 0 else min(nbytes, left))
