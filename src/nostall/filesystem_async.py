@@ -232,7 +232,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             WriteError: The metadata could not be published.
         """
         with preemption.deferred(then_end=False), report_loss(str(self.path)):
-            commit_results(self.rank_save, metadata, results, self.storage_meta())
+            commit_results(self.rank_save, metadata, results, self.storage_meta)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -156,7 +156,7 @@ def _finalize(
                     save,
                     messages,
                     _planned(planned, session),
-                    writer.storage_meta(),
+                    writer.storage_meta,
                     rank=coordination.rank,
                 )
             ending = coordination.broadcast(ending)

@@ -22,7 +22,7 @@ from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.testing import Fault, inject, writer_pids
-from support.states import blobs, schedule
+from support.states import blobs, save_async, schedule
 
 MIB = 1 << 20
 
@@ -156,3 +156,18 @@ def test_waves_through_a_callable_that_cannot_travel_end(tmp_path: Path) -> None
                 tmp_path / f"stock {number}", large_state(number)
             )
     assert len(opened) > 9
+
+
+@pytest.mark.parametrize("staging", ["blocking", "overlapped"])
+@pytest.mark.parametrize("options", [{}, {"thread_count": 4}, {"single_file_per_rank": False}])
+def test_the_first_dcp_async_save_needs_memory_for_one_copy(
+    tmp_path: Path, staging: str, options: dict[str, Any]
+) -> None:
+    """A checkpoint of half of the host's memory can be saved; the bytes are stock's."""
+    state = large_state()
+    nbytes = sum(each.nbytes for each in state.values() if isinstance(each, torch.Tensor))
+    nostall.configure(EngineOptions())  # without the memory of other tests
+    writer = FileSystemWriterAsync(tmp_path / "saved", staging=staging, **options)
+    save_async(writer, state)
+    assert default_engine().arena.reserved_nbytes <= 1.05 * nbytes + 2 * MIB  # a whole block
+    assert blobs(tmp_path / "saved") == by_stock(tmp_path / "stock", state)

@@ -74,6 +74,29 @@ def commit(
         WriteError: Any other failure; the previous checkpoint is unchanged.
     """
     final = os.path.join(directory, metadata_name)
+    _write_and_publish(final, metadata, begun, sync=sync, at=at)
+    if sync:
+        make_name_durable(final, what="the new checkpoint")
+    removed: tuple[str, ...] = ()
+    try:
+        removed = tuple(replaced_files)
+        remove(os.path.join(directory, name) for name in removed)
+    except Exception:  # the checkpoint exists, so the save has succeeded
+        _log.exception("files of the replaced checkpoint were not removed path=%s", directory)
+    return CommittedCheckpoint(
+        path=directory, metadata_nbytes=sum(map(len, metadata)), removed=removed
+    )
+
+
+def _write_and_publish(
+    final: str,
+    metadata: Sequence[bytes],
+    begun: Begun | None,
+    *,
+    sync: bool,
+    at: Callable[[str], None],
+) -> None:
+    """Complete the temporary file and rename it; its errors are those of :func:`commit`."""
     temporary, rest, file = f"{final}.tmp", metadata, None
     if begun is not None:
         temporary, rest, file = begun.file.path, metadata[begun.pieces :], begun.file
@@ -81,7 +104,7 @@ def commit(
         at("commit")
         if file is None:
             file = UnfinishedFile(temporary)
-        with _durable_name(directory) if sync else nullcontext():
+        with _durable_name(os.path.dirname(final)) if sync else nullcontext():
             file.append(rest)
             if sync:
                 file.sync()
@@ -107,17 +130,6 @@ def commit(
     finally:
         if file is not None:
             file.close()
-    if sync:
-        make_name_durable(final, what="the new checkpoint")
-    removed: tuple[str, ...] = ()
-    try:
-        removed = tuple(replaced_files)
-        remove(os.path.join(directory, name) for name in removed)
-    except Exception:  # the checkpoint exists, so the save has succeeded
-        _log.exception("files of the replaced checkpoint were not removed path=%s", directory)
-    return CommittedCheckpoint(
-        path=directory, metadata_nbytes=sum(map(len, metadata)), removed=removed
-    )
 
 
 def _publish(

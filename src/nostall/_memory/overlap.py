@@ -168,7 +168,7 @@ class SnapshotFence:
         """Names of tensors changed although no thread waited; called when the trainer finalises.
 
         Includes tensors changed after the snapshot was complete: without a wait the two cannot be
-        told apart.
+        distinguished.
         """
         if self._changed is None or self._waiting or _process.waited_s >= self._entered_s:
             return []
@@ -274,6 +274,22 @@ def changed_too_early(names: Sequence[str]) -> StagingError:
     )
 
 
+class _Changes:
+    """Tensors, and torch's counts of their changes when this object was made."""
+
+    def __init__(self, tensors: list[Any], names: list[str]) -> None:
+        self.tensors = tensors
+        self._names = names
+        self._before = _torch.changes_of(tensors)
+
+    def since_then(self) -> list[str]:
+        """Names of the tensors that have changed."""
+        now = _torch.changes_of(self.tensors)
+        return (
+            [] if now == self._before else list(compress(self._names, map(ne, now, self._before)))
+        )
+
+
 def stage_behind(
     sources: Sequence[Source],
     names: Sequence[str],
@@ -300,17 +316,10 @@ def stage_behind(
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
     detached, live = detach_all(sources)
-    counted: list[Any] = [detached[at] for at in live]
-    names = [names[at] for at in live]
-    before = _torch.changes_of(counted)
+    changes = _Changes([detached[at] for at in live], [names[at] for at in live])
     tensors = [each for each in detached if isinstance(each, torch.Tensor)]
     marks, devices = _torch.stream_marks(tensors), _torch.current_devices(tensors)
     fence = SnapshotFence(timeout_s)
-    is_wanted = threading.Event()
-
-    def changed() -> list[str]:
-        now = _torch.changes_of(counted)
-        return [] if now == before else list(compress(names, map(ne, now, before)))
 
     def take() -> T:
         with _torch.on_devices(devices):
@@ -319,24 +328,21 @@ def stage_behind(
             try:
                 if not is_watched:
                     fence.wait_awaited(min(time.monotonic() - began_s, _SECOND_LOOK_S))
-                changed_names = changed()  # before tensors may change
+                changed = changes.since_then()  # before tensors may change
                 fence.open(copies)
                 copies.wait()
-                changed_names = changed_names or fence.close(changed)
-                if changed_names:
-                    raise changed_too_early(changed_names)
+                changed = changed or fence.close(changes.since_then)
+                if changed:
+                    raise changed_too_early(changed)
                 if is_watched:
-                    _torch.empty_all(counted)
-                    fence.keep_watch(changed)
+                    _torch.empty_all(changes.tensors)
+                    fence.keep_watch(changes.since_then)
             except BaseException:  # passed on; the snapshot has no other owner yet
                 discard(made)
                 raise
         return made
 
     def run() -> None:
-        # Releases the interpreter lock at once; else the caller resumes only after the 5 ms switch
-        # interval.
-        is_wanted.wait()
         try:
             made = take()
         except BaseException as error:  # reported to the waiting threads
@@ -348,11 +354,24 @@ def stage_behind(
         finally:
             fence.leave()
 
+    _run_apart(run, fence)
+    return done, fence
+
+
+def _run_apart(run: Callable[[], None], fence: SnapshotFence) -> None:
+    """Run a function that ends a fence on a thread, or here if there are no more threads."""
+    is_wanted = threading.Event()
+
+    def run_when_wanted() -> None:
+        # Releases the interpreter lock at once; else the caller resumes only after the 5 ms switch
+        # interval.
+        is_wanted.wait()
+        run()
+
     fence.enter()
     try:
-        threading.Thread(target=run, name=_THREAD_NAME, daemon=True).start()
-    except RuntimeError:  # no more threads: copy on this one
-        is_wanted.set()
+        threading.Thread(target=run_when_wanted, name=_THREAD_NAME, daemon=True).start()
+    except RuntimeError:  # no more threads
         run()
     except BaseException:  # an interrupt: no caller receives this fence; a started thread ends
         fence.end()
@@ -360,4 +379,3 @@ def stage_behind(
         raise
     finally:
         is_wanted.set()
-    return done, fence

@@ -70,7 +70,7 @@ class _Standby:
         """The result of ``work``, or the reason why it is missing."""
         if self._pid != os.getpid():
             return "no thread is available to wait for other ranks"
-        said: Future[str] = Future()
+        answer: Future[str] = Future()
         try:
             devices = _torch.current_accelerators()
         except RuntimeError as error:  # the accelerator may be the reason for the exit
@@ -80,9 +80,9 @@ class _Standby:
             with _torch.on_devices(devices):
                 return work()
 
-        self._work.put((on_the_callers_device, said))
+        self._work.put((on_the_callers_device, answer))
         try:
-            return said.result(max(0.0, deadline - time.monotonic()))
+            return answer.result(max(0.0, deadline - time.monotonic()))
         except (TimeoutError, FutureTimeoutError):
             return "other ranks did not take part in time"
         except KeyboardInterrupt:
@@ -90,12 +90,12 @@ class _Standby:
 
     def _serve(self) -> None:
         while True:
-            work, said = self._work.get()
+            work, answer = self._work.get()
             try:
                 why = work()
             except Exception as error:  # the process group's store may be gone
                 why = f"{type(error).__name__}: {error}"
-            said.set_result(why)
+            answer.set_result(why)
 
 
 _standby = _Standby()

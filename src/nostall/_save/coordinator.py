@@ -6,7 +6,7 @@ Runs on the coordinator. Every refusal comes before the commit, and nothing is p
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -72,7 +72,7 @@ def commit_split_save(
     save: RankSave,
     messages: Sequence[RankMessage],
     planned: Planned,
-    storage_meta: StorageMeta | None,
+    storage_meta: Callable[[], StorageMeta | None],
     *,
     rank: int,
 ) -> Ending:
@@ -82,7 +82,7 @@ def commit_split_save(
         save: The save of this rank.
         messages: Those of all ranks of the group, in rank order.
         planned: What they have planned.
-        storage_meta: DCP's part of the metadata that is specific to this save.
+        storage_meta: Returns DCP's part of the metadata that is specific to this save.
         rank: This rank in the group.
     """
     changed = {
@@ -104,7 +104,7 @@ def commit_split_save(
             everything = planned.known.under_new_names(outcomes, verdict.results)
             publication = publication_of_results(metadata, everything)
             planned.known.note_published(outcomes, metadata, publication)
-        finished = finish_metadata(publication, written, storage_meta)
+        finished = finish_metadata(publication, written, storage_meta())
         is_published = True  # assumed until an error rules it out
         publish(save, publication, metadata, finished)
     except Exception as error:  # sent to every rank
@@ -129,7 +129,7 @@ def commit_results(
     save: RankSave,
     metadata: Metadata,
     results: list[list[WriteResult]],
-    storage_meta: StorageMeta | None,
+    storage_meta: Callable[[], StorageMeta | None],
 ) -> None:
     """Commit a save whose results DCP has collected.
 
@@ -146,7 +146,7 @@ def commit_results(
     try:
         require_written_here(save, written)
         publication = publication_of_results(metadata, results)
-        finished = finish_metadata(publication, written, storage_meta)
+        finished = finish_metadata(publication, written, storage_meta())
         is_published = True  # assumed until an error rules it out
         publish(save, publication, metadata, finished)
         is_committed = True

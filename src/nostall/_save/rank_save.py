@@ -60,8 +60,8 @@ class Split:
 class Written:
     """All files are complete, written while the caller waited."""
 
-    prepared: session.PreparedSave
-    report: RankReport
+    visit: Visit
+    receipts: tuple[FileReceipt, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class RankSave:
             raise
         finally:
             prepared.target.progress.end()
-        self._state = Written(prepared, report)
+        self._state = Written(visit, report.receipts if isinstance(report, RankWritten) else ())
         return session.WrittenItems(results, session.written_files(prepared, report))
 
     def _take_staging(self) -> None:
@@ -261,7 +261,7 @@ class RankSave:
         match self._state:
             case Split(save):
                 return save.receipts
-            case Written(report=RankWritten(receipts=receipts)):
+            case Written(receipts=receipts):
                 return receipts
         return ()
 
@@ -299,8 +299,8 @@ class RankSave:
         match self._state:
             case Split(save):
                 return save.prepared.target.visit
-            case Written(prepared=prepared):
-                return prepared.target.visit
+            case Written(visit):
+                return visit
         return None
 
     def discard(self) -> None:
