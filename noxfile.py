@@ -45,6 +45,20 @@ nostall.FileSystemWriterAsync
 # they share what ranks have done for them.
 SIDE_BY_SIDE = ("-n", "2", "--dist", "loadfile")
 
+# Tests that start neither ranks nor trainers: most of the stages, and the public names.
+UNIT_TESTS = (
+    "tests/model",
+    "tests/memory/test_arena.py",
+    "tests/storage/test_links.py",
+    "tests/commit/test_commit.py",
+    "tests/commit/test_hostile.py",
+    "tests/plan/test_container_bytes.py",
+    "tests/plan/test_layout.py",
+    "tests/plan/test_structure.py",
+    "tests/public/test_public_names.py",
+    "tests/public/test_removal.py",
+)
+
 os.environ.update(
     PIP_DISABLE_PIP_VERSION_CHECK="1",
     PIP_NO_WARN_SCRIPT_LOCATION="1",
@@ -109,6 +123,15 @@ def tests(session: nox.Session) -> None:
     session.run("coverage", "run", "-m", "pytest", *SIDE_BY_SIDE, *session.posargs)
     session.run("coverage", "combine", "--quiet")
     session.run("coverage", "report")
+
+
+@nox.session
+def unit(session: nox.Session) -> None:
+    """Run the fast tests, in half a minute; arguments after `--` go to pytest."""
+    install_group(session, "test")
+    install_package(session)
+    fast = ("-n", "2", "--dist", "worksteal", "-m", "not slow")
+    session.run("python", "-m", "pytest", *fast, *UNIT_TESTS, *session.posargs)
 
 
 def run_tests_with(session: nox.Session, instead: Mapping[str, str]) -> None:

@@ -156,9 +156,7 @@ def test_a_save_that_fails_leaves_nothing(
     saves.require(path, 6)
 
 
-def test_nobody_hears_of_a_failure_before_the_file_is_gone(
-    saves: Saves, queue: AsyncCallsQueue
-) -> None:
+def test_a_failure_is_reported_after_the_file_is_gone(saves: Saves, queue: AsyncCallsQueue) -> None:
     """The thread that gets the report removes it; until then a poll sees the save under way."""
     reached, go_on = threading.Event(), threading.Event()
 
@@ -203,7 +201,7 @@ def test_a_commit_that_fails_leaves_nothing(
 
 
 def test_a_save_that_is_aborted_leaves_nothing(saves: Saves, queue: AsyncCallsQueue) -> None:
-    """Although nobody finalises it."""
+    """Although it is never finalised."""
     with Hold("fsync") as hold, inject(hold.fault):
         path = saves.start("new", 5)
         hold.wait_reached()
@@ -223,7 +221,7 @@ def replaced(ahead: Path) -> None:
 
 
 @pytest.mark.parametrize("happens", [tidied, replaced])
-def test_a_file_that_somebody_has_removed_is_written_anew(
+def test_a_file_that_was_removed_is_written_anew(
     saves: Saves, queue: AsyncCallsQueue, happens: Callable[[Path], None]
 ) -> None:
     """By a script that removes temporary files; what it puts in its place is never published."""
@@ -280,7 +278,7 @@ class _RefusingToClose(RecordingOs):
             raise OSError(errno.EDQUOT, "over quota")
 
 
-def test_a_save_that_fails_is_told_of_whatever_closing_comes_to(
+def test_a_failed_save_is_reported_whatever_closing_does(
     saves: Saves, queue: AsyncCallsQueue
 ) -> None:
     """At once, and with the reason for which it has failed."""
@@ -472,7 +470,7 @@ class _NoMemoryOs(RecordingOs):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_failure_is_told_although_there_is_no_memory_to_tidy_up(
+def test_a_failure_is_reported_even_without_memory_to_clean_up(
     saves: Saves, queue: AsyncCallsQueue
 ) -> None:
     """At once and not at the save's deadline; the file stays."""

@@ -60,7 +60,7 @@ def publish(directory: Path, content: bytes = b"new", **options: Any) -> Any:
 
 @pytest.mark.parametrize("sync", [True, False], ids=["durable", "not synced"])
 def test_metadata_is_published_whole_under_its_name(tmp_path: Path, *, sync: bool) -> None:
-    """What was there is replaced, no temporary file stays, and files that nobody names are gone."""
+    """What was there is replaced, no temporary file stays, and unnamed files are gone."""
     (tmp_path / ".metadata").write_bytes(b"old")
     for name in ("old.distcp", "new.distcp"):
         (tmp_path / name).write_bytes(b"shard")
@@ -203,7 +203,7 @@ class RefusedRename(RecordingOs):
         return os.stat(path)
 
 
-def test_a_rename_that_was_refused_is_told_with_its_own_reason(tmp_path: Path) -> None:
+def test_a_refused_rename_is_reported_with_its_own_reason(tmp_path: Path) -> None:
     """Not with that of the look at what it has led to."""
     with (
         patch.object(posix, "os", RefusedRename(errno.ENOSPC, knows=True)),
@@ -241,7 +241,7 @@ def test_a_rename_that_copies_is_one(tmp_path: Path, *, removes: bool) -> None:
     assert not (tmp_path / "old.distcp").exists()
 
 
-def test_a_commit_of_which_nobody_knows_counts_as_one_that_may_be_there(tmp_path: Path) -> None:
+def test_a_commit_in_doubt_counts_as_one_that_may_be_there(tmp_path: Path) -> None:
     """So nothing that the metadata may refer to is removed."""
     with (
         patch.object(posix, "os", RefusedRename(errno.EIO, knows=False)),
@@ -436,7 +436,7 @@ def test_on_a_full_disk_a_save_waits_for_the_room_of_a_replaced_checkpoint(
 
 
 @SAVES
-def test_nobody_waits_for_the_room_of_a_replaced_checkpoint_if_there_is_other(
+def test_the_room_of_a_replaced_checkpoint_is_not_waited_for_if_there_is_other(
     tmp_path: Path, save: Callable[..., None], slow: SlowToGiveBack
 ) -> None:
     """To give it back takes storage a fifth of a second per gigabyte."""
@@ -488,7 +488,7 @@ def test_a_child_that_is_forked_while_room_is_given_back_keeps_no_file(
 
 
 def test_a_checkpoint_of_stock_is_replaced_like_ours(tmp_path: Path) -> None:
-    """Whoever wrote the checkpoint that is there, its files go when the new one stands."""
+    """Whichever library wrote the old checkpoint, its files go when the new one stands."""
     path = tmp_path / "checkpoint"
     stock = dcp.FileSystemWriter(path, thread_count=3)
     dcp.save(small_state(1), storage_writer=stock, no_dist=True)

@@ -349,7 +349,7 @@ def test_descriptors_that_did_not_come_are_a_protocol_error(
         Receiver(theirs).receive()
 
 
-def test_descriptors_that_nobody_takes_are_closed(
+def test_descriptors_without_a_receiver_are_closed(
     wire: tuple[socket.socket, socket.socket],
 ) -> None:
     """A trainer gets none; those that a writer did not ask for go with the receiver."""

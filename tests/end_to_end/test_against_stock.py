@@ -36,7 +36,7 @@ IN_A_NEW_DIRECTORY = {FRESH, "changed after async_save"}
 
 
 def broken_promises(after: Aftermath, *, before: str) -> set[str]:
-    """The oracle: what of a save's promises does not hold, whoever made it.
+    """The oracle: which of a save's promises do not hold.
 
     A save that returns has replaced what was there, with nothing left over; one that raises has
     changed nothing that is loaded; one that is killed has done either of the two.

@@ -191,7 +191,7 @@ def test_memory_that_one_rank_lacks_fails_dcp_async_save_on_every_rank(
 
 
 @pytest.mark.parametrize("way", ["save_now", "save_async", "save_split"])
-def test_ranks_that_save_to_different_directories_are_told_so(
+def test_ranks_that_save_to_different_directories_raise(
     other_faults: list[dict[str, Report]], way: str
 ) -> None:
     """A path with each rank's own time of day in it makes no checkpoint of half the files.
@@ -273,7 +273,7 @@ def test_stock_entry_points_raise_on_every_rank_too(
 
 @pytest.fixture
 def at_once() -> Iterator[None]:
-    """No fault of these passes, so nobody waits for that."""
+    """No fault of these passes, so no save waits for that."""
     nostall.configure(AT_ONCE)
     yield
     nostall.configure(EngineOptions())

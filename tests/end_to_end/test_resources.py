@@ -299,7 +299,7 @@ def test_the_writer_process_has_no_torch_and_no_accelerator(writer: psutil.Proce
 
 
 def test_the_writer_process_listens_on_no_socket(writer: psutil.Process) -> None:
-    """It talks over one inherited Unix socket; there is no port that anybody could connect to."""
+    """It talks over one inherited Unix socket; there is no port to connect to."""
     name = "net_connections" if hasattr(writer, "net_connections") else "connections"  # psutil 5
     connections = getattr(writer, name)
     assert connections(kind="inet") == []
@@ -307,7 +307,7 @@ def test_the_writer_process_listens_on_no_socket(writer: psutil.Process) -> None
 
 
 def test_the_writer_process_gives_way_by_default(writer: psutil.Process) -> None:
-    """Niceness 10, and the I/O class that the system gives to everybody."""
+    """Niceness 10, and the system's default I/O class."""
     assert writer.nice() == 10
     assert writer.ionice().ioclass == psutil.Process().ionice().ioclass
 
@@ -325,7 +325,7 @@ def test_priorities_are_what_was_configured(tmp_path: Path) -> None:
 
 
 def test_a_queue_sets_priorities_of_its_own(tmp_path: Path) -> None:
-    """A queue that is told priorities uses them for the writer process, a running one included."""
+    """A queue with priorities uses them for the writer process, a running one included."""
     nostall.warmup()
     (pid,) = writer_pids()
     with AsyncCallsQueue(cpu_priority=17, io_priority=psutil.IOPRIO_CLASS_IDLE) as queue:
@@ -335,7 +335,7 @@ def test_a_queue_sets_priorities_of_its_own(tmp_path: Path) -> None:
     assert psutil.Process(pid).ionice().ioclass == psutil.IOPRIO_CLASS_IDLE
 
 
-def test_a_queue_that_is_told_nothing_leaves_configured_priorities_alone(tmp_path: Path) -> None:
+def test_a_queue_without_priorities_leaves_configured_ones_alone(tmp_path: Path) -> None:
     """What ``EngineOptions`` says holds for split saves, too."""
     nostall.configure(EngineOptions(cpu_priority=15, io_priority=psutil.IOPRIO_CLASS_IDLE))
     with AsyncCallsQueue() as queue:

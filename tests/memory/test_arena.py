@@ -105,7 +105,7 @@ def test_a_larger_request_makes_a_free_block_grow() -> None:
     assert arena.reserved_nbytes == 3 * UNIT
 
 
-def test_a_block_that_somebody_looks_into_is_replaced_instead() -> None:
+def test_a_block_with_an_exported_view_is_replaced_instead() -> None:
     """A view on its memory stays what it is, however long it is held."""
     arena = Arena(max_blocks=2)
     first = lease(arena, UNIT)
@@ -358,7 +358,7 @@ def test_memory_that_the_system_refuses_is_an_error_that_says_how_much(arena: Ar
 
 
 def test_blocks_leave_no_descriptor_and_no_file_behind() -> None:
-    """Memory is in no directory, and what is open for it is closed when nobody needs it."""
+    """Memory is in no directory, and what is open for it is closed when it is not needed."""
     gc.collect()  # what earlier tests have left would go in the middle of this one
     before = open_descriptors(), sorted(os.listdir("/dev/shm"))
     arena = Arena(max_blocks=3)
@@ -454,7 +454,7 @@ assert held.held
     "script", [MEMORY_OF_ITS_OWN, LOCKED], ids=["memory of its own", "another thread in the arena"]
 )
 def test_a_forked_child_has_nothing_to_do_with_the_arena(script: str) -> None:
-    """A data loader's worker keeps no block alive, loses no memory to one, and waits for nobody."""
+    """A data loader's worker keeps no block alive, loses no memory to one, and does not wait."""
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=60)
 
 
@@ -474,7 +474,7 @@ def test_a_lease_is_found_by_any_address_in_its_block(arena: Arena) -> None:
 
 
 def test_a_released_lease_is_not_found(arena: Arena) -> None:
-    """Memory that was returned belongs to nobody, and then to its next holder."""
+    """Memory that was returned has no holder, and then its next one."""
     first = lease(arena, UNIT)
     address = address_of(first.block)
     first.label = "old"

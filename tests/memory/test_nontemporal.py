@@ -71,7 +71,7 @@ def test_other_threads_run_meanwhile() -> None:
     there = torch.empty_like(source)
     copy = past_caches()  # here, as what makes it gives up the lock, too
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000)  # nobody is made to give it up
+    sys.setswitchinterval(1000)  # no thread is made to give it up
     try:
         # The system may let the other thread wait for a core; not every time.
         assert any(_is_seen_halfway(copy, source, there) for _ in range(50))
@@ -146,7 +146,7 @@ def test_snapshots_of_more_than_caches_hold_have_every_bit(
 
 def test_little_is_copied_by_way_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where what was copied is found when it is checksummed."""
-    monkeypatch.delattr(_copying, "_copy_of_much")  # whoever asks fails
+    monkeypatch.delattr(_copying, "_copy_of_much")  # a caller fails
     source = torch.ones(_copying._MORE_THAN_CACHES_HOLD_NBYTES - 1, dtype=torch.uint8)
     view = torch.zeros_like(source)
     Places([view]).fill([source], method=CopyMethod(threads=2)).wait()

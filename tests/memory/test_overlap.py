@@ -210,7 +210,7 @@ def test_steps_of_other_threads_are_not_disturbed_by_saves(tmp_path: Path) -> No
     parameters = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
     optimizers = [sgd(each) for each in parameters]
     stop = threading.Event()
-    # Of somebody else's, behind nostall's: torch iterates over all of them while it calls them.
+    # Another library's, behind nostall's: torch iterates over all of them while it calls them.
     with AsyncCallsQueue() as queue:
         schedule(queue, tmp_path / "first", small_state(), staging="overlapped")
     others = register_optimizer_step_pre_hook(lambda *_: None)
@@ -458,7 +458,7 @@ def test_options_are_not_changed_while_a_snapshot_is_taken(tmp_path: Path) -> No
 
 
 def test_dcp_async_save_on_two_ranks_fails_on_both_if_one_forgets(tmp_path: Path) -> None:
-    """The other rank is told where DCP tells it, and does not wait for a plan that never comes."""
+    """The other rank raises where DCP does, and does not wait for a plan that never comes."""
     for facts in run_ranks(2, "overlap:one_rank_forgets_in_dcp", tmp_path):
         assert facts["failed ranks"] == [1]
         assert facts["committed"] == []

@@ -88,6 +88,7 @@ with AsyncCallsQueue() as queue:
 """
 
 
+@pytest.mark.slow
 def test_without_the_extra_a_checkpoint_is_the_same(tmp_path: Path) -> None:
     """Byte for byte; the standard library's sums are as good."""
     done = subprocess.run(

@@ -770,7 +770,7 @@ def test_a_writer_always_has_the_tables_that_a_job_refers_to(
         recent = [*(one for one in recent if one != which), which][-SEALS_KEPT:]
 
 
-def test_equal_tables_are_told_apart_by_identity() -> None:
+def test_equal_tables_are_distinguished_by_identity() -> None:
     """A table is kept alive while it is known, so that no other one can get its address."""
     sent = SealsSent()
     numbers = set()
@@ -940,7 +940,7 @@ GARBAGE = {
 def test_what_is_no_message_is_a_protocol_error(
     kind: str, wire: tuple[socket.socket, socket.socket]
 ) -> None:
-    """Refused as soon as it can be told, without waiting for as much as it claims to be."""
+    """Refused as soon as it is known, without waiting for the length it claims."""
     ours, theirs = wire
     ours.sendall(GARBAGE[kind])
     with pytest.raises(ProtocolError):
@@ -1040,7 +1040,7 @@ def test_descriptors_arrive_with_their_message(wire: tuple[socket.socket, socket
 def test_sending_to_a_peer_that_is_gone_is_an_error(
     wire: tuple[socket.socket, socket.socket],
 ) -> None:
-    """It does not end in silence, so whoever waits for an answer learns that there will be none."""
+    """It does not end in silence: a waiter learns that there will be no answer."""
     ours, theirs = wire
     theirs.close()
     with pytest.raises(OSError):

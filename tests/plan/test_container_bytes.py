@@ -331,7 +331,7 @@ def test_switching_checksums_between_saves_takes_effect(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alignment", [64, 512, 4096])
 def test_storage_alignment_setting_takes_effect(tmp_path: Path, alignment: int) -> None:
-    """Payloads are aligned as torch is told to, and as stock then aligns them."""
+    """Payloads are aligned as torch is configured, and as stock then aligns them."""
     save = config.save
     before = save.storage_alignment
     save.storage_alignment = alignment

@@ -203,7 +203,7 @@ def test_the_first_save_after_a_resume_exchanges_no_plans(reader: str, found: li
 
 
 @pytest.mark.parametrize("case", ["on one rank only", "changed since", "other world size"])
-def test_loaded_plans_that_are_not_everyones_are_not_used(case: str, found: list[Found]) -> None:
+def test_loaded_plans_that_some_ranks_lack_are_not_used(case: str, found: list[Found]) -> None:
     """Plans that one rank alone has loaded, or of other structures or sizes, are put aside."""
     for facts in found:
         resumed = facts["resumed"][case]

@@ -65,7 +65,7 @@ def _saves_what_the_stream_had_come_to(out: Path, device: str, staging: str) -> 
 
 
 def kernels_told_before_the_call_are_seen(out: Path, device: str) -> None:
-    """And those told after it are not; in first saves and in known ones."""
+    """And later ones are not; in first saves and in known ones."""
     _saves_what_the_stream_had_come_to(out, device, "blocking")
 
 

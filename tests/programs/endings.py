@@ -71,7 +71,7 @@ def ends_in_dcp(out: Path, how: str) -> None:
 
     def full(*_: Any, **__: Any) -> Any:
         if how == "too late to ask":
-            while not concurrent.futures.thread._shutdown:  # by whoever waits for this thread
+            while not concurrent.futures.thread._shutdown:  # by the thread that waits for this one
                 time.sleep(0.01)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

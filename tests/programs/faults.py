@@ -40,7 +40,7 @@ from support.states import blobs, schedule, small_state
 State = dict[str, Any]
 
 AT_ONCE = EngineOptions(write_retries=0)
-"""No fault of these passes, so nobody waits for that."""
+"""No fault of these passes, so no save waits for that."""
 ERRNO_FAULTS = {
     f"{errno.errorcode[code]} at {point}": (Fault.errno(point, code), code)
     for code in (errno.ENOSPC, errno.EIO)
@@ -522,7 +522,7 @@ def is_interrupted(out: Path) -> None:
         schedule(queue, out / "checkpoint", small_state(1))
     hold.wait_reached()
     before = writer_pids()
-    # Whoever runs the tests in the background of a shell has them ignore it.
+    # A shell that runs the tests in its background has them ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # A signal between the interpreter's last look and a blocking read would wait as long as that
     # read.

@@ -18,7 +18,7 @@ def open_and_sign(path: str, mode: str) -> IO[Any]:
 
 
 def open_nothing(path: str, mode: str) -> IO[Any]:
-    """Storage that lets nobody in."""
+    """Storage that refuses every open."""
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
 
@@ -27,7 +27,7 @@ class Upload:
 
     def __init__(self, path: str, mode: str) -> None:
         assert mode == "wb"
-        self._stream = open(path, mode)  # noqa: SIM115  # closed by __exit__, as whoever opens a shard file calls it
+        self._stream = open(path, mode)  # noqa: SIM115  # closed by __exit__, which every opener of a shard file calls
 
     def write(self, piece: Any) -> int:
         return self._stream.write(piece)

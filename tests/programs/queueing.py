@@ -37,7 +37,7 @@ def note_pid(path: str) -> None:
 
 
 def wait_then_note_pid(fifo: str, path: str) -> None:
-    """The same, once somebody has opened the FIFO for writing."""
+    """The same, once a writer has opened the FIFO."""
     Path(fifo).read_bytes()
     note_pid(path)
 
@@ -210,7 +210,7 @@ def _fail_on(rank: int, otherwise: Callable[[], Any] = lambda: None) -> Any:
 
 
 def not_in_time(out: Path) -> Facts:
-    """One rank's writer is busy for longer than anybody waits."""
+    """One rank's writer is busy for longer than any wait lasts."""
     held = dist.get_rank() == 1
     with AsyncCallsQueue() as queue, Hold() as hold:
         with inject(*[hold.fault] if held else []):

@@ -45,7 +45,7 @@ def saves_again_and_again(out: Path, *structures: str) -> None:
             schedule(queue, out / f"{number % 2}", states[number % len(states)])
             queue.wait()
             measured.append(_held())
-        # Or the trainer sends some that nobody closes.
+        # Or the trainer sends some that are never closed.
         (writer,) = writer_pids()
         wait_until(lambda: not any(map(_is_replaced, _open_in(writer))))
     print(json.dumps(measured))

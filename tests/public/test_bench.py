@@ -126,7 +126,7 @@ class Torn(FakeContender):
 
 
 class Unreadable(FakeContender):
-    """Writes what nobody can load."""
+    """Writes a checkpoint that does not load."""
 
     name = "unreadable"
 
@@ -219,7 +219,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_failing_contender_is_reported_and_the_run_goes_on(tmp_path: Path) -> None:
-    """Its error is in the report, it is closed, and everybody else is measured to the end."""
+    """Its error is in the report, it is closed, and all others are measured to the end."""
     bad, good = FailsLater(), FakeContender()
     report = measured(tmp_path, bad, good, Absent(), rounds=3)
     first, second, absent = report.contenders
@@ -341,7 +341,7 @@ def test_wrong_arguments_end_with_usage(
     assert complaint in capsys.readouterr().err
 
 
-def test_the_list_names_everybody(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_names_every_contender(capsys: pytest.CaptureFixture[str]) -> None:
     """``--list`` measures nothing and says who could take part."""
     assert main(["bench", "--list"]) == 0
     shown = capsys.readouterr().out
@@ -436,7 +436,7 @@ def test_cpu_time_of_ended_children_counts() -> None:
 
 
 def test_the_noise_ends_with_the_run(tmp_path: Path) -> None:
-    """The neighbour stops when told, and takes its file along."""
+    """The neighbour stops on request, and removes its file."""
     with noise(tmp_path, wanted=True) as helpers:
         assert len(helpers) == 1
     assert list(tmp_path.iterdir()) == []
@@ -545,7 +545,7 @@ def test_growth_leaves_the_first_save_out() -> None:
 
 
 def test_patterns_choose_contenders() -> None:
-    """In their own order; a pattern that matches nobody is an error."""
+    """In their own order; a pattern that matches none is an error."""
     names = ["nostall", "nostall dcp.save", "dcp.save"]
     assert chosen(names, []) == names
     assert chosen(names, ["dcp.*", "nostall"]) == ["nostall", "dcp.save"]

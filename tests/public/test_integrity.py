@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was written: what a user is told, and what is found."""
+"""Whether a checkpoint is what was written: what is found, and what is reported."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ def test_progress_reaches_the_end(tmp_path: Path) -> None:
     assert [done for done, _ in told] == sorted(done for done, _ in told)
 
 
-# --- what nobody has written by accident ----------------------------------------------------------
+# --- hostile metadata and manifests ---------------------------------------------------------------
 
 
 def with_manifest_of(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -465,7 +465,7 @@ class Mode(Enum):
 
 
 class PlannerOfOwn(DefaultSavePlanner):
-    """Puts into the metadata what nobody else knows."""
+    """Puts an unknown class into the metadata."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """As it says."""
@@ -523,7 +523,7 @@ def test_what_was_committed_is_never_denied(
     assert damage.file == file.name
 
 
-def test_what_is_not_understood_is_told_apart_from_damage(
+def test_unknown_metadata_is_not_reported_as_damage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without a manifest nothing can be said; a caller that asks for the latest gets an error."""

@@ -52,7 +52,7 @@ def is_writing(status: SaveStatus) -> bool:
 
 
 def test_a_save_is_followed_from_its_snapshot_to_its_end(tmp_path: Path) -> None:
-    """Its place, its size and its state are told; when it is finalised it is not there any more."""
+    """Its place, its size and its state are shown until it is finalised."""
     assert nostall.status() == ()
     with AsyncCallsQueue() as queue:
         with Hold("start") as hold:
@@ -96,7 +96,7 @@ def test_overlapped_staging_is_seen_as_such(tmp_path: Path) -> None:
         hold.release()
 
 
-def test_saves_of_one_process_are_told_apart(tmp_path: Path) -> None:
+def test_saves_of_one_process_are_distinguished(tmp_path: Path) -> None:
     """One is being written, the other one waits for its turn; the older one comes first."""
     with Hold("chunk") as hold, AsyncCallsQueue() as queue:
         with inject(hold.fault):
@@ -126,7 +126,7 @@ def test_a_synchronous_save_can_be_looked_at_from_another_thread(tmp_path: Path)
 
 @pytest.mark.parametrize("abort", [False, True])
 def test_a_save_that_fails_or_is_given_up_is_over(tmp_path: Path, *, abort: bool) -> None:
-    """Nothing of it is shown any more, though somebody may keep its exception."""
+    """Nothing of it is shown any more, even while a caller keeps its exception."""
     queue = AsyncCallsQueue()
     with inject(Fault.errno("chunk", 28)):
         schedule(queue, tmp_path / "saved", STATE)
@@ -154,7 +154,7 @@ def test_a_torch_save_is_shown_with_its_file(tmp_path: Path) -> None:
 
 
 def test_a_save_that_cannot_be_planned_is_over(tmp_path: Path) -> None:
-    """Although somebody still holds its future."""
+    """Although a caller still holds its future."""
     writer = FileSystemWriterAsync(tmp_path)
     saving: Any = dcp.async_save({"f": lambda: 0}, storage_writer=writer, no_dist=True)
     with pytest.raises(CheckpointException):

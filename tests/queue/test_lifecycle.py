@@ -68,7 +68,7 @@ def test_saves_that_are_pending_at_exit_are_completed(
     assert saved(tmp_path / "second", 2)
 
 
-def test_a_save_that_is_lost_at_exit_is_told_by_the_exit_status(tmp_path: Path) -> None:
+def test_the_exit_status_reports_a_save_that_is_lost_at_exit(tmp_path: Path) -> None:
     """And by a message; the next save is completed all the same, and no output is lost."""
     done = run("ends", tmp_path, "returns", "fails")
     assert done.returncode == 1
@@ -235,7 +235,7 @@ class _Refusing:
 def test_what_fails_at_once_is_not_tried_for_minutes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And its cause is told."""
+    """And its cause is reported."""
     ended: list[int] = []
     monkeypatch.setattr(at_exit, "end_process", ended.append)
     queue = _Refusing()

@@ -171,7 +171,7 @@ def test_a_rank_that_is_not_in_time_is_late_for_all(found: list[Found]) -> None:
         assert said["wrong"] == []
 
 
-def test_ranks_that_scheduled_different_numbers_are_told_so(found: list[Found]) -> None:
+def test_ranks_that_scheduled_different_numbers_raise(found: list[Found]) -> None:
     """All raise, with the indices, before anything is finalised; after an abort they go on."""
     for rank, facts in enumerate(found):
         said = facts["different_numbers"]
@@ -239,7 +239,7 @@ def test_a_request_can_be_executed_without_a_queue(tmp_path: Path) -> None:
 
 
 def test_what_is_preloaded_needs_its_place_among_the_arguments() -> None:
-    """A request with a preload function and one argument is told what is missing."""
+    """The error of a request with a preload function and one argument names what is missing."""
     with pytest.raises(OptionError, match="at least two"):
         AsyncRequest(print, [0], [], preload_fn=lambda: 1).execute_sync()
 
@@ -260,7 +260,7 @@ def test_what_cannot_travel_is_refused_when_it_is_scheduled() -> None:
 
 
 def test_the_save_function_refuses_to_travel(tmp_path: Path) -> None:
-    """Who hands nostall's own save function to another process is told what to do instead."""
+    """The error of nostall's own save function in another process says what to do instead."""
     writer = FileSystemWriterAsync(tmp_path)
     save_state_dict_async_plan(small_state(), writer)
     save_fn, _, args = writer.get_save_function_and_args()
@@ -928,7 +928,7 @@ def test_files_and_checkpoints_take_turns_in_the_same_memory(tmp_path: Path) -> 
 
 @pytest.fixture
 def reader(tmp_path: Path) -> CachedMetadataFileSystemReader:
-    """A caching reader of a checkpoint that nobody has read yet."""
+    """A caching reader of a checkpoint that has not been read yet."""
     dcp.save(small_state(1), storage_writer=FileSystemWriterAsync(tmp_path))
     return CachedMetadataFileSystemReader(tmp_path)
 

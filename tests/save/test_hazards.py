@@ -65,7 +65,7 @@ def short_deadline() -> Iterator[None]:
 
 @pytest.mark.usefixtures("short_deadline")
 def test_a_save_given_up_at_its_deadline_never_touches_the_next_ones_memory(tmp_path: Path) -> None:
-    """The late job's seals would land in the image of whoever has the memory by then."""
+    """The late job's seals would land in the image of the memory's next holder."""
     zeros = {"zeros": torch.zeros(200_000), "n": torch.zeros(3)}
     with Hold() as hold, inject(hold.fault):
         late = async_save(tmp_path / "late", {"many": torch.ones(200_000), "n": torch.ones(3)})
@@ -227,14 +227,14 @@ def test_a_caller_of_a_frameworks_own_needs_only_the_documented_methods() -> Non
 
 
 class Uncopyable:
-    """An object that a state dict may hold and nobody can copy."""
+    """An object that a state dict may hold and that cannot be copied."""
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         raise RuntimeError("not to be copied")
 
 
 def test_a_stager_that_cannot_copy_everything_gives_its_memory_back() -> None:
-    """Else the next saves would wait for memory that nobody is going to return."""
+    """Else the next saves would wait for memory that is never returned."""
     kept = []
     for _ in range(2 * EngineOptions().max_in_flight):
         with pytest.raises(

@@ -124,7 +124,7 @@ def test_an_interrupted_save_spoils_none_that_follows(
             saves.require_as_stock(name_of_next, path)
 
 
-def test_memory_that_is_being_written_is_nobody_elses(saves: Saves) -> None:
+def test_memory_that_is_being_written_is_not_shared(saves: Saves) -> None:
     """A snapshot may be lost, or given up by its maker, once its job was handed over."""
     arena = default_engine().arena
     leased = []

@@ -131,7 +131,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def emptied(tensor: torch.Tensor, nbytes: int = 0) -> torch.Tensor:
-    """The tensor, after somebody has taken its memory away."""
+    """The tensor, after its memory was taken away."""
     tensor.untyped_storage().resize_(nbytes)
     return tensor
 
@@ -181,7 +181,7 @@ def test_a_quantised_tensor_keeps_its_integers(tmp_path: Path) -> None:
         assert (back.q_scale(), back.q_zero_point()) == (0.5, 3)
 
 
-def test_what_a_stager_has_copied_is_nobody_elses(tmp_path: Path) -> None:
+def test_what_a_stager_has_copied_is_not_shared(tmp_path: Path) -> None:
     """Tensors in subclasses, wrappers and objects may change as soon as they are staged."""
     wrapper, plain, held = scaled(), torch.arange(6.0), torch.arange(5.0)
     state = {"wrapper": wrapper, "subclass": plain.as_subclass(Named), "object": (held, [1])}

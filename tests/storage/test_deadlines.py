@@ -1,4 +1,4 @@
-"""Nobody waits for ever, and nothing is announced that is not there."""
+"""No wait lasts for ever, and no checkpoint is announced that is not there."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def held(tmp_path: Path) -> Iterator[AsyncCallsQueue]:
 
 @pytest.fixture
 def impatient() -> Iterator[None]:
-    """Nobody waits for a save for longer than a second."""
+    """No wait for a save lasts longer than a second."""
     nostall.configure(EngineOptions(save_timeout_s=1.0))
     yield
     nostall.configure(EngineOptions())
@@ -56,7 +56,7 @@ def impatient() -> Iterator[None]:
 
 @pytest.mark.usefixtures("impatient")
 def test_a_loop_that_only_polls_learns_of_a_save_that_does_not_end(held: AsyncCallsQueue) -> None:
-    """Once it took longer than a save may take, though nobody ever waited for it."""
+    """Once it took longer than a save may take, even if no caller waited for it."""
 
     def train() -> None:
         began_s = time.monotonic()
@@ -68,7 +68,7 @@ def test_a_loop_that_only_polls_learns_of_a_save_that_does_not_end(held: AsyncCa
     assert held.pending == 0
 
 
-def test_closing_waits_no_longer_than_it_is_told(held: AsyncCallsQueue, tmp_path: Path) -> None:
+def test_closing_waits_no_longer_than_its_timeout(held: AsyncCallsQueue, tmp_path: Path) -> None:
     """What is not done by then is given up, and is not there."""
     with pytest.raises(
         SaveTimeoutError, match=r"1 of 1 requests are not done .* after 0\.1 s"

@@ -261,7 +261,7 @@ def test_a_checkpoint_that_is_not_seen_is_not_overwritten(tmp_path: Path) -> Non
 
 
 def test_names_are_stocks_again_when_a_checkpoint_was_removed(tmp_path: Path) -> None:
-    """Which nobody needs, but whoever compares directories expects."""
+    """No reader needs it, but a comparison of directories expects it."""
     path = tmp_path / "save"
     for seed in (1, 2):
         with AsyncCallsQueue() as queue:
@@ -287,7 +287,7 @@ def test_metadata_of_another_checkpoint_does_not_get_into_a_warm_cache(tmp_path:
 # --- what else is in the way ----------------------------------------------------------------------
 
 
-def test_metadata_of_impossible_length_stops_nobody(tmp_path: Path) -> None:
+def test_metadata_of_impossible_length_stops_no_save(tmp_path: Path) -> None:
     """Eight terabytes that take no room: damaged, and replaced by the next save."""
     path = tmp_path / "save"
     dcp.save(small_state(1), storage_writer=FileSystemWriterAsync(path), no_dist=True)

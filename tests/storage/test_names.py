@@ -188,7 +188,7 @@ def test_a_directory_that_was_removed_and_made_again_is_a_new_one(
         shutil.rmtree(tmp_path / "saved")
 
 
-# --- a rename of which nobody knows ---------------------------------------------------------------
+# --- a rename in doubt ----------------------------------------------------------------------------
 
 
 class DoneAndRefused(Stale):
@@ -267,7 +267,7 @@ def test_a_mounted_file_system_that_renames_and_says_no_loses_nothing(
             assert loaded_from(tmp_path / "saved") == seed
 
 
-# --- what nobody needs ----------------------------------------------------------------------------
+# --- files without a checkpoint -------------------------------------------------------------------
 
 
 def test_a_commit_that_fails_leaves_no_file_of_any_rank(of_ranks: list[dict[str, Any]]) -> None:

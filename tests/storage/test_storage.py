@@ -296,7 +296,7 @@ def test_everything_is_durable_before_what_refers_to_it(tmp_path: Path, synced: 
     assert sorted(synced[3:-1]) == [".metadata.tmp", tmp_path.name]
 
 
-def test_nothing_is_synced_if_told_so(tmp_path: Path, synced: list[str]) -> None:
+def test_nothing_is_synced_with_sync_files_off(tmp_path: Path, synced: list[str]) -> None:
     """``sync_files=False`` waits for no device, neither for shard files nor for the metadata."""
     save(tmp_path / "saved", odd_state(), sync_files=False, thread_count=2)
     save(tmp_path / "streamed", odd_state(), sync_files=False, open_file=as_a_closure(Upload))
@@ -309,7 +309,7 @@ def test_receipts_tell_whether_files_are_durable(
     tmp_path: Path,
     sync_files: bool,  # noqa: FBT001  # a parameter of the test
 ) -> None:
-    """The writer process is told of ``sync_files``, and its receipts say what it did."""
+    """The writer process gets ``sync_files``, and its receipts say what it did."""
     report = report_of(tmp_path / "saved", odd_state(), sync_files=sync_files, thread_count=2)()
     assert isinstance(report, RankWritten)
     assert [receipt.fsynced for receipt in report.receipts] == [sync_files, sync_files]

@@ -125,7 +125,7 @@ def _call(chance: Chance) -> bytes:
 
 
 def _state(chance: Chance) -> bytes:
-    """State for something that has none, or of a form that nobody expects."""
+    """State for something that has none, or of an unexpected form."""
     name = chance.choice(("__class__", "__setstate__", "fqn", "offset", "__dict__", "_value_"))
     state = pickle.EMPTY_DICT + _text(name) + _value(chance) + pickle.SETITEM
     target = chance.choice((b"", _named(*chance.choice(NAMES)), _call(chance)))

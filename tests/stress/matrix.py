@@ -216,11 +216,11 @@ def seed_on_storage(path: Path) -> int | None:
 
 
 def check_report(cell: Cell, rank: int, report: Report, path: Path) -> None:
-    """Whether a rank that lives was told well."""
+    """Whether a rank that lives got the right error."""
     text = report["text"]
     require(text != "it succeeded", f"rank {rank} was told that it succeeded")
     require(report["seconds"] < SOON_S, f"rank {rank} heard of it after {report['seconds']:.0f} s")
-    # Of dead peers stock's own collectives tell; and what nobody expects has no type of ours where
+    # Of dead peers stock's own collectives tell; and what is unexpected has no type of ours where
     # DCP passes it on.
     stocks_own = cell.way == "sync" and (cell.ends_trainer or cell.fault == "exception")
     require(report["typed"] or stocks_own, f"rank {rank} got no error of ours: {text}")

@@ -37,7 +37,7 @@ from support.states import schedule
 RANKS = 2
 LONG_S = 60.0
 SHORT_S = 3.0
-"""As long as anybody waits for a stopped process."""
+"""The longest wait for a stopped process."""
 LOST_S = 6.0
 """As long as a collective waits for a trainer that died."""
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -175,7 +175,7 @@ class _Troubled(DefaultSavePlanner):
 
 
 def ordered(cell: Cell) -> list[Fault]:
-    """What the victim's saves are told to do; nothing, where the planner does it."""
+    """The victim's instructions for its saves; none, where the planner has them."""
     point, after = ("chunk", 1) if cell.place == "writer" else ("publish", 0)
     if cell.place == "trainer":
         return []

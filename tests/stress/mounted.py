@@ -72,7 +72,7 @@ class Mount:
         return os.stat(self.path).st_dev != outside
 
     def close(self) -> None:
-        """End the file system, whoever is stuck in it, and unmount it."""
+        """End the file system, even if a process is stuck in it, and unmount it."""
         with suppress(OSError):
             Path(f"{_CONNECTIONS}/{self._connection}/abort").write_text("1")
         self._process.kill()

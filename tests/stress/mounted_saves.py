@@ -75,7 +75,7 @@ def _errors() -> Iterator[tuple[str, list[dict[str, Any]]]]:
         yield f"{op} is done and answers EIO once", [once]
     for op in ("getattr", "opendir", "fsyncdir", "statfs", "unlink", "mkdir"):
         yield f"{op} fails", [fault(op, "errno", errno=errno.EIO)]
-    # The kernel does not tell anybody, nor ask again.
+    # The kernel reports it to no process and does not ask again.
     yield "release fails", [fault("release", "errno-after", errno=errno.EIO)]
     yield "nothing", []
 

@@ -1,4 +1,4 @@
-"""A file system that passes everything on to a directory, but for the faults that it is told of.
+"""A file system that passes everything on to a directory, but for the faults that it is given.
 
     python tests/stress/passthrough.py DIRECTORY MOUNTPOINT CONTROL OPTIONS
 

@@ -282,7 +282,7 @@ def soak(kills: int, seed: int, root: Path) -> dict[str, Any]:
         committed |= life.committed
         totals.update({name: count for name, count in life.counts.items() if "of" not in name})
         totals["lives"] += 1
-        # What was scheduled last may have been committed without anybody hearing of it.
+        # What was scheduled last may have been committed without a report.
         totals["checkpoints checked"] += check(root, committed, newest + 1)
         newest += 1
         if sys.stderr.isatty():

@@ -24,7 +24,9 @@ def test_few_cells_show_every_fault_in_every_place_and_way() -> None:
     assert {cell.place for cell in cells} == set(PLACES)
 
 
-def test_a_save_that_fails_tells_everybody_harms_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_save_raises_on_every_rank_harms_nothing_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
     """On two ranks, for every pair of fault, place, rank, kind of save and what it replaces."""
     done = run_script("stress/matrix.py", "--covering", cwd=tmp_path, timeout_s=280)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -25,7 +25,7 @@ class HangingOs:
         self._part = part
         self._answers = threading.Event()
         self.is_reached = threading.Event()
-        """Somebody waits for the answer, or has."""
+        """A thread waits for the answer, or has."""
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(os, name)
