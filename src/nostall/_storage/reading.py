@@ -100,7 +100,7 @@ def damage_of_container(source: Source, offset: int, nbytes: int) -> str | None:
         return f"an archive in it cannot be read: {type(error).__name__}: {error!s:.200}"
 
 
-def _damage_of_records(part: _Part, nbytes: int) -> str | None:
+def _damage_of_records(part: _Stream, nbytes: int) -> str | None:
     with zipfile.ZipFile(part) as archive:
         entries = archive.infolist()
         # torch.save compresses nothing and stores each record once; others may take any time to
