@@ -100,6 +100,30 @@ def test_a_planner_that_changes_sizes_does_not_make_staged_tensors_overlap(tmp_p
             assert wanted.tobytes() in blob
 
 
+class Narrowing(DefaultSavePlanner):
+    """Saves every second column of each tensor."""
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: Any = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002  # DCP's
+    ) -> None:
+        narrow = {name: tensor[:, ::2] for name, tensor in state_dict.items()}
+        super().set_up_planner(narrow, storage_meta, is_coordinator)
+
+
+def test_a_planners_view_with_gaps_is_not_taken_for_a_staged_payload(tmp_path: Path) -> None:
+    """It begins at the tensor's place in the image, but its elements are not next to each other."""
+    state = {"w": torch.arange(64.0).reshape(8, 8)}
+    dcp.save(state, checkpoint_id=tmp_path / "stock", planner=Narrowing(), no_dist=True)
+    for number in range(2):
+        writer = FileSystemWriterAsync(tmp_path / f"{number}")
+        saved: Any = dcp.async_save(state, storage_writer=writer, planner=Narrowing(), no_dist=True)
+        saved.result(60)
+        assert blobs(tmp_path / f"{number}") == blobs(tmp_path / "stock")
+
+
 def test_a_staged_object_that_has_grown_is_saved_whole(tmp_path: Path) -> None:
     """Memory that was laid out for a shorter object is not used for a longer one."""
     for number, length in enumerate((10, 10, 5_000_000, 10)):

@@ -90,13 +90,13 @@ def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot
     base = address_of(lease.block)
     for file in layout.files:
         for slot in file.slots:
-            source = planned.sources[slot.item]
-            if (
-                isinstance(source, torch.Tensor)
-                and slot.payload_nbytes
-                and source.data_ptr() != base + file.image_offset + slot.payload_offset
-            ):
+            source, form = planned.sources[slot.item], planned.share.forms[slot.item]
+            if not isinstance(source, torch.Tensor) or form is None or not slot.payload_nbytes:
+                continue
+            if source.data_ptr() != base + file.image_offset + slot.payload_offset:
                 return None
+            if tuple(source.stride()) != form.stride:
+                return None  # a planner's view with gaps: its elements must be moved together
     lease.block.prepared_views = None  # its views belong to tensors that the caller may still hold
     _lay_down_containers(layout, lease.block)
     for file in layout.files:
