@@ -105,6 +105,28 @@ def test_a_commit_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert names_in(tmp_path) == {".metadata", "old.distcp"}
 
 
+class ClosingOs(RecordingOs):
+    """A system on which another thread closes a file while this one looks at its name."""
+
+    def __init__(self, file: posix.UnfinishedFile) -> None:
+        super().__init__()
+        self._file = file
+
+    def stat(self, path: str | int) -> os.stat_result:
+        if path == self._file.where:
+            self._file.close()
+        return os.stat(path)
+
+
+def test_a_file_that_is_closed_while_it_is_removed_is_gone(tmp_path: Path) -> None:
+    """Removal raises nothing: a failed save that drops its metadata reports its own failure."""
+    file = posix.UnfinishedFile(str(tmp_path / "file"), sync=False)
+    with patch.object(posix, "os", ClosingOs(file)):
+        file.append([b"content"])
+        file.remove()
+    assert names_in(tmp_path) == set()
+
+
 class DenyingOs(RecordingOs):
     """A system that makes files and says that it has not."""
 
