@@ -166,14 +166,14 @@ def make_name_durable(path: str, *, what: str) -> None:
         what: The published thing, for the error.
 
     Raises:
-        NotDurableError: Storage refused; the file has its name.
+        NotDurableError: That failed, for whatever reason; the file has its name.
     """
     try:
         sync_directory(os.path.dirname(path))
-    except OSError as error:
+    except Exception as error:  # no memory, say: the caller must not remove what it has published
         raise NotDurableError(
             f"{what} exists, but its name could not be made durable: {reason(error)}",
-            errno=error.errno,
+            errno=error.errno if isinstance(error, OSError) else None,
             phase="commit",
             path=path,
             hint="it may not survive a power failure; save again when storage answers",
