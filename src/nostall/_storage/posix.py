@@ -115,7 +115,7 @@ class ImageFile:
         fd = self._taken()
         try:
             os.close(fd)
-        except BaseException:
+        except BaseException:  # passed on; close() finds nothing to remove
             remove_files([self._path])
             raise
 
