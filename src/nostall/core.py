@@ -224,14 +224,14 @@ class AsyncCallsQueue:
             if agreed.alive:
                 break
             self._take(call)
-            if self._is_finalized(call, agreed, coordination, no_dist=no_dist):
+            if self._finalize_one(call, agreed, coordination, no_dist=no_dist):
                 finalized.append(call.request.call_idx)
         return finalized
 
-    def _is_finalized(
+    def _finalize_one(
         self, call: Call, agreed: View, coordination: Coordination, *, no_dist: bool
     ) -> bool:
-        """Finalise a request; a failure is raised, or counted with ``on_error="warn"``."""
+        """Finalise a request; false if it failed and ``on_error`` is ``"warn"``."""
         try:
             if agreed.failed:
                 self._raise_failure(call, coordination, no_dist=no_dist)
@@ -259,7 +259,7 @@ class AsyncCallsQueue:
                 SingleProcess() if no_dist else coordination,
                 timeout_s=default_engine().options.save_timeout_s + PATIENCE_S,
             )
-        except BaseException:  # DCP's exception, or an interrupt: this rank joins no collective
+        except BaseException:  # passed on; after an interrupt this rank joins no collective
             call.life.to(State.FAILED)
             raise
         call.life.to(State.FINALIZED)

@@ -194,7 +194,7 @@ def _outcome_of(
 ) -> RankOutcome:
     """This rank's outcome; results that the coordinator already has are not sent again."""
     save = writer.rank_save
-    token = None if cache is None else save.known_results
+    token = None if cache is None else save.results_token
     if cache is not None and token is not None and token == cache.sent_token:
         failure = save.retrieve_failure()
         if failure is not None:

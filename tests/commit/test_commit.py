@@ -105,6 +105,28 @@ def test_a_commit_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert names_in(tmp_path) == {".metadata", "old.distcp"}
 
 
+class ClosingOs(RecordingOs):
+    """A system on which another thread closes a file while this one looks at its name."""
+
+    def __init__(self, file: posix.UnfinishedFile) -> None:
+        super().__init__()
+        self._file = file
+
+    def stat(self, path: str | int) -> os.stat_result:
+        if path == self._file.where:
+            self._file.close()
+        return os.stat(path)
+
+
+def test_a_file_that_is_closed_while_it_is_removed_is_gone(tmp_path: Path) -> None:
+    """Removal raises nothing: a failed save that drops its metadata reports its own failure."""
+    file = posix.UnfinishedFile(str(tmp_path / "file"), sync=False)
+    with patch.object(posix, "os", ClosingOs(file)):
+        file.append([b"content"])
+        file.remove()
+    assert names_in(tmp_path) == set()
+
+
 class DenyingOs(RecordingOs):
     """A system that makes files and says that it has not."""
 
@@ -126,14 +148,17 @@ def test_a_temporary_file_that_was_made_and_denied_goes(tmp_path: Path) -> None:
 class RefusingOs(RecordingOs):
     """A system that refuses to make names in one directory durable and, if wished, to write."""
 
-    def __init__(self, directory: Path, *, writes: bool = True) -> None:
+    def __init__(
+        self, directory: Path, *, writes: bool = True, error: Exception | None = None
+    ) -> None:
         super().__init__()
         self._directory = directory
         self._writes = writes
+        self._error = error or OSError(errno.EIO, os.strerror(errno.EIO))
 
     def fsync(self, fd: int) -> None:
         if self._writes and os.path.samefile(f"/proc/self/fd/{fd}", self._directory):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+            raise self._error
         super().fsync(fd)
 
     def pwrite(self, fd: int, content: Any, offset: int) -> int:
@@ -147,6 +172,16 @@ def test_a_commit_that_may_not_last_says_so_by_its_type(tmp_path: Path) -> None:
         publish(tmp_path, replaced_files=["old.distcp"])
     assert caught.value.errno == errno.EIO
     assert names_in(tmp_path) == {".metadata", "old.distcp"}
+
+
+def test_a_checkpoint_that_is_published_keeps_its_files_without_memory(tmp_path: Path) -> None:
+    """Whatever fails after the rename, the error does not say that nothing was published."""
+    refusing = RefusingOs(tmp_path, error=MemoryError())
+    with patch.object(posix, "os", refusing), pytest.raises(NotDurableError) as caught:
+        publish(tmp_path)
+    assert isinstance(caught.value.__cause__, MemoryError)
+    assert not finalize.is_unpublished(caught.value)
+    assert (tmp_path / ".metadata").read_bytes() == b"new"
 
 
 class ForgetfulOs(RecordingOs):

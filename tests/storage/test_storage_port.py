@@ -117,6 +117,14 @@ def memory() -> MemoryStorage:
     return storage
 
 
+def test_the_fake_fails_as_the_port_says(memory: MemoryStorage) -> None:
+    """A draft is known by the name of what it becomes; giving an upload up never raises."""
+    memory.draft(".metadata").append([b"new "])
+    memory.fail("abort", EIO)
+    memory.put("new.distcp", 1).close()
+    assert memory.operations == [("append", ".metadata"), ("put", "new.distcp")]
+
+
 def test_files_are_removed_after_the_publication(memory: MemoryStorage) -> None:
     """In this order, on any storage."""
     _commit(memory)

@@ -46,7 +46,7 @@ def commit(
         storage.publish(metadata_name, metadata, draft=draft, before=lambda: at("publish"))
     except NotDurableError:
         raise
-    except BaseException as error:
+    except BaseException as error:  # an interrupt, too, leaves no draft
         if draft is not None:
             draft.remove()
         if not isinstance(error, Exception):

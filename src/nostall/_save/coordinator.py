@@ -97,7 +97,7 @@ def commit_split_save(
     is_published = False
     try:
         written = [each.written for each in messages]
-        require_written_here(save, written)
+        _require_written_here(save, written)
         metadata = _metadata_to_publish(planned, changed)
         publication = None if changed else planned.known.publication(outcomes, metadata)
         if publication is None:
@@ -106,7 +106,7 @@ def commit_split_save(
             planned.known.note_published(outcomes, metadata, publication)
         finished = finish_metadata(publication, written, storage_meta())
         is_published = True  # assumed until an error rules it out
-        publish(save, publication, metadata, finished)
+        _publish(save, publication, metadata, finished)
     except Exception as error:  # sent to every rank
         return Ending(
             failures={rank: sendable(_torch.wrap_exception(error))},
@@ -144,11 +144,11 @@ def commit_results(
     is_published = is_committed = False
     _require_files(save)
     try:
-        require_written_here(save, written)
+        _require_written_here(save, written)
         publication = publication_of_results(metadata, results)
         finished = finish_metadata(publication, written, storage_meta())
         is_published = True  # assumed until an error rules it out
-        publish(save, publication, metadata, finished)
+        _publish(save, publication, metadata, finished)
         is_committed = True
     except Exception as error:  # passed on; files that nothing refers to go
         if not is_published or is_unpublished(error):
@@ -172,7 +172,7 @@ def _require_files(save: RankSave) -> None:
         )
 
 
-def require_written_here(save: RankSave, written: Sequence[RankFiles | None]) -> None:
+def _require_written_here(save: RankSave, written: Sequence[RankFiles | None]) -> None:
     """Refuse to commit files in another directory.
 
     Raises:
@@ -194,7 +194,7 @@ def require_written_here(save: RankSave, written: Sequence[RankFiles | None]) ->
     require_one_directory(directories, here, rank=rank, is_same=is_same_in_time)
 
 
-def publish(
+def _publish(
     save: RankSave, publication: Publication, metadata: Metadata, finished: FinishedMetadata
 ) -> None:
     """Publish finished metadata.

@@ -249,7 +249,7 @@ class RankSave:
         return RankFiles(directory=self.settings.directory, files=())
 
     @property
-    def known_results(self) -> str | None:
+    def results_token(self) -> str | None:
         """Token of a recognised structure's results, file names aside; else ``None``."""
         if not isinstance(self._state, Split) or self._state.save.prepared.known is None:
             return None

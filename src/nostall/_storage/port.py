@@ -97,7 +97,10 @@ class Draft(Protocol):
         """Whether storage still has all that was appended."""
 
     def remove(self) -> None:
-        """Give it up; errors are ignored. Safe while another thread appends. Idempotent."""
+        """Give it up; errors are ignored. Idempotent.
+
+        Another thread may append to it or close it meanwhile.
+        """
 
     def close(self) -> None:
         """Release it, published or not; not while another thread appends. Idempotent."""

@@ -115,7 +115,7 @@ class ImageFile:
         fd = self._taken()
         try:
             os.close(fd)
-        except BaseException:
+        except BaseException:  # passed on; close() finds nothing to remove
             remove_files([self._path])
             raise
 
@@ -356,11 +356,12 @@ class UnfinishedFile:
         """Remove the file, unless it is closed or another process has replaced it with its own."""
         if self._is_closed:
             return
-        if not self._opened:  # storage may have made it although it reported an error
+        opened = self._opened[-1:]  # another thread may close it meanwhile
+        if not opened:  # storage may have made it although it reported an error
             remove_empty_files([self.where])
             return
         with suppress(OSError):
-            if identity_of(self.where) != identity_of(self._opened[-1]):
+            if identity_of(self.where) != identity_of(opened[0]):
                 return
         remove_files([self.where])
 

@@ -83,7 +83,7 @@ class PosixSource:
         self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             self.stat = _stat_of(os.fstat(self._fd), path)
-        except BaseException:
+        except BaseException:  # passed on; no caller gets an object to close
             self.close()
             raise
 

@@ -60,7 +60,7 @@ class PosixStorage(PosixFiles):
             _rename(final, file.where, identity, content)
         except NotDurableError:
             raise
-        except BaseException:
+        except BaseException:  # passed on; nothing is published
             file.remove()
             raise
         finally:
@@ -97,7 +97,7 @@ def _rename(
     try:
         if _is_there(final, identity, metadata, raises=True):
             return
-    except Exception as error:
+    except Exception as error:  # the rename was done
         raise _unknown(final, "the metadata", error) from error
     raise NotDurableError(
         "the published metadata is not the metadata of this save",
@@ -166,14 +166,14 @@ def make_name_durable(path: str, *, what: str) -> None:
         what: The published thing, for the error.
 
     Raises:
-        NotDurableError: Storage refused; the file has its name.
+        NotDurableError: That failed, for whatever reason; the file has its name.
     """
     try:
         sync_directory(os.path.dirname(path))
-    except OSError as error:
+    except Exception as error:  # no memory, say: the caller must not remove what it has published
         raise NotDurableError(
             f"{what} exists, but its name could not be made durable: {reason(error)}",
-            errno=error.errno,
+            errno=error.errno if isinstance(error, OSError) else None,
             phase="commit",
             path=path,
             hint="it may not survive a power failure; save again when storage answers",
@@ -190,7 +190,7 @@ def _is_there(
             return True
         with open_to_read(PosixFiles(os.path.dirname(path)), os.path.basename(path)) as stream:
             return read_metadata(stream, path) == b"".join(content)
-    except Exception:
+    except Exception:  # of storage, or no memory: not an answer
         if raises:
             raise
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from nostall._storage.port import ABSENT, Conflict, Draft, Stat, Version
@@ -89,7 +89,7 @@ class MemoryStorage:
                 self._names.discard(name)
 
     def draft(self, name: str) -> _Draft:
-        return _Draft(self, self.where(name))
+        return _Draft(self, name)
 
     def publish(
         self,
@@ -166,7 +166,7 @@ class _Upload:
     def close(self) -> None:
         if not self.is_over:
             self.is_over = True
-            with self.storage._doing("abort", self.name):
+            with suppress(OSError), self.storage._doing("abort", self.name):
                 self.storage._names.discard(self.name)
 
 
@@ -187,11 +187,15 @@ class _Source:
 @dataclass
 class _Draft:
     storage: MemoryStorage
-    where: str
+    name: str
     content: list[bytes] = field(default_factory=list)
 
+    @property
+    def where(self) -> str:
+        return self.storage.where(self.name)
+
     def append(self, pieces: Iterable[bytes]) -> None:
-        with self.storage._doing("append", self.where):
+        with self.storage._doing("append", self.name):
             self.content += pieces
 
     def is_untouched(self) -> bool:
