@@ -308,7 +308,10 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.rank_save.prepare(plan, planner)
 
     def get_save_function_and_args(self) -> tuple[Any, Any, list[Any]]:
-        """``(save_fn, preload_fn, [rank, None, results])`` to schedule, or ``(None, None, [])``."""
+        """``(save_fn, preload_fn, [rank, None, results])`` to schedule.
+
+        ``(None, None, [])`` if this rank has nothing to write, or if nothing is planned.
+        """
         split = self.rank_save.to_schedule
         if split is None:
             return None, None, []

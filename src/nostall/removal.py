@@ -114,5 +114,7 @@ def _is_of_one_rank(name: str) -> bool:
 
 def _no_checkpoint(directory: str, what: str) -> OptionError:
     return OptionError(
-        f"this is {what}, not a checkpoint", path=directory, hint="nothing was removed"
+        f"this is {what}, not a checkpoint",
+        path=directory,
+        hint="nothing was removed; pass the directory of one checkpoint",
     )

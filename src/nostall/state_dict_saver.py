@@ -93,8 +93,8 @@ def save_state_dict_async_plan(
     Raises:
         CheckpointException: A rank could not plan; raised on every rank. If nothing is
             communicated, the failure is raised on every rank when the save is finalised.
-        OptionError: The writer has a save that is not finalised yet, or is not nostall's; or this
-            rank or ``coordinator_rank`` is not in the group.
+        OptionError: The writer has a scheduled save that is not finalised yet, or is not nostall's;
+            or this rank or ``coordinator_rank`` is not in the group.
     """
     if not isinstance(storage_writer, FileSystemWriterAsync):
         raise OptionError(

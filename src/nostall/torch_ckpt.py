@@ -206,6 +206,9 @@ class _FileSave(BackgroundSave):
                 errno=error.errno,
                 phase="commit",
                 path=self._path,
+                hint="pass the path of a file, not of a directory"
+                if isinstance(error, IsADirectoryError)
+                else None,
             ) from error
         make_name_durable(self._path, what="the new file")
 

@@ -200,7 +200,9 @@ def _private_copy(fqn: str, value: Any) -> Any:
         return _torch.private_copy(value)
     except Exception as error:  # of a user's object
         raise StagingError(
-            f"item {fqn!r} cannot be staged: {type(error).__name__}: {error}", phase="stage"
+            f"item {fqn!r} cannot be staged: {type(error).__name__}: {error}",
+            phase="stage",
+            hint="change the item or leave it out of the state dict",
         ) from error
 
 

@@ -64,6 +64,7 @@ def _plan_item(item: WriteItem, resolver: Resolver, rank: int, settings: _Settin
             f"item {item.index.fqn!r} cannot be staged: {type(error).__name__}: {error}",
             rank=rank,
             phase="plan",
+            hint="change the item or leave it out of the state dict",
         ) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def _make_ready(directory: str, metadata_path: str, *, overwrite: bool, rank: in
             rank=rank,
             phase="plan",
             path=directory,
-            hint=_why_no_directory(directory),
+            hint=_why_no_directory(directory, error.errno),
         ) from error
     if not overwrite and may_be_there(metadata_path):
         raise CheckpointExistsError(
@@ -96,10 +97,14 @@ def _make_ready(directory: str, metadata_path: str, *, overwrite: bool, rank: in
         )
 
 
-def _why_no_directory(path: str) -> str | None:
-    """The file or broken link in the way, if that is the reason."""
+def _why_no_directory(path: str, code: int | None) -> str | None:
+    """What is in the way, and what to do about it, if that is known."""
     while path and not os.path.lexists(path):
         path = os.path.dirname(path)
     if not os.path.exists(path):
-        return f"{path} is a broken symbolic link"
-    return None if os.path.isdir(path) else f"{path} is a file"
+        return f"{path} is a broken symbolic link; remove it or choose another path"
+    if not os.path.isdir(path):
+        return f"{path} is a file; choose another path"
+    if code in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):
+        return f"user {os.geteuid()} may not make directories in {path}; choose another path"
+    return None

@@ -95,7 +95,7 @@ def _describe(error: Exception, at: Position) -> Failure:
     if code in (errno.ENOSPC, errno.EDQUOT):
         hint = _free_space(at.path)
     elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
-        hint = f"user {os.geteuid()} may not write there"
+        hint = f"user {os.geteuid()} may not write there; change that or save elsewhere"
     return Failure(
         kind="WriteError",
         message=f"{type(error).__name__}: {reason}",
@@ -112,4 +112,7 @@ def _free_space(path: str) -> str | None:
         room = os.statvfs(path if os.path.isdir(path) else os.path.dirname(path))
     except OSError:
         return None
-    return f"{room.f_bavail * room.f_frsize} bytes and {room.f_favail} inodes are free there"
+    return (
+        f"{room.f_bavail * room.f_frsize} bytes and {room.f_favail} inodes are free there; make"
+        " room or save elsewhere"
+    )

@@ -28,6 +28,8 @@ class MemoryStorage:
 
     :attr:`operations` lists what succeeded: ``put``, ``write``, ``finish``, ``abort``, ``flush``,
     ``open``, ``remove``, ``append`` and ``publish``, each with a name. Thread-safe.
+
+    It is for code that takes a storage port; writers, ``verify`` and the like take paths.
     """
 
     def __init__(self) -> None:
