@@ -1,6 +1,7 @@
-"""Run nox with nothing installed but Python: `python3 dev.py` for the full check, `python3 dev.py demo` for one session.
+"""Run nox with nothing but Python installed: `python3 dev.py`, or `python3 dev.py demo`.
 
-Makes .venv-dev/ with nox in it once, again when constraints.txt changes, and hands over to nox. Standard library only.
+Makes .venv-dev/ with nox in it once, again when constraints.txt changes, and hands over to nox.
+Standard library only.
 """
 
 from __future__ import annotations  # also lets a Python that is too old get as far as saying so
@@ -64,7 +65,7 @@ def refuse_unusable_python() -> None:
 
 
 def environment_python() -> Path:
-    """Return the Python of .venv-dev, made anew if it is missing or was made from something else."""
+    """Return the Python of .venv-dev, made anew if it is missing or was made from other pins."""
     python = VENV / "bin" / "python"
     wanted = fingerprint()
     if python.exists() and STAMP.is_file() and STAMP.read_text(encoding="utf-8") == wanted:

@@ -1,7 +1,7 @@
 """The checks of this repository; `python3 dev.py` runs the default ones.
 
-Every session installs with the pins of constraints.txt, so that a result depends on the commit and not on the day; the
-sessions for other versions replace a few of them.
+Every session installs with the pins of constraints.txt, so that a result depends on the commit and
+not on the day; the sessions for other versions replace a few of them.
 """
 
 from __future__ import annotations
@@ -41,9 +41,23 @@ assert "site-packages" in nostall.__file__, nostall.__file__
 nostall.FileSystemWriterAsync
 """
 
-# Two at a time: tests wait for other processes half of the time. Those of a file stay together, as they share what ranks
-# have done for them.
+# Two at a time: tests wait for other processes half of the time. Those of a file stay together, as
+# they share what ranks have done for them.
 SIDE_BY_SIDE = ("-n", "2", "--dist", "loadfile")
+
+# Tests that start neither ranks nor trainers: most of the stages, and the public names.
+UNIT_TESTS = (
+    "tests/model",
+    "tests/memory/test_arena.py",
+    "tests/storage/test_links.py",
+    "tests/commit/test_commit.py",
+    "tests/commit/test_hostile.py",
+    "tests/plan/test_container_bytes.py",
+    "tests/plan/test_layout.py",
+    "tests/plan/test_structure.py",
+    "tests/public/test_public_names.py",
+    "tests/public/test_removal.py",
+)
 
 os.environ.update(
     PIP_DISABLE_PIP_VERSION_CHECK="1",
@@ -59,7 +73,7 @@ def install(session: nox.Session, *requirements: str, pins: str = CONSTRAINTS) -
 
 
 def other_pins(session: nox.Session, instead: Mapping[str, str]) -> str:
-    """A copy of constraints.txt in the session's directory, with other versions of some packages."""
+    """A copy of constraints.txt in the session's directory with other versions of some packages."""
     lines = Path(CONSTRAINTS).read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if line.partition("==")[0] not in instead]
     path = Path(session.create_tmp()).resolve() / "constraints.txt"
@@ -88,7 +102,7 @@ def install_group(session: nox.Session, group: str, pins: str = CONSTRAINTS) -> 
 def install_package(
     session: nox.Session, *options: str, extra: str | None = None, pins: str = CONSTRAINTS
 ) -> None:
-    """Build nostall from this tree and install it, never as an editable: what is checked is what is shipped.
+    """Build nostall from this tree and install it, not as an editable: as it is shipped.
 
     Without build isolation: an isolated build would fetch a backend that no pin holds.
     """
@@ -102,7 +116,8 @@ def tests(session: nox.Session) -> None:
     """Run the test suite against the installed package; arguments after `--` go to pytest."""
     install_group(session, "test")
     install_package(session)
-    # Absolute and outside the tree: tests change the current directory, and so do the processes they start.
+    # Absolute and outside the tree: tests change the current directory, and so do the processes
+    # they start.
     session.env["COVERAGE_FILE"] = str(Path(session.create_tmp()).resolve() / "coverage")
     session.run("coverage", "erase")
     session.run("coverage", "run", "-m", "pytest", *SIDE_BY_SIDE, *session.posargs)
@@ -110,8 +125,17 @@ def tests(session: nox.Session) -> None:
     session.run("coverage", "report")
 
 
+@nox.session
+def unit(session: nox.Session) -> None:
+    """Run the fast tests, in half a minute; arguments after `--` go to pytest."""
+    install_group(session, "test")
+    install_package(session)
+    fast = ("-n", "2", "--dist", "worksteal", "-m", "not slow")
+    session.run("python", "-m", "pytest", *fast, *UNIT_TESTS, *session.posargs)
+
+
 def run_tests_with(session: nox.Session, instead: Mapping[str, str]) -> None:
-    """Run the test suite against the installed package, with other versions than the pinned ones of what it needs."""
+    """Run the test suite against the installed package, with other versions of what it needs."""
     pins = other_pins(session, instead)
     install_group(session, "test", pins)
     install_package(session, pins=pins)
@@ -120,7 +144,7 @@ def run_tests_with(session: nox.Session, instead: Mapping[str, str]) -> None:
 
 @nox.session(python="3.10")
 def tests_min(session: nox.Session) -> None:
-    """Run the test suite with the lowest versions that pyproject.toml allows: of Python, torch, psutil, typing_extensions."""
+    """Run the test suite with the lowest versions that pyproject.toml allows, Python included."""
     run_tests_with(session, oldest())
 
 
@@ -132,21 +156,23 @@ def tests_next(session: nox.Session) -> None:
 
 @nox.session(python=["3.10", "3.11", "3.12", "3.13", "3.14"])
 def tests_python(session: nox.Session) -> None:
-    """Run the test suite with the pinned torch on one version of Python, as in `nox -s tests_python-3.13`."""
+    """Run the test suite with the pinned torch on one Python, as in `nox -s tests_python-3.13`."""
     run_tests_with(session, {})
 
 
 @nox.session
 def torchao(session: nox.Session) -> None:
-    """Run the tests that need torchao, which the default session skips; arguments after `--` go to pytest."""
+    """Run the tests that need torchao; arguments after `--` go to pytest."""
     install_group(session, "torchao")
     install_package(session)
-    session.run("pytest", "tests/test_torchao.py", "tests/test_values.py", *session.posargs)
+    session.run(
+        "pytest", "tests/public/test_torchao.py", "tests/save/test_values.py", *session.posargs
+    )
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check format, rules, and which module may import which. Needs no torch: nothing is imported."""
+    """Check format, rules, and which module may import which; nothing is imported."""
     install_group(session, "lint")
     install_package(session, "--no-deps")
     session.run("ruff", "format", "--check", ".")
@@ -183,10 +209,10 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Kill trainers and writers at random moments, 1,000 times unless arguments after `--` say otherwise."""
+    """Kill trainers and writers at random moments, 1,000 times unless arguments say otherwise."""
     install_group(session, "test")
     install_package(session)
-    session.run("python", "-W", "ignore", "tests/soak.py", *session.posargs)
+    session.run("python", "-W", "ignore", "tests/stress/soak.py", *session.posargs)
 
 
 @nox.session
@@ -194,23 +220,23 @@ def matrix(session: nox.Session) -> None:
     """Run every cell of the fault matrix, or what arguments after `--` say."""
     install_group(session, "test")
     install_package(session)
-    session.run("python", "-W", "ignore", "tests/matrix.py", *session.posargs)
+    session.run("python", "-W", "ignore", "tests/stress/matrix.py", *session.posargs)
 
 
 @nox.session
 def mounts(session: nox.Session) -> None:
-    """Save on mounted file systems with caches and faults; skipped, with the reason, where nothing can be mounted."""
+    """Save on mounted file systems with caches and faults; skipped where none can be mounted."""
     install_group(session, "mounts")
     install_package(session)
-    session.run("python", "-W", "ignore", "tests/mounted_saves.py", *session.posargs)
+    session.run("python", "-W", "ignore", "tests/stress/mounted_saves.py", *session.posargs)
 
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Feed 1,000,000 hostile inputs to everything that reads, unless arguments after `--` say otherwise."""
+    """Feed 1,000,000 hostile inputs to everything that reads, unless arguments say otherwise."""
     install_group(session, "test")
     install_package(session)
-    session.run("python", "-W", "ignore", "tests/fuzz.py", *session.posargs)
+    session.run("python", "-W", "ignore", "tests/stress/fuzz.py", *session.posargs)
 
 
 @nox.session
@@ -224,13 +250,13 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """What there is to find out on an accelerator, with the interpreter at hand: nothing is installed or fetched."""
-    session.run(sys.executable, str(ROOT / "tests" / "gpu.py"), *session.posargs)
+    """Check and measure on an accelerator with the interpreter at hand; installs nothing."""
+    session.run(sys.executable, str(ROOT / "tests" / "stress" / "gpu.py"), *session.posargs)
 
 
 @nox.session
 def dist(session: nox.Session) -> None:
-    """Build the wheel from the sdist, install it into a fresh environment, and look at what a user gets."""
+    """Build the wheel from the sdist, install it afresh, and look at what a user gets."""
     install_group(session, "dist")
     tmp = Path(session.create_tmp()).resolve()
     out = tmp / "dist"
@@ -249,7 +275,8 @@ def dist(session: nox.Session) -> None:
     )
     session.run(python, "-m", "pip", "check", external=True, silent=True)
     session.chdir(tmp)
-    # torch without numpy, which nostall does not need either, says so once; nothing else may be said.
+    # torch without numpy, which nostall does not need either, says so once; nothing else may be
+    # said.
     warnings = ("-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning")
     session.run(python, *warnings, "-c", IMPORT_CHECK, version, external=True, log=False)
     shutil.rmtree(fresh)  # it holds a whole torch

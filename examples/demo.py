@@ -329,9 +329,9 @@ def run_demo(scenario: Scenario, root: Path) -> None:
     mib = median(save.nbytes for save in saves) / 2**20
     print(f"   {mib:.0f} MiB on disk per save, half from each rank, fsynced; median (min - max) of")
     print(
-        f"   {scenario.rounds} saves after a warm-up, each the slowest rank's; for nostall, blocked counts"
+        f"   {scenario.rounds} saves after a warm-up, each the slowest rank's; for nostall, blocked"
     )
-    print("   the call, with its snapshot, and a poll every 50 ms up to the commit\n")
+    print("   counts the call, with its snapshot, and a poll every 50 ms up to the commit\n")
     print(table(saves), flush=True)
 
 

@@ -339,10 +339,10 @@ def report_save(name: str, turn: int, directory: Path, timing: SaveTiming) -> No
 
 
 def warm_free_memory(scratch: Path, state_nbytes: int) -> None:
-    """Write and remove a file as large as this rank's copy of the state and the page cache of its files.
+    """Write and remove a file as large as this rank's state and the page cache of its files.
 
-    Hypervisors take back what a virtual machine has freed. Who writes through the page cache would pay for bringing it in
-    again, and that would depend on who saved before.
+    Hypervisors take back what a virtual machine has freed. Who writes through the page cache would
+    pay for bringing it in again, and that would depend on who saved before.
     """
     with scratch.open("wb") as stream:
         for _ in range(2 * state_nbytes >> 20):
@@ -355,8 +355,8 @@ def warm_free_memory(scratch: Path, state_nbytes: int) -> None:
 def measure(args: argparse.Namespace) -> None:
     """Let nostall and stock PyTorch save the same state in turns; rank 0 prints a line per save.
 
-    Every save is durable, and deleted, before the next one starts, and each begins with free memory that was used a moment
-    ago. Round 0 is a warm-up.
+    Every save is durable, and deleted, before the next one starts, and each begins with free memory
+    that was used a moment ago. Round 0 is a warm-up.
     """
     model = build_model(args.width, args.layers)
     optimizer = build_optimizer(model)

@@ -14,7 +14,7 @@ from nostall.core import AsyncCallsQueue
 
 
 def pytest_collection_finish() -> None:
-    """Exempt what importing torch left from the collections after each test; scanning it takes most of their time."""
+    """Exempt what importing torch left from the collections after each test, to save time."""
     gc.collect()
     gc.freeze()
 

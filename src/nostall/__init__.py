@@ -1,6 +1,7 @@
 """Asynchronous PyTorch Distributed Checkpoint saves that do not stall training and never tear.
 
-Importing this package starts nothing and does not import torch; public names are resolved when first used.
+Importing this package starts nothing and does not import torch; public names are resolved when
+first used.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from nostall import _torch
 from nostall._memory.arena import Arena, Block, Lease, address_of
 from nostall._memory.copying import CopyMethod
 from nostall._memory.overlap import any_under_way, wait_for_all
+from nostall._memory.staged_state import Placement
 from nostall._model.checksum import use_fastest
 from nostall._model.jobs import RankReport, WriteJob
 from nostall._model.progress import SaveStatus, UnderWay
@@ -56,7 +57,7 @@ class Engine:
             max_blocks=self.options.max_in_flight,
             on_drop=self._forget,
         )
-        self.placements: OrderedDict[Any, dict[str, tuple[int, int]]] = OrderedDict()
+        self.placements: OrderedDict[Any, Placement] = OrderedDict()
         """Places of the payloads of staged state dicts in their images, by structure."""
         self.faults: tuple[dict[str, Any], ...] = ()
         """Faults for every save that starts now; set by ``nostall.testing`` only."""
@@ -127,7 +128,7 @@ class Engine:
                 "snapshot memory is not pinned, copies off the device are slower: %s", error
             )
 
-    def remember_placement(self, structure: Any, placement: dict[str, tuple[int, int]]) -> None:
+    def remember_placement(self, structure: Any, placement: Placement) -> None:
         """Keep the places of a staged structure's payloads for its next staging."""
         with self._lock:
             self.placements[structure] = placement
@@ -290,17 +291,23 @@ class Engine:
             writer.forget(block.id)
 
 
-_default: Engine | None = None
-_default_lock = threading.Lock()
+class _Process:
+    """The engine of this process, which saves share."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.engine: Engine | None = None
+
+
+_process = _Process()
 
 
 def default_engine() -> Engine:
     """The engine of this process, made on first use."""
-    global _default
-    with _default_lock:
-        if _default is None:
-            _default = Engine()
-        return _default
+    with _process.lock:
+        if _process.engine is None:
+            _process.engine = Engine()
+        return _process.engine
 
 
 def configure(options: EngineOptions) -> None:
@@ -309,19 +316,18 @@ def configure(options: EngineOptions) -> None:
     Raises:
         OptionError: Saves are being written, or ``options`` is not an ``EngineOptions``.
     """
-    global _default
     if not isinstance(options, EngineOptions):
         raise OptionError(
             f"configure() got an object of type {type(options).__name__}",
             hint="use configure(EngineOptions(name=value))",
         )
-    with _default_lock:
-        if _default is not None and _default.is_writing:
+    with _process.lock:
+        if _process.engine is not None and _process.engine.is_writing:
             raise OptionError(
                 "the engine cannot be configured while saves are being written",
                 hint="configure it before the first save, or finish the saves in flight first",
             )
-        old, _default = _default, Engine(options)
+        old, _process.engine = _process.engine, Engine(options)
     if old is not None:
         old.close()
 
@@ -346,8 +352,8 @@ def warmup(nbytes: int = 0, *, timeout: float = 30.0) -> None:
 
 def status() -> tuple[SaveStatus, ...]:
     """Progress of this process's saves, oldest first. Callable from any thread, without waiting."""
-    with _default_lock:
-        engine = _default
+    with _process.lock:
+        engine = _process.engine
     return () if engine is None else engine.under_way.statuses()
 
 
@@ -381,18 +387,16 @@ def wait_staged_before_step(optimizer: torch.optim.Optimizer) -> RemovableHandle
 
 def reset() -> None:
     """End the default engine: processes, memory and caches. The next save makes a new one."""
-    global _default
-    with _default_lock:
-        old, _default = _default, None
+    with _process.lock:
+        old, _process.engine = _process.engine, None
     if old is not None:
         old.abort("the engine was reset")
         old.close()
 
 
 def _after_fork_in_child() -> None:
-    global _default, _default_lock
-    _default_lock = threading.Lock()  # another thread may have held it at the fork
-    old, _default = _default, None
+    _process.lock = threading.Lock()  # another thread may have held it at the fork
+    old, _process.engine = _process.engine, None
     if old is not None:
         old.abandon_after_fork()
 

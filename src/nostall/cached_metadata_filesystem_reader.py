@@ -25,6 +25,8 @@ from nostall._storage.posix_files import PosixFiles
 from nostall._storage.reading import as_stream, read_metadata
 from nostall.errors import UntrustedMetadataError
 
+__all__ = ["CachedMetadataFileSystemReader"]
+
 T = TypeVar("T")
 _MOST_CACHED = 4
 

@@ -15,6 +15,8 @@ from nostall._bench.options import DEFAULT_NBYTES, SHAPES, BenchOptions
 from nostall._bench.quantities import parse_nbytes
 from nostall._version import __version__
 
+__all__ = ["main"]
+
 T = TypeVar("T")
 
 

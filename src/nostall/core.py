@@ -224,38 +224,42 @@ class AsyncCallsQueue:
             if agreed.alive:
                 break
             self._take(call)
-            try:
-                if agreed.failed:
-                    self._raise_failure(call, coordination, no_dist=no_dist)
-                self._run_finalize_fns(call, coordination, no_dist=no_dist)
-            except (RankLostError, SaveTimeoutError):  # the ranks cannot continue together
-                raise
-            except (Exception, CheckpointException) as error:  # on every rank
-                if self._on_error == "raise":
-                    raise
-                self.failures += 1
-                _log.warning("request %d has failed: %s", call.request.call_idx, error)
-                continue
-            finalized.append(call.request.call_idx)
+            if self._is_finalized(call, agreed, coordination, no_dist=no_dist):
+                finalized.append(call.request.call_idx)
         return finalized
+
+    def _is_finalized(
+        self, call: Call, agreed: View, coordination: Coordination, *, no_dist: bool
+    ) -> bool:
+        """Finalise a request; a failure is raised, or counted with ``on_error="warn"``."""
+        try:
+            if agreed.failed:
+                self._raise_failure(call, coordination, no_dist=no_dist)
+            self._run_finalize_fns(call, coordination, no_dist=no_dist)
+        except (RankLostError, SaveTimeoutError):  # the ranks cannot continue together
+            raise
+        except (Exception, CheckpointException) as error:  # on every rank
+            if self._on_error == "raise":
+                raise
+            self.failures += 1
+            _log.warning("request %d has failed: %s", call.request.call_idx, error)
+            return False
+        return True
 
     def _run_finalize_fns(self, call: Call, coordination: Coordination, *, no_dist: bool) -> None:
         call.life.to(State.WRITTEN)
         error: BaseException | None = None
         try:
-            call.request.execute_finalize_fns(validate_matching_call_idx=False)
-        except (Exception, CheckpointException, SystemExit) as raised:  # DCP's is a BaseException
-            error = raised
-        except BaseException:  # an interrupt, after which this rank joins no collective
-            call.life.to(State.FAILED)
-            raise
-        try:
+            try:
+                call.request.execute_finalize_fns(validate_matching_call_idx=False)
+            except (Exception, CheckpointException, SystemExit) as raised:  # of user's functions
+                error = raised
             share_failure(
                 error,
                 SingleProcess() if no_dist else coordination,
                 timeout_s=default_engine().options.save_timeout_s + PATIENCE_S,
             )
-        except BaseException:
+        except BaseException:  # DCP's exception, or an interrupt: this rank joins no collective
             call.life.to(State.FAILED)
             raise
         call.life.to(State.FINALIZED)

@@ -32,6 +32,30 @@ from __future__ import annotations
 
 from typing import Any
 
+__all__ = [
+    "CheckpointExistsError",
+    "DamagedCheckpointError",
+    "IllegalTransitionError",
+    "IncompleteSaveError",
+    "NostallError",
+    "NotDurableError",
+    "OptionError",
+    "ProtocolError",
+    "RankLostError",
+    "RankMismatchError",
+    "ReadError",
+    "ReservationError",
+    "SaveAbortedError",
+    "SaveError",
+    "SaveTimeoutError",
+    "StagingError",
+    "UnknownMetadataError",
+    "UnsupportedTorchError",
+    "UntrustedMetadataError",
+    "WriteError",
+    "WriterDiedError",
+]
+
 
 class NostallError(Exception):
     """Base of all errors of this package; carries the place and the next step.

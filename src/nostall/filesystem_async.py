@@ -15,12 +15,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import queue
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
@@ -30,39 +26,24 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from nostall import _torch
-from nostall._commit.ahead import WrittenAhead, is_worth_it
-from nostall._commit.collect import require_one_directory
-from nostall._commit.metadata import Publication
-from nostall._engine import Engine, default_engine
-from nostall._memory.overlap import SnapshotFence
-from nostall._model.jobs import FileReceipt, RankReport, RankWritten
-from nostall._model.values import RankFiles
-from nostall._plan.layout import FileNaming
-from nostall._plan.structure import learn
-from nostall._queue.at_exit import loss_is_told
+from nostall._engine import default_engine
+from nostall._queue.at_exit import report_loss
 from nostall._queue.preemption import preemption
-from nostall._save import finalize, session, write, write_directly
-from nostall._save.finalize import (
-    FinishedMetadata,
-    finish_metadata,
-    is_unpublished,
-    publication_of_results,
-)
-from nostall._save.rank_save import RankSave
-from nostall._save.stager import stage_for_later, take_over
-from nostall._storage.deadlines import in_time
+from nostall._save.coordinator import commit_results
+from nostall._save.rank_save import RankSave, Staging
+from nostall._save.session import Beside
+from nostall._save.settings import WriterSettings
+from nostall._save.stager import stage_for_later
 from nostall._storage.destination import absolute, make_ready, require_file_system, require_possible
-from nostall._storage.directories import Visit
-from nostall._storage.posix import is_same, may_be_there
 from nostall._storage.streams import StreamTarget
-from nostall.errors import NostallError, OptionError, SaveError, StagingError
+from nostall.errors import OptionError
 from nostall.options import WriterOptions, require_switch
 from nostall.stats import SaveStats, Timeline
 
+__all__ = ["FileSystemWriterAsync", "get_write_results_queue"]
+
 _PROCESSES_FOR_MULTIPROC_IO = 2
 _MSC_PREFIX = "msc://"
-
-T = TypeVar("T")
 
 _results_queue: queue.SimpleQueue[Any] | None = None
 """Frameworks look for it; each save of nostall has its own channel instead."""
@@ -143,29 +124,22 @@ class FileSystemWriterAsync(FileSystemWriter):
                 "serialization_format=SAFETENSORS is not supported yet",
                 hint="leave it at SerializationFormat.TORCH_SAVE",
             )
-        self._is_coordinator = True
-        self._save: RankSave | None = None
-        self._failure: NostallError | None = None
-        self._staging = staging
-        self._fence: SnapshotFence | None = None
-        """Of the last staging; ``dcp.async_save`` resets the writer between staging and writing."""
-        self.timeline = Timeline()
-        self._staging_timeline = Timeline()
-        """Of the last staging, as ``_fence``."""
-        self._is_staged = False
-        """Whether the last staged copy is written next; if so, :meth:`reset` keeps its fence."""
-        self._receipts: tuple[FileReceipt, ...] = ()
-        self._slowest_rank: int | None = None
-        self._visit: Visit | None = None
-        self._separation_hint = separation_hint
         spread = require_switch("is_multiproc_io", is_multiproc_io)
         self._processes = _PROCESSES_FOR_MULTIPROC_IO if spread else 1
+        self._separation_hint = separation_hint
+        self._staging_mode = staging
         transforms = tuple(self.transforms.extensions)
         own_stream = open_file is not open or bool(transforms)
         self._stream = (
             StreamTarget(open_file=open_file, transforms=transforms) if own_stream else None
         )
-        self._options()  # a wrong combination is an error here, not when the first save runs
+        self._is_coordinator = True
+        self._staging: Staging | None = None
+        """Belongs to the present save, and to the one that the next :meth:`reset` begins:
+        ``dcp.async_save`` resets the writer between staging and writing."""
+        # A wrong combination of options is an error here, not when the first save runs.
+        self.rank_save = RankSave(self._settings())
+        """This rank's part of the present save."""
 
     # --- DCP's storage writer -------------------------------------------------------------------
 
@@ -175,19 +149,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             OptionError: A split save of this writer is not finalised yet.
         """
-        self.require_free()
+        self.rank_save.require_over()
         super().reset(checkpoint_id)
         require_file_system(checkpoint_id)
         self.path = absolute(self.path)
-        self._save = None
-        self._failure = None
-        if not self._is_staged:
-            self._fence, self._staging_timeline = None, Timeline()
-        self._is_staged = False
-        self.timeline = Timeline()
-        self._receipts = ()
-        self._slowest_rank = None
-        self._visit = None
+        staging, self._staging = self._staging, None
+        self.rank_save = RankSave(self._settings(), staging)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Set this rank's role; DCP calls this on every rank."""
@@ -195,6 +162,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         if self.rank is None:
             self.rank = _rank()
         self._is_coordinator = is_coordinator or not self.use_collectives
+        self.rank_save.settings = self._settings()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """On the coordinator: make the directory and check for an existing checkpoint.
@@ -204,10 +172,10 @@ class FileSystemWriterAsync(FileSystemWriter):
             WriteError: The directory cannot be made.
         """
         if self._is_coordinator:
-            with loss_is_told(str(self.path)):
+            with report_loss(str(self.path)):
                 make_ready(
                     str(self.path),
-                    self._metadata_path(),
+                    self.rank_save.settings.metadata_path,
                     overwrite=self.overwrite,
                     rank=self.rank,
                     timeout_s=default_engine().options.save_timeout_s,
@@ -220,12 +188,11 @@ class FileSystemWriterAsync(FileSystemWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """As stock; if a checkpoint exists, the plans say so, as other hosts may not see it yet."""
         plans = super().prepare_global_plan(plans)
-        if not self._may_replace():
+        timeout_s = default_engine().options.save_timeout_s
+        if not self.rank_save.settings.may_replace(timeout_s=timeout_s):
             return plans
         return [
-            dataclasses.replace(
-                plan, storage_data=session.Beside(plan.storage_data.prefix, str(self.path))
-            )
+            dataclasses.replace(plan, storage_data=Beside(plan.storage_data.prefix, str(self.path)))
             for plan in plans
         ]
 
@@ -245,47 +212,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             SaveError: The save failed; the subclass says how.
         """
-        self._is_staged = False
-        with preemption.deferred(then_end=False), loss_is_told(str(self.path)):
-            self.timeline.adopt(self._staging_timeline)
-            return self._write_share(plan, planner)
-
-    def _write_share(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        fence, self._fence = self._fence, None
-        if fence is not None and fence.failure is not None:
-            # Also if the planner replaced every tensor, so that none leads back to the staged copy.
-            raise StagingError(
-                f"the staged copy cannot be used: {fence.failure}",
-                rank=self.rank,
-                phase="stage",
-                path=str(self.path),
-            )
-        engine = default_engine()
-        prepared = self._prepare(plan, planner)
-        visit = prepared.target.visit
-        try:
-            report = self._write(prepared, engine)
-            prepared = session.as_written(prepared, report)
-            results = session.write_results(prepared, report)
-            visit.hand_over()
-        except BaseException:
-            visit.end(committed=False)
-            raise
-        finally:
-            prepared.target.progress.end()
-        self._receipts = report.receipts if isinstance(report, RankWritten) else ()
+        self._staging = None
+        with preemption.deferred(then_end=False), report_loss(str(self.path)):
+            results = self.rank_save.write_now(plan, planner)
         future: TorchFuture[list[WriteResult]] = TorchFuture()
-        future.set_result(session.WrittenItems(results, session.written_files(prepared, report)))
+        future.set_result(results)
         return future
-
-    @staticmethod
-    def _write(prepared: session.PreparedSave, engine: Engine) -> RankReport:
-        """Write a staged copy in the background; write other tensors directly."""
-        staged = take_over(prepared, engine)
-        if staged is None:
-            return write_directly.write_now(prepared, engine)
-        written = write.write_in_background(staged, prepared.target, engine)
-        return write.wait_for(written, prepared.target, engine, rank=prepared.rank)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the metadata of a checkpoint whose files are all complete. Coordinator only.
@@ -299,87 +231,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             RankMismatchError: A rank wrote to another directory; nothing is published.
             WriteError: The metadata could not be published.
         """
-        written = [getattr(of_rank, "written", None) for of_rank in results]
-        is_published = is_committed = False
-        with preemption.deferred(then_end=False), loss_is_told(str(self.path)):
-            self._require_files()
-            try:
-                self.require_written_here(written)
-                publication = publication_of_results(metadata, results)
-                finished = finish_metadata(publication, written, self.storage_meta())
-                is_published = True  # assumed until an error rules it out
-                self.publish(publication, metadata, finished)
-                is_committed = True
-            except Exception as error:
-                if not is_published or is_unpublished(error):
-                    if self._visit is not None:
-                        self._visit.is_removed = True
-                    finalize.remove_unpublished(self._metadata_path(), results, written)
-                raise
-            finally:
-                self.end_save(committed=is_committed)
-
-    def _require_files(self) -> None:
-        if self._visit is not None and self._visit.is_removed:
-            raise SaveError(
-                "the files of this save were removed: its commit failed, or a later save to the"
-                " directory replaced it",
-                rank=self.rank,
-                phase="commit",
-                path=str(self.path),
-                hint="save again, with a new writer",
-            )
-
-    def require_written_here(self, written: Sequence[RankFiles | None]) -> None:
-        """Refuse to commit files in another directory. Coordinator only.
-
-        Raises:
-            RankMismatchError: A rank wrote to another directory than this rank.
-        """
-        directories = [None if each is None else each.directory for each in written]
-
-        def is_same_in_time(one: str, other: str) -> bool:
-            return in_time(
-                lambda: is_same(one, other),
-                timeout_s=default_engine().options.save_timeout_s,
-                doing="comparing the directories that ranks wrote to",
-                phase="collect",
-                path=one,
-                rank=self.rank,
-            )
-
-        require_one_directory(directories, str(self.path), rank=self.rank, is_same=is_same_in_time)
-
-    def publish(
-        self, publication: Publication, metadata: Metadata, finished: FinishedMetadata
-    ) -> None:
-        """Publish finished metadata. Coordinator only.
-
-        Args:
-            publication: The publication.
-            metadata: The object that it was made from.
-            finished: The content of the metadata file.
-
-        Raises:
-            WriteError: The metadata could not be published.
-            SaveTimeoutError: Another save was committing to the same directory all the time.
-        """
-        fresh = metadata.storage_data is None
-        mine = self._receipts[:1] if self._stream is None else ()
-        with self.timeline.measure("publish"):
-            finalize.publish(
-                self._metadata_path(),
-                publication,
-                finished,
-                default_engine(),
-                sync=bool(self.sync_files),
-                ahead=None if self._save is None else self._save.ahead,
-                written_here=next((os.path.join(self.path, each.name) for each in mine), None),
-            )
-        if fresh:
-            metadata.version = _torch.DCP_VERSION
-            metadata.storage_data = publication.storage_data
-            metadata.storage_meta = finished.storage_meta
+        with preemption.deferred(then_end=False), report_loss(str(self.path)):
+            commit_results(self.rank_save, metadata, results, self.storage_meta)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -403,27 +256,27 @@ class FileSystemWriterAsync(FileSystemWriter):
             SaveTimeoutError: Earlier saves still hold all snapshot memory.
             ReservationError: There is not enough host memory.
         """
-        timeline = self._staging_timeline = Timeline()
-        self._is_staged = True
+        timeline, engine, settings = Timeline(), default_engine(), self._settings()
         staged = stage_for_later(
             state_dict,
-            default_engine(),
+            engine,
             timeline,
-            overlapped=self._staging == "overlapped",
+            overlapped=settings.options.staging == "overlapped",
             rank=_rank_among_peers(),
-            path=str(self.path),
+            path=settings.directory,
+            lay_out=lambda shapes: settings.lay_out(shapes, engine),
         )
-        self._fence = staged.fence
+        self._staging = self.rank_save.staging = Staging(fence=staged.fence, timeline=timeline)
         return staged.copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the objects that belong to this process."""
-        return {
-            **self.__dict__,
-            "_save": None,
-            "_visit": None,
-            "_fence": None,
-        }
+        """The state without the save, which belongs to this process."""
+        return {**self.__dict__, "_staging": None, "rank_save": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin a save in the process that has received the writer."""
+        self.__dict__.update(state)
+        self.rank_save = RankSave(self._settings())
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when tensors may be changed; at once without overlapped staging.
@@ -433,10 +286,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             SaveTimeoutError: The copy is not complete after ``timeout`` seconds.
         """
-        if self._fence is not None:
-            self._fence.wait(timeout)
-        if self._save is not None:
-            self._save.wait_staged(timeout)
+        self.rank_save.wait_staged(timeout)
 
     def synchronize_staging(self) -> None:
         """The name under which DCP looks for :meth:`wait_staged`."""
@@ -455,120 +305,18 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             StagingError: An item could not be resolved.
         """
-        self._save = RankSave(self._prepare(plan, planner))
-
-    def prepare_known(
-        self,
-        known: session.KnownSave,
-        sources: list[torch.Tensor | bytes],
-        expected: Publication | None = None,
-    ) -> None:
-        """As :meth:`prepare_write_data`, for a structure that was saved before.
-
-        Args:
-            known: The reusable part of that save.
-            sources: One per item of the plan: the live tensor, or the bytes.
-            expected: On the coordinator, the publication if file names are those of the last save.
-        """
-        engine = default_engine()
-        target = self._target(known.share.plan, engine)
-        with self._over_if_it_fails(target):
-            save = RankSave(session.prepare_known(known, sources, target=target, engine=engine))
-            if expected is not None:
-                save.ahead = self._written_ahead(expected, save.prepared)
-        self._save = save
-
-    def _written_ahead(
-        self, expected: Publication, prepared: session.PreparedSave
-    ) -> WrittenAhead | None:
-        """Metadata to write ahead; ``None`` if it is short or this rank's files are unexpected."""
-        is_expected = prepared.known is not None and expected.files.issuperset(prepared.files)
-        if not (is_expected and is_worth_it(expected)):
-            return None
-        name = os.path.basename(self._metadata_path())
-        return WrittenAhead(str(self.path), name, expected, sync=bool(self.sync_files))
-
-    def learn(self, state_dict: dict[str, Any], flat: dict[str, Any]) -> session.KnownSave | None:
-        """The reusable part of the prepared save, before staging; ``None`` if nothing is safe.
-
-        Args:
-            state_dict: The planned state dict.
-            flat: The same, flattened by the planner.
-        """
-        if self._save is None:
-            return None
-        prepared = self._save.prepared
-        structure = learn(state_dict, flat, prepared.planned)
-        return None if structure is None else session.known(prepared, structure, default_engine())
+        self.rank_save.prepare(plan, planner)
 
     def get_save_function_and_args(self) -> tuple[Any, Any, list[Any]]:
         """``(save_fn, preload_fn, [rank, None, results])`` to schedule, or ``(None, None, [])``."""
-        if self._save is None or not self._save.prepared.plan.items:
+        split = self.rank_save.to_schedule
+        if split is None:
             return None, None, []
-        save = self._save
-        return save, save.stage, [save.prepared.rank, None, queue.SimpleQueue()]
+        return split, split.stage, [split.rank, None, queue.SimpleQueue()]
 
     def retrieve_write_results(self) -> list[WriteResult] | _torch.WrappedException:
         """This rank's results, or its failure in DCP's wrapped form. Waits for the report."""
-        return self._retrieve(
-            lambda save: session.WrittenItems(save.results(), save.written_files),
-            if_nothing=session.WrittenItems(written=self.written_files),
-        )
-
-    def retrieve_failure(self) -> _torch.WrappedException | None:
-        """As :meth:`retrieve_write_results`, but the failure only; ``None`` after success."""
-        return self._retrieve(RankSave.require_written, if_nothing=None)
-
-    def _retrieve(
-        self, ask: Callable[[RankSave], T], *, if_nothing: T
-    ) -> T | _torch.WrappedException:
-        try:
-            if self._failure is not None:
-                raise self._failure
-            if self._save is None or not self._save.prepared.plan.items:
-                return if_nothing
-            answer = ask(self._save)
-        except Exception as error:  # finalising reports it to every rank
-            return _torch.wrap_exception(error)
-        self._receipts = self._save.receipts
-        return answer
-
-    @property
-    def file_names(self) -> tuple[str, ...]:
-        """Names of this rank's files below the checkpoint directory, once results are retrieved."""
-        return () if self._save is None else self._save.prepared.files
-
-    @property
-    def written_files(self) -> RankFiles:
-        """The files that this rank wrote, once its results are retrieved."""
-        if self._save is None:
-            return RankFiles(directory=str(self.path), files=())
-        return self._save.written_files
-
-    @property
-    def known_results(self) -> str | None:
-        """Token of a recognised structure's results, file names aside; else ``None``."""
-        if self._save is None or self._save.prepared.known is None:
-            return None
-        return self._save.prepared.known.token
-
-    def discard(self) -> None:
-        """Remove this rank's files of a save that will not be committed."""
-        if self._save is not None:
-            self._save.discard()
-
-    def require_free(self) -> None:
-        """Refuse a second save until the results of the first are collected.
-
-        Raises:
-            OptionError: A split save of this writer is not finalised yet.
-        """
-        if self._save is not None and self._save.pending:
-            raise OptionError(
-                "this writer's last save is not finalised yet",
-                path=str(self.path),
-                hint="make a new writer for every checkpoint; writers share memory and processes",
-            )
+        return self.rank_save.retrieve_results()
 
     @property
     def stats(self) -> SaveStats | None:
@@ -576,109 +324,25 @@ class FileSystemWriterAsync(FileSystemWriter):
 
         Complete once the save is finalised.
         """
-        if not self._receipts:
-            return None
-        return self.timeline.stats(
-            rank=self.rank or 0,
-            path=str(self.path),
-            receipts=self._receipts,
-            slowest_rank=self._slowest_rank,
-        )
-
-    @property
-    def took_s(self) -> float:
-        """Seconds from the start of planning until this rank's files were durable."""
-        return self.timeline.took_s(self._receipts)
-
-    def note_slowest(self, rank: int | None) -> None:
-        """Note which rank's files were durable last."""
-        self._slowest_rank = rank
-
-    def end_save(self, *, committed: bool) -> None:
-        """End this writer's split save."""
-        if self._save is not None:
-            self._save.end(committed=committed)
-
-    def fail_later(self, error: NostallError) -> None:
-        """Record that planning failed on this rank; reported when the save is finalised."""
-        self._failure = error
-        self._save = None
+        return self.rank_save.stats
 
     # --------------------------------------------------------------------------------------------
 
-    def _prepare(self, plan: SavePlan, planner: SavePlanner) -> session.PreparedSave:
-        engine = default_engine()
-        target = self._target(plan, engine)
-        with self._over_if_it_fails(target):
-            return session.prepare(plan, planner, rank=self.rank or 0, target=target, engine=engine)
-
-    @staticmethod
-    @contextmanager
-    def _over_if_it_fails(target: session.SaveTarget) -> Iterator[None]:
-        """End the save's progress if it cannot be prepared."""
-        try:
-            yield
-        except BaseException:
-            target.progress.end()
-            raise
-
-    def _target(self, plan: SavePlan, engine: Engine) -> session.SaveTarget:
-        job, directory = uuid.uuid4().hex, str(self.path)
-        prefix = getattr(plan.storage_data, "prefix", None) or f"__{self.rank or 0}_"
-        # A reader of the previous checkpoint's metadata must not find new files under its names.
-        replaces = getattr(plan.storage_data, "beside", None) == directory or self._may_replace()
-        progress = engine.under_way.begin(job, path=directory, rank=self.rank or 0)
-        self._visit = Visit(directory, progress.created)
-        return session.SaveTarget(
-            job=job,
-            directory=directory,
-            naming=FileNaming(
-                prefix=prefix,
-                suffix=f"-{job[:8]}" if replaces else "",
-                separation_hint=self._separation_hint,
-            ),
-            options=self._options(),
-            stream=self._stream,
-            visit=self._visit,
-            transform_descriptors=self._transform_descriptors(),
-            timeline=self.timeline,
-            progress=progress,
-            timeout_s=engine.options.save_timeout_s,
-            faults=engine.faults,
-        )
-
-    def _may_replace(self) -> bool:
-        """Whether the directory may contain a checkpoint."""
-        return in_time(
-            lambda: any(map(may_be_there, self._metadata_paths())),
-            timeout_s=default_engine().options.save_timeout_s,
-            doing="looking for an existing checkpoint",
-            phase="plan",
-            path=str(self.path),
-            rank=self.rank,
-        )
-
-    def _options(self) -> WriterOptions:
-        return WriterOptions(
-            thread_count=self.thread_count,
-            file_per_item=not require_switch("single_file_per_rank", self.single_file_per_rank),
-            sync_files=self.sync_files,
-            overwrite=self.overwrite,
-            separation_hint=self._separation_hint,
-            processes=self._processes,
-            staging=self._staging,
-        )
-
-    def _metadata_path(self) -> str:
-        together, alone = self._metadata_paths()
-        return together if self.use_collectives else alone
-
-    def _metadata_paths(self) -> tuple[str, str]:
-        """For a checkpoint that all ranks save together, and one that this rank saves alone."""
-        names = (_torch.METADATA_NAME, f"__{self.rank}{_torch.METADATA_NAME}")
-        together, alone = (os.path.join(self.path, name) for name in names)
-        return together, alone
-
-    def _transform_descriptors(self) -> tuple[str, ...] | None:
+    def _settings(self) -> WriterSettings:
         extensions = reversed(self.transforms.extensions)
-        return tuple(extension.get_descriptor() for extension in extensions) or None
+        return WriterSettings(
+            directory=str(self.path),
+            rank=self.rank or 0,
+            is_alone=not self.use_collectives,
+            options=WriterOptions(
+                thread_count=self.thread_count,
+                file_per_item=not require_switch("single_file_per_rank", self.single_file_per_rank),
+                sync_files=self.sync_files,
+                overwrite=self.overwrite,
+                separation_hint=self._separation_hint,
+                processes=self._processes,
+                staging=self._staging_mode,
+            ),
+            stream=self._stream,
+            transform_descriptors=tuple(each.get_descriptor() for each in extensions) or None,
+        )

@@ -260,13 +260,13 @@ def verify(
 
 
 def _compared(
-    checkpoint: _Checkpoint, threads: int, tell: Callable[[int, int], object] | None
+    checkpoint: _Checkpoint, threads: int, report: Callable[[int, int], object] | None
 ) -> Verification:
     files = checkpoint.storage
     damages = {damage.file: damage for damage in _sizes(checkpoint)}
     whole = [name for name in _names(checkpoint) if name not in damages]
     use_fastest()
-    progress = Progress(sum(_nbytes(files, name) for name in whole), tell)
+    progress = Progress(sum(_nbytes(files, name) for name in whole), report)
     with ThreadPoolExecutor(max(1, threads), "nostall-verify") as pool:
         looked_at = list(
             pool.map(

@@ -11,6 +11,8 @@ from typing import TypeGuard
 from nostall._model.jobs import MOST_IO_THREADS
 from nostall.errors import OptionError
 
+__all__ = ["EngineOptions", "WriterOptions", "dequantized_on_save"]
+
 dequantized_on_save: set[str] = {"transformer_engine"}
 """Tensor classes that are saved as the result of their ``dequantize()``: ``module.Class``, or the
 module or package that defines the class or one of its bases. All other wrappers are saved

@@ -13,6 +13,8 @@ from typing import Any
 
 from nostall._model.jobs import FileReceipt
 
+__all__ = ["SaveStats", "Span"]
+
 TRAINER = "trainer"
 
 

@@ -48,6 +48,8 @@ from nostall.errors import (
     WriteError,
 )
 
+__all__ = ["TorchAsyncCheckpoint"]
+
 _last_to: WeakValueDictionary[tuple[int, str], Future[RankReport]] = WeakValueDictionary()
 """The last save by process and file: saves to one file are renamed in the order of their calls."""
 
@@ -91,7 +93,7 @@ class _FileSave(BackgroundSave):
                     hint="an object in it is pickled differently each time; give its pickle a"
                     " constant length",
                 )
-        except BaseException:
+        except BaseException:  # of the user's pickling code, or an interrupt
             lease.release()
             raise
         self._state_dict = None
@@ -195,7 +197,7 @@ class _FileSave(BackgroundSave):
             )
         except NotDurableError:
             raise
-        except BaseException as error:
+        except BaseException as error:  # whatever ended it, the temporary file goes
             remove_files([temporary])
             if not isinstance(error, OSError) or isinstance(error, SaveError):
                 raise

@@ -1,6 +1,7 @@
-"""Save :func:`state` with the installed torch, by stock's writer and by nostall's, into a directory of that torch's name.
+"""Save :func:`state` with the installed torch, by both writers, into a directory of its version.
 
-The directories beside this file were made with it, each in an environment of ``nox -s tests_min`` or ``nox -s tests_next``::
+The directories beside this file were made with it, each in an environment of ``nox -s tests_min``
+or ``nox -s tests_next``::
 
     .nox/tests_next/bin/python tests/checkpoints/make.py
 """

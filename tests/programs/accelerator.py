@@ -1,4 +1,4 @@
-"""What holds for saves off an accelerator: plain functions, so that they run where torch is and nothing to run tests with.
+"""Checks of saves off an accelerator, as plain functions that need torch and no test runner.
 
 Each takes an empty directory and a device, and fails with an ``AssertionError``.
 """
@@ -20,7 +20,7 @@ from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.testing import writer_pids
-from states import blobs, schedule
+from support.states import blobs, schedule
 
 Check = Callable[[Path, str], None]
 _ELEMENTS = {"cuda": 16 << 20, "cpu": 1 << 12}
@@ -65,17 +65,17 @@ def _saves_what_the_stream_had_come_to(out: Path, device: str, staging: str) -> 
 
 
 def kernels_told_before_the_call_are_seen(out: Path, device: str) -> None:
-    """And those told after it are not; in first saves and in known ones."""
+    """And later ones are not; in first saves and in known ones."""
     _saves_what_the_stream_had_come_to(out, device, "blocking")
 
 
 def kernels_told_after_it_is_safe_are_not_seen(out: Path, device: str) -> None:
-    """Overlapped staging is ordered between what the stream was told before the call and after the wait."""
+    """Overlapped staging comes after the stream's work before the call and before later work."""
     _saves_what_the_stream_had_come_to(out, device, "overlapped")
 
 
 def a_stream_of_the_users_own_is_followed(out: Path, device: str) -> None:
-    """The copies come after what the stream that is current at the call was told, whichever it is."""
+    """The copies come after the earlier work of whichever stream is current at the call."""
     module = torch.get_device_module(device)
     side = module.Stream() if device != "cpu" else None
     for staging in ("blocking", "overlapped"):
@@ -108,7 +108,10 @@ def stocks_calls_save_what_stock_saves(out: Path, device: str) -> None:
 
 
 def optimizers_wait_for_the_copy(out: Path, device: str) -> None:
-    """Without a call of the user's, overlapped checkpoints hold the state of their call: fused steps and forward come after."""
+    """Without a call by the user, steps and forward passes come after the overlapped copy.
+
+    Fused steps, too: checkpoints hold the state of their call.
+    """
     torch.manual_seed(0)
     width = 4096 if device == "cuda" else 512
     model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width))
@@ -131,7 +134,7 @@ def optimizers_wait_for_the_copy(out: Path, device: str) -> None:
 
 
 def no_device_memory_is_kept(out: Path, device: str) -> None:
-    """After the save the device holds what it held before, and the writer process has not loaded the driver."""
+    """After the save the device holds what it held before; the writer has loaded no driver."""
     state = state_on(device)
     before = torch.cuda.memory_allocated()
     with AsyncCallsQueue() as queue:

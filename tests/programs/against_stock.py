@@ -1,7 +1,8 @@
-"""The same faults for nostall's writer and for stock's, and what is left of the checkpoint after each of them.
+"""The same faults for nostall's writer and for stock's, and what is left of the checkpoint.
 
-No function of either is replaced: files meet a size limit, a rank runs out of descriptors, processes are killed with SIGKILL at
-events of the interpreter's audit log. What was committed before is full of ones, what is saved then of twos.
+No function of either is replaced: files meet a size limit, a rank runs out of descriptors,
+processes are killed with SIGKILL at events of the interpreter's audit log. What was committed
+before is full of ones, what is saved then of twos.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nostall.filesystem_async import FileSystemWriterAsync
-from states import read_metadata
+from support.states import read_metadata
 
 State = dict[str, Any]
 Aftermath = dict[str, Any]
-"""``ended``: how the save did, ``found``: what is in the directory, ``dead``: files that no metadata refers to."""
+"""``ended``: how the save did, ``found``: the directory, ``dead``: files outside all metadata."""
 
 WRITERS: dict[str, type[FileSystemWriter]] = {
     "nostall": FileSystemWriterAsync,
@@ -54,7 +55,7 @@ def two_tensors(seed: int) -> State:
 
 
 def found_in(path: Path, template: State) -> str:
-    """What a job that resumes with stock's ``dcp.load`` gets: one of the saves, a mixture, an error, or nothing to load."""
+    """What a resume with stock's ``dcp.load`` gets: one save, a mixture, an error, or nothing."""
     if not (path / ".metadata").exists():
         return "none"
     try:
@@ -80,7 +81,7 @@ def aftermath(path: Path, ended: str, template: State) -> Aftermath:
     return {"ended": ended, "found": found, "dead": dead}
 
 
-# --- one process, forked for every save -------------------------------------------------------------------------------
+# --- one process, forked for every save -----------------------------------------------------------
 
 
 def ended(run: Callable[[], None]) -> str:
@@ -118,7 +119,7 @@ def file_size_limit(kind: str, path: Path, *, overwritten: bool, thread_count: i
 
 
 def killed_before(path: Path, number: int) -> None:
-    """From now on this process is killed just before it changes what is in a directory for the n-th time."""
+    """From now on SIGKILL ends this process just before its n-th change in a directory."""
     left = number
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -138,7 +139,7 @@ def killed_before(path: Path, number: int) -> None:
 
 
 def killed_at_every_step(kind: str, out: Path) -> list[Aftermath]:
-    """SIGKILL before the first change that an overwriting save makes, before the second, and so on; the last one is done."""
+    """SIGKILL before the first change of an overwriting save, the second, ...; the last is done."""
     found: list[Aftermath] = []
     while not found or found[-1]["ended"] == "killed":
         path = out / f"{len(found)}"
@@ -207,7 +208,7 @@ def main(out: Path) -> None:
     print(json.dumps({kind: single_process(kind, out / kind) for kind in WRITERS}))
 
 
-# --- two ranks --------------------------------------------------------------------------------------------------------
+# --- two ranks ------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -17,12 +17,14 @@ from nostall._storage.port import Draft
 from nostall.core import AsyncCallsQueue
 from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.testing import Fault, inject
-from states import schedule
+from support.states import schedule
 
 
 def saves(out: Path) -> dict[str, Any]:
-    """Saves to learn the structure, one that is written ahead, and one that fails on rank 1; the same once more, but that rank 1's
-    structure has changed by the last one."""
+    """Saves to learn the structure, one that is written ahead, and one that fails on rank 1.
+
+    The same once more, but that rank 1's structure has changed by the last one.
+    """
     ahead.WORTH_IT_NBYTES = 0
     rank, cache = dist.get_rank(), CheckpointMetadataCache()
     taken: dict[int, bool] = {}

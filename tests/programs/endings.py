@@ -29,7 +29,7 @@ from nostall.errors import SaveTimeoutError, StagingError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.testing import Fault, Hold, inject
-from states import schedule, small_state
+from support.states import schedule, small_state
 
 
 def ends(out: Path, how: str, fault: str = "") -> None:
@@ -67,11 +67,11 @@ def ends_on_ranks(out: Path, how: str) -> None:
 
 
 def ends_in_dcp(out: Path, how: str) -> None:
-    """Leave a save to ``dcp.async_save``, whose thread the interpreter waits for, and which fails then."""
+    """Leave a failing save to ``dcp.async_save``, whose thread the interpreter waits for."""
 
     def full(*_: Any, **__: Any) -> Any:
         if how == "too late to ask":
-            while not concurrent.futures.thread._shutdown:  # by whoever waits for this thread
+            while not concurrent.futures.thread._shutdown:  # by the thread that waits for this one
                 time.sleep(0.01)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -155,7 +155,7 @@ def _train_for_ever() -> None:
 
 
 def is_interrupted(out: Path) -> None:
-    """Ctrl-C in the middle of a synchronous save, as often as it takes to hit its threads at work, then a save."""
+    """Ctrl-C in a synchronous save, repeated until it hits its threads at work, then a save."""
     # Ignored, if these tests were started in the background of a shell.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     nostall.configure(EngineOptions(chunk_nbytes=64 << 10, io_threads=4))
@@ -170,7 +170,8 @@ def is_interrupted(out: Path) -> None:
                 dcp.save(state, storage_writer=writer, no_dist=True)
             except (CheckpointException, KeyboardInterrupt):
                 interrupted += 1
-        # One whose start was interrupted finds out that it is too late, and touches neither memory nor files.
+        # One whose start was interrupted finds out that it is too late, and touches neither memory
+        # nor files.
         for thread in threading.enumerate():
             # One whose start was interrupted even earlier never begins, and cannot be waited for.
             if thread.name.startswith("nostall-io") and thread._started.wait(1):  # type: ignore[attr-defined]  # of threading
@@ -207,7 +208,7 @@ def forks_when_asked(out: Path) -> None:
 
 
 def two_queues_end(out: Path) -> None:
-    """Two queues with a save each, made at different addresses on each rank, are left to the interpreter's end."""
+    """Two queues with a save each, at other addresses on each rank, are left to the exit."""
     kept = [bytes(random.randrange(1, 5000)) for _ in range(random.randrange(200))]
     queues = [AsyncCallsQueue() for _ in range(6)]
     for number, queue in enumerate(queues):
@@ -215,8 +216,8 @@ def two_queues_end(out: Path) -> None:
             queue, out / f"{number}", {f"rank{dist.get_rank()}": torch.full((9,), float(number))}
         )
     del queues, kept
-    # As in a script that forgets it; but not to the very end, where threads of a group that is still there may abort the
-    # process (see rank_main.py). What is registered last runs first.
+    # As in a script that forgets it; but not to the very end, where threads of a group that is
+    # still there may abort the process (see rank_main.py). What is registered last runs first.
     destroy, dist.destroy_process_group = dist.destroy_process_group, lambda *_: None
     atexit.unregister(core._at_exit)
     atexit.register(destroy)

@@ -1,4 +1,4 @@
-"""Every way to save, each as one function, and states to save; for one process or for ranks of a gloo group."""
+"""Every way to save, each as one function, and states to save; for one process or for ranks."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
-from states import blobs, schedule, small_state
+from support.states import blobs, schedule, small_state
 
 State = dict[str, Any]
 
 
-# --- states ---------------------------------------------------------------------------------------------------------
+# --- states ---------------------------------------------------------------------------------------
 
 
 def group_state(seed: int) -> State:
@@ -64,7 +64,7 @@ def group_state(seed: int) -> State:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Names and local values of everything in a state: tensors that can be changed in place, and objects."""
+    """Names and local values of everything in a state: mutable tensors, and objects."""
     if isinstance(value, Mapping):
         for key, element in value.items():
             yield from leaves(element, f"{path}/{key}")
@@ -114,13 +114,13 @@ def differing(one: State, other: State) -> list[str]:
 
 
 def loaded_wrong(path: Path, expected: State, template: State, **options: Any) -> list[str]:
-    """What stock ``dcp.load`` finds different in a checkpoint. Collective; ``template`` is overwritten."""
+    """What stock ``dcp.load`` finds different. Collective; ``template`` is overwritten."""
     spoil(template)
     dcp.load(template, checkpoint_id=path, **options)
     return differing(expected, template)
 
 
-# --- ways to save ---------------------------------------------------------------------------------------------------
+# --- ways to save ---------------------------------------------------------------------------------
 
 
 def save(path: Path, state: State) -> None:
@@ -136,7 +136,7 @@ def async_save_in_thread(path: Path, state: State) -> None:
 
 
 def async_save_in_process(path: Path, state: State) -> None:
-    """``dcp.async_save`` with the process executor, which pickles the writer and the staged state."""
+    """``dcp.async_save`` with the process executor, which pickles writer and staged state."""
     future = dcp.async_save(
         state,
         storage_writer=FileSystemWriterAsync(path),
@@ -205,12 +205,14 @@ ALONE: dict[str, Callable[[Path, State], None]] = {
 ROUTES = {**ALONE, "async_save_in_process": async_save_in_process}
 
 
-# --- a user's planner -----------------------------------------------------------------------------------------------
+# --- a user's planner -----------------------------------------------------------------------------
 
 
 class OwnPlanner(DefaultSavePlanner):
-    """As users wrote them before ``storage_meta``: everything is looked up in a stash, floats are negated, and objects
-    are pickled."""
+    """A planner as users wrote them before ``storage_meta``.
+
+    Everything is looked up in a stash, floats are negated, and objects are pickled.
+    """
 
     def set_up_planner(  # type: ignore[override]  # the signature of earlier torch versions
         self,
@@ -246,7 +248,7 @@ def own_planner(out: Path, make_state: Callable[[], State]) -> dict[str, Any]:
     }
 
 
-# --- without collectives --------------------------------------------------------------------------------------------
+# --- without collectives --------------------------------------------------------------------------
 
 
 def without_collectives(out: Path, rank: int) -> dict[str, Any]:
@@ -272,7 +274,7 @@ def _rank_blobs(path: Path, name: str) -> dict[str, bytes]:
     }
 
 
-# --- FSDP2 ----------------------------------------------------------------------------------------------------------
+# --- FSDP2 ----------------------------------------------------------------------------------------
 
 
 def fsdp(out: Path) -> dict[str, Any]:
@@ -339,7 +341,7 @@ def _whole(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-# --- the program ----------------------------------------------------------------------------------------------------
+# --- the program ----------------------------------------------------------------------------------
 
 
 def everything(out: Path) -> dict[str, Any]:

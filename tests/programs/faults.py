@@ -1,4 +1,4 @@
-"""Saves that go wrong: on ranks of a gloo group, and in trainers that are started only to be interrupted or killed."""
+"""Saves that go wrong: on gloo ranks, and in trainers that are interrupted or killed."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from nostall.state_dict_saver import (
     save_state_dict_async_plan,
 )
 from nostall.testing import Fault, Hold, inject, reset, writer_pids
-from states import blobs, schedule, small_state
+from support.states import blobs, schedule, small_state
 
 State = dict[str, Any]
 
 AT_ONCE = EngineOptions(write_retries=0)
-"""No fault of these passes, so nobody waits for that."""
+"""No fault of these passes, so no save waits for that."""
 ERRNO_FAULTS = {
     f"{errno.errorcode[code]} at {point}": (Fault.errno(point, code), code)
     for code in (errno.ENOSPC, errno.EIO)
@@ -59,11 +59,11 @@ ALL_FAULTS: dict[str, Fault] = {
 }
 
 
-# --- what came of a save, as plain data -------------------------------------------------------------------------------
+# --- what came of a save, as plain data -----------------------------------------------------------
 
 
 def outcome_of(save: Callable[[], object]) -> dict[str, Any]:
-    """How a save ended: the failure of each rank with all its attributes, the text, and how long it took."""
+    """How a save ended: each rank's failure with all its attributes, the text, the seconds."""
     began = time.monotonic()
     try:
         save()
@@ -134,7 +134,7 @@ class Attempt:
         self.finalized = True
 
 
-# --- two ranks --------------------------------------------------------------------------------------------------------
+# --- two ranks ------------------------------------------------------------------------------------
 
 
 def rank_state(seed: int) -> State:
@@ -166,7 +166,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 class Scene:
-    """A directory of its own for one failing save, and the saves before and after it. Collective throughout."""
+    """A directory for one failing save, and the saves before and after it. Collective."""
 
     def __init__(self, out: Path, name: str, *, overwritten: bool) -> None:
         self.path = out / name
@@ -229,9 +229,10 @@ def poll(queue: AsyncCallsQueue, deadline_s: float = 60.0) -> None:
 
 
 def writer_faults(out: Path) -> dict[str, Any]:
-    """Every fault, on one rank in a fresh directory and on the other in one that holds a checkpoint. Collective.
+    """Every fault, on one rank over nothing and on the other over a checkpoint. Collective.
 
-    ``matrix.py`` has all combinations; what is looked at more closely here is what the user is told.
+    ``matrix.py`` has all combinations; what is looked at more closely here is what the user is
+    told.
     """
     results = {}
     for number, (name, fault) in enumerate(ALL_FAULTS.items()):
@@ -251,9 +252,10 @@ def writer_faults(out: Path) -> dict[str, Any]:
 
 
 class Troubled(DefaultSavePlanner):
-    """Fails on rank 1: before the ranks have planned together, or when it is asked for data afterwards.
+    """Fails on rank 1, before the ranks plan together or when it is asked for data afterwards.
 
-    Where it fails is kept in a list, so that a plan cache takes a planner that fails for one that does not.
+    Where it fails is kept in a list, so that a plan cache takes a planner that fails for one that
+    does not.
     """
 
     def __init__(self, *where: str) -> None:
@@ -272,7 +274,7 @@ class Troubled(DefaultSavePlanner):
 
 
 def planner_scene(out: Path, name: str, where: str, *, saves_before: int) -> dict[str, Any]:
-    """A save whose planner fails, first of all or when plans are cached and ranks no longer talk while planning."""
+    """A planner that fails first of all, or when plans are cached and ranks no longer talk."""
     scene = Scene(out, name, overwritten=False)
     cache = CheckpointMetadataCache()
     for number in range(saves_before):
@@ -315,7 +317,7 @@ def commit_scene(out: Path, name: str, *, overwritten: bool) -> dict[str, Any]:
 
 
 def stopped_scene(out: Path, name: str) -> dict[str, Any]:
-    """A writer of rank 1 that is stopped and stays so; nobody waits longer than two seconds for a writer here."""
+    """A writer of rank 1 that is stopped for good; no rank waits longer than two seconds for it."""
     nostall.configure(EngineOptions(save_timeout_s=2))
     try:
         fault = Fault.kill("chunk", signal.SIGSTOP)
@@ -422,7 +424,7 @@ def memory_scene(
 
 
 def memory_scenes(out: Path) -> dict[str, Any]:
-    """Memory that one rank lacks, with either staging, and with a planner that overlooks what stands for the rest."""
+    """Memory that one rank lacks, with either staging, and with a planner that overlooks that."""
     return {
         f"no memory, {staging}, {planner.__name__}": memory_scene(
             out, f"no memory {staging} {planner.__name__}", staging=staging, planner=planner
@@ -479,7 +481,7 @@ def everything(out: Path) -> dict[str, Any]:
     return {"writer": writer_faults(out / "writer"), "other": other_faults(out / "other")}
 
 
-# --- trainers, one process each, that tell a test on standard output how far they are ---------------------------------
+# --- trainers, one process each, that tell a test on standard output how far they are -------------
 
 
 def say(**message: Any) -> None:
@@ -500,7 +502,8 @@ def stands_in_the_middle_of_a_save(out: Path, fork: str = "") -> None:
     hold.wait_reached()
     children = []
     if fork:
-        # os.fork() runs nostall's hook, which closes descriptors in the child; a fork from C code does not.
+        # os.fork() runs nostall's hook, which closes descriptors in the child; a fork from C code
+        # does not.
         for make in (os.fork, ctypes.CDLL(None).fork):
             child = make()
             if child == 0:
@@ -519,9 +522,10 @@ def is_interrupted(out: Path) -> None:
         schedule(queue, out / "checkpoint", small_state(1))
     hold.wait_reached()
     before = writer_pids()
-    # Whoever runs the tests in the background of a shell has them ignore it.
+    # A shell that runs the tests in its background has them ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # A signal between the interpreter's last look and a blocking read would wait as long as that read.
+    # A signal between the interpreter's last look and a blocking read would wait as long as that
+    # read.
     signalled, signal_fd = os.pipe()
     os.set_blocking(signal_fd, False)
     signal.set_wakeup_fd(signal_fd)
@@ -537,8 +541,11 @@ def is_interrupted(out: Path) -> None:
 
 
 def forks(out: Path) -> None:
-    """Fork while a save is held; the children look around and leave in every way: at once, through ``sys.exit`` and
-    with it through the queue's ``with`` block, and after closing the queue."""
+    """Fork while a save is held; the children look around and leave in every way.
+
+    At once, through ``sys.exit`` and with it through the queue's ``with`` block, and after closing
+    the queue.
+    """
 
     def close_and_exit(code: int) -> None:
         queue.close()
@@ -554,7 +561,7 @@ def forks(out: Path) -> None:
         for leave in (os._exit, sys.exit, close_and_exit):
             child = os.fork()
             if child == 0:
-                leave(0 if _engine._default is None and queue.pending == 0 else 1)
+                leave(0 if _engine._process.engine is None and queue.pending == 0 else 1)
             codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         hold.release()
         queue.wait()
@@ -565,7 +572,7 @@ def forks(out: Path) -> None:
 
 
 def has_a_file_size_limit(out: Path) -> None:
-    """Save 3 MB where a file may have 1 MB: the limit on the writer, on the trainer, and before memory is reserved."""
+    """Save 3 MB with a file limit of 1 MB: on the writer, on the trainer, before reserving."""
     state = {"weight": torch.arange(3 << 18, dtype=torch.float32)}
     limit = (1 << 20, resource.RLIM_INFINITY)
     none = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)

@@ -13,15 +13,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from crashes import RecordingOs
 from nostall._storage import posix
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.testing import Fault, inject
-from states import read_metadata
+from support.crashes import RecordingOs
+from support.states import read_metadata
 
 
 class Stale(RecordingOs):
-    """A host that has looked before there was a checkpoint, and sees none before it has published one itself."""
+    """A host that looked before there was a checkpoint, and sees none until it publishes one."""
 
     has_published = False
 
@@ -67,7 +67,10 @@ def _look(path: Path) -> dict[str, list[str]]:
 
 
 def failing(out: Path) -> dict[str, Any]:
-    """In each way of saving: a commit that fails over nothing and over a checkpoint; a rank that fails, and the next save."""
+    """Commits that fail over nothing and over a checkpoint, and a rank that fails.
+
+    In each way of saving, and the next save.
+    """
     facts: dict[str, Any] = {}
     for way in ("save", "async_save", "overlapped"):
         path = out / way
@@ -88,7 +91,7 @@ def failing(out: Path) -> dict[str, Any]:
 
 
 def stale(out: Path) -> dict[str, Any]:
-    """The second rank does not see the checkpoint that is there, and then cannot write; then it can."""
+    """The second rank misses the checkpoint that is there, and cannot write; then it can."""
     path = out / "saved"
     _save("save", path, 1)
     before = {name: (path / name).read_bytes().hex() for name in _look(path)["there"]}

@@ -1,4 +1,4 @@
-"""Ways to open a shard file that a user may have; importable without torch, as the writer process does it."""
+"""Ways to open a shard file that a user may have; importable without torch, as in the writer."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def open_and_sign(path: str, mode: str) -> IO[Any]:
 
 
 def open_nothing(path: str, mode: str) -> IO[Any]:
-    """Storage that lets nobody in."""
+    """Storage that refuses every open."""
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
 
 class Upload:
-    """A stream with the least that a stream needs: no descriptor, no position, no readable bytes."""
+    """A stream with the least that is needed: no descriptor, no position, no readable bytes."""
 
     def __init__(self, path: str, mode: str) -> None:
         assert mode == "wb"
-        self._stream = open(path, mode)  # noqa: SIM115  # closed by __exit__, as whoever opens a shard file calls it
+        self._stream = open(path, mode)  # noqa: SIM115  # closed by __exit__, which every opener of a shard file calls
 
     def write(self, piece: Any) -> int:
         return self._stream.write(piece)

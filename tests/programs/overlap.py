@@ -17,7 +17,7 @@ from nostall.options import EngineOptions
 from nostall.testing import Hold, inject
 from programs.entry_points import loaded_wrong
 from programs.planning import make_state
-from states import schedule
+from support.states import schedule
 
 
 def one_rank_forgets(out: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Ranks that plan saves with and without a cache, and what they said to each other while doing so."""
+"""Ranks that plan saves with and without a cache, and what they exchanged meanwhile."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from nostall.state_dict_saver import (
 )
 from nostall.testing import Fault, inject
 from programs.entry_points import State, loaded_wrong
-from states import read_metadata, schedule
+from support.states import read_metadata, schedule
 
 Facts = dict[str, Any]
 
@@ -63,8 +63,11 @@ _COLLECTIVES = (
 
 @contextmanager
 def collectives(*, long_messages: bool = False) -> Iterator[Counter[str]]:
-    """Count the calls of ``torch.distributed``'s collectives by name; those gathers that come after an all_gather, to carry
-    what is too long for it, only with ``long_messages``."""
+    """Count the calls of ``torch.distributed``'s collectives by name.
+
+    Gathers that come after an all_gather, to carry what is too long for it, count only with
+    ``long_messages``.
+    """
     seen: Counter[str] = Counter()
     originals = {name: getattr(dist, name) for name in _COLLECTIVES}
 
@@ -86,7 +89,7 @@ def collectives(*, long_messages: bool = False) -> Iterator[Counter[str]]:
             del seen["gather"]
 
 
-# --- states and their changes ---------------------------------------------------------------------------------------
+# --- states and their changes ---------------------------------------------------------------------
 
 
 def make_state(seed: int) -> State:
@@ -134,7 +137,7 @@ WHERE = {"all ranks": (0, 1), "the coordinator": (0,), "another rank": (1,)}
 
 
 def changed(state: State, kind: str, where: str) -> State:
-    """The state after a change of structure on some ranks; only what is on all ranks may change on all."""
+    """The state after a change on some ranks; what is on all ranks changes only on all."""
     rank = dist.get_rank()
     if rank in WHERE[where]:
         CHANGES[kind](state, f"own {rank}")
@@ -143,7 +146,7 @@ def changed(state: State, kind: str, where: str) -> State:
     return state
 
 
-# --- saving ---------------------------------------------------------------------------------------------------------
+# --- saving ---------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,11 +222,11 @@ def failure(do: Callable[[], Any]) -> Facts:
     return {"ranks": [], "text": "it did not fail"}
 
 
-# --- scenarios ------------------------------------------------------------------------------------------------------
+# --- scenarios ------------------------------------------------------------------------------------
 
 
 def steady_state(out: Path) -> Facts:
-    """Five saves through a queue: what is said at each step, and what the cache says about itself."""
+    """Five saves through a queue: what is exchanged, and what the cache says about itself."""
     cache = CheckpointMetadataCache()
     facts: Facts = {"plan": [], "status": [], "wrong": []}
     with AsyncCallsQueue() as queue:
@@ -246,8 +249,10 @@ def steady_state(out: Path) -> Facts:
 
 
 def failure_in_the_steady_state(out: Path) -> Facts:
-    """Saves of a known structure, one of which fails on the second rank, and saves after it; in fresh directories, and
-    over and over into one."""
+    """Saves of a known structure, one of which fails on the second rank, and saves after it.
+
+    In fresh directories, and over and over into one.
+    """
     cache = CheckpointMetadataCache()
     facts: Facts = {"failed": [], "wrong": [], "known": []}
     with AsyncCallsQueue() as queue:
@@ -303,7 +308,7 @@ def value_changes(out: Path) -> Facts:
 
 
 def replicated_on_one_rank_less(out: Path) -> Facts:
-    """A rank drops a replicated tensor: the one that was not told to write it, or the one that was."""
+    """A rank drops a replicated tensor: the one that was to write it, or another one."""
     facts = {}
     for name, writes_it in (("another wrote it", False), ("it wrote it", True)):
         cache = valid_cache(out / name)
@@ -439,7 +444,7 @@ def _resume_from_one_rank(out: Path) -> Facts:
 
 
 def reader_after_resume(out: Path) -> Facts:
-    """What the caching reader says about a checkpoint after another one was saved with its metadata."""
+    """What the caching reader says of a checkpoint after another was saved with its metadata."""
     save(out / "a", make_state(1), valid_cache(out))
     reader = CachedMetadataFileSystemReader(out / "a")
     before = deepcopy(reader.read_metadata())
@@ -456,7 +461,7 @@ def reader_after_resume(out: Path) -> Facts:
 
 
 def over_itself(out: Path) -> Facts:
-    """Saves that replace each other, through one cache; from the fifth on nothing is made anew but the names of files."""
+    """Saves that replace each other through one cache; from the fifth on only names are new."""
     cache, path = CheckpointMetadataCache(), out / "over itself"
     facts: Facts = {"made": [], "wrong": [], "names": [], "metadata": []}
     for number in range(6):
@@ -508,7 +513,7 @@ def dcps_error(text: str) -> BaseException:
 
 
 class FailingPlanner(DefaultSavePlanner):
-    """Fails on one rank, in one of its methods, with an error of Python's or with DCP's, which is no ``Exception``."""
+    """Fails on one rank, in one of its methods, with Python's error or DCP's ``BaseException``."""
 
     def __init__(
         self, rank: int, method: str, error: Callable[[str], BaseException] = ValueError
@@ -535,7 +540,7 @@ class FailingPlanner(DefaultSavePlanner):
 
 
 def planning_failures(out: Path) -> Facts:
-    """A rank's planner fails, with no cache, with one that is not valid yet, and with a valid one."""
+    """A rank's planner fails, without a cache, with one not yet valid, and with a valid one."""
     facts = {}
     for name, rank, method, saves_before in (
         ("no cache", 1, "create_local_plan", None),
@@ -611,7 +616,7 @@ class OtherStockCachingPlanner(StockCachingPlanner):
 
 
 def other_planners(out: Path) -> Facts:
-    """Six saves with other planners, with and without a cache; the structure changes at the fifth."""
+    """Six saves with other planners, with and without a cache; the fifth changes structure."""
     facts: Facts = {}
     for name, make, cache in (
         ("alone", AlonePlanner, None),
@@ -657,7 +662,7 @@ def another_coordinator(out: Path) -> Facts:
 
 
 def impossible_coordinators(out: Path) -> Facts:
-    """What each rank is told of a coordinator that is not in the group, and of a group that this rank is not in."""
+    """What each rank gets for a coordinator outside the group, and for a group without it."""
     group = dist.new_group([1])  # on rank 0 not a group
     facts: Facts = {}
     for name, its_group, coordinator in (
@@ -719,11 +724,11 @@ def two_ranks(out: Path) -> dict[str, Facts]:
     }
 
 
-# --- a group of some of the ranks -----------------------------------------------------------------------------------
+# --- a group of some of the ranks -----------------------------------------------------------------
 
 
 def sub_group(out: Path) -> Facts | None:
-    """Ranks 1 and 2 of three save with a group of their own, whose first rank coordinates; rank 0 does nothing."""
+    """Ranks 1 and 2 of three save in their own group, whose first rank coordinates."""
     group = dist.new_group([1, 2])
     facts = _save_in_group(out, group) if dist.get_rank() else None
     dist.barrier()

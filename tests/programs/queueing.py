@@ -23,12 +23,12 @@ from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_
 from nostall.testing import Fault, Hold, inject, writer_pids
 from nostall.torch_ckpt import TorchAsyncCheckpoint
 from programs.entry_points import State, loaded_wrong
-from states import schedule
+from support.states import schedule
 
 Facts = dict[str, Any]
 
 
-# --- functions for background processes ------------------------------------------------------------------------------
+# --- functions for background processes -----------------------------------------------------------
 
 
 def note_pid(path: str) -> None:
@@ -37,7 +37,7 @@ def note_pid(path: str) -> None:
 
 
 def wait_then_note_pid(fifo: str, path: str) -> None:
-    """The same, once somebody has opened the FIFO for writing."""
+    """The same, once a writer has opened the FIFO."""
     Path(fifo).read_bytes()
     note_pid(path)
 
@@ -52,7 +52,7 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-# --- on ranks -------------------------------------------------------------------------------------------------------
+# --- on ranks -------------------------------------------------------------------------------------
 
 
 def _state(seed: int) -> State:
@@ -210,7 +210,7 @@ def _fail_on(rank: int, otherwise: Callable[[], Any] = lambda: None) -> Any:
 
 
 def not_in_time(out: Path) -> Facts:
-    """One rank's writer is busy for longer than anybody waits."""
+    """One rank's writer is busy for longer than any wait lasts."""
     held = dist.get_rank() == 1
     with AsyncCallsQueue() as queue, Hold() as hold:
         with inject(*[hold.fault] if held else []):
@@ -227,7 +227,7 @@ def not_in_time(out: Path) -> Facts:
 
 
 def different_numbers(out: Path) -> Facts:
-    """Rank 0 has scheduled one request more; then everything is aborted, and ranks go on together."""
+    """Rank 0 has scheduled one request more; then all is aborted, and ranks go on together."""
     with AsyncCallsQueue() as queue:
         for _ in range(2 if dist.get_rank() == 0 else 1):
             queue.schedule_async_request(_nothing())
@@ -254,7 +254,7 @@ def only_one_rank(out: Path) -> Facts:
 
 
 def errors_in_the_block(out: Path) -> Facts:
-    """Both ranks leave with an exception, then only rank 1 does, while rank 0 is in a collective of its own."""
+    """Both ranks leave with an exception, then only rank 1, with rank 0 in a collective."""
     facts: Facts = {}
     for how in ("together", "alone"):
         leaves = how == "together" or dist.get_rank() == 1

@@ -15,7 +15,7 @@ from nostall._ranks.messages import ROOM_NBYTES, broadcast_message, gather_messa
 from nostall.core import AsyncCallsQueue
 from programs.entry_points import loaded_wrong
 from programs.planning import collectives, make_state
-from states import schedule
+from support.states import schedule
 
 LENGTHS = (0, 1, ROOM_NBYTES - 1, ROOM_NBYTES, ROOM_NBYTES + 1, 3 * ROOM_NBYTES, 1_000_000)
 CPU = torch.device("cpu")
@@ -59,8 +59,10 @@ def save_without_store(out: Path) -> dict[str, Any]:
 
 
 def send_all_lengths(out: Path) -> dict[str, Any]:
-    """What arrives, of how many collectives, if all are of one length and if one rank's is longer; in a group of two of three
-    ranks, too."""
+    """What arrives, and in how many collectives, if one rank's message is longer or none is.
+
+    In a group of two of three ranks, too.
+    """
     del out
     here, size = dist.get_rank(), dist.get_world_size()
     pair = dist.new_group([0, 2])

@@ -12,12 +12,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import nostall
-from crashes import Disk, recorded
 from nostall.core import AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from nostall.testing import Fault, inject
+from support.crashes import Disk, recorded
 
 LENGTH = 3000
 
@@ -33,7 +33,7 @@ def by_save(path: Path, seed: int) -> None:
 
 
 def by_split(path: Path, seed: int) -> None:
-    """The split functions; the request is run in this process, by the code that the writer runs. Collective."""
+    """The split functions; the request runs in this process as in the writer. Collective."""
     writer = FileSystemWriterAsync(path)
     planned = save_state_dict_async_plan(share_of(dist.get_rank(), seed), writer)
     save_fn, preload_fn, args = writer.get_save_function_and_args()
@@ -46,9 +46,10 @@ PLACES = {"new": False, "overwritten": True}
 
 
 def everything(out: Path) -> None:
-    """Each way to save, to a new directory and over a checkpoint; the second rank's storage is slow. Collective.
+    """Each way to save, over nothing and over a checkpoint; rank 1's storage is slow. Collective.
 
-    Leaves ``before.pickle``, the disk before the save, and ``rank-N.pickle``, the operations of each rank.
+    Leaves ``before.pickle``, the disk before the save, and ``rank-N.pickle``, the operations of
+    each rank.
     """
     nostall.configure(EngineOptions(chunk_nbytes=8192, io_threads=1))
     rank = dist.get_rank()
@@ -64,7 +65,8 @@ def everything(out: Path) -> None:
             if rank == 0:
                 (here / "before.pickle").write_bytes(pickle.dumps(Disk.holding(here / "root")))
             dist.barrier()
-            # A coordinator that did not wait for the second rank would be seen to publish before it.
+            # A coordinator that did not wait for the second rank would be seen to publish before
+            # it.
             slow = [Fault.delay("fsync", 0.1)] if rank == 1 else []
             with inject(*slow), recorded() as operations:
                 save(here / "root" / "checkpoint", 2)

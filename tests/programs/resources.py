@@ -1,4 +1,4 @@
-"""Trainers with little to spend, and trainers that watch what they spend; each tells a test on standard output."""
+"""Trainers with little to spend, and trainers that measure themselves; each prints its figures."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import torch.distributed.checkpoint as dcp
 from nostall._engine import default_engine
 from nostall.core import AsyncCallsQueue
 from nostall.testing import writer_pids
-from states import schedule
-from waiting import wait_until
+from support.states import schedule
+from support.waiting import wait_until
 
 State = dict[str, Any]
 MIB = 1 << 20
 
 
 def has_few_descriptors(out: Path) -> None:
-    """Save and load 5,000 tensors where a process may have 64 descriptors, the writer process included."""
+    """Save and load 5,000 tensors with a limit of 64 descriptors, also for the writer."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     state: State = {f"t{number}": torch.full((5,), float(number)) for number in range(5000)}
     with AsyncCallsQueue() as queue:
@@ -37,7 +37,7 @@ def has_few_descriptors(out: Path) -> None:
 
 
 def saves_again_and_again(out: Path, *structures: str) -> None:
-    """Twenty saves of states of so many MiB, in turn, and what the processes hold after each of them."""
+    """Twenty saves of states of so many MiB, in turn, and what the processes hold then."""
     states = [_state_of(int(mib)) for mib in structures]
     measured = []
     with AsyncCallsQueue() as queue:
@@ -45,7 +45,7 @@ def saves_again_and_again(out: Path, *structures: str) -> None:
             schedule(queue, out / f"{number % 2}", states[number % len(states)])
             queue.wait()
             measured.append(_held())
-        # Or the trainer sends some that nobody closes.
+        # Or the trainer sends some that are never closed.
         (writer,) = writer_pids()
         wait_until(lambda: not any(map(_is_replaced, _open_in(writer))))
     print(json.dumps(measured))
@@ -61,7 +61,7 @@ def _open_in(pid: int) -> list[str]:
 
 
 def _is_replaced(link: str) -> bool:
-    """Whether it leads to a file of a checkpoint that was replaced; the writer process gives its room back when it gets to it."""
+    """Whether it leads to a replaced checkpoint's file, whose room the writer gives back later."""
     return link.endswith(".distcp (deleted)")
 
 

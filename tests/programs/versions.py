@@ -17,7 +17,7 @@ from programs.entry_points import (
     queue_persistent,
     save,
 )
-from states import blobs
+from support.states import blobs
 
 
 def without_optional_names(out: Path) -> dict[str, list[str]]:

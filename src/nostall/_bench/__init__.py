@@ -2,7 +2,9 @@
 
 ::
 
-    options -> workload -> memory rounds -> timed rounds -> slowdown rounds -> verification -> BenchReport -> tables
+    options -> workload -> memory rounds -> timed rounds -> slowdown rounds
+        -> verification -> BenchReport -> tables
 
-``run.py`` is the composer, ``session.py`` has the phases; ``measure.py`` says what a figure is, ``targets.py`` what it should be.
+``run.py`` is the composer, ``session.py`` has the phases; ``measure.py`` says what a figure is,
+``targets.py`` what it should be.
 """

@@ -17,11 +17,11 @@ class Pending(Protocol):
     """A save under way; every rank polls it until it is durable."""
 
     def poll(self) -> bool:
-        """Whether the checkpoint is durable and committed. Finalises it when that is possible; raises if it failed."""
+        """Whether the checkpoint is durable; finalises it when possible, raises if it failed."""
         ...
 
     def wait_staged(self) -> None:
-        """Return once the state may be changed; at once where the save call has made sure of that already."""
+        """Return once the state may be changed; at once if the save call has made sure of it."""
         ...
 
 
@@ -39,8 +39,8 @@ class Setting:
 class Contender(Protocol):
     """A way of saving, from its first save to its last.
 
-    ``open`` is called once before any save, ``close`` at the end, also after a failure. ``save`` and ``load`` are
-    collective.
+    ``open`` is called once before any save, ``close`` at the end, also after a failure. ``save``
+    and ``load`` are collective.
     """
 
     name: str
@@ -97,7 +97,7 @@ class PendingFuture:
 
 @dataclass(slots=True)
 class SyncedAfterwards:
-    """A save by something that does not fsync: once it is done, a thread syncs its files, and that counts.
+    """A save by something that does not fsync: afterwards a thread syncs its files, which counts.
 
     Without this, a page cache would be compared with a disk.
     """

@@ -1,7 +1,7 @@
 """A fresh process that saves a few times, after ``warmup()`` or without it, started as a module.
 
-Usage: ``python -m nostall._bench.first_save SHAPE NBYTES DIRECTORY SAVES warm|cold``; prints blocked seconds, and what fresh
-memory costs here, as JSON.
+Usage: ``python -m nostall._bench.first_save SHAPE NBYTES DIRECTORY SAVES warm|cold``; prints
+blocked seconds, and what fresh memory costs here, as JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REPETITIONS = 4
 def first_saves(
     shape: str, nbytes: int, directory: Path, saves: int, *, warmed_up: bool
 ) -> dict[str, float | list[float]]:
-    """Blocked seconds of the first saves of this process, in order, and the cost of fresh memory before them."""
+    """Blocked seconds of this process's first saves, in order, and the cost of fresh memory."""
     ranks = Ranks(0, 1, None)
     trial = Trial(
         ranks=ranks,
@@ -33,7 +33,8 @@ def first_saves(
         directory=directory,
     )
     found_s = fresh_memory_s(trial.workload.nbytes)
-    # Once the machine has the memory, what is left is what the kernel takes for it; at best, as a limit should be.
+    # Once the machine has the memory, what is left is what the kernel takes for it; at best, as a
+    # limit should be.
     fresh_s = min(fresh_memory_s(trial.workload.nbytes) for _ in range(_REPETITIONS))
     contender = SplitSave("nostall", "split save", warmed_up=warmed_up)
     contender.open(Setting(ranks=ranks, nbytes=trial.workload.nbytes, scratch=directory))

@@ -1,9 +1,10 @@
 """Free memory that is really there, before each turn and for everybody.
 
-Under free page reporting, a feature of the virtio balloon, a virtual machine tells its hypervisor within a few seconds which
-pages are free. The hypervisor takes them, and brings in fresh ones when they are touched again. Whoever then needs memory
-pays for that: stock ``dcp.save`` of 1 GiB, which goes through the page cache, takes three to four times as long. What a
-contender pays would depend on who saved before it, so every turn begins right after free memory was used.
+Under free page reporting, a feature of the virtio balloon, a virtual machine tells its hypervisor
+within a few seconds which pages are free. The hypervisor takes them, and brings in fresh ones when
+they are touched again. Whoever then needs memory pays for that: stock ``dcp.save`` of 1 GiB, which
+goes through the page cache, takes three to four times as long. What a contender pays would depend
+on who saved before it, so every turn begins right after free memory was used.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ _PER_BYTE_SAVED = 2
 
 
 def warm_free_memory(directory: Path, nbytes: int, *, rank: int) -> None:
-    """Make free memory available for a save of ``nbytes`` bytes by this rank: write a file, sync it, remove it.
+    """Make free memory available for this rank's save: write a file, sync it, remove it.
 
-    Anonymous memory that is mapped and unmapped does not do: the page cache is not given the same pages.
+    Anonymous memory that is mapped and unmapped does not do: the page cache is not given the same
+    pages.
     """
     path = directory / f"scratch-{rank}"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -76,7 +76,7 @@ class Limits:
         return _least_s(lambda: self._copy.copy_(self._source))
 
     def foreach_copy_s(self) -> float:
-        """Seconds of ``torch._foreach_copy_`` of the very tensors into warm ones; the best of a few."""
+        """The best seconds of ``torch._foreach_copy_`` of these tensors into warm ones."""
         return _least_s(lambda: _torch.copy_each(self._copies, self._tensors))
 
     def raw_write(self, path: Path, setting: WriteSetting) -> RawWrite:
@@ -111,7 +111,7 @@ class Limits:
 
 
 def _fast_pages(nbytes: int) -> mmap.mmap:
-    """Page-aligned memory, private and in huge pages where the system has them: nothing copies faster."""
+    """Page-aligned private memory, in huge pages where the system has them: the fastest target."""
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -119,7 +119,7 @@ def _fast_pages(nbytes: int) -> mmap.mmap:
 
 
 def _least_s(copy: Callable[[], object]) -> float:
-    """Seconds of the fastest of a few runs; the first one finds threads asleep that a limit must not wait for."""
+    """Seconds of the fastest of a few runs; in the first one threads may still be asleep."""
     least = math.inf
     for _ in range(_COPIES):
         started = time.perf_counter()

@@ -21,7 +21,8 @@ from nostall._bench.run import run
 
 def all_contenders() -> list[Contender]:
     """Everybody, nostall first."""
-    # Imported late: stock's process checkpointer is a private module, and a torch without it can still list the rest.
+    # Imported late: stock's process checkpointer is a private module, and a torch without it can
+    # still list the rest.
     from nostall._bench.stock import stock_contenders
 
     return [*own_contenders(), *stock_contenders(), *peer_contenders()]
@@ -38,7 +39,7 @@ def list_contenders() -> int:
 
 
 def bench(options: BenchOptions, arguments: Sequence[str]) -> int:
-    """Run, print and store; on one rank of several, or as the one that starts them. The exit status.
+    """Run, print and store, on one rank or as the process that starts all; the exit status.
 
     Raises:
         ValueError: The arguments do not fit what is there.

@@ -1,6 +1,7 @@
 """How a figure is measured: one save, one compute loop, a few saves for their memory, one load.
 
-Every function here runs on all ranks at the same time, with the same arguments, and returns what all ranks agree on.
+Every function here runs on all ranks at the same time, with the same arguments, and returns what
+all ranks agree on.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def _least_s(run: Callable[[int], None], count: int) -> float:
 
 
 def _rate(unit: Callable[[], None], stop: Callable[[], bool]) -> float:
-    """Units per second until ``stop``, which is asked every few units; the time it takes itself does not count."""
+    """Units per second until ``stop``, which is asked every few units and not timed."""
     units, busy_s = 0, 0.0
     while units == 0 or not stop():
         started = time.perf_counter()
@@ -155,7 +156,7 @@ def _rate(unit: Callable[[], None], stop: Callable[[], bool]) -> float:
 def loop_slowdown(
     trial: Trial, contender: Contender, path: Path, number: int, *, loop: str, alone_s: float
 ) -> SlowdownSample | None:
-    """What a loop loses while a save is under way; ``None`` for a save that is durable when its call returns.
+    """What a loop loses while a save is under way; ``None`` if the call returns when durable.
 
     Args:
         trial: Ranks and state.
@@ -240,7 +241,7 @@ def measure_memory(
 
 
 def verify(trial: Trial, contender: Contender, path: Path) -> Verification:
-    """Save, change everything as soon as that is allowed, load what was saved, and compare it with what it was."""
+    """Save, change everything as soon as that is allowed, load what was saved, and compare."""
     workload = trial.workload
     workload.advance()
     saved_version = workload.version
@@ -258,7 +259,7 @@ def verify(trial: Trial, contender: Contender, path: Path) -> Verification:
 
 
 def _what_is_wrong(contender: Contender, path: Path, workload: Workload) -> str | None:
-    """How a checkpoint differs from the state, or ``None``; one that cannot be loaded is as wrong as can be."""
+    """How a checkpoint differs from the state, or ``None``; one that does not load differs."""
     try:
         loaded = contender.load(path, workload.blank())
     except Exception as error:  # whatever its loader raises

@@ -1,6 +1,7 @@
-"""A noisy neighbour, started as a script: writes files through the page cache with fsync, and computes, until it is told to stop.
+"""A noisy neighbour, run as a script: it writes files with fsync and computes until stopped.
 
-Usage: ``noise.py DIRECTORY``. The end of standard input ends it, so it cannot outlive the benchmark.
+Usage: ``noise.py DIRECTORY``. The end of standard input ends it, so it cannot outlive the
+benchmark.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 
 SHAPES = ("large", "many", "mixed")
 DEFAULT_NBYTES = {"large": 1 << 30, "many": 20_000 * 4096, "mixed": 3 << 29}
-"""Bytes per rank; ``mixed`` has room for the 768-wide model, GPT-2's smallest, with its optimizer state."""
+"""Bytes per rank; ``mixed`` has room for GPT-2's smallest model with its optimizer state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

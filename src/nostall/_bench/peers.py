@@ -26,7 +26,7 @@ def why_not_importable(*modules: str) -> str | None:
 
 
 class TorchSnapshot:
-    """``torchsnapshot.Snapshot.async_take``; it does not fsync, so the benchmark does, and counts it."""
+    """``torchsnapshot.Snapshot.async_take``; it does not fsync, so the benchmark does."""
 
     name = "torchsnapshot"
     description = "Snapshot.async_take, then fsync of its files"
@@ -60,7 +60,7 @@ class TorchSnapshot:
 
 
 class TorchCheckpointing:
-    """``torch_checkpointing.CheckpointManager`` with its shared-memory stager; it does not fsync, the benchmark does."""
+    """``torch_checkpointing.CheckpointManager`` with its shared-memory stager, fsynced here."""
 
     name = "torch_checkpointing"
     description = "CheckpointManager.save, shared-memory staging, then fsync of its files"
@@ -80,7 +80,8 @@ class TorchCheckpointing:
             use_async_staging=False,
             use_non_blocking_copy=False,
         )
-        # Its O_DIRECT writer fails on ext4, where the length of a file is not a multiple of the block size.
+        # Its O_DIRECT writer fails on ext4, where the length of a file is not a multiple of the
+        # block size.
         storage = import_module("torch_checkpointing.storage.filesystem")
         manager = import_module("torch_checkpointing.checkpoint_manager").CheckpointManager
         self._manager = manager(
@@ -105,7 +106,7 @@ class TorchCheckpointing:
 
 
 class Nvrx:
-    """NVIDIA Resiliency Extension's asynchronous checkpointing, driven as its own documentation does."""
+    """NVIDIA Resiliency Extension's asynchronous saves, driven as its documentation does."""
 
     name = "nvrx"
     description = "nvidia_resiliency_ext FileSystemWriterAsync with its persistent worker"

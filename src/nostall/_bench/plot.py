@@ -1,4 +1,4 @@
-"""The picture: blocked and durable time against the limits, and the steps of a loop with and without saving."""
+"""The picture: blocked and durable time against the limits, and the steps of a saving loop."""
 
 from __future__ import annotations
 

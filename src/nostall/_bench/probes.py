@@ -1,4 +1,4 @@
-"""Figures of nostall that no save shows: how fast its writer starts, how small it is, what importing costs."""
+"""Figures of nostall that no save shows: its writer's start and size, and its import."""
 
 from __future__ import annotations
 

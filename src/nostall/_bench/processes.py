@@ -33,8 +33,8 @@ class CpuTime:
 def tree_cpu_time(excluded: frozenset[int] = frozenset()) -> CpuTime:
     """What this process and its children have used so far, ended children included.
 
-    A child that has ended and was waited for counts in its parent's totals, so that the sum never falls. The system
-    counts in ticks, of 10 ms as a rule.
+    A child that has ended and was waited for counts in its parent's totals, so that the sum never
+    falls. The system counts in ticks, of 10 ms as a rule.
     """
     user_s = system_s = 0.0
     me = psutil.Process()
@@ -50,7 +50,7 @@ def tree_cpu_time(excluded: frozenset[int] = frozenset()) -> CpuTime:
 
 
 def give_memory_back() -> None:
-    """Collect garbage and return free heap pages to the system, so that a later peak is not hidden in them."""
+    """Collect garbage and return free heap pages to the system, so that later peaks show."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -91,7 +91,7 @@ def memory_sampler(excluded: frozenset[int] = frozenset()) -> Iterator[MemorySam
 
 @contextmanager
 def noise(directory: Path, *, wanted: bool) -> Iterator[frozenset[int]]:
-    """A noisy neighbour while inside, if wanted; its process ids, which are not the trainer's doing."""
+    """A noisy neighbour while inside, if wanted; yields its process ids."""
     if not wanted:
         yield frozenset()
         return

@@ -57,7 +57,7 @@ class Spread:
     low: float
     high: float
     quartiles: tuple[float, float]
-    """The 25 % and 75 % points, interpolated; equal to the samples' ends if there are two or fewer."""
+    """The 25 % and 75 % points, interpolated; the ends if there are two samples or fewer."""
     count: int
 
     @classmethod

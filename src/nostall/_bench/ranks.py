@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 
 _SAVE_TIMEOUT = timedelta(minutes=10)
-"""For the collectives of contenders: one that fails on a single rank may leave the others waiting for it."""
+"""For contenders' collectives: one that fails on a single rank may leave the others waiting."""
 _OWN_TIMEOUT = timedelta(hours=2)
-"""For the benchmark's: while one rank probes, or waits as long as above, the others do nothing else than wait."""
+"""For the benchmark's collectives: while one rank probes or waits, the others wait for it."""
 
 
 class Ranks:
     """The ranks of this run. With one rank there is no process group, and nothing communicates.
 
-    What the benchmark itself says goes through a group of its own: contenders use the default group, some of them from
-    another thread.
+    What the benchmark itself says goes through a group of its own: contenders use the default
+    group, some of them from another thread.
     """
 
     def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
@@ -99,9 +99,10 @@ def started_by_launcher() -> bool:
 
 
 def launch(arguments: Sequence[str], ranks: int) -> int:
-    """Run ``python -m nostall`` with these arguments on that many ranks of this node; the exit status."""
+    """Run ``python -m nostall`` with these arguments on that many ranks; the exit status."""
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-    # torchrun would say 1 thread per rank, which on a node with more cores than ranks nobody trains with.
+    # torchrun would say 1 thread per rank, which on a node with more cores than ranks nobody trains
+    # with.
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "-m", "nostall", *arguments]

@@ -139,7 +139,7 @@ def _limit_table(report: BenchReport) -> str:
 
 
 def _free_memory_table(report: BenchReport) -> str:
-    """What others than the rounds measured: a plain loop, and saves whose memory was taken away before."""
+    """Figures from outside the rounds: a plain loop, and saves after memory was taken away."""
     rows = [
         (
             "contender",
@@ -198,7 +198,8 @@ def _verdict_of(each: TargetReport) -> str:
 
 def _verdict(report: BenchReport) -> str:
     return "\n".join(
-        f"ERROR: {each.name} did not write what was saved: {'; '.join(each.verification.mismatches)}"
+        f"ERROR: {each.name} did not write what was saved: "
+        + "; ".join(each.verification.mismatches)
         for each in wrong_checkpoints(report)
         if each.verification is not None
     )

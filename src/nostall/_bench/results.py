@@ -1,4 +1,4 @@
-"""What was measured: the samples and everything that is said about them. Times in seconds, memory in bytes."""
+"""What was measured: samples and what is said of them, in seconds and bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SaveSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFigures:
-    """Extra host memory of trainer and children, above the level before the contender was first used; sum of ranks."""
+    """Extra host memory of trainer and children since before the first use; sum of ranks."""
 
     peaks_nbytes: tuple[int, ...]
     """Of each of several saves in a row; the first has the contender's preparations in it."""
@@ -46,7 +46,7 @@ class MemoryFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowdownSample:
-    """What a compute loop loses between the return of a save call and durability: 0.1 is a tenth of its rate."""
+    """What a compute loop loses between a save call's return and durability: 0.1 is a tenth."""
 
     round: int
     loop: str
@@ -61,7 +61,7 @@ class Verification:
     staged_s: float
     """From the call until the state could be changed."""
     mismatches: tuple[str, ...]
-    """Names that differ, at most a few, or why it could not be loaded; empty if the checkpoint is right."""
+    """Names that differ, at most a few, or why loading failed; empty if the checkpoint is right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class ContenderReport:
     verification: Verification | None
 
     def median(self, figure: str, among: str = "saves") -> float | None:
-        """The median of a figure of :class:`SaveSample` among ``saves``, ``idle_saves`` or ``plain_saves``."""
+        """The median of a figure among ``saves``, ``idle_saves`` or ``plain_saves``."""
         return median_of([getattr(save, figure) for save in getattr(self, among)])
 
     @property
@@ -121,7 +121,7 @@ class LimitReport:
         return min(there, key=lambda setting: there[setting], default=None)
 
     def median(self, limit: str) -> float | None:
-        """Median of ``memcpy``, ``foreach_copy`` or ``raw_write``, the latter with the best setting."""
+        """Median of ``memcpy``, ``foreach_copy`` or, with the best setting, ``raw_write``."""
         if limit == "raw_write":
             best = self.best_write
             return None if best is None else median_of(self.raw_write_s[best])
@@ -135,7 +135,7 @@ class FirstSaves:
     warmed_up: bool
     """Whether ``warmup()`` came before them."""
     fresh_memory_found_s: float
-    """What reserving and mapping new memory of the size of the state took at the process's start."""
+    """Seconds of reserving and mapping memory of the state's size when the process started."""
     fresh_memory_s: float
     """The same right afterwards, when the machine has the memory."""
     blocked_s: tuple[float, ...]
@@ -148,7 +148,7 @@ class FirstSaves:
 
     @property
     def paid_for_memory_s(self) -> float:
-        """The part of the first save that any program would pay for new memory; ``warmup()`` has paid for it before."""
+        """The part of the first save that any program pays for new memory, if no warm-up did."""
         return 0.0 if self.warmed_up else self.fresh_memory_s
 
     @property

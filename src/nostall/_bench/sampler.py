@@ -1,12 +1,13 @@
 """A small process that watches the memory of another one and its children, started as a script.
 
-It imports neither torch nor nostall, so it weighs nothing and holds no lock of the trainer. Memory is the sum of the
-anonymous and shared parts of PSS (``/proc/<pid>/smaps_rollup``): a page that several processes map counts once in the
-sum. Pages of mapped files, program code above all, do not count: their share falls and rises with every stranger that
-runs the same libraries.
+It imports neither torch nor nostall, so it weighs nothing and holds no lock of the trainer. Memory
+is the sum of the anonymous and shared parts of PSS (``/proc/<pid>/smaps_rollup``): a page that
+several processes map counts once in the sum. Pages of mapped files, program code above all, do not
+count: their share falls and rises with every stranger that runs the same libraries.
 
-Usage: ``sampler.py PID INTERVAL_S [EXCLUDED_PID ...]``. A line on standard input is answered with ``NOW PEAK``, bytes at
-this moment and the most since the last answer; the end of input ends the process.
+Usage: ``sampler.py PID INTERVAL_S [EXCLUDED_PID ...]``. A line on standard input is answered with
+``NOW PEAK``, bytes at this moment and the most since the last answer; the end of input ends the
+process.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ def pss_nbytes(pid: int) -> int:
 def total_nbytes(pids: list[int]) -> int:
     """Memory of several processes, at one moment as it were.
 
-    Reading takes milliseconds per GiB, in which a process may map what another one has, and so take over half of its
-    share. They are read in one order and then in the opposite one: the means of both readings belong together.
+    Reading takes milliseconds per GiB, in which a process may map what another one has, and so take
+    over half of its share. They are read in one order and then in the opposite one: the means of
+    both readings belong together.
     """
     return sum(pss_nbytes(pid) for pid in (*pids, *reversed(pids))) // 2
 

@@ -1,7 +1,8 @@
 """The phases of one run: who is measured when, and what happens to those that fail.
 
-Memory (every contender alone, fresh), timed rounds (contenders and limits in turns, in an order that rotates), rounds after
-idle seconds, plain loops, slowdown rounds, verification. A contender that fails anywhere, on any rank, is left out from there on.
+Memory (every contender alone, fresh), timed rounds (contenders and limits in turns, in an order
+that rotates), rounds after idle seconds, plain loops, slowdown rounds, verification. A contender
+that fails anywhere, on any rank, is left out from there on.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Session:
                 nostall._engine.reset()
 
     def warm_up(self) -> None:
-        """Open every contender for the rest of the run, and let it save as often as its caches need."""
+        """Open every contender for the rest of the run, and save as often as its caches need."""
         for entry in self.standing():
             self._attempt(entry, partial(self._open, entry.contender))
         for entry in self.standing():
@@ -133,7 +134,7 @@ class Session:
         )
 
     def idle_rounds(self) -> None:
-        """Saves after idle seconds, in which a hypervisor may take away what the machine has freed."""
+        """Saves after idle seconds, in which a hypervisor may take back freed memory."""
         idle = partial(time.sleep, self.options.idle_s)
         for number in range(self.options.idle_rounds):
             self._say(f"idle round {number + 1} of {self.options.idle_rounds}")
@@ -257,7 +258,7 @@ class Session:
 
     @contextmanager
     def _directory_of_a_turn(self, name: str) -> Iterator[Path]:
-        """Where to save in the rounds: anew each time or, if that was asked for, over what was saved last."""
+        """Where to save in the rounds: a new path each time or, if asked for, the last one."""
         if not self.options.overwrite:
             with self._fresh_directory(name) as path:
                 yield path
@@ -270,7 +271,7 @@ class Session:
 
     @contextmanager
     def _fresh_directory(self, name: str) -> Iterator[Path]:
-        """A path for one save, the same on every rank and not made yet; removed, and that synced, afterwards."""
+        """A new path for one save, the same on every rank; removed, and that synced, afterwards."""
         self._directories += 1
         path = self.directory / f"{_file_name(name)}-{self._directories}"
         yield path

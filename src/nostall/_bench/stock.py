@@ -90,7 +90,7 @@ class DcpSave:
 
 
 class DcpAsyncSave(DcpSave):
-    """``dcp.async_save`` in its background thread; the stager, if one is given, is kept and caches."""
+    """``dcp.async_save`` in its background thread; a given stager is kept, and caches."""
 
     def __init__(
         self,
@@ -157,7 +157,8 @@ class DcpProcessSave(DcpAsyncSave):
 
     def close(self) -> None:
         super().close()
-        # Stock never ends this process before the interpreter does, and its memory would count for whoever comes next.
+        # Stock never ends this process before the interpreter does, and its memory would count for
+        # whoever comes next.
         _torch.forget_checkpoint_process()
 
 

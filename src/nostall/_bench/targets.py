@@ -1,4 +1,7 @@
-"""What the figures should be. Every measured value comes from the run's own medians; only the targets are written down."""
+"""What the figures should be; of the figures only the targets are written down.
+
+Every measured value comes from the run's own medians.
+"""
 
 from __future__ import annotations
 
@@ -87,14 +90,14 @@ def _against_best_stock(figure: str) -> Callable[[BenchReport], float | None]:
 
 
 def _share_of_possible(name: str) -> Callable[[BenchReport], float | None]:
-    """(stock's time until durable / ours) / (stock's / the raw write): stock's own time cancels out."""
+    """(stock's time until durable / ours) / (stock's / the raw write): stock's time cancels out."""
     return lambda report: _quotient(
         report.limits.median("raw_write"), _figure(report, name, "durable_s")
     )
 
 
 def _off_a_plain_loop(report: BenchReport) -> float | None:
-    """By how many per cent the stock row that is furthest off differs from a plain loop of the same calls."""
+    """By how many per cent the worst stock row differs from a plain loop of the same calls."""
     stock = [each.to_plain for each in report.contenders if each.name.startswith("dcp.")]
     return max((abs(ratio - 1) * 100 for ratio in stock if ratio is not None), default=None)
 

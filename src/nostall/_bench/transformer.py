@@ -60,7 +60,7 @@ def layers_of(width: int) -> int:
 
 
 def training_nbytes(width: int) -> int:
-    """Bytes of float32 parameters and AdamW state (two moments and a step) of a model of this width."""
+    """Bytes of a model of this width: float32 parameters, two AdamW moments, and a step."""
     layers = layers_of(width)
     matrices = layers * 12 * width * width + 65 * width * width + CONTEXT * width
     vectors = layers * 13 * width + 2 * width
@@ -69,7 +69,10 @@ def training_nbytes(width: int) -> int:
 
 
 def width_for(nbytes: int) -> int:
-    """The largest width, a multiple of a head's, whose training state has at most this many bytes; at least one head."""
+    """The largest width whose training state has at most this many bytes.
+
+    It is a multiple of a head's width, and at least one head.
+    """
     bound = max(HEAD_WIDTH, int(math.sqrt(nbytes / (4 * 3 * 65))))
     widths = range(HEAD_WIDTH, bound + HEAD_WIDTH, HEAD_WIDTH)
     fitting = [width for width in widths if training_nbytes(width) <= nbytes]
@@ -77,7 +80,7 @@ def width_for(nbytes: int) -> int:
 
 
 def train_one_step(nbytes: int, seed: int) -> tuple[Transformer, torch.optim.AdamW]:
-    """A model with about ``nbytes`` bytes of training state, and its optimizer, after one real step."""
+    """A model with about ``nbytes`` of training state, and its optimizer, after one real step."""
     generator = torch.Generator().manual_seed(seed)
     width = width_for(nbytes)
     model = Transformer(width, layers_of(width))

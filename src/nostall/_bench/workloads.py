@@ -1,4 +1,4 @@
-"""What is saved: a state dict whose values change in place, so that a stale snapshot cannot pass for a fresh one."""
+"""What is saved: a state dict whose values change in place, so that no stale snapshot passes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL_TENSOR_NBYTES = 4096
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STRIDE = 0x01000193
-"""What one version adds to every element, as an integer; odd, so that all versions differ in every element."""
+"""What one version adds to every element, as an odd integer: all versions differ."""
 
 
 class Workload:
@@ -50,7 +50,7 @@ class Workload:
 
 
 def make_workload(shape: str, nbytes: int, *, rank: int, world_size: int) -> Workload:
-    """A rank's state dict of about ``nbytes`` bytes; with several ranks, names differ so that every rank's are saved."""
+    """A rank's state dict of about ``nbytes`` bytes; with several ranks, names differ."""
     seed = 17 + rank
     if shape == "mixed":
         state = _training_state(nbytes, seed)
@@ -72,7 +72,7 @@ def tensors_of(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def differences(saved: State, loaded: State) -> list[str]:
-    """Names whose dtype, shape or bits differ, or that are missing; empty if the two are the same."""
+    """Names whose dtype, shape or bits differ, or that are missing; empty if both are equal."""
     expected, found = dict(tensors_of(saved)), dict(tensors_of(loaded))
     wrong = [name for name, tensor in expected.items() if not _same_bits(tensor, found.get(name))]
     return wrong + sorted(found.keys() - expected.keys())
@@ -84,7 +84,7 @@ def integers(tensor: Tensor) -> Tensor:
 
 
 def _wrapped(number: int, bits: int) -> int:
-    """The number as a signed integer of so many bits; sums wrap around alike, so a step can be undone exactly."""
+    """The number as a signed integer of so many bits; sums wrap: a step can be undone exactly."""
     half = 1 << (bits - 1)
     return (number + half) % (2 * half) - half
 

@@ -129,12 +129,12 @@ class Progress:
     """Counts the bytes that several threads have read."""
 
     total: int
-    tell: Callable[[int, int], object] | None
+    report: Callable[[int, int], object] | None
     done: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, nbytes: int) -> None:
         with self.lock:
             self.done += nbytes
-            if self.tell is not None:
-                self.tell(self.done, self.total)
+            if self.report is not None:
+                self.report(self.done, self.total)

@@ -1,7 +1,7 @@
 """Pickles as programs, changed so that each dangerous step is checked before it is done.
 
 Python's unpickler in C allocates any memo index and hashes any tuple as a key: 9 bytes take
-gigabytes, 1 KiB keeps it busy for ever, and 1 MiB ends the process
+gigabytes, 1 KiB keeps it busy indefinitely, and 1 MiB ends the process
 (docs/decisions/0025-guarded-program.md). So a program may have only the instructions in pickles of
 metadata, with lengths and memo indices that the file's length allows. Where it would make a tuple,
 call a function, or set the state of an object, it calls ``persistent_load`` with the objects and a
@@ -59,8 +59,8 @@ def guarded(content: bytes) -> bytes:
             _damaged("is cut off")
         else:
             raise UnknownMetadataError(
-                f"the metadata has the instruction {content[end : end + 5]!r}, which pickles of DCP"
-                " metadata do not have",
+                f"the metadata has the instruction {content[end : end + 5]!r}, which is not part of"
+                " DCP metadata",
                 phase="read",
                 hint=HINT,
             )

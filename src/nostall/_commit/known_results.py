@@ -29,7 +29,7 @@ class Results:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SameResults:
+class ResultsReference:
     """A reference to write results that the coordinator received before, under this token."""
 
     token: str
@@ -37,17 +37,22 @@ class SameResults:
     """The present names of the files, in the order of the first report."""
 
 
-Told = Results | SameResults | _torch.WrappedException
+RankOutcome = Results | ResultsReference | _torch.WrappedException
 """A rank's report of its part of a save."""
 
 
-def token_of(told: Told) -> str | None:
+def token_of(outcome: RankOutcome) -> str | None:
     """The token of these results, if a later save may refer to them."""
-    return told.token if isinstance(told, Results | SameResults) else None
+    return outcome.token if isinstance(outcome, Results | ResultsReference) else None
 
 
-def _files_of(told: Sequence[Told]) -> list[str]:
-    return [name for each in told if isinstance(each, Results | SameResults) for name in each.files]
+def _files_of(outcomes: Sequence[RankOutcome]) -> list[str]:
+    return [
+        name
+        for each in outcomes
+        if isinstance(each, Results | ResultsReference)
+        for name in each.files
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,44 +79,46 @@ class KnownResults:
         self._of_rank: dict[int, Results] = {}
         self._published: _Published | None = None
 
-    def fill_in(self, told: Sequence[Told]) -> list[list[WriteResult] | _torch.WrappedException]:
+    def fill_in(
+        self, outcomes: Sequence[RankOutcome]
+    ) -> list[list[WriteResult] | _torch.WrappedException]:
         """All ranks' results or failures; results with a token are kept.
 
         A reference becomes the kept results, with the earlier file names; see
         :meth:`under_new_names`.
         """
         everyone: list[list[WriteResult] | _torch.WrappedException] = []
-        for rank, each in enumerate(told):
+        for rank, each in enumerate(outcomes):
             match each:
                 case Results(items=items, token=token):
                     if token is not None:
                         self._of_rank[rank] = each
                     everyone.append(items)
-                case SameResults(token=token):
+                case ResultsReference(token=token):
                     everyone.append(self._recall(rank, token))
                 case failure:
                     everyone.append(failure)
         return everyone
 
     def under_new_names(
-        self, told: Sequence[Told], results: Sequence[list[WriteResult]]
+        self, outcomes: Sequence[RankOutcome], results: Sequence[list[WriteResult]]
     ) -> list[list[WriteResult]]:
         """All ranks' results from :meth:`fill_in`, with the present file names."""
         return [
             _renamed(items, dict(zip(self._of_rank[rank].files, each.files, strict=True)))
-            if isinstance(each, SameResults)
+            if isinstance(each, ResultsReference)
             else items
-            for rank, (each, items) in enumerate(zip(told, results, strict=True))
+            for rank, (each, items) in enumerate(zip(outcomes, results, strict=True))
         ]
 
-    def publication(self, told: Sequence[Told], planned: Metadata) -> Publication | None:
+    def publication(self, outcomes: Sequence[RankOutcome], planned: Metadata) -> Publication | None:
         """The last publication with new file names, if its results and metadata were the same."""
         last = self._published
         if last is None:
             return None
-        if list(map(token_of, told)) != last.tokens or not last.is_of(planned):
+        if list(map(token_of, outcomes)) != last.tokens or not last.is_of(planned):
             return None
-        files = _files_of(told)
+        files = _files_of(outcomes)
         publication = last.publication.renamed(dict(zip(last.files, files, strict=True)))
         if publication is not None:
             self._published = replace(last, files=files, publication=publication)
@@ -125,15 +132,15 @@ class KnownResults:
         return last.publication
 
     def note_published(
-        self, told: Sequence[Told], planned: Metadata, publication: Publication
+        self, outcomes: Sequence[RankOutcome], planned: Metadata, publication: Publication
     ) -> None:
         """Keep a publication, if the results of all ranks have a token."""
-        tokens = [token for token in map(token_of, told) if token is not None]
-        if len(tokens) == len(told):
+        tokens = [token for token in map(token_of, outcomes) if token is not None]
+        if len(tokens) == len(outcomes):
             self._published = _Published(
                 tokens=tokens,
                 attributes=_attributes(planned),
-                files=_files_of(told),
+                files=_files_of(outcomes),
                 publication=publication,
             )
 

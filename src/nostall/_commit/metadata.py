@@ -98,20 +98,28 @@ def _require_tensor(fqn: Any, tensor: Mapping[str, Any], path: str) -> None:
         raise _refused(f"the tensor {fqn!r:.80} has no size or no chunks", path)
     begins = set()
     for chunk in chunks:
-        place = vars(chunk) if type(chunk) is ChunkStorageMetadata else {}
-        begin, extent = place.get("offsets"), place.get("sizes")
-        if type(begin) is not torch.Size or type(extent) is not torch.Size:
-            raise _refused(f"a chunk of the tensor {fqn!r:.80} has no offsets or no sizes", path)
-        if not len(begin) == len(extent) == len(size):
-            raise _refused(f"a chunk of the tensor {fqn!r:.80} differs in dimensions", path)
-        for at, length, end in zip(begin, extent, size, strict=True):
-            if at + length > end:
-                raise _refused(f"a chunk of the tensor {fqn!r:.80} lies outside of it", path)
+        begin, extent = _require_chunk(fqn, chunk, size, path)
         if not begin or 0 in extent:
             continue  # such chunks do not overlap, and every rank may have one
         if begin in begins:
             raise _refused(f"the tensor {fqn!r:.80} has a duplicate chunk", path)
         begins.add(begin)
+
+
+def _require_chunk(
+    fqn: Any, chunk: object, size: torch.Size, path: str
+) -> tuple[torch.Size, torch.Size]:
+    """The offsets and sizes of a chunk that lies inside of its tensor."""
+    place = vars(chunk) if type(chunk) is ChunkStorageMetadata else {}
+    begin, extent = place.get("offsets"), place.get("sizes")
+    if type(begin) is not torch.Size or type(extent) is not torch.Size:
+        raise _refused(f"a chunk of the tensor {fqn!r:.80} has no offsets or no sizes", path)
+    if not len(begin) == len(extent) == len(size):
+        raise _refused(f"a chunk of the tensor {fqn!r:.80} differs in dimensions", path)
+    for at, length, end in zip(begin, extent, size, strict=True):
+        if at + length > end:
+            raise _refused(f"a chunk of the tensor {fqn!r:.80} lies outside of it", path)
+    return begin, extent
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ class Block:
             with _as_reservation_error(self.nbytes):
                 os.posix_fallocate(self.fd, 0, self.nbytes)
                 self.memory = mmap.mmap(self.fd, self.nbytes)
-        except BaseException:
+        except BaseException:  # an interrupt, too, must not leave memory behind
             os.close(self.fd)
             raise
         # A forked data loader must neither copy these pages nor keep them alive.
@@ -251,7 +251,7 @@ class Arena:
             made = largest if largest is not None and largest.grow(nbytes) else None
             largest = None
             made = made or Block(nbytes)
-        except BaseException:
+        except BaseException:  # an interrupt, too: others count on the block
             with self._changed:
                 self._being_made -= 1
                 self._changed.notify_all()

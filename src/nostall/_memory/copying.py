@@ -137,8 +137,8 @@ class Places:
                     copies.add(_torch.DeviceCopy(device, views, here, (after or {}).get(device)))
                 rest = Places([self._views[position] for position in from_cpu])
                 rest._fill_from_cpu([sources[position] for position in from_cpu], method)
-            except BaseException:
-                copies.wait()  # the caller releases the memory
+            except BaseException:  # passed on; the caller releases the memory
+                copies.wait()
                 raise
         return copies
 

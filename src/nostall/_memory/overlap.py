@@ -46,20 +46,20 @@ T = TypeVar("T")
 Marks = Mapping[torch.device, Any]
 """Per accelerator: the position of its stream when the save was requested."""
 
-_under_way: set[SnapshotFence] = set()
-"""All snapshots of this process that are being taken, whatever engine they belong to."""
-_under_way_lock = threading.Lock()
-
 
 class _Process:
-    """State shared by all snapshots of the process, besides ``_under_way``."""
+    """State shared by all snapshots of the process."""
 
-    waited_s = 0.0
-    """Start of the latest wait for all snapshots that has succeeded."""
-    is_hooked = False
-    """Whether optimizers wait. The hook is never removed: removing it while an optimizer iterates
-    over all hooks can fail that optimizer's step. It costs a step 1 to 2 µs if no snapshot is under
-    way."""
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.under_way: set[SnapshotFence] = set()
+        """All snapshots that are being taken, whatever engine they belong to."""
+        self.waited_s = 0.0
+        """Start of the latest wait for all snapshots that has succeeded."""
+        self.is_hooked = False
+        """Whether optimizers wait. The hook is never removed: removing it while an optimizer
+        iterates over all hooks can fail that optimizer's step. It costs a step 1 to 2 µs if no
+        snapshot is under way."""
 
 
 _process = _Process()
@@ -168,7 +168,7 @@ class SnapshotFence:
         """Names of tensors changed although no thread waited; called when the trainer finalises.
 
         Includes tensors changed after the snapshot was complete: without a wait the two cannot be
-        told apart.
+        distinguished.
         """
         if self._changed is None or self._waiting or _process.waited_s >= self._entered_s:
             return []
@@ -184,16 +184,16 @@ class SnapshotFence:
     def enter(self) -> None:
         """Mark the snapshot as under way: optimizers wait. See :func:`any_under_way`."""
         self._entered_s = time.monotonic()
-        with _under_way_lock:
-            _under_way.add(self)
+        with _process.lock:
+            _process.under_way.add(self)
             if not _process.is_hooked:
                 register_optimizer_step_pre_hook(_before_step)
                 _process.is_hooked = True
 
     def leave(self) -> None:
         """Mark the snapshot as no longer under way. Idempotent."""
-        with _under_way_lock:
-            _under_way.discard(self)
+        with _process.lock:
+            _process.under_way.discard(self)
 
     def abandon_after_fork(self) -> None:
         """Open the fence in a forked child, which does not have the copying thread."""
@@ -204,8 +204,8 @@ class SnapshotFence:
 
 def any_under_way() -> bool:
     """Whether a snapshot of this process is being taken, or has yet to be handed on."""
-    with _under_way_lock:
-        return bool(_under_way)
+    with _process.lock:
+        return bool(_process.under_way)
 
 
 def wait_for_all(timeout: float | None) -> None:
@@ -232,17 +232,17 @@ def _before_step(*_: object) -> None:
 
 def _wait_for_all(wait: Callable[[SnapshotFence], None]) -> None:
     called_s = time.monotonic()
-    with _under_way_lock:
-        fences = list(_under_way)
+    with _process.lock:
+        fences = list(_process.under_way)
     for fence in fences:
         wait(fence)
     _process.waited_s = max(_process.waited_s, called_s)
 
 
 def _after_fork_in_child() -> None:
-    global _under_way, _under_way_lock
     # The parent's threads would end them, and may have held any of the locks during the fork.
-    fences, _under_way, _under_way_lock = _under_way, set(), threading.Lock()
+    _process.lock = threading.Lock()
+    fences, _process.under_way = _process.under_way, set()
     for fence in fences:
         fence.abandon_after_fork()
 
@@ -274,6 +274,22 @@ def changed_too_early(names: Sequence[str]) -> StagingError:
     )
 
 
+class _Changes:
+    """Tensors, and torch's counts of their changes when this object was made."""
+
+    def __init__(self, tensors: list[Any], names: list[str]) -> None:
+        self.tensors = tensors
+        self._names = names
+        self._before = _torch.changes_of(tensors)
+
+    def since_then(self) -> list[str]:
+        """Names of the tensors that have changed."""
+        now = _torch.changes_of(self.tensors)
+        return (
+            [] if now == self._before else list(compress(self._names, map(ne, now, self._before)))
+        )
+
+
 def stage_behind(
     sources: Sequence[Source],
     names: Sequence[str],
@@ -300,17 +316,10 @@ def stage_behind(
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
     detached, live = detach_all(sources)
-    counted: list[Any] = [detached[at] for at in live]
-    names = [names[at] for at in live]
-    before = _torch.changes_of(counted)
+    changes = _Changes([detached[at] for at in live], [names[at] for at in live])
     tensors = [each for each in detached if isinstance(each, torch.Tensor)]
     marks, devices = _torch.stream_marks(tensors), _torch.current_devices(tensors)
     fence = SnapshotFence(timeout_s)
-    is_wanted = threading.Event()
-
-    def changed() -> list[str]:
-        now = _torch.changes_of(counted)
-        return [] if now == before else list(compress(names, map(ne, now, before)))
 
     def take() -> T:
         with _torch.on_devices(devices):
@@ -319,24 +328,21 @@ def stage_behind(
             try:
                 if not is_watched:
                     fence.wait_awaited(min(time.monotonic() - began_s, _SECOND_LOOK_S))
-                spoiled = changed()  # before tensors may change
+                changed = changes.since_then()  # before tensors may change
                 fence.open(copies)
                 copies.wait()
-                spoiled = spoiled or fence.close(changed)
-                if spoiled:
-                    raise changed_too_early(spoiled)
+                changed = changed or fence.close(changes.since_then)
+                if changed:
+                    raise changed_too_early(changed)
                 if is_watched:
-                    _torch.empty_all(counted)
-                    fence.keep_watch(changed)
-            except BaseException:
+                    _torch.empty_all(changes.tensors)
+                    fence.keep_watch(changes.since_then)
+            except BaseException:  # passed on; the snapshot has no other owner yet
                 discard(made)
                 raise
         return made
 
     def run() -> None:
-        # Releases the interpreter lock at once; else the caller resumes only after the 5 ms switch
-        # interval.
-        is_wanted.wait()
         try:
             made = take()
         except BaseException as error:  # reported to the waiting threads
@@ -348,17 +354,28 @@ def stage_behind(
         finally:
             fence.leave()
 
+    _run_apart(run, fence)
+    return done, fence
+
+
+def _run_apart(run: Callable[[], None], fence: SnapshotFence) -> None:
+    """Run a function that ends a fence on a thread, or here if there are no more threads."""
+    is_wanted = threading.Event()
+
+    def run_when_wanted() -> None:
+        # Releases the interpreter lock at once; else the caller resumes only after the 5 ms switch
+        # interval.
+        is_wanted.wait()
+        run()
+
     fence.enter()
     try:
-        threading.Thread(target=run, name=_THREAD_NAME, daemon=True).start()
-    except RuntimeError:  # no more threads: copy on this one
-        is_wanted.set()
+        threading.Thread(target=run_when_wanted, name=_THREAD_NAME, daemon=True).start()
+    except RuntimeError:  # no more threads
         run()
-    except BaseException:
-        # The caller never receives this fence; a thread that has started ends by itself.
+    except BaseException:  # an interrupt: no caller receives this fence; a started thread ends
         fence.end()
         fence.leave()
         raise
     finally:
         is_wanted.set()
-    return done, fence

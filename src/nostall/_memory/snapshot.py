@@ -2,8 +2,8 @@
 
 The bytes around the payloads are the same for every save of a layout. They are written when a block
 first serves that layout and stay in it, so later snapshots consist of the copies alone. Tensors
-that a stager has already put in their places (see ``staged_state``) are recognised by address and not
-copied again.
+that a stager has already put in their places (see ``staged_state``) are recognised by address and
+not copied again.
 """
 
 from __future__ import annotations

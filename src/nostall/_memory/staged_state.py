@@ -1,10 +1,9 @@
 """Stage a whole state dict into snapshot memory for ``dcp.async_save``, where planning comes later.
 
-Stock's executors plan and save a copy that consists of views into one block. If the structure was
-saved before, every tensor is copied straight to its place in the file image, and the later write
-finds the image complete: still one copy. In the first save the places are unknown; tensors lie side
-by side, and the write copies them once more, in the background. Correctness does not depend on the
-prediction: ``snapshot.adopt_staged`` compares addresses.
+Stock's executors plan and save a copy that consists of views into one block. Every tensor is copied
+straight to its expected place in the file image, so that the later write finds the image complete:
+still one copy. Correctness does not depend on the prediction: ``snapshot.adopt_staged`` compares
+addresses.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ _ALIGNMENT = 64
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
 
 Structure = tuple[tuple[str, int], ...]
+Placement = Mapping[str, tuple[int, int]]
+"""Offset and length of each known payload in an image, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spoiled:
+class Invalid:
     """The label of a lease whose staged copy must not be saved."""
 
     why: str
@@ -60,13 +61,13 @@ class StagedStateDict(dict[str, Any]):
         lease.label = structure
         weakref.finalize(self, lease.release).atexit = False
 
-    def spoil(self, why: str) -> None:
+    def invalidate(self, why: str) -> None:
         """Make every later use fail, including through a lookup by its tensors' addresses."""
-        self.lease.label = Spoiled(why=f"the staged copy cannot be used: {why}")
+        self.lease.label = Invalid(why=f"the staged copy cannot be used: {why}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as one descriptor and places in its memory, instead of one file per tensor."""
-        if isinstance(self.lease.label, Spoiled):
+        if isinstance(self.lease.label, Invalid):
             raise StagingError(self.lease.label.why, phase="stage")
         block = self.lease.block
         stream = io.BytesIO()
@@ -129,7 +130,7 @@ def structure_of(leaves: list[Leaf]) -> Structure:
 def stage_state_dict(
     state_dict: Mapping[str, Any],
     leaves: list[Leaf],
-    placement: Mapping[str, tuple[int, int]],
+    placement: Placement,
     lease_of: Callable[[int], Lease],
 ) -> tuple[StagedStateDict, Places]:
     """Copy a state dict into leased memory, except for its leaves.
@@ -137,7 +138,7 @@ def stage_state_dict(
     Args:
         state_dict: What to copy.
         leaves: The result of :func:`find_leaves` for it.
-        placement: Offset and length of each known payload in the block, by name.
+        placement: Where known payloads go in the block.
         lease_of: Returns a lease on at least the given number of bytes.
 
     Returns:
@@ -159,7 +160,7 @@ def stage_state_dict(
     lease = lease_of(end)
     try:
         content, places = _copied(state_dict, leaves, offsets, lease)
-    except BaseException:
+    except BaseException:  # passed on; no copy owns the lease yet
         lease.release()
         raise
     return StagedStateDict(content, lease, structure_of(leaves)), places
@@ -197,7 +198,7 @@ def _private_copy(fqn: str, value: Any) -> Any:
         return value
     try:
         return _torch.private_copy(value)
-    except Exception as error:
+    except Exception as error:  # of a user's object
         raise StagingError(
             f"item {fqn!r} cannot be staged: {type(error).__name__}: {error}", phase="stage"
         ) from error
@@ -238,7 +239,7 @@ def _rebuild(
 
 
 def _is_taken_apart(value: Any) -> bool:
-    """Whether DCP saves the elements one by one: of mappings, and lists that hold one or a tensor."""
+    """Whether DCP saves the elements one by one: of mappings, and of lists with one or a tensor."""
     return isinstance(value, Mapping) or (
         isinstance(value, list)
         and any(isinstance(each, torch.Tensor) or _is_taken_apart(each) for each in value)

@@ -57,7 +57,7 @@ class Changed:
 Route: TypeAlias = Together | Reuse | Changed
 
 
-def nobody_talks(cached: CachedPlans | None, *, group: Hashable) -> bool:
+def plans_alone(cached: CachedPlans | None, *, group: Hashable) -> bool:
     """Whether a group plans its next save without communication; equal on all its ranks."""
     return cached is not None and cached.validated and cached.group == group
 
@@ -66,11 +66,11 @@ def choose_route(
     cached: CachedPlans | None, *, group: Hashable, planner: Hashable, local: SavePlan
 ) -> Route:
     """How this rank plans; :class:`Together` on every rank of a group or on none."""
-    if cached is None or not nobody_talks(cached, group=group):
+    if cached is None or not plans_alone(cached, group=group):
         return Together()
     if cached.planner == planner and same_plan(cached.local, local):
         return Reuse(cached.final)
-    return Changed(_plan_alone(cached, local), local)
+    return Changed(_own_share(cached, local), local)
 
 
 def same_plan(one: Any, other: Any) -> bool:
@@ -87,7 +87,7 @@ def matches_loaded(
     return loaded is not None and len(loaded) == world_size and same_plan(loaded[rank], local)
 
 
-def _plan_alone(cached: CachedPlans, local: SavePlan) -> SavePlan:
+def _own_share(cached: CachedPlans, local: SavePlan) -> SavePlan:
     """This rank's share without unchanged items that are assigned to another rank."""
     own = {item.index for item in cached.final.items}
     before: dict[Any, WriteItem] = {item.index: item for item in cached.local.items}

@@ -59,7 +59,7 @@ def _plan_item(item: WriteItem, resolver: Resolver, rank: int, settings: _Settin
         if item.type == WriteItemType.BYTE_IO:
             return _run(item, value.getvalue(), weight=0)
         return _plan_tensor(item, _torch.plain(value), settings)
-    except Exception as error:
+    except Exception as error:  # planners and tensor subclasses can raise anything
         raise StagingError(
             f"item {item.index.fqn!r} cannot be staged: {type(error).__name__}: {error}",
             rank=rank,

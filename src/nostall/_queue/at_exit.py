@@ -70,7 +70,7 @@ class _Standby:
         """The result of ``work``, or the reason why it is missing."""
         if self._pid != os.getpid():
             return "no thread is available to wait for other ranks"
-        said: Future[str] = Future()
+        answer: Future[str] = Future()
         try:
             devices = _torch.current_accelerators()
         except RuntimeError as error:  # the accelerator may be the reason for the exit
@@ -80,9 +80,9 @@ class _Standby:
             with _torch.on_devices(devices):
                 return work()
 
-        self._work.put((on_the_callers_device, said))
+        self._work.put((on_the_callers_device, answer))
         try:
-            return said.result(max(0.0, deadline - time.monotonic()))
+            return answer.result(max(0.0, deadline - time.monotonic()))
         except (TimeoutError, FutureTimeoutError):
             return "other ranks did not take part in time"
         except KeyboardInterrupt:
@@ -90,12 +90,12 @@ class _Standby:
 
     def _serve(self) -> None:
         while True:
-            work, said = self._work.get()
+            work, answer = self._work.get()
             try:
                 why = work()
             except Exception as error:  # the process group's store may be gone
                 why = f"{type(error).__name__}: {error}"
-            said.set_result(why)
+            answer.set_result(why)
 
 
 _standby = _Standby()
@@ -117,26 +117,26 @@ _losses = _Losses()
 
 
 @contextmanager
-def loss_is_told(path: str) -> Iterator[None]:
+def report_loss(path: str) -> Iterator[None]:
     """Log an error of the block on a background thread: its future may never be read.
 
     If the interpreter is ending, the exit status also reports the error.
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # raised again
         if threading.current_thread() is not threading.main_thread():
             _log.error("a save has failed path=%s: %s", path, error)
             _losses.any |= _losses.is_waiting
         raise
 
 
-def _tell_losses() -> None:
+def _report_losses() -> None:
     if _losses.any:
         end_process(FAILURE_STATUS)
 
 
-atexit.register(_tell_losses)
+atexit.register(_report_losses)
 # No public hook runs before the interpreter waits for the threads of executors, such as that of
 # dcp.async_save. Hooks run in reverse order, so concurrent.futures.thread is imported first.
 with suppress(RuntimeError):  # imported while the interpreter is ending
@@ -213,7 +213,7 @@ def _finish(unfinished: Unfinished, deadline: float) -> bool:
     _log.error("of %d requests that were pending at exit some are lost: %s", before, why)
     try:
         unfinished.close(abort=True)
-    except Exception:
+    except Exception:  # the interpreter ends; the exit status reports the loss
         _log.exception("aborting the lost requests failed")
     return False
 

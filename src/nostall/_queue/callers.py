@@ -84,32 +84,24 @@ class AsyncCaller(ABC):
             call.life.to(State.STAGED)
             call.life.to(State.WRITING)
             return call
+        phase = "stage"
         try:
             args = request.loaded_args()
-        except Exception as error:
-            # Other ranks wait for this one; all of them raise when finalising.
-            self._fail(call, error, phase="stage")
-            return call
-        except BaseException as error:
-            self._forget(call, error)
-            raise
-        call.life.to(State.STAGED)
-        fd = None
-        if call.native is None:
-            try:
+            call.life.to(State.STAGED)
+            fd = None
+            if call.native is None:
+                phase = "serialise"
                 fd = serialize_call(request.async_fn, args, request.async_fn_kwargs or {})
-            except BaseException:
-                # A call that cannot be pickled fails on every rank, so each raises at once.
-                self.take_over(call)
-                raise
-        try:
+            phase = "start"
             self._start(call, args, fd)
-        except Exception as error:  # for example, no new process; all ranks raise when finalising
-            self._fail(call, error, phase="start")
+        except BaseException as error:  # of the user's functions, or an interrupt
+            # A call that cannot be pickled fails on every rank, so each raises at once.
+            if phase == "serialise" or not isinstance(error, Exception):
+                self._forget(call, error)
+                raise
+            # Other ranks wait for this one; all of them raise when finalising.
+            self._fail(call, error, phase=phase)
             return call
-        except BaseException as error:
-            self._forget(call, error)
-            raise
         call.life.to(State.WRITING)
         return call
 
@@ -127,7 +119,7 @@ class AsyncCaller(ABC):
         assert call_fd is not None  # serialised above
         try:
             call.process = self._worker()
-        except BaseException:
+        except BaseException:  # passed on; no process owns the descriptor
             os.close(call_fd)
             raise
         call.process.submit(call_fd).add_done_callback(lambda done: call.settle(done.result()))

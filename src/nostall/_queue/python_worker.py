@@ -75,7 +75,7 @@ def serialize_call(
             hint="use a function defined at the top level of an importable module, and plain"
             " arguments; finalize functions may be closures",
         ) from error
-    except BaseException:
+    except BaseException:  # of the user's pickling code, or an interrupt
         os.close(fd)
         raise
     return fd

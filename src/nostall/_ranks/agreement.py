@@ -57,7 +57,7 @@ class Scheduled:
             self._count = before + 1
             coordination.announce(_SCHEDULED, self._count)
             yield
-        except BaseException:
+        except BaseException:  # whatever prevents the request, it is not counted
             self._count = before
             coordination.announce(_SCHEDULED, before)
             raise
@@ -195,10 +195,10 @@ def share_failure(
     """
     if isinstance(error, RankLostError):
         raise error
-    told_everywhere = isinstance(error, CheckpointException)
-    mine = [error is not None, not told_everywhere]
+    is_known_everywhere = isinstance(error, CheckpointException)
+    mine = [error is not None, not is_known_everywhere]
     try:
-        some_failed, some_untold = coordination.maximum(mine, timeout_s=timeout_s)
+        some_failed, some_unknown = coordination.maximum(mine, timeout_s=timeout_s)
     except (RankLostError, TimeoutError) as lost:
         if error is not None:
             raise error from lost
@@ -210,7 +210,7 @@ def share_failure(
             phase="finalize",
             hint="finalise the same requests on every rank",
         ) from lost
-    if error is not None and not (some_untold and coordination.world_size > 1):
+    if error is not None and not (some_unknown and coordination.world_size > 1):
         raise error
     if not some_failed:
         return

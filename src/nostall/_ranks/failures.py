@@ -48,16 +48,16 @@ def exception_for(
     """
     named: dict[int, _torch.WrappedException] = {}
     for rank, (error, trace) in failures.items():
-        told = (
+        raised = (
             copy(error)
             if isinstance(error, NostallError)
             else SaveError(f"{type(error).__name__}: {error}", rank=rank, phase=step)
         )
-        told.rank = rank
+        raised.rank = rank
         if on_coordinator:
-            told.message = f"Worker failure: {told.message}"
-        told.__cause__ = error.__cause__ if told is error else error
-        named[rank] = (told, trace)
+            raised.message = f"Worker failure: {raised.message}"
+        raised.__cause__ = error
+        named[rank] = (raised, trace)
     return _torch.CheckpointException(step, named)
 
 

@@ -59,13 +59,13 @@ def broadcast_message(
         group: The ranks; the default group if ``None``.
         device: One on which the group can run a collective.
     """
-    block = _told(_block(message), sender, group, device)
+    block = _broadcast(_block(message), sender, group, device)
     if _length(block) <= ROOM_NBYTES:
         return _short(block)
-    return _told(_padded(message, _length(block)), sender, group, device)
+    return _broadcast(_padded(message, _length(block)), sender, group, device)
 
 
-def _told(
+def _broadcast(
     mine: torch.Tensor, sender: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> memoryview:
     row = _Rows(1, len(mine), device)

@@ -32,7 +32,7 @@ def when_done(
         reports = [part.result() for part in parts]
         try:
             report = finish(reports)
-        except Exception as error:
+        except Exception as error:  # becomes the report, as callbacks cannot raise
             report = RankFailed(rank=reports[0].rank, failure=failure_of(error, phase="write"))
         whole.set_result(report)
 

@@ -48,8 +48,8 @@ class BackgroundSave(ABC):
         self._begin(snapshot)
         try:
             report = self.write(snapshot)
-        except BaseException as error:
-            self.fail(error, phase="write")  # reported to the other ranks if this one finalises
+        except BaseException as error:  # reported to the other ranks if this one finalises
+            self.fail(error, phase="write")
             raise
         self._settle(report)
 

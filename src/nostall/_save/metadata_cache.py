@@ -9,14 +9,14 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from nostall._commit.known_results import KnownResults
 from nostall._plan.cache import CachedPlans, same_plan
-from nostall._save.plan_together import PlanMemory
+from nostall._plan.together import PlanMemory
 from nostall._save.session import KnownSave
 
 
 class CheckpointMetadataCache(PlanMemory):
     """The plans of one sequence of saves. Make one per kind of checkpoint and keep it.
 
-    The methods that frameworks call are a view of :class:`~nostall._save.plan_together.PlanMemory`.
+    The methods that frameworks call are a view of :class:`~nostall._plan.together.PlanMemory`.
     Metadata passed in or out is never changed.
     """
 
@@ -27,7 +27,7 @@ class CheckpointMetadataCache(PlanMemory):
         self._validated = False
         self.known: KnownSave | None = None
         """The reusable part of the last save that reused a plan."""
-        self.told: str | None = None
+        self.sent_token: str | None = None
         """Token of the results that the coordinator has from this rank."""
         self.known_results = KnownResults()
         """On the coordinator, the results of all ranks."""
@@ -73,12 +73,12 @@ class CheckpointMetadataCache(PlanMemory):
         super().keep(plans, all_plans, metadata)
         self._central, self._local = plans.final, plans.local
         self._validated = plans.validated  # as agreed by all ranks, not as this rank sees it
-        self.known = self.told = None
+        self.known = self.sent_token = None
         self.known_results = KnownResults()
 
     def forget(self) -> None:
         """Plan the next save together."""
         super().forget()
-        self._central = self._local = self.known = self.told = None
+        self._central = self._local = self.known = self.sent_token = None
         self.known_results = KnownResults()
         self._validated = False

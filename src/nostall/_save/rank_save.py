@@ -1,214 +1,344 @@
-"""One rank's share of one split save, from the snapshot to DCP's results."""
+"""One rank's part of one save, from its plan to its end: what a writer owns while it saves.
+
+A save is in one of four states: unplanned, failed before anything was written, split (a framework
+schedules what writes it), or written while the caller waited. The facades ask this object for
+results and figures; nothing about a save is kept elsewhere.
+"""
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from dataclasses import replace
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import torch
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from nostall._commit.ahead import WrittenAhead
-from nostall._memory.overlap import SnapshotFence, changed_too_early
-from nostall._memory.snapshot import Snapshot
-from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
-from nostall._model.lifecycle import State
+from nostall import _torch
+from nostall._commit.ahead import WrittenAhead, is_worth_it
+from nostall._commit.metadata import Publication
+from nostall._engine import Engine, default_engine
+from nostall._memory.overlap import SnapshotFence
+from nostall._model.jobs import FileReceipt, RankReport, RankWritten
 from nostall._model.values import RankFiles
-from nostall._ranks.failures import failure_of
-from nostall._ranks.reports import CANCEL_TIMEOUT_S, is_done
-from nostall._save import session
-from nostall._save.background import BackgroundSave
-from nostall._save.stage import give_up, stage, stage_in_background, without_sources
-from nostall._save.write import write_here, write_in_background
-from nostall._storage.deadlines import remove_in_time
-from nostall.errors import SaveAbortedError, SaveTimeoutError
+from nostall._plan.items import Resolver
+from nostall._plan.structure import learn
+from nostall._save import session, write, write_directly
+from nostall._save.settings import WriterSettings
+from nostall._save.split_save import SplitSave
+from nostall._save.stager import take_over
+from nostall._storage.directories import Visit
+from nostall.errors import NostallError, OptionError, StagingError
+from nostall.stats import SaveStats, Timeline
+
+T = TypeVar("T")
 
 
-class RankSave(BackgroundSave):
-    """One rank's share of a split save; ``AsyncCallsQueue`` or a framework schedules it."""
+@dataclass(frozen=True, slots=True)
+class Unplanned:
+    """Nothing is planned yet."""
 
-    def __init__(self, prepared: session.PreparedSave) -> None:
-        target = prepared.target
-        super().__init__(rank=prepared.rank, job=target.job, progress=target.progress)
-        self.prepared = prepared
-        self.ahead: WrittenAhead | None = None
-        """On the coordinator: metadata that is written together with the files."""
-        self._fence: SnapshotFence | None = None
-        self._collected: RankReport | None = None
-        self._is_over = False
-        self._changed: list[str] = []
-        """Tensors that were changed without waiting for the snapshot."""
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """This rank could not plan; the other ranks learn it when the save is finalised."""
+
+    error: NostallError
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Planned; what writes it is scheduled elsewhere."""
+
+    save: SplitSave
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """All files are complete, written while the caller waited."""
+
+    visit: Visit
+    receipts: tuple[FileReceipt, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """A copy that ``dcp.async_save`` has asked for before planning."""
+
+    fence: SnapshotFence | None
+    timeline: Timeline
+
+
+class RankSave:
+    """One rank's part of one save.
+
+    Args:
+        settings: The settings of the writer.
+        staging: The staging that precedes it, if any.
+    """
+
+    def __init__(self, settings: WriterSettings, staging: Staging | None = None) -> None:
+        self.settings = settings
+        """Without this rank's role until DCP has set that up."""
+        self.timeline = Timeline()
+        self.staging = staging
+        self._state: Unplanned | Failed | Split | Written = Unplanned()
+        self._slowest_rank: int | None = None
+
+    # --- planning and writing -------------------------------------------------------------------
+
+    def prepare(self, plan: SavePlan, resolver: Resolver) -> None:
+        """Resolve and lay out a final plan, for a split save.
+
+        Raises:
+            StagingError: An item could not be resolved.
+        """
+        self._state = Split(SplitSave(self._prepared(plan, resolver)))
+
+    def prepare_known(
+        self,
+        known: session.KnownSave,
+        sources: list[torch.Tensor | bytes],
+        expected: Publication | None = None,
+    ) -> None:
+        """As :meth:`prepare`, for a structure that was saved before.
+
+        Args:
+            known: The reusable part of that save.
+            sources: One per item of the plan: the live tensor, or the bytes.
+            expected: On the coordinator, the publication if file names are those of the last save.
+        """
+        engine = default_engine()
+        target = self.settings.target(known.share.plan, self.timeline, engine)
+        with _ended_on_error(target):
+            split = SplitSave(session.prepare_known(known, sources, target=target, engine=engine))
+            if expected is not None:
+                split.ahead = _written_ahead(expected, split.prepared, self.settings)
+        self._state = Split(split)
+
+    def learn(self, state_dict: dict[str, Any], flat: dict[str, Any]) -> session.KnownSave | None:
+        """The reusable part of the prepared save, before staging; ``None`` if nothing is safe.
+
+        Args:
+            state_dict: The planned state dict.
+            flat: The same, flattened by the planner.
+        """
+        if not isinstance(self._state, Split):
+            return None
+        prepared = self._state.save.prepared
+        structure = learn(state_dict, flat, prepared.planned)
+        return None if structure is None else session.known(prepared, structure, default_engine())
+
+    def fail_later(self, error: NostallError) -> None:
+        """Record that planning failed on this rank; reported when the save is finalised."""
+        self._state = Failed(error)
+
+    def write_now(self, plan: SavePlan, resolver: Resolver) -> session.WrittenItems:
+        """Plan and write this rank's share while the caller waits.
+
+        Raises:
+            SaveError: The save failed; the subclass says how.
+        """
+        self._take_staging()
+        prepared = self._prepared(plan, resolver)
+        visit = prepared.target.visit
+        try:
+            report = _write(prepared, default_engine())
+            prepared = session.as_written(prepared, report)
+            results = session.write_results(prepared, report)
+            visit.hand_over()
+        except BaseException:  # passed on; this save leaves its directory
+            visit.end(committed=False)
+            raise
+        finally:
+            prepared.target.progress.end()
+        self._state = Written(visit, report.receipts if isinstance(report, RankWritten) else ())
+        return session.WrittenItems(results, session.written_files(prepared, report))
+
+    def _take_staging(self) -> None:
+        """Adopt the staging's figures, and refuse a copy that failed.
+
+        Also if the planner replaced every tensor, so that none leads back to the staged copy.
+        """
+        staging, self.staging = self.staging, None
+        if staging is None:
+            return
+        self.timeline.adopt(staging.timeline)
+        if staging.fence is not None and staging.fence.failure is not None:
+            raise StagingError(
+                f"the staged copy cannot be used: {staging.fence.failure}",
+                rank=self.settings.rank,
+                phase="stage",
+                path=self.settings.directory,
+            )
+
+    def _prepared(self, plan: SavePlan, resolver: Resolver) -> session.PreparedSave:
+        engine, rank = default_engine(), self.settings.rank
+        target = self.settings.target(plan, self.timeline, engine)
+        with _ended_on_error(target):
+            return session.prepare(plan, resolver, rank=rank, target=target, engine=engine)
+
+    def wait_staged(self, timeout: float | None) -> None:
+        """Return when tensors may be changed.
+
+        Raises:
+            SaveTimeoutError: The copy is not complete after ``timeout`` seconds.
+        """
+        staging, state = self.staging, self._state
+        if staging is not None and staging.fence is not None:
+            staging.fence.wait(timeout)
+        if isinstance(state, Split):
+            state.save.wait_staged(timeout)
+
+    # --- what became of it ----------------------------------------------------------------------
 
     @property
-    def pending(self) -> bool:
-        """Whether a snapshot was taken and its report is not collected yet."""
-        was_staged = bool(self.prepared.plan.items) and not self.prepared.planned.sources
-        return was_staged and self._collected is None and self.failure() is None
+    def to_schedule(self) -> SplitSave | None:
+        """What a framework schedules; ``None`` if this rank has nothing to write."""
+        state = self._state
+        return state.save if isinstance(state, Split) and state.save.prepared.plan.items else None
+
+    def require_over(self) -> None:
+        """Refuse another save of the writer until the results of this one are collected.
+
+        Raises:
+            OptionError: This split save is not finalised yet.
+        """
+        if isinstance(self._state, Split) and self._state.save.pending:
+            raise OptionError(
+                "this writer's last save is not finalised yet",
+                path=self.settings.directory,
+                hint="make a new writer for every checkpoint; writers share memory and processes",
+            )
+
+    def retrieve_results(self) -> list[WriteResult] | _torch.WrappedException:
+        """This rank's results, or its failure in DCP's wrapped form. Waits for the report."""
+        return self._retrieve(
+            lambda save: session.WrittenItems(save.results(), save.written_files),
+            if_nothing=session.WrittenItems(written=self.written_files),
+        )
+
+    def retrieve_failure(self) -> _torch.WrappedException | None:
+        """As :meth:`retrieve_results`, but the failure only; ``None`` after success."""
+        return self._retrieve(SplitSave.require_written, if_nothing=None)
+
+    def _retrieve(
+        self, ask: Callable[[SplitSave], T], *, if_nothing: T
+    ) -> T | _torch.WrappedException:
+        try:
+            if isinstance(self._state, Failed):
+                raise self._state.error
+            split = self.to_schedule
+            return if_nothing if split is None else ask(split)
+        except Exception as error:  # finalising reports it to every rank
+            return _torch.wrap_exception(error)
 
     @property
-    def receipts(self) -> tuple[FileReceipt, ...]:
-        """Receipts of the written files, once :meth:`results` has returned."""
-        return self._collected.receipts if isinstance(self._collected, RankWritten) else ()
+    def file_names(self) -> tuple[str, ...]:
+        """Names of this rank's files below the checkpoint directory, once results are retrieved."""
+        return self._state.save.prepared.files if isinstance(self._state, Split) else ()
 
     @property
     def written_files(self) -> RankFiles:
-        """The written files, once :meth:`results` has returned."""
-        return session.written_files(self.prepared, self._collected)
+        """The files that this rank wrote, once its results are retrieved."""
+        if isinstance(self._state, Split):
+            return self._state.save.written_files
+        return RankFiles(directory=self.settings.directory, files=())
 
-    def stage(self) -> Snapshot | Future[Snapshot]:
-        """Take the snapshot, once: the ``preload_fn``.
+    @property
+    def known_results(self) -> str | None:
+        """Token of a recognised structure's results, file names aside; else ``None``."""
+        if not isinstance(self._state, Split) or self._state.save.prepared.known is None:
+            return None
+        return self._state.save.prepared.known.token
 
-        When it returns, tensors may be changed, and no reference to them is kept. With overlapped
-        staging it returns at once, and tensors may be changed after :meth:`wait_staged`.
-        """
-        snapshot: Snapshot | Future[Snapshot]
-        # Faults are those set when the save is scheduled.
-        target = replace(self.prepared.target, faults=self.engine.faults)
-        self.prepared = replace(self.prepared, target=target)
-        if self.prepared.target.options.staging == "overlapped":
-            snapshot, self._fence = stage_in_background(
-                self.prepared, self.engine, is_aborted=lambda: self.aborted
-            )
-        else:
-            snapshot = stage(self.prepared, self.engine)
-        self.prepared = without_sources(self.prepared)
-        return snapshot
+    @property
+    def receipts(self) -> tuple[FileReceipt, ...]:
+        """Receipts of the written files, once results are retrieved."""
+        match self._state:
+            case Split(save):
+                return save.receipts
+            case Written(receipts=receipts):
+                return receipts
+        return ()
 
-    def wait_staged(self, timeout: float | None) -> None:
-        """Return when the snapshot is taken."""
-        if self._fence is not None:
-            self._fence.wait(timeout)
+    @property
+    def took_s(self) -> float:
+        """Seconds from the start of planning until this rank's files were durable."""
+        return self.timeline.took_s(self.receipts)
 
-    def write(self, snapshot: Snapshot | Future[Snapshot]) -> RankReport:
-        """Wait for a snapshot and write it while the caller waits."""
-        if isinstance(snapshot, Future):
-            snapshot = self._await_snapshot(snapshot)
-        self._write_metadata_ahead()
-        return write_here(snapshot, self.prepared.target, self.engine)
+    def note_slowest(self, rank: int | None) -> None:
+        """Note which rank's files were durable last."""
+        self._slowest_rank = rank
 
-    def _write_metadata_ahead(self) -> None:
-        # Not before the snapshot is taken: training waits for that, and it uses all cores.
-        if self.ahead is not None:
-            self.ahead.start()
-
-    def _await_snapshot(self, staging: Future[Snapshot]) -> Snapshot:
-        timeout_s = self.engine.options.save_timeout_s
-        if is_done(staging, timeout_s):
-            return staging.result()
-        self.aborted = True
-        staging.add_done_callback(self._give_up)
-        raise SaveTimeoutError(
-            f"the snapshot was not taken within {timeout_s:g} s",
-            rank=self.rank,
-            phase="stage",
-            job=self.job,
-            hint="earlier saves may hold all snapshot memory, or"
-            " EngineOptions.save_timeout_s is too short",
+    @property
+    def stats(self) -> SaveStats | None:
+        """Timings of this save on this rank; ``None`` before its files are written."""
+        if not self.receipts:
+            return None
+        return self.timeline.stats(
+            rank=self.settings.rank,
+            path=self.settings.directory,
+            receipts=self.receipts,
+            slowest_rank=self._slowest_rank,
         )
 
-    def _give_up(self, staged: Future[Snapshot]) -> None:
-        if staged.exception() is None:
-            give_up(staged.result(), self.prepared.target, self.engine)
+    # --- its end --------------------------------------------------------------------------------
 
-    def submit(self, snapshot: Snapshot | Future[Snapshot]) -> Future[RankReport]:
-        """Send a snapshot to writer processes as soon as it is taken."""
-        if isinstance(snapshot, Future):
-            return self._submit_when_staged(snapshot)
-        return self._submit(snapshot)
+    @property
+    def ahead(self) -> WrittenAhead | None:
+        """Metadata that is written together with the files, if any."""
+        return self._state.save.ahead if isinstance(self._state, Split) else None
 
-    def _submit(self, snapshot: Snapshot) -> Future[RankReport]:
-        try:
-            if self.aborted:
-                raise SaveAbortedError("the save was aborted", phase="stage")
-            written = write_in_background(snapshot, self.prepared.target, self.engine)
-        except BaseException:
-            give_up(snapshot, self.prepared.target, self.engine)
-            raise
-        self._write_metadata_ahead()
-        if self.aborted:  # meanwhile, by a caller that found no job to cancel
-            self.engine.cancel(self.job, written, timeout_s=CANCEL_TIMEOUT_S)
-        return written
-
-    def _submit_when_staged(self, staging: Future[Snapshot]) -> Future[RankReport]:
-        report: Future[RankReport] = Future()
-
-        def go_on(staged: Future[Snapshot]) -> None:
-            try:
-                try:
-                    written = self._submit(staged.result())
-                finally:
-                    # The writer's now; before the report, after which nothing may be under way.
-                    if self._fence is not None:
-                        self._fence.leave()
-            except BaseException as error:  # becomes the report
-                report.set_result(self.failed(error, phase="stage"))
-                return
-            written.add_done_callback(lambda done: report.set_result(done.result()))
-
-        staging.add_done_callback(go_on)
-        return report
-
-    def failed(self, error: BaseException, *, phase: str) -> RankFailed:
-        """An error as this rank's report, with at least the checkpoint's path."""
-        failure = failure_of(error, phase=phase)
-        if failure.path is None:
-            failure = replace(failure, path=self.prepared.target.directory)
-        return RankFailed(rank=self.rank, failure=failure)
-
-    def _settle(self, report: RankReport) -> None:
-        try:
-            if isinstance(report, RankWritten):
-                self.progress.to(State.WRITTEN)
-            elif self.ahead is not None:
-                self.ahead.drop()  # before the failure is visible
-        finally:  # also if removing a file fails, for lack of memory, say
-            super()._settle(report)
+    @property
+    def visit(self) -> Visit | None:
+        """This save's presence in its directory; ``None`` before it is planned."""
+        match self._state:
+            case Split(save):
+                return save.prepared.target.visit
+            case Written(visit):
+                return visit
+        return None
 
     def discard(self) -> None:
-        """Remove this rank's files of a save that will not be committed.
-
-        No effect on a save that has ended.
-        """
-        if not self._is_over:
-            # Slow removals finish when storage answers; no other save uses these names.
-            remove_in_time(sorted(self.progress.created))
-            self.end(committed=False)
+        """Remove this rank's files of a split save that will not be committed."""
+        if isinstance(self._state, Split):
+            self._state.save.discard()
 
     def end(self, *, committed: bool) -> None:
-        """End this save."""
-        self._is_over = True
-        self.progress.end()
-        if self.ahead is not None:
-            self.ahead.drop()
-        self.prepared.target.visit.end(committed=committed)
+        """End a split save."""
+        if isinstance(self._state, Split):
+            self._state.save.end(committed=committed)
 
-    def results(self) -> list[WriteResult]:
-        """DCP's write results; waits for the report.
 
-        Raises:
-            SaveError: The rank failed.
-            StagingError: Tensors were changed without waiting for the snapshot.
-        """
-        report = self._collect()
-        return session.write_results(self.prepared, report)
+def _write(prepared: session.PreparedSave, engine: Engine) -> RankReport:
+    """Write a staged copy in the background; write other tensors directly."""
+    staged = take_over(prepared, engine)
+    if staged is None:
+        return write_directly.write_now(prepared, engine)
+    written = write.write_in_background(staged, prepared.target, engine)
+    return write.wait_for(written, prepared.target, engine, rank=prepared.rank)
 
-    def require_written(self) -> None:
-        """As :meth:`results`, without returning them.
 
-        Raises:
-            SaveError: The rank failed.
-            StagingError: Tensors were changed without waiting for the snapshot.
-        """
-        report = self._collect()
-        session.require_written(self.prepared, report)
+def _written_ahead(
+    expected: Publication, prepared: session.PreparedSave, settings: WriterSettings
+) -> WrittenAhead | None:
+    """Metadata to write ahead; ``None`` if it is short or this rank's files are unexpected."""
+    is_expected = prepared.known is not None and expected.files.issuperset(prepared.files)
+    if not (is_expected and is_worth_it(expected)):
+        return None
+    name = os.path.basename(settings.metadata_path)
+    return WrittenAhead(settings.directory, name, expected, sync=settings.options.sync_files)
 
-    def _collect(self) -> RankReport:
-        if self._collected is None:
-            # Before any error: a lost save uses its names and memory until its report is there.
-            self._collected = self.await_report()
-            self.prepared = session.as_written(self.prepared, self._collected)
-            self._changed = [] if self._fence is None else self._fence.changed_unseen()
-        if self._changed:
-            error = changed_too_early(self._changed)
-            error.path = self.prepared.target.directory
-            raise error
-        return self._collected
+
+@contextmanager
+def _ended_on_error(target: session.SaveTarget) -> Iterator[None]:
+    """End the save's progress if it cannot be prepared."""
+    try:
+        yield
+    except BaseException:  # passed on; progress ends with the save
+        target.progress.end()
+        raise

@@ -116,7 +116,7 @@ def prepare(
     """
     planned = plan_rank(plan, resolver, rank=rank)
     with target.timeline.measure("layout"):
-        packing = _packing(target.options, engine)
+        packing = packing_of(target.options, engine)
         layout = engine.lay_out(planned.share.shapes, target.naming, packing)
     target.progress.expect(layout.nbytes)
     return PreparedSave(planned=planned, layout=layout, target=target)
@@ -152,7 +152,7 @@ def known(prepared: PreparedSave, structure: KnownStructure, engine: Engine) -> 
         share=prepared.planned.share,
         layout=prepared.layout,
         naming=prepared.target.naming,
-        packing=_packing(prepared.target.options, engine),
+        packing=packing_of(prepared.target.options, engine),
         token=uuid.uuid4().hex,
     )
 
@@ -161,7 +161,7 @@ def prepare_known(
     known: KnownSave, sources: list[torch.Tensor | bytes], *, target: SaveTarget, engine: Engine
 ) -> PreparedSave:
     """As :func:`prepare`, for a structure that was saved before."""
-    share, layout, packing = known.share, known.layout, _packing(target.options, engine)
+    share, layout, packing = known.share, known.layout, packing_of(target.options, engine)
     shapes = _with_lengths(share, sources, known.runs)
     same_group = known.naming.separation_hint == target.naming.separation_hint
     if shapes is not share.shapes or packing != known.packing or not same_group:
@@ -193,7 +193,8 @@ def _with_lengths(
     return tuple(changed.get(item, shape) for item, shape in enumerate(share.shapes))
 
 
-def _packing(options: WriterOptions, engine: Engine) -> Packing:
+def packing_of(options: WriterOptions, engine: Engine) -> Packing:
+    """The number and size of a rank's files with these options."""
     return Packing(
         file_count=options.thread_count,
         file_per_item=options.file_per_item,

@@ -102,7 +102,7 @@ def _begin_snapshot(
             lease = None  # owned by the write
         lease = lease_for(prepared, engine, most, beyond_limit=beyond_limit)
         snapshot, copies = _fill(prepared, last, lease, engine, after)
-    except BaseException:
+    except BaseException:  # an interrupt, too: nothing else releases the lease and the waves
         if lease is not None:
             lease.release()
         _cancel(written, prepared.target, engine)
@@ -139,8 +139,7 @@ def _fill(
         return begin_snapshot(
             prepared.planned, layout, lease, method=engine.copy_method, after=after
         )
-    except Exception as error:
-        lease.release()
+    except Exception as error:  # tensor subclasses and devices can raise anything
         raise StagingError(
             f"the snapshot failed: {type(error).__name__}: {error}",
             rank=prepared.rank,

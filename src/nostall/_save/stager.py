@@ -1,20 +1,22 @@
 """Staging before planning, as in ``dcp.async_save``: copy the state dict, then use the copy.
 
-:func:`stage_for_later` copies tensors to their places in the last save of the structure. Then
-:func:`take_over` finds the image complete; if not, it takes a snapshot of the copy and keeps the
-places.
+:func:`stage_for_later` copies tensors to their places in the file image: those of the last save of
+the structure, or of a plan that this rank makes alone. Then :func:`take_over` finds the image
+complete. If it is not, since other ranks write some of the items, the copy is written like live
+tensors, and its places are kept for the next save.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from nostall._engine import Engine
 from nostall._memory.arena import Lease
@@ -22,8 +24,9 @@ from nostall._memory.copying import Copies, Places
 from nostall._memory.overlap import Marks, SnapshotFence, stage_behind
 from nostall._memory.snapshot import Snapshot, adopt_staged
 from nostall._memory.staged_state import (
+    Invalid,
     Leaf,
-    Spoiled,
+    Placement,
     StagedStateDict,
     find_leaves,
     stage_state_dict,
@@ -31,9 +34,10 @@ from nostall._memory.staged_state import (
     unstaged,
 )
 from nostall._model.jobs import RankFailed
+from nostall._model.values import ItemShape, Layout
+from nostall._plan.items import plan_rank
 from nostall._ranks.failures import error_of, failure_of
 from nostall._save.session import PreparedSave
-from nostall._save.stage import stage
 from nostall._writer.faults import Faults
 from nostall.errors import StagingError
 from nostall.stats import Timeline
@@ -59,6 +63,7 @@ def stage_for_later(
     overlapped: bool,
     rank: int | None,
     path: str,
+    lay_out: Callable[[Sequence[ItemShape]], Layout],
 ) -> Staged:
     """Copy a state dict into snapshot memory, if possible to its places in the image.
 
@@ -69,6 +74,7 @@ def stage_for_later(
         overlapped: Whether to copy during training.
         rank: This rank, if others save with it: a failure here must fail the save there, too.
         path: The checkpoint directory, for errors.
+        lay_out: Lays out items as the write will.
 
     Returns:
         The copy. If it failed and there are other ranks, an object in its place that fails the save
@@ -80,35 +86,40 @@ def stage_for_later(
     """
     try:
         if overlapped:
-            return _copy_in_background(state_dict, engine, timeline)
-        return Staged(copied=_copy(state_dict, engine, timeline), fence=None)
-    except Exception as error:
+            return _copy_in_background(state_dict, engine, timeline, lay_out)
+        return Staged(copied=_copy(state_dict, engine, timeline, lay_out), fence=None)
+    except Exception as error:  # fails the save on every rank
         if rank is None:
             raise
         _log.error("the snapshot could not be taken path=%s: %s", path, error)
-        return _nothing(state_dict, error, rank=rank, overlapped=overlapped, path=path)
+        return _substitute(state_dict, error, rank=rank, overlapped=overlapped, path=path)
 
 
-def _copy(state_dict: Mapping[str, Any], engine: Engine, timeline: Timeline) -> StagedStateDict:
+_LayOut = Callable[[Sequence[ItemShape]], Layout]
+
+
+def _copy(
+    state_dict: Mapping[str, Any], engine: Engine, timeline: Timeline, lay_out: _LayOut
+) -> StagedStateDict:
     with timeline.measure("stage"):
-        leaves, staged, places = _begin_copy(state_dict, engine)
+        leaves, staged, places = _begin_copy(state_dict, engine, lay_out)
         try:
             places.fill([leaf.tensor for leaf in leaves], method=engine.copy_method).wait()
-        except BaseException:
+        except BaseException:  # passed on; no copy owns the lease yet
             staged.lease.release()
             raise
     return staged
 
 
 def _copy_in_background(
-    state_dict: Mapping[str, Any], engine: Engine, timeline: Timeline
+    state_dict: Mapping[str, Any], engine: Engine, timeline: Timeline, lay_out: _LayOut
 ) -> Staged:
     """As :func:`_copy`, during training. The future never raises.
 
     DCP waits for it before it communicates, so an error would leave other ranks waiting for this
     one. The error is noted in the copy instead and raised by the write, where DCP shares failures.
     """
-    leaves, staged, places = _begin_copy(state_dict, engine)
+    leaves, staged, places = _begin_copy(state_dict, engine, lay_out)
     method, faults = engine.copy_method, engine.faults
 
     def begin(tensors: list[torch.Tensor], after: Marks) -> tuple[None, Copies]:
@@ -129,7 +140,7 @@ def _copy_in_background(
 
     def settle(_: Future[None]) -> None:
         if fence.failure is not None:
-            staged.spoil(fence.failure)
+            staged.invalidate(fence.failure)
         fence.leave()
         future.set_result(staged)
 
@@ -138,15 +149,30 @@ def _copy_in_background(
 
 
 def _begin_copy(
-    state_dict: Mapping[str, Any], engine: Engine
+    state_dict: Mapping[str, Any], engine: Engine, lay_out: _LayOut
 ) -> tuple[list[Leaf], StagedStateDict, Places]:
     leaves = find_leaves(state_dict)
-    placement = engine.placements.get(structure_of(leaves), {})
+    structure = structure_of(leaves)
+    placement = engine.placements.get(structure)
+    if placement is None:
+        placement = _predicted(state_dict, lay_out)
+        engine.remember_placement(structure, placement)
     staged, places = stage_state_dict(state_dict, leaves, placement, engine.lease)
     return leaves, staged, places
 
 
-def _nothing(
+def _predicted(state_dict: Mapping[str, Any], lay_out: _LayOut) -> Placement:
+    """The places of the payloads if no other rank writes an item of this one."""
+    planner = DefaultSavePlanner()
+    try:
+        planner.set_up_planner(dict(state_dict), is_coordinator=True)
+        planned = plan_rank(planner.create_local_plan(), planner, rank=0)
+    except Exception:  # planning the save raises it again, where DCP shares failures
+        return {}
+    return _placement(lay_out(planned.share.shapes))
+
+
+def _substitute(
     state_dict: Mapping[str, Any], error: Exception, *, rank: int, overlapped: bool, path: str
 ) -> Staged:
     """The substitute for a failed copy, which fails the save on other ranks: see ``Unstaged``."""
@@ -154,37 +180,32 @@ def _nothing(
     failure.path = path
     fence = SnapshotFence()
     fence.end(failure.message)
-    nothing = unstaged(state_dict, failure)
+    substitute = unstaged(state_dict, failure)
     if not overlapped:
-        return Staged(copied=nothing, fence=fence)
+        return Staged(copied=substitute, fence=fence)
     future: Future[dict[str, Any]] = Future()
-    future.set_result(nothing)
+    future.set_result(substitute)
     return Staged(copied=future, fence=fence)
 
 
 def take_over(prepared: PreparedSave, engine: Engine) -> Snapshot | None:
-    """The snapshot of staged items, copied again if not in place; ``None`` for other items.
+    """The snapshot of staged items that are in their places; ``None`` for other items.
 
     Raises:
         StagingError: The stager's copy cannot be used.
-        ReservationError: There is not enough host memory.
     """
     lease = _stager_lease(prepared, engine)
     if lease is None:
         return None
     structure = lease.label
-    if isinstance(structure, Spoiled):
+    if isinstance(structure, Invalid):
         raise StagingError(structure.why, rank=prepared.rank, phase="stage")
     adopted = adopt_staged(prepared.planned, prepared.layout, lease)
-    if adopted is not None:
-        # The write owns the memory now, also if it outlives the staged dict.
-        return replace(adopted, lease=engine.arena.adopt(lease))
-    try:
-        snapshot = stage(prepared, engine, beyond_limit=True)
-    finally:
-        lease.release()
-    engine.remember_placement(structure, _placement(prepared))
-    return snapshot
+    if adopted is None:
+        engine.remember_placement(structure, _placement(prepared.layout))
+        return None
+    # The write owns the memory now, also if it outlives the staged dict.
+    return replace(adopted, lease=engine.arena.adopt(lease))
 
 
 def _stager_lease(prepared: PreparedSave, engine: Engine) -> Lease | None:
@@ -198,12 +219,12 @@ def _stager_lease(prepared: PreparedSave, engine: Engine) -> Lease | None:
     return None
 
 
-def _placement(prepared: PreparedSave) -> dict[str, tuple[int, int]]:
+def _placement(layout: Layout) -> Placement:
     """Offset and length of each payload in the image, by name; ``""`` is the whole image."""
-    shapes = prepared.layout.shapes
+    shapes = layout.shapes
     names = Counter(shape.fqn for shape in shapes)
-    placement = {"": (0, prepared.layout.image_nbytes)}
-    for file in prepared.layout.files:
+    placement = {"": (0, layout.image_nbytes)}
+    for file in layout.files:
         for slot in file.slots:
             fqn = shapes[slot.item].fqn
             if names[fqn] == 1 and shapes[slot.item].container is not None:

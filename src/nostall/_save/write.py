@@ -50,7 +50,7 @@ def wait_for(
             timeout_s=engine.options.save_timeout_s,
             give_up=give_up,
         )
-    except BaseException:
+    except BaseException:  # an interrupt, such as Ctrl-C, too
         give_up()
         remove_in_time(sorted(target.progress.created))
         raise

@@ -119,7 +119,7 @@ def _payloads(prepared: PreparedSave) -> list[torch.Tensor | bytes]:
             continue
         try:
             payloads.append(in_payload_order(source, form))
-        except Exception as error:
+        except Exception as error:  # tensor subclasses can raise anything
             raise StagingError(
                 f"item {shape.fqn!r} cannot be read: {type(error).__name__}: {error}",
                 rank=prepared.rank,

@@ -66,7 +66,7 @@ class ImageFile:
             if direct:
                 self._go_past_page_cache()
             _preallocate(self._fd, nbytes)
-        except BaseException:
+        except BaseException:  # passed on; no caller gets an object to close
             self.close()
             raise
 
@@ -260,7 +260,7 @@ def identity_of(path: str | int) -> tuple[int, int]:
 
 
 def has_identity(path: str, identity: tuple[int, int]) -> bool:
-    """Whether the path has this device and inode; false if that cannot be told."""
+    """Whether the path has this device and inode; false if that is unknown."""
     try:
         return identity_of(path) == identity
     except OSError:
@@ -464,7 +464,7 @@ def remove_and_hold(paths: Iterable[str], held: list[int]) -> None:
 
 
 def has_room_for(held: list[int]) -> bool:
-    """Whether storage has room for these files once more; false if that cannot be told."""
+    """Whether storage has room for these files once more; false if that is unknown."""
     try:
         room = os.fstatvfs(held[0])
         return room.f_bavail * room.f_frsize > sum(os.fstat(fd).st_size for fd in held)

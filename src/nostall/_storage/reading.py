@@ -93,23 +93,25 @@ def damage_of_container(source: Source, offset: int, nbytes: int) -> str | None:
         raise NoArchive
     part.seek(0)
     try:
-        with zipfile.ZipFile(part) as archive:
-            entries = archive.infolist()
-            # torch.save compresses nothing and stores each record once; others may take any time to
-            # read.
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-                return "an archive in it has compressed records"
-            if sum(entry.file_size for entry in entries) > nbytes:
-                return "an archive in it has longer records than its own length"
-            if any(entry.file_size and not entry.CRC for entry in entries):
-                raise ChecksumMissing
-            damaged = archive.testzip()
-    except ChecksumMissing:
-        raise
-    except OSError:
+        return _damage_of_records(part, nbytes)
+    except (ChecksumMissing, OSError):
         raise
     except Exception as error:  # a damaged archive can raise any exception
         return f"an archive in it cannot be read: {type(error).__name__}: {error!s:.200}"
+
+
+def _damage_of_records(part: _Stream, nbytes: int) -> str | None:
+    with zipfile.ZipFile(part) as archive:
+        entries = archive.infolist()
+        # torch.save compresses nothing and stores each record once; others may take any time to
+        # read.
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            return "an archive in it has compressed records"
+        if sum(entry.file_size for entry in entries) > nbytes:
+            return "an archive in it has longer records than its own length"
+        if any(entry.file_size and not entry.CRC for entry in entries):
+            raise ChecksumMissing
+        damaged = archive.testzip()
     if damaged is not None:
         return f"record {damaged:.200} of an archive in it does not match its CRC-32"
     return None

@@ -192,8 +192,7 @@ class ChildProcess(ABC, Generic[T]):
             yield
         except (OSError, ValueError) as error:  # ValueError: the socket was closed meanwhile
             self.kill(f"it no longer receives messages ({type(error).__name__}: {error})")
-        except BaseException as error:
-            # A message may be sent in part, or an announcement recorded but not sent.
+        except BaseException as error:  # an interrupt, perhaps in the middle of a message
             self.kill(f"sending to it was interrupted ({type(error).__name__})")
             raise
 

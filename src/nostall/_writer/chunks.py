@@ -112,47 +112,65 @@ def write_images(
     raise AssertionError("the last attempt returns or raises")
 
 
-def _work_through(
-    tasks: Sequence[_FileTask], thread_count: int, cancelled: threading.Event
-) -> None:
-    """Write files with a few threads until each is done or failed; a permanent error fails all."""
-    chunks: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
-    for task in tasks:
-        for number in range(task.chunk_count):
-            chunks.put(_Chunk(task, number))
-    hopeless = threading.Event()
-    lock = threading.Lock()
+class _Chunks:
+    """The chunks of a job's files; each thread takes one after the other."""
 
-    def work(thread: int) -> None:
-        while not hopeless.is_set():
+    def __init__(self, tasks: Sequence[_FileTask], cancelled: threading.Event) -> None:
+        self._tasks = tasks
+        self._cancelled = cancelled
+        self._left: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
+        for task in tasks:
+            for number in range(task.chunk_count):
+                self._left.put(_Chunk(task, number))
+        self.count = self._left.qsize()
+        self._hopeless = threading.Event()
+        self._lock = threading.Lock()
+
+    def write(self, thread: int) -> None:
+        """Write chunks until none is left, or until a permanent error has failed all files."""
+        while not self._hopeless.is_set():
             # The first threads have begun with the first file, or given it up.
-            if thread >= _THREADS_IN_ORDER and tasks[0].is_in_order():
+            if thread >= _THREADS_IN_ORDER and self._tasks[0].is_in_order():
                 return
             try:
-                chunk = chunks.get_nowait()
+                chunk = self._left.get_nowait()
             except queue.Empty:
                 return
             try:
-                if cancelled.is_set():
+                if self._cancelled.is_set():
                     raise Cancelled("the save was aborted")
                 chunk.task.do_chunk(chunk, thread)
             except _GivenUp:
                 continue
             except Exception as error:  # reported by the caller, once
-                with lock:
-                    if hopeless.is_set() or chunk.task.failure is not None:
-                        continue
-                    chunk.task.failure, chunk.task.failed_in = error, chunk.phase
-                    if not may_pass(error):
-                        hopeless.set()
-                for task in tasks if hopeless.is_set() else [chunk.task]:
-                    task.give_up()
+                self._fail(chunk, error)
 
-    count = min(thread_count, chunks.qsize())
+    def give_up(self) -> None:
+        """Fail all files that are not done."""
+        self._hopeless.set()
+        for task in self._tasks:
+            task.give_up()
+
+    def _fail(self, chunk: _Chunk, error: Exception) -> None:
+        with self._lock:
+            if self._hopeless.is_set() or chunk.task.failure is not None:
+                return
+            chunk.task.failure, chunk.task.failed_in = error, chunk.phase
+            if not may_pass(error):
+                self._hopeless.set()
+        for task in self._tasks if self._hopeless.is_set() else [chunk.task]:
+            task.give_up()
+
+
+def _work_through(
+    tasks: Sequence[_FileTask], thread_count: int, cancelled: threading.Event
+) -> None:
+    """Write files with a few threads until each is done or failed; a permanent error fails all."""
+    chunks = _Chunks(tasks, cancelled)
     threads = [
         # Daemons: storage may hang, and the interpreter has to exit.
-        threading.Thread(target=work, args=(n,), name=f"nostall-io-{n}", daemon=True)
-        for n in range(1, count)
+        threading.Thread(target=chunks.write, args=(n,), name=f"nostall-io-{n}", daemon=True)
+        for n in range(1, min(thread_count, chunks.count))
     ]
     try:
         for thread in threads:
@@ -160,11 +178,9 @@ def _work_through(
                 thread.start()
             except RuntimeError:  # no more threads: those running do the work
                 break
-        work(0)
+        chunks.write(0)
     except BaseException:  # a signal to this thread, in a synchronous save the trainer's
-        hopeless.set()
-        for task in tasks:
-            task.give_up()
+        chunks.give_up()
         raise
     finally:
         _join(threads)  # a thread that never started is not alive
@@ -181,7 +197,7 @@ def _join(threads: Iterable[threading.Thread]) -> None:
         while thread.is_alive():
             try:
                 thread.join()
-            except BaseException as error:
+            except BaseException as error:  # raised when no thread works any more
                 interrupt = error
     if interrupt is not None:
         raise interrupt

@@ -66,16 +66,11 @@ def perform(
         faults.at("report")
         if cancelled.is_set():  # the caller no longer waits for the report
             raise Cancelled("the save was aborted")
-    except Cancelled as error:
+    except BaseException as error:  # every failure is reported to the trainer
         remove_files(at.created)
-        failure = Failure(kind="SaveAbortedError", message=str(error), phase=at.phase, path=at.path)
-        return RankFailed(rank=job.rank, failure=failure)
-    except Exception as error:  # every failure is reported to the trainer
-        remove_files(at.created)
+        if not isinstance(error, Exception):  # an interrupt
+            raise
         return RankFailed(rank=job.rank, failure=_describe(error, at))
-    except BaseException:  # an interrupt is not a failure of the save
-        remove_files(at.created)
-        raise
     return RankWritten(rank=job.rank, receipts=receipts)
 
 
@@ -91,6 +86,9 @@ def _require_files(receipts: Iterable[FileReceipt], storage: Files, at: Position
 
 
 def _describe(error: Exception, at: Position) -> Failure:
+    if isinstance(error, Cancelled):
+        kind = "SaveAbortedError"
+        return Failure(kind=kind, message=str(error), phase=at.phase, path=at.path)
     code = error.errno if isinstance(error, OSError) and isinstance(error.errno, int) else None
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     hint = None

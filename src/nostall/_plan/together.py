@@ -1,0 +1,318 @@
+"""Plan with all ranks, or alone; the impure half of ``_plan.cache``.
+
+:class:`PlanMemory` keeps the structure of one sequence of saves: plans and, on the coordinator, the
+metadata without the parts of a single checkpoint. Metadata passed in or out is never changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+from nostall import _torch
+from nostall._commit.metadata import local_plans_in
+from nostall._plan.cache import CachedPlans, matches_loaded, same_plan
+from nostall._plan.planner import planner_failures
+from nostall._ranks.failures import exception_for, sendable
+from nostall._ranks.group import Coordination
+from nostall.errors import SaveError
+
+
+class PlanningWriter(Protocol):
+    """The methods of a storage writer that planning uses."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        """DCP's description of the storage, for planners."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001  # DCP's
+        """Set the writer's role."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """This rank's plan, as the writer changes it."""
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """All ranks' plans, as the writer changes them."""
+
+
+class PlanMemory:
+    """The plans of one sequence of saves."""
+
+    def __init__(self) -> None:
+        self.plans: CachedPlans | None = None
+        """The plans of the last save that all ranks planned together."""
+        self.loaded_all_plans: list[SavePlan] | None = None
+        """All ranks' plans from a loaded checkpoint, until they are compared."""
+        self.verified_loaded = False
+        """Whether those plans equal the plans of all ranks."""
+        self._all_plans: list[SavePlan] | None = None
+        self._metadata: Metadata | None = None
+
+    def adopt_loaded(self, metadata: Metadata | None) -> None:
+        """Adopt the plans that a loaded checkpoint was saved with.
+
+        No effect after the first planned save: later ones rest on the plans that all ranks made
+        together, and a rank with other plans would write items that its metadata lacks.
+        """
+        if self.plans is None:
+            self._metadata = metadata
+            self.loaded_all_plans = local_plans_in(metadata)
+
+    def keep(
+        self, plans: CachedPlans, all_plans: list[SavePlan] | None, metadata: Metadata | None
+    ) -> None:
+        """Keep a plan that all ranks made together.
+
+        ``all_plans`` and ``metadata`` are given on the coordinator only.
+        """
+        self.plans = plans
+        self._all_plans = all_plans
+        if metadata is not None:
+            self._metadata = metadata
+
+    def forget(self) -> None:
+        """Plan the next save together: a rank's structure has changed, or a save failed."""
+        self.plans = self.loaded_all_plans = self._all_plans = None
+        self.verified_loaded = False
+
+    def note_loaded(self, *, still_valid: bool) -> None:
+        """Note whether the loaded plans equal all ranks' plans; they are compared once."""
+        self.verified_loaded = still_valid
+        self.loaded_all_plans = None
+
+    @property
+    def all_plans(self) -> list[SavePlan] | None:
+        """All ranks' plans of the last save planned together; on the coordinator only."""
+        return self._all_plans
+
+    def reusable_metadata(self) -> Metadata | None:
+        """Metadata for one more save of the same structure."""
+        return None if self._metadata is None else _unsaved(self._metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FinalPlan:
+    """Sent by the coordinator to each rank after planning together."""
+
+    final: SavePlan | None
+    validated: bool
+    failures: dict[int, _torch.WrappedException]
+
+
+@planner_failures()
+def local_plan(
+    state_dict: dict[str, Any],
+    writer: PlanningWriter,
+    planner: SavePlanner,
+    wrapper: _torch.DistWrapper,
+) -> SavePlan:
+    """This rank's plan, before the global plan."""
+    arguments: dict[str, Any] = {"state_dict": state_dict, "is_coordinator": wrapper.is_coordinator}
+    if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+        arguments["storage_meta"] = writer.storage_meta()
+    planner.set_up_planner(**arguments)
+    writer.set_up_storage_writer(wrapper.is_coordinator, rank=wrapper.rank, use_collectives=True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    if getattr(planner, "can_run_decentralized_global_plan", False):
+        # This rank's own planner decides; here, so that a failure still reaches all ranks.
+        plan = getattr(planner, "create_decentralized_global_plan", lambda local: local)(plan)
+    return plan
+
+
+def set_up_writer(writer: PlanningWriter, plan: SavePlan, wrapper: _torch.DistWrapper) -> None:
+    """Prepare the writer as :func:`local_plan` does, for a plan that is already known."""
+    writer.set_up_storage_writer(wrapper.is_coordinator, rank=wrapper.rank, use_collectives=True)
+    writer.prepare_local_plan(plan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalPlan:
+    """Every rank's final plan and the metadata that describes them all."""
+
+    local: list[SavePlan]
+    final: list[SavePlan]
+    metadata: Metadata
+
+
+def plan_together(
+    local: SavePlan | _torch.WrappedException,
+    writer: PlanningWriter,
+    planner: SavePlanner,
+    coordination: Coordination,
+    memory: PlanMemory | None,
+    identity: tuple[Any, Any],
+) -> tuple[SavePlan, Metadata | None]:
+    """Plan with all ranks. Collective.
+
+    Args:
+        local: This rank's plan, or its failure.
+        writer: This rank's writer.
+        planner: This rank's planner.
+        coordination: The ranks.
+        memory: Where to keep the plan, if anywhere.
+        identity: The group and the planner's configuration, for which the plan is valid.
+
+    Returns:
+        This rank's final plan; the metadata on the coordinator.
+
+    Raises:
+        CheckpointException: A rank could not plan; raised on every rank.
+    """
+    mine_or_none = local if isinstance(local, SavePlan) else None
+    loaded = None if memory is None else _agreed_loaded_plans(mine_or_none, coordination, memory)
+    if loaded is not None and isinstance(local, SavePlan) and memory is not None:
+        try:
+            made = _global_plan(loaded, writer, planner)
+        except Exception:  # all ranks agreed to plan alone, so this one must, too
+            # Finalising reports the failure.
+            plans = CachedPlans(
+                group=identity[0], planner=identity[1], local=local, final=local, validated=True
+            )
+            memory.keep(plans, None, None)
+            raise
+        final = made.final[coordination.rank]
+        plans = CachedPlans(
+            group=identity[0], planner=identity[1], local=local, final=_kept(final), validated=True
+        )
+        return final, _keep(memory, plans, made if coordination.is_coordinator else None)
+    gathered = coordination.gather(local if isinstance(local, SavePlan) else sendable(local))
+    answers, made_here = None, None
+    if gathered is not None:
+        answers, made_here = _decide_centrally(gathered, writer, planner, coordination, memory)
+    mine = coordination.scatter(answers)
+    if mine.failures or mine.final is None or not isinstance(local, SavePlan):
+        raise exception_for(mine.failures, step="plan", on_coordinator=coordination.is_coordinator)
+    if memory is None:
+        return mine.final, None if made_here is None else made_here.metadata
+    plans = CachedPlans(
+        group=identity[0],
+        planner=identity[1],
+        local=local,
+        final=_kept(mine.final),
+        validated=mine.validated,
+    )
+    return mine.final, _keep(memory, plans, made_here)
+
+
+def _kept(final: SavePlan) -> SavePlan:
+    """A final plan without the coordinator's note about this save's directory."""
+    if type(final.storage_data) is _torch.StoragePrefix or not hasattr(
+        final.storage_data, "prefix"
+    ):
+        return final
+    return replace(final, storage_data=_torch.StoragePrefix(final.storage_data.prefix))
+
+
+def _decide_centrally(
+    gathered: list[SavePlan | _torch.WrappedException],
+    writer: PlanningWriter,
+    planner: SavePlanner,
+    coordination: Coordination,
+    memory: PlanMemory | None,
+) -> tuple[list[_FinalPlan], GlobalPlan | None]:
+    failures = {rank: plan for rank, plan in enumerate(gathered) if not isinstance(plan, SavePlan)}
+    plans = [plan for plan in gathered if isinstance(plan, SavePlan)]
+    made = None
+    validated = False
+    if not failures:
+        try:
+            validated = memory is not None and _same_plans(memory.all_plans, plans)
+            made = _global_plan(plans, writer, planner)
+        except Exception as error:  # sent to every rank
+            failures = {coordination.rank: sendable(_torch.wrap_exception(error))}
+    if made is None:
+        refusal = _FinalPlan(final=None, validated=False, failures=failures)
+        return [refusal] * coordination.world_size, None
+    return [_FinalPlan(final=final, validated=validated, failures={}) for final in made.final], made
+
+
+def _same_plans(before: list[SavePlan] | None, plans: list[SavePlan]) -> bool:
+    return (
+        before is not None
+        and len(before) == len(plans)
+        and all(same_plan(one, other) for one, other in zip(before, plans, strict=True))
+    )
+
+
+@planner_failures()
+def _global_plan(plans: list[SavePlan], writer: PlanningWriter, planner: SavePlanner) -> GlobalPlan:
+    """The global plan; every rank computes the same one."""
+    finals, metadata = planner.create_global_plan(list(plans))
+    if getattr(planner, "can_run_decentralized_global_plan", False):
+        finals = plans
+    return GlobalPlan(local=plans, final=writer.prepare_global_plan(finals), metadata=metadata)
+
+
+def _agreed_loaded_plans(
+    local: SavePlan | None, coordination: Coordination, memory: PlanMemory
+) -> list[SavePlan] | None:
+    """The loaded plans, if they equal all ranks' plans; one reduction, on every rank."""
+    if memory.plans is not None:
+        return None
+    loaded = memory.loaded_all_plans
+    same = local is not None and matches_loaded(
+        loaded, rank=coordination.rank, world_size=coordination.world_size, local=local
+    )
+    agreed = coordination.maximum([int(not same)]) == [0]
+    memory.note_loaded(still_valid=agreed)
+    return loaded if agreed else None
+
+
+def _keep(memory: PlanMemory, plans: CachedPlans, made: GlobalPlan | None) -> Metadata | None:
+    """Keep a plan; on the coordinator, which has ``made``, return metadata for this save."""
+    if made is None:
+        memory.keep(plans, None, None)
+        return None
+    with_local_plans(made.metadata, made.local)
+    memory.keep(plans, made.local, made.metadata)
+    return _unsaved(made.metadata)
+
+
+@planner_failures()
+def replanned_metadata(
+    changed: dict[int, SavePlan], before: list[SavePlan] | None, planner: SavePlanner | None
+) -> Metadata:
+    """Metadata for a save in which some ranks planned alone; on the coordinator.
+
+    Args:
+        changed: The new plans of those ranks.
+        before: All ranks' plans that the others reused.
+        planner: The coordinator's planner.
+
+    Raises:
+        SaveError: The other ranks' plans are unknown here.
+    """
+    if before is None or planner is None:
+        raise SaveError(
+            f"the structure changed on ranks {sorted(changed)} and other ranks' plans are unknown",
+            phase="commit",
+            hint="the next save plans anew",
+        )
+    plans = [changed.get(rank, plan) for rank, plan in enumerate(before)]
+    _, metadata = planner.create_global_plan(plans)
+    return with_local_plans(metadata, plans)
+
+
+def with_local_plans(metadata: Metadata, plans: list[SavePlan]) -> Metadata:
+    """Attach all ranks' plans where frameworks look for them."""
+    vars(metadata)["all_local_plans"] = plans
+    return metadata
+
+
+def _unsaved(metadata: Metadata) -> Metadata:
+    """The same structure for another save: a copy without the parts of one checkpoint."""
+    twin = copy(metadata)
+    twin.storage_data = None
+    twin.storage_meta = None
+    return twin
+
+
+def group_identity(group: dist.ProcessGroup | None, *, use_dist: bool) -> Any:
+    """Differs, on all ranks alike, once a group is destroyed and made again."""
+    return weakref.ref(group or dist.group.WORLD) if use_dist else None

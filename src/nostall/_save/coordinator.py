@@ -1,0 +1,230 @@
+"""How a save ends: the outcomes of all ranks become one published checkpoint, or failures.
+
+Runs on the coordinator. Every refusal comes before the commit, and nothing is published then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from nostall import _torch
+from nostall._commit.collect import collect, require_one_directory
+from nostall._commit.known_results import KnownResults, RankOutcome
+from nostall._commit.metadata import Publication
+from nostall._engine import default_engine
+from nostall._model.values import Abort, RankFiles
+from nostall._plan.together import replanned_metadata
+from nostall._ranks.failures import sendable
+from nostall._save import finalize
+from nostall._save.finalize import (
+    FinishedMetadata,
+    finish_metadata,
+    is_unpublished,
+    publication_of_results,
+)
+from nostall._save.rank_save import RankSave
+from nostall._storage.deadlines import in_time
+from nostall._storage.posix import is_same
+from nostall.errors import SaveError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMessage:
+    """Sent by each rank to the coordinator when it finalises."""
+
+    outcome: RankOutcome
+    written: RankFiles
+    changed_plan: SavePlan | None
+    took_s: float
+    """From the start of planning until the files were durable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a save ended; sent by the coordinator to every rank."""
+
+    failures: dict[int, _torch.WrappedException]
+    published: bool
+    """Whether the metadata is published, or may be; after a failure, too."""
+    changed: bool
+    """Whether a rank's structure has changed; the next save is planned together then."""
+    slowest_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What the coordinator knows of a split save when it is finalised."""
+
+    metadata: Metadata | None
+    known: KnownResults
+    plans: list[SavePlan] | None
+    """All ranks' plans, which those ranks have reused whose structure is unchanged."""
+    planner: SavePlanner | None
+
+
+def commit_split_save(
+    save: RankSave,
+    messages: Sequence[RankMessage],
+    planned: Planned,
+    storage_meta: Callable[[], StorageMeta | None],
+    *,
+    rank: int,
+) -> Ending:
+    """Commit a split save if every rank wrote all its files.
+
+    Args:
+        save: The save of this rank.
+        messages: Those of all ranks of the group, in rank order.
+        planned: What they have planned.
+        storage_meta: Returns DCP's part of the metadata that is specific to this save.
+        rank: This rank in the group.
+    """
+    changed = {
+        number: each.changed_plan
+        for number, each in enumerate(messages)
+        if each.changed_plan is not None
+    }
+    outcomes = [each.outcome for each in messages]
+    verdict = collect(planned.known.fill_in(outcomes))
+    if isinstance(verdict, Abort):
+        return Ending(failures=verdict.failures, published=False, changed=bool(changed))
+    is_published = False
+    try:
+        written = [each.written for each in messages]
+        require_written_here(save, written)
+        metadata = _metadata_to_publish(planned, changed)
+        publication = None if changed else planned.known.publication(outcomes, metadata)
+        if publication is None:
+            everything = planned.known.under_new_names(outcomes, verdict.results)
+            publication = publication_of_results(metadata, everything)
+            planned.known.note_published(outcomes, metadata, publication)
+        finished = finish_metadata(publication, written, storage_meta())
+        is_published = True  # assumed until an error rules it out
+        publish(save, publication, metadata, finished)
+    except Exception as error:  # sent to every rank
+        return Ending(
+            failures={rank: sendable(_torch.wrap_exception(error))},
+            published=is_published and not is_unpublished(error),
+            changed=bool(changed),
+        )
+    slowest = max(range(len(messages)), key=lambda each: messages[each].took_s)
+    return Ending(failures={}, published=True, changed=bool(changed), slowest_rank=slowest)
+
+
+def _metadata_to_publish(planned: Planned, changed: dict[int, SavePlan]) -> Metadata:
+    if changed:
+        return replanned_metadata(changed, planned.plans, planned.planner)
+    if planned.metadata is None:
+        raise SaveError("the coordinator has no metadata to publish", phase="commit")
+    return planned.metadata
+
+
+def commit_results(
+    save: RankSave,
+    metadata: Metadata,
+    results: list[list[WriteResult]],
+    storage_meta: Callable[[], StorageMeta | None],
+) -> None:
+    """Commit a save whose results DCP has collected.
+
+    If certainly nothing was published, the files of all ranks are removed.
+
+    Raises:
+        IncompleteSaveError: No rank wrote an item of the metadata; nothing is published.
+        RankMismatchError: A rank wrote to another directory; nothing is published.
+        WriteError: The metadata could not be published.
+    """
+    written = [getattr(of_rank, "written", None) for of_rank in results]
+    is_published = is_committed = False
+    _require_files(save)
+    try:
+        require_written_here(save, written)
+        publication = publication_of_results(metadata, results)
+        finished = finish_metadata(publication, written, storage_meta())
+        is_published = True  # assumed until an error rules it out
+        publish(save, publication, metadata, finished)
+        is_committed = True
+    except Exception as error:  # passed on; files that nothing refers to go
+        if not is_published or is_unpublished(error):
+            if save.visit is not None:
+                save.visit.is_removed = True
+            finalize.remove_unpublished(save.settings.metadata_path, results, written)
+        raise
+    finally:
+        save.end(committed=is_committed)
+
+
+def _require_files(save: RankSave) -> None:
+    if save.visit is not None and save.visit.is_removed:
+        raise SaveError(
+            "the files of this save were removed: its commit failed, or a later save to the"
+            " directory replaced it",
+            rank=save.settings.rank,
+            phase="commit",
+            path=save.settings.directory,
+            hint="save again, with a new writer",
+        )
+
+
+def require_written_here(save: RankSave, written: Sequence[RankFiles | None]) -> None:
+    """Refuse to commit files in another directory.
+
+    Raises:
+        RankMismatchError: A rank wrote to another directory than this rank.
+    """
+    here, rank = save.settings.directory, save.settings.rank
+
+    def is_same_in_time(one: str, other: str) -> bool:
+        return in_time(
+            lambda: is_same(one, other),
+            timeout_s=default_engine().options.save_timeout_s,
+            doing="comparing the directories that ranks wrote to",
+            phase="collect",
+            path=one,
+            rank=rank,
+        )
+
+    directories = [None if each is None else each.directory for each in written]
+    require_one_directory(directories, here, rank=rank, is_same=is_same_in_time)
+
+
+def publish(
+    save: RankSave, publication: Publication, metadata: Metadata, finished: FinishedMetadata
+) -> None:
+    """Publish finished metadata.
+
+    The metadata object that stock ``dcp.save`` passes is completed, as by stock.
+
+    Args:
+        save: The save of this rank.
+        publication: The publication.
+        metadata: The object that it was made from.
+        finished: The content of the metadata file.
+
+    Raises:
+        WriteError: The metadata could not be published.
+        SaveTimeoutError: Another save was committing to the same directory all the time.
+    """
+    fresh, settings = metadata.storage_data is None, save.settings
+    mine = save.receipts[:1] if settings.stream is None else ()
+    written_here = [os.path.join(settings.directory, each.name) for each in mine]
+    with save.timeline.measure("publish"):
+        finalize.publish(
+            settings.metadata_path,
+            publication,
+            finished,
+            default_engine(),
+            sync=settings.options.sync_files,
+            ahead=save.ahead,
+            written_here=written_here[0] if written_here else None,
+        )
+    if fresh:
+        metadata.version = _torch.DCP_VERSION
+        metadata.storage_data = publication.storage_data
+        metadata.storage_meta = finished.storage_meta

@@ -1,0 +1,214 @@
+"""The function that frameworks schedule: one rank's share of a split save, until its results."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import replace
+
+from torch.distributed.checkpoint.storage import WriteResult
+
+from nostall._commit.ahead import WrittenAhead
+from nostall._memory.overlap import SnapshotFence, changed_too_early
+from nostall._memory.snapshot import Snapshot
+from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
+from nostall._model.lifecycle import State
+from nostall._model.values import RankFiles
+from nostall._ranks.failures import failure_of
+from nostall._ranks.reports import CANCEL_TIMEOUT_S, is_done
+from nostall._save import session
+from nostall._save.background import BackgroundSave
+from nostall._save.stage import give_up, stage, stage_in_background, without_sources
+from nostall._save.write import write_here, write_in_background
+from nostall._storage.deadlines import remove_in_time
+from nostall.errors import SaveAbortedError, SaveTimeoutError
+
+
+class SplitSave(BackgroundSave):
+    """One rank's share of a split save; ``AsyncCallsQueue`` or a framework schedules it."""
+
+    def __init__(self, prepared: session.PreparedSave) -> None:
+        target = prepared.target
+        super().__init__(rank=prepared.rank, job=target.job, progress=target.progress)
+        self.prepared = prepared
+        self.ahead: WrittenAhead | None = None
+        """On the coordinator: metadata that is written together with the files."""
+        self._fence: SnapshotFence | None = None
+        self._collected: RankReport | None = None
+        self._is_over = False
+        self._changed: list[str] = []
+        """Tensors that were changed without waiting for the snapshot."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether a snapshot was taken and its report is not collected yet."""
+        was_staged = bool(self.prepared.plan.items) and not self.prepared.planned.sources
+        return was_staged and self._collected is None and self.failure() is None
+
+    @property
+    def receipts(self) -> tuple[FileReceipt, ...]:
+        """Receipts of the written files, once :meth:`results` has returned."""
+        return self._collected.receipts if isinstance(self._collected, RankWritten) else ()
+
+    @property
+    def written_files(self) -> RankFiles:
+        """The written files, once :meth:`results` has returned."""
+        return session.written_files(self.prepared, self._collected)
+
+    def stage(self) -> Snapshot | Future[Snapshot]:
+        """Take the snapshot, once: the ``preload_fn``.
+
+        When it returns, tensors may be changed, and no reference to them is kept. With overlapped
+        staging it returns at once, and tensors may be changed after :meth:`wait_staged`.
+        """
+        snapshot: Snapshot | Future[Snapshot]
+        # Faults are those set when the save is scheduled.
+        target = replace(self.prepared.target, faults=self.engine.faults)
+        self.prepared = replace(self.prepared, target=target)
+        if self.prepared.target.options.staging == "overlapped":
+            snapshot, self._fence = stage_in_background(
+                self.prepared, self.engine, is_aborted=lambda: self.aborted
+            )
+        else:
+            snapshot = stage(self.prepared, self.engine)
+        self.prepared = without_sources(self.prepared)
+        return snapshot
+
+    def wait_staged(self, timeout: float | None) -> None:
+        """Return when the snapshot is taken."""
+        if self._fence is not None:
+            self._fence.wait(timeout)
+
+    def write(self, snapshot: Snapshot | Future[Snapshot]) -> RankReport:
+        """Wait for a snapshot and write it while the caller waits."""
+        if isinstance(snapshot, Future):
+            snapshot = self._await_snapshot(snapshot)
+        self._write_metadata_ahead()
+        return write_here(snapshot, self.prepared.target, self.engine)
+
+    def _write_metadata_ahead(self) -> None:
+        # Not before the snapshot is taken: training waits for that, and it uses all cores.
+        if self.ahead is not None:
+            self.ahead.start()
+
+    def _await_snapshot(self, staging: Future[Snapshot]) -> Snapshot:
+        timeout_s = self.engine.options.save_timeout_s
+        if is_done(staging, timeout_s):
+            return staging.result()
+        self.aborted = True
+        staging.add_done_callback(self._give_up)
+        raise SaveTimeoutError(
+            f"the snapshot was not taken within {timeout_s:g} s",
+            rank=self.rank,
+            phase="stage",
+            job=self.job,
+            hint="earlier saves may hold all snapshot memory, or"
+            " EngineOptions.save_timeout_s is too short",
+        )
+
+    def _give_up(self, staged: Future[Snapshot]) -> None:
+        if staged.exception() is None:
+            give_up(staged.result(), self.prepared.target, self.engine)
+
+    def submit(self, snapshot: Snapshot | Future[Snapshot]) -> Future[RankReport]:
+        """Send a snapshot to writer processes as soon as it is taken."""
+        if isinstance(snapshot, Future):
+            return self._submit_when_staged(snapshot)
+        return self._submit(snapshot)
+
+    def _submit(self, snapshot: Snapshot) -> Future[RankReport]:
+        try:
+            if self.aborted:
+                raise SaveAbortedError("the save was aborted", phase="stage")
+            written = write_in_background(snapshot, self.prepared.target, self.engine)
+        except BaseException:  # passed on; no write owns the snapshot yet
+            give_up(snapshot, self.prepared.target, self.engine)
+            raise
+        self._write_metadata_ahead()
+        if self.aborted:  # meanwhile, by a caller that found no job to cancel
+            self.engine.cancel(self.job, written, timeout_s=CANCEL_TIMEOUT_S)
+        return written
+
+    def _submit_when_staged(self, staging: Future[Snapshot]) -> Future[RankReport]:
+        report: Future[RankReport] = Future()
+
+        def go_on(staged: Future[Snapshot]) -> None:
+            try:
+                try:
+                    written = self._submit(staged.result())
+                finally:
+                    # The writer's now; before the report, after which nothing may be under way.
+                    if self._fence is not None:
+                        self._fence.leave()
+            except BaseException as error:  # becomes the report
+                report.set_result(self.failed(error, phase="stage"))
+                return
+            written.add_done_callback(lambda done: report.set_result(done.result()))
+
+        staging.add_done_callback(go_on)
+        return report
+
+    def failed(self, error: BaseException, *, phase: str) -> RankFailed:
+        """An error as this rank's report, with at least the checkpoint's path."""
+        failure = failure_of(error, phase=phase)
+        if failure.path is None:
+            failure = replace(failure, path=self.prepared.target.directory)
+        return RankFailed(rank=self.rank, failure=failure)
+
+    def _settle(self, report: RankReport) -> None:
+        try:
+            if isinstance(report, RankWritten):
+                self.progress.to(State.WRITTEN)
+            elif self.ahead is not None:
+                self.ahead.drop()  # before the failure is visible
+        finally:  # also if removing a file fails, for lack of memory, say
+            super()._settle(report)
+
+    def discard(self) -> None:
+        """Remove this rank's files of a save that will not be committed.
+
+        No effect on a save that has ended.
+        """
+        if not self._is_over:
+            # Slow removals finish when storage answers; no other save uses these names.
+            remove_in_time(sorted(self.progress.created))
+            self.end(committed=False)
+
+    def end(self, *, committed: bool) -> None:
+        """End this save."""
+        self._is_over = True
+        self.progress.end()
+        if self.ahead is not None:
+            self.ahead.drop()
+        self.prepared.target.visit.end(committed=committed)
+
+    def results(self) -> list[WriteResult]:
+        """DCP's write results; waits for the report.
+
+        Raises:
+            SaveError: The rank failed.
+            StagingError: Tensors were changed without waiting for the snapshot.
+        """
+        report = self._collect()
+        return session.write_results(self.prepared, report)
+
+    def require_written(self) -> None:
+        """As :meth:`results`, without returning them.
+
+        Raises:
+            SaveError: The rank failed.
+            StagingError: Tensors were changed without waiting for the snapshot.
+        """
+        report = self._collect()
+        session.require_written(self.prepared, report)
+
+    def _collect(self) -> RankReport:
+        if self._collected is None:
+            # Before any error: a lost save uses its names and memory until its report is there.
+            self._collected = self.await_report()
+            self.prepared = session.as_written(self.prepared, self._collected)
+            self._changed = [] if self._fence is None else self._fence.changed_unseen()
+        if self._changed:
+            error = changed_too_early(self._changed)
+            error.path = self.prepared.target.directory
+            raise error
+        return self._collected

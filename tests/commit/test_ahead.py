@@ -1,0 +1,486 @@
+"""Metadata written ahead makes the commit short, and no failure of it shows in a checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+import nostall
+from nostall._commit import ahead as _ahead
+from nostall._commit.ahead import WrittenAhead
+from nostall._commit.metadata import Publication, complete_metadata, publication_of
+from nostall._storage import posix
+from nostall.core import AsyncCallsQueue
+from nostall.state_dict_saver import CheckpointMetadataCache
+from nostall.testing import Fault, Hold, inject
+from support.crashes import RecordingOs
+from support.ranks import run_ranks
+from support.states import schedule
+from support.waiting import HangingOs, wait_until
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def worth_it_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the metadata of these few tensors were long."""
+    monkeypatch.setattr(_ahead, "WORTH_IT_NBYTES", 0)
+
+
+class Saves:
+    """Saves of one structure, whose metadata is known."""
+
+    def __init__(self, root: Path, queue: AsyncCallsQueue) -> None:
+        self.root = root
+        self._queue = queue
+        self._cache = CheckpointMetadataCache()
+        self.state: dict[str, Any] = {f"layer {n}": torch.zeros(300) for n in range(9)}
+        for number in range(4):
+            self.start(f"known {number}", number)
+            queue.maybe_finalize_async_calls(blocking=True)
+
+    def start(self, name: str, value: int, **options: Any) -> Path:
+        for tensor in self.state.values():
+            tensor.fill_(value)
+        schedule(self._queue, self.root / name, self.state, cache=self._cache, **options)
+        return self.root / name
+
+    def require(self, path: Path, value: int) -> None:
+        """A whole checkpoint with this value, and nothing beside it."""
+        found = {name: torch.empty(300) for name in self.state}
+        torch.distributed.checkpoint.load(found, checkpoint_id=path, no_dist=True)
+        assert all(torch.equal(each, torch.full((300,), value)) for each in found.values())
+        assert nostall.is_complete(path, deep=True)
+        assert temporary(path) == []
+
+
+@pytest.fixture
+def saves(tmp_path: Path, queue: AsyncCallsQueue) -> Saves:
+    return Saves(tmp_path, queue)
+
+
+def temporary(path: Path) -> list[Path]:
+    return sorted(path.glob("*.tmp"))
+
+
+def is_written(path: Path) -> bool:
+    """Whether something is written ahead, or was."""
+    for ahead in [each for each in gc.get_objects() if isinstance(each, WrittenAhead)]:
+        assert ahead.settled.wait(DEADLINE_S)
+    return bool(temporary(path)) and temporary(path)[0].stat().st_size > 0
+
+
+@pytest.mark.parametrize("staging", ["blocking", "overlapped"])
+def test_what_is_published_was_written_while_the_files_were(
+    saves: Saves, queue: AsyncCallsQueue, staging: str
+) -> None:
+    """The commit gives the file its name and adds little to it."""
+    with Hold("fsync") as hold, inject(hold.fault):
+        path = saves.start("new", 5, staging=staging)
+        hold.wait_reached()
+        assert is_written(path)
+        (ahead,) = temporary(path)
+        before, inode = ahead.stat().st_size, ahead.stat().st_ino
+        assert not (path / ".metadata").exists()
+        hold.release()
+        queue.maybe_finalize_async_calls(blocking=True)
+    published = (path / ".metadata").stat()
+    assert published.st_ino == inode
+    assert before > (published.st_size - before)
+    saves.require(path, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "worth_it_nbytes"),
+    [
+        pytest.param("new", 1 << 20, id="short metadata"),
+        pytest.param("known 3", 0, id="a directory with a checkpoint"),
+    ],
+)
+def test_what_gains_nothing_or_is_not_known_is_left_to_the_commit(
+    saves: Saves,
+    queue: AsyncCallsQueue,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    worth_it_nbytes: int,
+) -> None:
+    """Short metadata is written fast; files beside a checkpoint have names known only later."""
+    monkeypatch.setattr(_ahead, "WORTH_IT_NBYTES", worth_it_nbytes)
+    with Hold("fsync") as hold, inject(hold.fault):
+        path = saves.start(name, 5)
+        hold.wait_reached()
+        assert not is_written(path)
+        hold.release()
+        queue.maybe_finalize_async_calls(blocking=True)
+    saves.require(path, 5)
+
+
+def test_a_structure_that_has_changed_is_published_as_it_is_now(
+    saves: Saves, queue: AsyncCallsQueue
+) -> None:
+    """What was expected is not used."""
+    saves.state["layer 3"] = torch.zeros(300, dtype=torch.float64)
+    path = saves.start("new", 5)
+    queue.maybe_finalize_async_calls(blocking=True)
+    saves.require(path, 5)
+    metadata = nostall.CachedMetadataFileSystemReader(path).read_metadata()
+    assert metadata.state_dict_metadata["layer 3"].properties.dtype is torch.float64
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault.errno("chunk", errno.ENOSPC), Fault.exit("fsync", 17)], ids=["full", "died"]
+)
+def test_a_save_that_fails_leaves_nothing(
+    saves: Saves, queue: AsyncCallsQueue, fault: Fault
+) -> None:
+    """Whatever fails; and the next save to the directory works."""
+    with inject(fault):
+        path = saves.start("new", 5)
+        with pytest.raises(CheckpointException):
+            queue.maybe_finalize_async_calls(blocking=True)
+    assert not is_written(path)
+    assert list(path.iterdir()) == []
+    saves.start("new", 6)
+    queue.maybe_finalize_async_calls(blocking=True)
+    saves.require(path, 6)
+
+
+def test_a_failure_is_reported_after_the_file_is_gone(saves: Saves, queue: AsyncCallsQueue) -> None:
+    """The thread that gets the report removes it; until then a poll sees the save under way."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    remove_files = posix.remove_files
+
+    def remove(paths: list[str]) -> None:
+        if ".tmp" in paths[0]:
+            reached.set()
+            assert go_on.wait(DEADLINE_S)
+        remove_files(paths)
+
+    with Hold("fsync") as hold, inject(hold.fault, Fault.errno("fsync", errno.ENOSPC)):
+        path = saves.start("new", 5)
+        hold.wait_reached()
+        assert is_written(path)
+        with patch.object(posix, "remove_files", remove):
+            hold.release()
+            assert reached.wait(DEADLINE_S)
+            assert queue.poll() == []
+            go_on.set()
+            with pytest.raises(CheckpointException, match="No space left"):
+                queue.maybe_finalize_async_calls(blocking=True)
+    assert list(path.iterdir()) == []
+
+
+@pytest.mark.parametrize("point", ["commit", "publish"])
+def test_a_commit_that_fails_leaves_nothing(
+    saves: Saves, queue: AsyncCallsQueue, point: str
+) -> None:
+    """The file is the commit's then."""
+    path = saves.start("new", 5)
+    with (
+        inject(Fault.errno(point, errno.EIO)),
+        pytest.raises(CheckpointException, match="could not be published"),
+    ):
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert temporary(path) == []
+    assert not (path / ".metadata").exists()
+    saves.start("new", 6)
+    queue.maybe_finalize_async_calls(blocking=True)
+    saves.require(path, 6)
+
+
+def test_a_save_that_is_aborted_leaves_nothing(saves: Saves, queue: AsyncCallsQueue) -> None:
+    """Although it is never finalised."""
+    with Hold("fsync") as hold, inject(hold.fault):
+        path = saves.start("new", 5)
+        hold.wait_reached()
+        assert is_written(path)
+        queue.close(abort=True)
+    assert temporary(path) == []
+
+
+def tidied(ahead: Path) -> None:
+    ahead.unlink()
+
+
+def replaced(ahead: Path) -> None:
+    content = ahead.read_bytes()
+    ahead.unlink()
+    ahead.write_bytes(content[:7])
+
+
+@pytest.mark.parametrize("happens", [tidied, replaced])
+def test_a_file_that_was_removed_is_written_anew(
+    saves: Saves, queue: AsyncCallsQueue, happens: Callable[[Path], None]
+) -> None:
+    """By a script that removes temporary files; what it puts in its place is never published."""
+    with Hold("fsync") as hold, inject(hold.fault):
+        path = saves.start("new", 5)
+        hold.wait_reached()
+        assert is_written(path)
+        (ahead,) = temporary(path)
+        happens(ahead)
+        hold.release()
+        queue.maybe_finalize_async_calls(blocking=True)
+    ahead.unlink(missing_ok=True)
+    saves.require(path, 5)
+
+
+class _Refusing(RecordingOs):
+    """Storage that takes nothing ahead, and refuses again at the close, as network storage does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused = 0
+
+    def pwrite(self, fd: int, content: Any, offset: int) -> int:
+        if threading.current_thread().name == "nostall-ahead":
+            self.refused += 1
+            raise OSError(errno.ENOSPC, "no room for that")
+        return super().pwrite(fd, content, offset)
+
+    def close(self, fd: int) -> None:
+        super().close(fd)
+        if threading.current_thread().name == "nostall-ahead":
+            raise OSError(errno.ENOSPC, "no room for that, still")
+
+
+def test_storage_that_refuses_it_is_asked_again_by_the_commit(
+    saves: Saves, queue: AsyncCallsQueue
+) -> None:
+    """Which tells of it if that fails, too."""
+    storage = _Refusing()
+    with patch.object(posix, "os", storage):
+        path = saves.start("new", 5)
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert storage.refused
+    saves.require(path, 5)
+
+
+class _RefusingToClose(RecordingOs):
+    """Storage that finds out late that it has no room for a temporary file."""
+
+    def close(self, fd: int) -> None:
+        path = self._paths[fd]
+        super().close(fd)
+        if path.endswith(".tmp"):
+            raise OSError(errno.EDQUOT, "over quota")
+
+
+def test_a_failed_save_is_reported_whatever_closing_does(
+    saves: Saves, queue: AsyncCallsQueue
+) -> None:
+    """At once, and with the reason for which it has failed."""
+    with (
+        patch.object(posix, "os", _RefusingToClose()),
+        Hold("fsync") as hold,
+        inject(hold.fault, Fault.errno("fsync", errno.ENOSPC)),
+    ):
+        path = saves.start("new", 5)
+        hold.wait_reached()
+        assert is_written(path)
+        hold.release()
+        with pytest.raises(CheckpointException, match="No space left"):
+            queue.maybe_finalize_async_calls(blocking=True)
+    assert list(path.iterdir()) == []
+
+
+def test_a_structure_that_was_learned_beside_a_checkpoint_is_written_ahead_in_new_directories(
+    saves: Saves, queue: AsyncCallsQueue
+) -> None:
+    """From the second of them on: names without a mark have to have been seen once."""
+    for value in range(3):
+        saves.start("known 3", value)
+        queue.maybe_finalize_async_calls(blocking=True)
+        saves.require(saves.root / "known 3", value)
+    seen = []
+    for number in range(3):
+        with Hold("fsync") as hold, inject(hold.fault):
+            path = saves.start(f"new {number}", 7 + number)
+            hold.wait_reached()
+            seen.append(is_written(path))
+            hold.release()
+            queue.maybe_finalize_async_calls(blocking=True)
+        saves.require(path, 7 + number)
+    assert seen == [False, True, True]
+
+
+def test_a_forked_child_keeps_nothing_of_it(saves: Saves, queue: AsyncCallsQueue) -> None:
+    """Not the descriptor, which would keep a removed checkpoint's blocks; by its exit status."""
+    with Hold("fsync") as hold, inject(hold.fault):
+        path = saves.start("new", 5)
+        hold.wait_reached()
+        assert is_written(path)
+        child = os.fork()
+        if not child:
+            links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+            kept = [os.readlink(link) for link in links if os.path.lexists(link)]
+            os._exit(sum(name.endswith(".metadata.tmp") for name in kept))
+        _, status = os.waitpid(child, 0)
+        hold.release()
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert status == 0
+    saves.require(path, 5)
+
+
+# --- by itself ------------------------------------------------------------------------------------
+
+
+def a_publication() -> Publication:
+    return publication_of(complete_metadata(Metadata({}), []))
+
+
+def written_ahead(path: Path, publication: Publication) -> WrittenAhead:
+    return WrittenAhead(str(path), ".metadata", publication, sync=True)
+
+
+def test_one_that_was_not_started_is_not_waited_for(tmp_path: Path) -> None:
+    """A save may be finalised that nothing was scheduled for."""
+    publication = a_publication()
+    assert written_ahead(tmp_path, publication).take(publication, timeout_s=1e9) is None
+
+
+def test_one_that_is_over_is_not_started_any_more(tmp_path: Path) -> None:
+    """An abort may come before the snapshot is taken."""
+    publication = a_publication()
+    ahead = written_ahead(tmp_path, publication)
+    ahead.drop()
+    ahead.start()
+    assert not is_written(tmp_path)
+    assert ahead.take(publication, timeout_s=1e9) is None  # and not waited for
+    assert temporary(tmp_path) == []
+
+
+def test_another_publication_is_not_taken_for_the_expected_one(tmp_path: Path) -> None:
+    """However alike they are."""
+    ahead = written_ahead(tmp_path, a_publication())
+    ahead.start()
+    assert is_written(tmp_path)
+    assert ahead.take(a_publication(), timeout_s=DEADLINE_S) is None
+    assert temporary(tmp_path) == []
+
+
+class _Hanging(RecordingOs):
+    """Storage that hangs when something is written, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stands, self.go = threading.Event(), threading.Event()
+
+    def pwrite(self, fd: int, content: Any, offset: int) -> int:
+        self.stands.set()
+        self.go.wait(DEADLINE_S)
+        return os.pwrite(fd, content, offset)
+
+
+def test_storage_that_hangs_is_waited_for_up_to_a_deadline(tmp_path: Path) -> None:
+    """What it lets go of later is removed, and no descriptor is left."""
+    publication = a_publication()
+    ahead = written_ahead(tmp_path, publication)
+    gc.collect()
+    before = os.listdir("/proc/self/fd")
+    storage = _Hanging()
+    with patch.object(posix, "os", storage):
+        ahead.start()
+        assert storage.stands.wait(DEADLINE_S)
+        assert len(temporary(tmp_path)) == 1
+        assert ahead.take(publication, timeout_s=0.01) is None
+        assert temporary(tmp_path) == []  # already: the process may end before storage lets go
+        storage.go.set()
+        assert ahead.settled.wait(DEADLINE_S)
+    assert temporary(tmp_path) == []
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_system_without_a_thread_to_give_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit writes everything then."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    publication = a_publication()
+    ahead = written_ahead(tmp_path, publication)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ahead.start()
+    assert ahead.take(publication, timeout_s=DEADLINE_S) is None
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+
+def test_a_coordinator_writes_ahead_for_all_ranks(tmp_path: Path) -> None:
+    """What both have written is in it; if another rank fails, the file goes, and all raise."""
+    first, second = run_ranks(2, "ahead:saves", tmp_path / "out")
+    assert {4, 10} <= set(first["taken"])
+    assert first["left alone"] == [11]
+    assert not second["taken"]
+    for rank in (first, second):
+        assert rank["broken"] == [5]
+        assert "(RANK 1)" in rank["failure"]
+        assert rank["left"] == []
+
+
+def test_storage_that_does_not_remove_what_was_written_ahead_does_not_hold_up_others(
+    saves: Saves, queue: AsyncCallsQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The failed save raises, and the next one reports; the file goes when storage lets go."""
+    storage = HangingOs("unlink", ".tmp")
+    with (
+        AsyncCallsQueue() as other,
+        Hold("fsync") as hold,
+        patch.object(posix, "os", storage),
+    ):
+        with inject(hold.fault, Fault.errno("report", errno.EIO)):
+            path = saves.start("failed", 5)
+        hold.wait_reached()
+        assert is_written(path)
+        schedule(other, saves.root / "other", {"x": torch.ones(9)})
+        hold.release()
+        assert storage.is_reached.wait(DEADLINE_S)
+        try:
+            assert other.wait(timeout=10) == [0]
+            with pytest.raises(CheckpointException, match="Input/output error"):
+                queue.wait(timeout=10)
+        finally:
+            storage.answer()
+        wait_until(lambda: temporary(path) == [])
+    assert "has not removed 1 files within 1 s" in caplog.text
+
+
+class _NoMemoryOs(RecordingOs):
+    """A system that has no memory to remove a temporary file with."""
+
+    def unlink(self, path: str) -> None:
+        if path.endswith(".tmp"):
+            raise MemoryError
+        super().unlink(path)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failure_is_reported_even_without_memory_to_clean_up(
+    saves: Saves, queue: AsyncCallsQueue
+) -> None:
+    """At once and not at the save's deadline; the file stays."""
+    with patch.object(posix, "os", _NoMemoryOs()):
+        with Hold("fsync") as hold, inject(hold.fault, Fault.errno("report", errno.EIO)):
+            path = saves.start("failed", 5)
+            hold.wait_reached()
+            assert is_written(path)
+            hold.release()
+        with pytest.raises(CheckpointException, match="Input/output error"):
+            queue.wait(timeout=10)
+    for left in temporary(path):
+        left.unlink()

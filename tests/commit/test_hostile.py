@@ -1,0 +1,429 @@
+"""Hostile input, case by case: what the fuzzer or a review has found, and what is refused since."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import socket
+import struct
+import tracemalloc
+import zipfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import WriteItemType
+
+import nostall
+from model.test_pure import example_messages
+from nostall._commit.metadata import load_metadata
+from nostall._model.jobs import RankFailed
+from nostall._storage.posix_files import PosixFiles
+from nostall._storage.reading import damage_of_container
+from nostall._writer.framing import Receiver, encode, send
+from nostall._writer.main import _Writer
+from nostall._writer.messages import report_from_message
+from nostall.errors import ProtocolError, UnknownMetadataError, UntrustedMetadataError
+from nostall.integrity import State
+from public.test_integrity import by_queue, with_manifest_of
+from stress.fuzz_inputs import _METADATA, _named, _text
+from support.states import small_state
+
+TWO = pickle.PROTO + b"\2"
+END = pickle.STOP
+
+
+def get(index: int) -> bytes:
+    return struct.pack("<cI", pickle.LONG_BINGET, index)
+
+
+def put(index: int) -> bytes:
+    return struct.pack("<cI", pickle.LONG_BINPUT, index)
+
+
+def shared_parts(levels: int) -> bytes:
+    """A tuple of two times the same tuple of two times the same, and so on."""
+    steps = [get(n) + get(n) + pickle.TUPLE2 + put(n + 1) for n in range(levels)]
+    return pickle.NONE + put(0) + b"".join(steps)
+
+
+def indices_of_indices(levels: int) -> bytes:
+    """An item's index, sound when it was made, with another index as its name; used as a key."""
+    make = _named(_METADATA, "MetadataIndex") + pickle.EMPTY_TUPLE + pickle.NEWOBJ
+    sound = pickle.EMPTY_DICT + _text("fqn") + _text("a") + pickle.SETITEM
+    sound += _text("offset") + pickle.NONE + pickle.SETITEM + _text("index") + pickle.NONE
+    program = b""
+    for n in range(levels):
+        inner = get(max(0, n - 1))
+        again = pickle.EMPTY_DICT + _text("fqn") + inner + pickle.SETITEM
+        again += _text("offset") + inner + pickle.SETITEM + pickle.BUILD
+        program += make + put(n) + sound + pickle.SETITEM + pickle.BUILD + (again if n else b"")
+    return program + pickle.EMPTY_DICT + get(levels - 1) + AS_KEY
+
+
+def shared_arguments() -> bytes:
+    """Tuples of the arguments of a size, each of them longer than it looks."""
+    size = _named("torch", "Size") + pickle.MARK + pickle.BININT1 * 2 * 60 + pickle.TUPLE
+    call = size + pickle.TUPLE1 + put(0) + pickle.REDUCE
+    return call + pickle.MARK + get(0) * 100 + pickle.TUPLE + pickle.EMPTY_DICT + get(0) + AS_KEY
+
+
+AS_KEY = pickle.NONE + pickle.SETITEM
+PROGRAMS = {
+    "memo index without a measure": pickle.NONE + put(2**31),
+    "text longer than the file": struct.pack("<cI", pickle.BINUNICODE, 2**31),
+    "bytes longer than the file": struct.pack("<cQ", pickle.BINBYTES8, 2**40),
+    "number of a megabyte": struct.pack("<cI", pickle.LONG4, 1 << 20) + b"\x7f" * (1 << 20),
+    "number in digits": pickle.INT + b"9" * 10_000 + b"\n",
+    "key of exponentially many parts": shared_parts(60) + pickle.EMPTY_DICT + get(60) + AS_KEY,
+    "key used again and again": pickle.EMPTY_DICT
+    + (pickle.MARK + pickle.NONE * 9000 + pickle.TUPLE + put(0) + AS_KEY)
+    + (get(0) + AS_KEY) * 5000,
+    "key nested too deep": pickle.EMPTY_DICT + pickle.NONE + pickle.TUPLE1 * 1_000_000 + AS_KEY,
+    "state of a class": _named(_METADATA, "Metadata")
+    + (pickle.EMPTY_DICT + _text("x") + pickle.NONE + pickle.SETITEM + pickle.BUILD),
+    "state of an enum member": _named(_METADATA, "_MEM_FORMAT_ENCODING")
+    + (pickle.BININT1 + b"\0" + pickle.TUPLE1 + pickle.REDUCE)
+    + (pickle.EMPTY_DICT + _text("_value_") + pickle.NONE + pickle.SETITEM + pickle.BUILD),
+    "key that is given another state when it is made": indices_of_indices(60),
+    "key of an instance that was called": _named(_METADATA, "MetadataIndex")
+    + (_text("x") + pickle.TUPLE1 + pickle.REDUCE + pickle.BINPUT + b"\0"),
+    "instance with arguments": _named(_METADATA, "MetadataIndex")
+    + (_text("x") + pickle.TUPLE1 + pickle.NEWOBJ),
+    "state of a function": _named("torch", "Size")
+    + (pickle.EMPTY_DICT + _text("x") + pickle.NONE + pickle.SETITEM + pickle.BUILD),
+    "attributes of a class": _named(_METADATA, "Metadata")
+    + (pickle.NONE + pickle.EMPTY_DICT + _text("x") + pickle.NONE + pickle.SETITEM)
+    + (pickle.TUPLE2 + pickle.BUILD),
+    "tuple through the arguments of a size": shared_arguments(),
+    "external object": pickle.NONE + pickle.BINPERSID,
+    "number of an extension": pickle.EXT1 + b"\1",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_program_that_metadata_never_is_does_not_run(program: bytes) -> None:
+    """It is refused before much is allocated, hashed, or made."""
+    content = TWO + program + END
+    expected = r"cut off|not part of DCP metadata|pickles of DCP metadata do not have"
+    with pytest.raises(UntrustedMetadataError, match=expected):
+        load_metadata(content, path="p")
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if "longer" in name or "memo" in name])
+def test_a_small_program_takes_little_memory(name: str) -> None:
+    """Whatever number it announces."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(UntrustedMetadataError):
+            load_metadata(TWO + PROGRAMS[name] + END, path="p")
+        _, peak_nbytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_nbytes < 4 << 20
+
+
+CALLS: dict[str, tuple[str, str, Any]] = {
+    "set of endless numbers": ("builtins", "set", range(10**12)),
+    "bytes without a measure": ("builtins", "bytearray", 1 << 60),
+    "size of too many": ("torch", "Size", (1,) * 1000),
+    "size below zero": ("torch", "Size", (-1,)),
+    "size beyond any": ("torch", "Size", (2**63,)),
+    "size of texts": ("torch", "Size", ("a",)),
+    "index that is called": (_METADATA, "MetadataIndex", "a"),
+    "size of endless numbers": ("torch", "Size", range(10**12)),
+    "member of another kind": (_METADATA, "_MEM_FORMAT_ENCODING", [[1]]),
+    "path without a measure": ("pathlib", "PosixPath", "a" * 100_000),
+    "device of another kind": ("torch", "device", [1]),
+    "device of a newer torch": ("torch", "device", "abacus"),
+    "member of a newer torch": (_METADATA, "_MEM_FORMAT_ENCODING", 99),
+    "layout of a newer torch": ("torch.serialization", "_get_layout", "torch.woven"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_calls_take_what_metadata_gives_them(call: tuple[str, str, Any]) -> None:
+    """Whatever else a function or class could be made to do with its arguments."""
+    module, name, argument = call
+    plain = pickle.dumps(argument, protocol=3)[2:-1]
+    with pytest.raises(UnknownMetadataError):
+        load_metadata(
+            TWO + _named(module, name) + plain + pickle.TUPLE1 + pickle.REDUCE + END, path="p"
+        )
+
+
+def whole() -> Metadata:
+    """Of one tensor in two chunks."""
+    half, zero = torch.Size([2]), torch.Size([0])
+    chunks = [ChunkStorageMetadata(zero, half), ChunkStorageMetadata(half, half)]
+    tensor = TensorStorageMetadata(TensorProperties(), torch.Size([4]), chunks)
+    return Metadata(state_dict_metadata={"a": tensor}, storage_data={})
+
+
+def nested_lists(levels: int) -> list[Any]:
+    nested: list[Any] = []
+    for _ in range(levels):
+        nested = [nested, nested]
+    return nested
+
+
+def a_chunk_twice(metadata: Metadata) -> None:
+    tensor = metadata.state_dict_metadata["a"]
+    assert isinstance(tensor, TensorStorageMetadata)
+    tensor.chunks.append(tensor.chunks[0])
+
+
+def a_chunk_outside(metadata: Metadata) -> None:
+    tensor = metadata.state_dict_metadata["a"]
+    assert isinstance(tensor, TensorStorageMetadata)
+    tensor.size = torch.Size([3])
+
+
+def no_size(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["a"].size = 4  # type: ignore[union-attr]  # as said
+
+
+def another_entry(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["b"] = 7  # type: ignore[assignment]  # as said
+
+
+def another_name(metadata: Metadata) -> None:
+    metadata.state_dict_metadata[("a",)] = metadata.state_dict_metadata["a"]  # type: ignore[index]  # as said
+
+
+def no_storage(metadata: Metadata) -> None:
+    metadata.storage_data = 1.5
+
+
+def no_save(metadata: Metadata) -> None:
+    metadata.storage_meta = 7  # type: ignore[assignment]  # as said
+
+
+def an_index_of_lists(metadata: Metadata) -> None:
+    index = MetadataIndex("a")
+    metadata.planner_data = [index]
+    object.__setattr__(index, "fqn", nested_lists(60))
+
+
+def properties_of_lists(metadata: Metadata) -> None:
+    tensor = metadata.state_dict_metadata["a"]
+    assert isinstance(tensor, TensorStorageMetadata)
+    tensor.properties.layout = nested_lists(60)  # type: ignore[assignment]  # as said
+
+
+def two_kinds_of_members(metadata: Metadata) -> None:
+    tensor = metadata.state_dict_metadata["a"]
+    assert isinstance(tensor, TensorStorageMetadata)
+    tensor.properties.dtype = WriteItemType.SHARD  # type: ignore[assignment]  # as said
+
+
+IMPOSSIBLE_ENTRIES = [a_chunk_twice, a_chunk_outside, no_size, another_entry, another_name]
+IMPOSSIBLE_ENTRIES += [no_storage, no_save]
+UNKNOWN_ENTRIES = [an_index_of_lists, properties_of_lists, two_kinds_of_members]
+
+
+@pytest.mark.parametrize("change", IMPOSSIBLE_ENTRIES + UNKNOWN_ENTRIES)
+def test_entries_that_are_not_what_they_are_declared_to_be_are_refused(
+    tmp_path: Path, change: Any
+) -> None:
+    """The reader raises one typed error; verify reports damage, or that it does not understand.
+
+    It is damage if metadata and manifest contradict each other. Their text, of whatever length, is
+    not made.
+    """
+    metadata = whole()
+    assert load_metadata(pickle.dumps(metadata), path="p") == metadata
+    change(metadata)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UntrustedMetadataError):
+        nostall.CachedMetadataFileSystemReader(tmp_path).read_metadata()
+    found = nostall.verify(tmp_path)
+    if change in UNKNOWN_ENTRIES:
+        assert (found.state, found.damages) == (State.NOT_UNDERSTOOD, ())
+    else:
+        assert [damage.file for damage in found.damages] == [".metadata"]
+
+
+def test_values_of_all_lengths_are_read() -> None:
+    """As stock reads them, whatever instructions pickle them; no part of them is metadata."""
+    metadata = whole()
+    texts = {"x" * nchars: ("ä" * nchars, nchars) for nchars in (0, 1, 255, 256, 257, 70_000)}
+    numbers = [sign << bits for bits in (0, 7, 8, 15, 16, 31, 32, 62, 70) for sign in (1, -1)]
+    sizes = [torch.Size([2**bits] * bits) for bits in (0, 1, 2, 3, 4, 8, 16, 33)]
+    metadata.planner_data = {
+        **texts,
+        1: numbers,
+        2: sizes,
+        ("a", 3): (1, (2, (3.5, "x"))),
+        None: True,
+    }
+    for protocol in range(2, 6):
+        content = pickle.dumps(metadata, protocol)
+        assert load_metadata(content, path="p") == metadata
+        for nbytes in range(0, len(content), 1009):
+            with pytest.raises(UntrustedMetadataError, match=r"cut off|protocol"):
+                load_metadata(content[:nbytes], path="p")
+
+
+def test_plans_that_share_tuples_are_read() -> None:
+    """As planners of frameworks do, thousands of times."""
+    metadata = whole()
+    paths = {f"model.{n}": ("model", n) for n in range(5000)}
+    metadata.planner_data = {"one": paths, "other": dict(paths), "third": dict(paths)}
+    for protocol in range(2, 6):
+        assert load_metadata(pickle.dumps(metadata, protocol), path="p") == metadata
+
+
+MANIFESTS = {
+    "a file twice": lambda plain: plain["files"].append(plain["files"][0]),
+    "a length that is a truth": lambda plain: plain["files"][0].update(nbytes=True),
+    "a length beyond any": lambda plain: plain["files"][0].update(nbytes=2**70),
+    "a checksum below zero": lambda plain: plain["files"][0].update(crc32="-1"),
+    "a checksum of another form": lambda plain: plain["files"][0].update(crc32="0x00_01"),
+}
+
+
+@pytest.mark.parametrize("change", MANIFESTS.values(), ids=MANIFESTS)
+def test_a_manifest_says_everything_once_and_as_it_is_written(tmp_path: Path, change: Any) -> None:
+    """Python's own readers of numbers take more than that."""
+    by_queue(tmp_path, small_state())
+    with_manifest_of(tmp_path, change)
+    (damage,) = nostall.verify(tmp_path).damages
+    assert "manifest cannot be read" in damage.what
+
+
+def archive(compression: int, copies: int) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", compression) as written:
+        written.writestr("data", bytes(1 << 20))
+        written.filelist *= copies
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("compression", "copies", "what"),
+    [(zipfile.ZIP_DEFLATED, 1, "compressed"), (zipfile.ZIP_STORED, 1000, "longer records")],
+)
+def test_an_archive_that_takes_any_time_to_read_is_damage(
+    tmp_path: Path, compression: int, copies: int, what: str
+) -> None:
+    """Records that unfold to a thousand times their length, or are one and the same."""
+    content = archive(compression, copies)
+    (tmp_path / "file").write_bytes(content)
+    with closing(PosixFiles(str(tmp_path)).open("file")) as source:
+        damage = damage_of_container(source, 0, len(content))
+    assert damage is not None
+    assert what in damage
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wire() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(30)
+    with ours, theirs:
+        yield ours, theirs
+
+
+@pytest.mark.parametrize("count", [-1, 1, "many", None, 1.0, True, 10**30])
+def test_descriptors_that_did_not_come_are_a_protocol_error(
+    wire: tuple[socket.socket, socket.socket], count: Any
+) -> None:
+    """Whatever a message says of their number."""
+    ours, theirs = wire
+    ours.sendall(encode({"type": "t", "descriptors": count}))
+    with pytest.raises(ProtocolError):
+        Receiver(theirs).receive()
+
+
+def test_descriptors_without_a_receiver_are_closed(
+    wire: tuple[socket.socket, socket.socket],
+) -> None:
+    """A trainer gets none; those that a writer did not ask for go with the receiver."""
+    ours, theirs = wire
+    sent = os.memfd_create("test")
+    before = os.listdir("/proc/self/fd")
+    trainer = Receiver(theirs, descriptors=0)
+    send(ours, {"type": "t"}, (sent, sent))
+    with pytest.raises(ProtocolError, match="claims 2 descriptors"):
+        trainer.receive()
+    raw = encode({"type": "t"})
+    writer = Receiver(theirs)
+    socket.send_fds(ours, [raw], [sent, sent])
+    assert writer.receive() == ({"type": "t"}, [])
+    writer.close()
+    assert os.listdir("/proc/self/fd") == before
+    os.close(sent)
+
+
+def test_messages_are_read_as_one_encoding(wire: tuple[socket.socket, socket.socket]) -> None:
+    """Not as whatever Python's JSON takes them for."""
+    ours, theirs = wire
+    body = '{"type":"t"}'.encode("utf-16")
+    ours.sendall(encode({})[:4] + struct.pack("<Q", len(body)) + body)
+    with pytest.raises(ProtocolError):
+        Receiver(theirs).receive()
+
+
+IMPOSSIBLE = [
+    {"type": "map", "block": 1, "nbytes": 4096},
+    {"type": "map", "block": []},
+    {"type": "cancel"},
+    {"type": "seals", "number": 1e999, "tables": []},
+]
+
+
+@pytest.mark.parametrize("message", IMPOSSIBLE, ids=repr)
+def test_what_a_trainer_never_says_is_a_protocol_error(
+    wire: tuple[socket.socket, socket.socket], message: dict[str, Any]
+) -> None:
+    """Not any error that happens to come up."""
+    with pytest.raises(ProtocolError):
+        _Writer(wire[0]).take(message, [])
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1 << 62])
+def test_a_job_in_memory_that_is_not_there_fails(
+    wire: tuple[socket.socket, socket.socket], nbytes: int
+) -> None:
+    """Also an empty file's, and before room is made for as many chunks as it claims to have."""
+    writer = _Writer(wire[0])
+    job, *_, seals = example_messages()
+    job["files"][0]["nbytes"] = nbytes
+    writer.take(seals, [])
+    writer.take(job, [])
+    taken, _ = writer._jobs.get()
+    with pytest.raises(ProtocolError, match="outside of the memory"):
+        writer._images(taken)
+
+
+@pytest.mark.parametrize("thread", [float("inf"), -1, "1"])
+def test_a_report_with_an_impossible_span_is_a_protocol_error(thread: Any) -> None:
+    """Infinity is JSON to Python, and no integer."""
+    _, written, *_ = example_messages()
+    written["report"]["receipts"][0]["work"]["spans"] = [["write", thread, 0.0, 1.0]]
+    with pytest.raises(ProtocolError):
+        report_from_message(written)
+
+
+@pytest.mark.parametrize("field", ["kind", "message", "path", "errno"])
+def test_a_failure_of_other_kinds_is_a_protocol_error(field: str) -> None:
+    """It would come up where it is made an exception of, far from the process that sent it."""
+    _, _, failed, *_ = example_messages()
+    assert isinstance(report_from_message(failed), RankFailed)
+    failed["report"]["failure"][field] = [[]]
+    with pytest.raises(ProtocolError):
+        report_from_message(failed)

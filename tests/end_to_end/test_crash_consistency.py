@@ -1,0 +1,261 @@
+"""After a crash at any moment of a save the old checkpoint is there, or the new one.
+
+Every operation that a save makes on storage is recorded. For every prefix of that sequence, and for
+everything that a crash at that moment may leave (see ``crashes``), the directory is rebuilt and
+looked at the way a resuming job does.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
+
+import nostall
+from nostall._commit import ahead
+from nostall.core import AsyncRequest
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import EngineOptions
+from nostall.state_dict_saver import (
+    CheckpointMetadataCache,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+from support.crashes import Disk, Operation, rebuild, recorded
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    return {
+        "large": torch.full((7000,), float(seed)),
+        "small": torch.arange(5) + seed,
+        "epoch": seed,
+    }
+
+
+def by_save(path: Path, seed: int) -> None:
+    """``dcp.save``, without a snapshot."""
+    dcp.save(
+        state_of(seed), storage_writer=FileSystemWriterAsync(path, thread_count=2), no_dist=True
+    )
+
+
+def by_split(path: Path, seed: int, cache: CheckpointMetadataCache | None = None) -> None:
+    """The split functions, with a snapshot; the request runs in this process as in the writer."""
+    writer = FileSystemWriterAsync(path, thread_count=2)
+    planned = save_state_dict_async_plan(
+        state_of(seed),
+        writer,
+        planner=DefaultSavePlanner(),
+        enable_cache=cache is not None,
+        metadata_cache=cache,
+    )
+    save_fn, preload_fn, args = writer.get_save_function_and_args()
+    request = AsyncRequest(
+        save_fn, args, [lambda: save_state_dict_async_finalize(*planned)], {}, preload_fn
+    )
+    request.execute_sync()
+
+
+WAYS = [by_save, by_split]
+Way = Callable[[Path, int], None]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks() -> Any:
+    nostall.configure(EngineOptions(chunk_nbytes=8192, io_threads=2))
+    yield
+    nostall.configure(EngineOptions())
+
+
+def loaded_from(path: Path) -> int:
+    """Which save a resuming job finds in a directory."""
+    state: dict[str, Any] = {
+        "large": torch.zeros(7000),
+        "small": torch.zeros(5, dtype=torch.int64),
+        "epoch": -1,
+    }
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    seed = state["epoch"]
+    assert isinstance(seed, int)
+    expected = state_of(seed)
+    assert torch.equal(state["large"], expected["large"])
+    assert torch.equal(state["small"], expected["small"])
+    return seed
+
+
+def outcomes(
+    before: Disk,
+    root: Path,
+    operations: list[Operation],
+    out: Path,
+    then: Callable[[Path], None] | None = None,
+) -> list[set[int | None]]:
+    """For every number of operations before a crash, the saves that may be found, or ``None``.
+
+    ``then`` is what has to remove all that is left of the checkpoint.
+    """
+    disk, found, states = before, [], 0
+    for number in range(len(operations) + 1):
+        if number:
+            disk.apply(operations[number - 1])
+        here: set[int | None] = set()
+        for left in disk.after_crash():
+            states += 1
+            place = out / "left"
+            rebuild(left, root, place)
+            whole = nostall.is_complete(place / "checkpoint", deep=True)
+            here.add(loaded_from(place / "checkpoint") if whole else None)
+            if not whole:
+                # Not even stock, which checks nothing, may take it for a checkpoint.
+                assert not (place / "checkpoint" / ".metadata").exists()
+            if then is not None:
+                then(place / "checkpoint")
+                assert not (place / "checkpoint").exists()
+            shutil.rmtree(place)
+        found.append(here)
+    print(f"{states} states")
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_new_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path, way: Way) -> None:
+    """And it is there for good when the save call has returned, its directory included."""
+    root = tmp_path / "root"
+    root.mkdir()
+    before = Disk.holding(root)
+    with recorded() as operations:
+        way(root / "checkpoint", 1)
+    found = outcomes(before, root, operations, tmp_path)
+    assert found[0] == {None}
+    assert {1, None} in found
+    assert found[-1] == {1}
+    assert set().union(*found) == {None, 1}
+
+
+def test_a_new_checkpoint_whose_metadata_is_written_ahead_is_there_as_a_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread writes to it while the files are written; it has its name after they have theirs."""
+    monkeypatch.setattr(ahead, "WORTH_IT_NBYTES", 0)
+    root, cache = tmp_path / "root", CheckpointMetadataCache()
+    root.mkdir()
+    for number in range(4):
+        by_split(tmp_path / f"known {number}", 0, cache)
+    before = Disk.holding(root)
+    with recorded() as operations:
+        by_split(root / "checkpoint", 1, cache)
+    made = [Path(each.path).name for each in operations if each.name == "create"]
+    assert len([name for name in made if name.endswith(".tmp") and name != ".metadata.tmp"]) == 1
+    found = outcomes(before, root, operations, tmp_path)
+    assert found[0] == {None}
+    assert found[-1] == {1}
+    assert set().union(*found) == {None, 1}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_that_is_replaced_is_there_until_the_new_one_is(
+    tmp_path: Path, way: Way
+) -> None:
+    """Never none and never a mixture; the old files go when the new checkpoint is durable."""
+    root = tmp_path / "root"
+    root.mkdir()
+    way(root / "checkpoint", 1)
+    before = Disk.holding(root)
+    with recorded() as operations:
+        way(root / "checkpoint", 2)
+    assert [each.name for each in operations].count("unlink") >= 2
+    found = outcomes(before, root, operations, tmp_path)
+    assert found[0] == {1}
+    assert {1, 2} in found
+    assert found[-1] == {2}
+    assert set().union(*found) == {1, 2}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_that_is_removed_is_there_as_a_whole_or_not_at_all(
+    tmp_path: Path, way: Way
+) -> None:
+    """A crash leaves the checkpoint or nothing like one; removing it again removes the rest."""
+    root = tmp_path / "root"
+    root.mkdir()
+    way(root / "checkpoint", 1)
+    before = Disk.holding(root)
+    with recorded() as operations:
+        nostall.remove_checkpoint(root / "checkpoint")
+    found = outcomes(before, root, operations, tmp_path, then=nostall.remove_checkpoint)
+    assert found[0] == {1}
+    assert {1, None} in found
+    assert found[-1] == {None}
+    assert set().union(*found) == {1, None}
+
+
+def test_the_model_finds_files_that_are_removed_before_the_metadata(tmp_path: Path) -> None:
+    """As ``shutil.rmtree`` would, in the order that the file system gives."""
+    root = tmp_path / "root"
+    root.mkdir()
+    by_save(root / "checkpoint", 1)
+    before = Disk.holding(root)
+    with recorded() as operations:
+        nostall.remove_checkpoint(root / "checkpoint")
+    metadata, *rest = operations
+    assert metadata.path.endswith(".metadata")
+    for order in ([*rest, metadata], [metadata, *(each for each in rest if each.name != "fsync")]):
+        disk = Disk(dict(before.names), dict(before.now), [])
+        with pytest.raises(AssertionError):
+            outcomes(disk, root, order, tmp_path)
+        shutil.rmtree(tmp_path / "left")
+
+
+def test_the_levels_above_a_new_checkpoint_are_durable_too(tmp_path: Path) -> None:
+    """All of them that the save has made."""
+    root = tmp_path / "root"
+    root.mkdir()
+    before = Disk.holding(root)
+    with recorded() as operations:
+        by_save(root / "run" / "of today" / "checkpoint", 1)
+    for operation in operations:
+        before.apply(operation)
+    for left in before.after_crash():
+        rebuild(left, root, tmp_path / "left")
+        assert loaded_from(tmp_path / "left" / "run" / "of today" / "checkpoint") == 1
+        shutil.rmtree(tmp_path / "left")
+
+
+def test_without_fsync_nothing_is_synced(tmp_path: Path) -> None:
+    """``sync_files=False`` is for checkpoints that need not survive a machine; the order stays."""
+    with recorded() as operations:
+        writer = FileSystemWriterAsync(tmp_path / "checkpoint", sync_files=False)
+        dcp.save(state_of(1), storage_writer=writer, no_dist=True)
+    names = [each.name for each in operations]
+    assert "fsync" not in names
+    assert names[-1] == "rename"
+
+
+def test_the_model_finds_a_missing_fsync(tmp_path: Path) -> None:
+    """Without any one fsync some crash loses or tears a checkpoint: the test above can fail."""
+    root = tmp_path / "root"
+    root.mkdir()
+    by_save(root / "checkpoint", 1)
+    before = Disk.holding(root)
+    with recorded() as operations:
+        by_save(root / "checkpoint", 2)
+    unnoticed = []
+    for number, operation in enumerate(operations):
+        if operation.name != "fsync" or operation.path == str(root):
+            continue  # that of the directory's own name is needed for a new one only
+        without = [*operations[:number], *operations[number + 1 :]]
+        disk = Disk(dict(before.names), dict(before.now), [])
+        try:
+            found = outcomes(disk, root, without, tmp_path)
+        except AssertionError:
+            shutil.rmtree(tmp_path / "left", ignore_errors=True)
+            continue
+        if found[-1] == {2} and set().union(*found) == {1, 2}:
+            unnoticed.append(operation)
+    assert unnoticed == []

@@ -1,0 +1,533 @@
+"""Whatever fails, every rank raises soon, the old checkpoint stays, and the next save works."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import nostall
+from nostall.core import AsyncCallsQueue
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import EngineOptions
+from nostall.testing import Hold, inject, writer_pids
+from programs.faults import (
+    ALL_FAULTS,
+    AT_ONCE,
+    DEATHS,
+    ERRNO_FAULTS,
+    Attempt,
+    digest,
+    kill_and_wait,
+    outcome_of,
+    same,
+)
+from support.ranks import TESTS, run_ranks
+from support.states import blobs, schedule, small_state
+
+Report = dict[str, Any]
+SOON_S = 20.0
+"""A bound for what takes milliseconds, on a machine that is busy with other things."""
+DEADLINE_S = 60.0
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reports_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What every rank saw of every failure, by kind and title; two ranks start once for all."""
+    return run_ranks(2, "faults:everything", tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture
+def writer_faults(reports_of_ranks: list[dict[str, Any]]) -> list[dict[str, Report]]:
+    """Failures of a writer, or of the storage under it."""
+    return [reports["writer"] for reports in reports_of_ranks]
+
+
+@pytest.fixture
+def other_faults(reports_of_ranks: list[dict[str, Any]]) -> list[dict[str, Report]]:
+    """The other failures."""
+    return [reports["other"] for reports in reports_of_ranks]
+
+
+def only_failure(report: Report, rank: int) -> Report:
+    """The one failure there is, which is this rank's."""
+    assert report["failures"].keys() == {str(rank)}
+    failure: Report = report["failures"][str(rank)]
+    assert failure["rank"] == rank
+    assert f"rank={rank}" in report["text"]
+    return failure
+
+
+def named_well(report: Report, failure: Report, *, fault: str) -> bool:
+    """Whether a writer's failure says which file and why, in its attributes and in its text."""
+    if fault in ERRNO_FAULTS:
+        code = ERRNO_FAULTS[fault][1]
+        cause = failure["kind"] == "WriteError" and failure["errno"] == code
+        word = os.strerror(code)
+    elif fault in DEATHS:
+        code = DEATHS[fault][1]
+        cause = failure["kind"] == "WriterDiedError" and failure["exit_code"] == code
+        word = "SIGKILL" if code < 0 else f"exit code {code}"
+    else:
+        cause = failure["kind"] == "WriteError"
+        word = "nobody expects this"
+    path = failure["path"]
+    return cause and word in report["text"] and path in report["text"] and path.endswith(".distcp")
+
+
+@pytest.mark.parametrize("fault", ALL_FAULTS)
+def test_a_fault_of_one_ranks_writer_is_raised_on_every_rank_with_rank_file_and_cause(
+    writer_faults: list[dict[str, Report]], fault: str
+) -> None:
+    """Both ranks raise within seconds, and both name the rank, the file and the cause.
+
+    Whichever rank it is, and whether the ranks wait or poll.
+    """
+    for reports, title in product(writer_faults, (fault, f"{fault} over another")):
+        victim = reports[title]["victim"]
+        failure = only_failure(reports[title], victim)
+        assert named_well(reports[title], failure, fault=fault)
+        assert f"__{victim}_0" in failure["path"]
+        assert reports[title]["seconds"] < SOON_S
+
+
+def test_frameworks_find_their_words_on_the_coordinator(
+    writer_faults: list[dict[str, Report]],
+) -> None:
+    """Text that says ``Worker failure`` is raised on the coordinator, whichever rank failed."""
+    assert all("Worker failure" in report["text"] for report in writer_faults[0].values())
+
+
+@pytest.mark.parametrize("fault", ALL_FAULTS)
+def test_a_failed_save_leaves_no_file_in_a_fresh_directory(
+    writer_faults: list[dict[str, Report]], fault: str
+) -> None:
+    """No metadata and no shard file of either rank is left."""
+    for reports in writer_faults:
+        assert reports[fault]["committed"] is False
+        assert reports[fault]["files"] == []
+
+
+@pytest.mark.parametrize("fault", ALL_FAULTS)
+def test_a_failed_save_over_a_checkpoint_leaves_that_checkpoint(
+    writer_faults: list[dict[str, Report]], fault: str
+) -> None:
+    """The previous checkpoint loads bit for bit, and nothing but its files is there."""
+    for reports in writer_faults:
+        report = reports[f"{fault} over another"]
+        assert report["previous loads"] is True
+        assert report["files"] == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+
+
+def test_the_save_after_a_failed_one_works(reports_of_ranks: list[dict[str, Any]]) -> None:
+    """The same structure goes to the same directory and loads bit for bit, after any failure."""
+    for kinds in reports_of_ranks:
+        for reports in kinds.values():
+            assert all(report["next loads"] is True for report in reports.values())
+
+
+def test_finalize_functions_never_run_after_a_failure(
+    reports_of_ranks: list[dict[str, Any]],
+) -> None:
+    """What would have announced the checkpoint is not called on any rank."""
+    for kinds in reports_of_ranks:
+        for reports in kinds.values():
+            assert not any(report.get("finalized") for report in reports.values())
+
+
+def test_a_stopped_writer_is_given_up_at_the_deadline_on_every_rank(
+    other_faults: list[dict[str, Report]],
+) -> None:
+    """With a longest wait of two seconds both ranks raise a timeout that names the rank.
+
+    Nothing is left.
+    """
+    for reports in other_faults:
+        report = reports["stopped"]
+        failure = only_failure(report, 1)
+        assert failure["kind"] == "SaveTimeoutError"
+        assert "2 s" in failure["message"]
+        assert 1.5 < report["seconds"] < SOON_S
+        assert report["files"] == []
+
+
+@pytest.mark.parametrize("staging", ["blocking", "overlapped"])
+def test_memory_that_one_rank_lacks_fails_dcp_async_save_on_every_rank(
+    other_faults: list[dict[str, Report]], staging: str
+) -> None:
+    """No rank waits for one that could not take its snapshot, or plans with its next save.
+
+    Where a planner does not notice that values are missing, nothing is committed either.
+    """
+    for reports in other_faults:
+        failure = only_failure(reports[f"no memory, {staging}, DefaultSavePlanner"], 1)
+        assert failure["kind"] == "ReservationError"
+        assert os.strerror(errno.EFBIG) in failure["message"]
+        overlooked = only_failure(reports[f"no memory, {staging}, OnlyTensors"], 1)
+        assert overlooked["kind"] == "StagingError"
+        assert os.strerror(errno.EFBIG) in overlooked["message"]
+        for planner in ("DefaultSavePlanner", "OnlyTensors"):
+            report = reports[f"no memory, {staging}, {planner}"]
+            assert report["previous loads"] is True
+            assert report["seconds"] < SOON_S
+
+
+@pytest.mark.parametrize("way", ["save_now", "save_async", "save_split"])
+def test_ranks_that_save_to_different_directories_raise(
+    other_faults: list[dict[str, Report]], way: str
+) -> None:
+    """A path with each rank's own time of day in it makes no checkpoint of half the files.
+
+    Two names of one directory are no mistake.
+    """
+    for reports in other_faults:
+        report = reports[f"directories, {way}"]
+        failure = only_failure(report, 0)
+        assert failure["kind"] == "RankMismatchError"
+        assert failure["path"].endswith(f"{way} 0")
+        assert f"ranks [1] to {failure['path'][:-1]}1" in report["text"]
+        assert report["committed"] is False
+
+
+@pytest.mark.parametrize("title", ["commit", "commit over another"])
+def test_a_coordinator_that_cannot_publish_raises_on_every_rank(
+    other_faults: list[dict[str, Report]], title: str
+) -> None:
+    """Metadata that cannot be written fails the save everywhere, with path and errno.
+
+    On the rank itself the error of the system is the cause. Nothing is published.
+    """
+    assert "IsADirectoryError" in only_failure(other_faults[0][title], 0)["causes"]
+    for reports in other_faults:
+        failure = only_failure(reports[title], 0)
+        assert failure["kind"] == "WriteError"
+        assert failure["phase"] == "commit"
+        assert failure["errno"] == errno.EISDIR
+        assert failure["path"].endswith(f"{title}/.metadata")
+        assert failure["path"] in reports[title]["text"]
+    assert other_faults[0]["commit"]["committed"] is False
+    assert other_faults[0]["commit over another"]["previous loads"] is True
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["planned together", "cached plans"])
+@pytest.mark.parametrize("what", ["no plan", "no data"])
+def test_a_planner_that_fails_on_one_rank_fails_the_save_on_every_rank(
+    other_faults: list[dict[str, Report]],
+    what: str,
+    cached: bool,  # noqa: FBT001  # a parameter of the test
+) -> None:
+    """The planner's exception is named everywhere, and nothing is left of the save.
+
+    Before or after the ranks have planned together, and where they no longer talk while planning.
+    """
+    for reports in other_faults:
+        report = reports[f"{what}, cached" if cached else what]
+        only_failure(report, 1)
+        assert f"LookupError: {what} today" in report["text"]
+        assert report["committed"] is False
+        assert report["files"] == []
+        assert report["seconds"] < SOON_S
+        assert report["silent"] is cached
+
+
+@pytest.mark.parametrize(
+    ("title", "kind", "word"),
+    [
+        ("save", "WriteError", os.strerror(errno.ENOSPC)),
+        ("async_save", "WriterDiedError", "SIGKILL"),
+    ],
+)
+def test_stock_entry_points_raise_on_every_rank_too(
+    other_faults: list[dict[str, Report]], title: str, kind: str, word: str
+) -> None:
+    """If one rank's storage or writer fails, ``dcp.save`` and ``dcp.async_save`` raise on both.
+
+    The checkpoint that they were to replace still loads.
+    """
+    for reports in other_faults:
+        failure = only_failure(reports[title], 1)
+        assert failure["kind"] == kind
+        assert word in reports[title]["text"]
+        assert failure["path"] in reports[title]["text"]
+        assert reports[title]["seconds"] < SOON_S
+        assert reports[title]["previous loads"] is True
+
+
+@pytest.fixture
+def at_once() -> Iterator[None]:
+    """No fault of these passes, so no save waits for that."""
+    nostall.configure(AT_ONCE)
+    yield
+    nostall.configure(EngineOptions())
+
+
+# --- one process ----------------------------------------------------------------------------------
+
+
+def split_save(path: Path, seed: int, thread_count: int) -> None:
+    with AsyncCallsQueue() as queue:
+        schedule(queue, path, small_state(seed), thread_count=thread_count)
+
+
+def async_save(path: Path, seed: int, thread_count: int) -> None:
+    writer = FileSystemWriterAsync(path, thread_count=thread_count)
+    future = dcp.async_save(small_state(seed), storage_writer=writer)
+    assert isinstance(future, Future)
+    future.result(DEADLINE_S)
+
+
+def sync_save(path: Path, seed: int, thread_count: int) -> None:
+    writer = FileSystemWriterAsync(path, thread_count=thread_count)
+    dcp.save(small_state(seed), storage_writer=writer)
+
+
+Way = Callable[[Path, int, int], None]
+CASES = [
+    *((split_save, fault) for fault in ALL_FAULTS),
+    # Stock's thread waits for what the writer reports, whatever it is.
+    *((async_save, fault) for fault in (*DEATHS, "ENOSPC at chunk")),
+    # A synchronous save writes in the trainer, so there is no writer process that could die.
+    *((sync_save, fault) for fault in ALL_FAULTS if fault not in DEATHS),
+]
+
+
+@pytest.mark.parametrize("thread_count", [1, 4])
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize(
+    ("way", "fault"), CASES, ids=[f"{way.__name__}, {fault}" for way, fault in CASES]
+)
+def test_a_fault_in_a_single_process_is_raised_and_harms_nothing(
+    tmp_path: Path, way: Way, fault: str, thread_count: int
+) -> None:
+    """The failure names file and cause, and the next save works, with one file and with several.
+
+    A fresh directory stays empty; an older checkpoint stays what it was.
+    """
+    fresh, overwritten = tmp_path / "fresh", tmp_path / "overwritten"
+    way(overwritten, 1, thread_count)
+    before = digest(overwritten)
+    listed = sorted(os.listdir(overwritten))
+    for path in (fresh, overwritten):
+        with inject(ALL_FAULTS[fault]):
+            report = outcome_of(lambda path=path: way(path, 2, thread_count))  # type: ignore[misc]  # mypy has no type for defaults
+        failure = only_failure(report, 0)
+        assert named_well(report, failure, fault=fault)
+        assert failure["path"].startswith(f"{path}/__0_")
+        assert report["seconds"] < SOON_S
+    assert os.listdir(fresh) == []
+    assert sorted(os.listdir(overwritten)) == listed
+    assert digest(overwritten) == before
+    loaded = small_state(9)
+    dcp.load(loaded, checkpoint_id=overwritten)
+    assert same(loaded, small_state(1))
+    for path in (fresh, overwritten):
+        way(path, 3, thread_count)
+    assert blobs(fresh) == blobs(overwritten)
+    assert digest(fresh) != before
+
+
+def test_a_fault_in_one_of_several_files_names_that_file(tmp_path: Path) -> None:
+    """Where only one file's storage fails, the error has its path, and the other files go, too."""
+    (fault, code) = ERRNO_FAULTS["ENOSPC at chunk"]
+    with AsyncCallsQueue() as queue:
+        with inject(type(fault).errno("chunk", code, file="__0_2")):
+            Attempt(queue, tmp_path / "saved", small_state(1), thread_count=4)
+        report = outcome_of(queue.wait)
+    assert only_failure(report, 0)["path"] == str(tmp_path / "saved" / "__0_2.distcp")
+    assert os.listdir(tmp_path / "saved") == []
+
+
+def test_a_save_right_after_the_writers_death_gets_a_new_writer(tmp_path: Path) -> None:
+    """A writer that ended a moment ago gets no save, whether or not its end was noticed yet."""
+    seen = set()
+    with AsyncCallsQueue() as queue:
+        for number in range(10):
+            (pid,) = writer_pids()
+            seen.add(pid)
+            kill_and_wait(pid)
+            schedule(queue, tmp_path / f"{number}", {"weight": torch.full((3,), number)})
+            queue.wait()
+    assert len(seen) == 10
+    assert digest(tmp_path / "0") != digest(tmp_path / "9")
+
+
+def test_signals_to_the_writer_do_not_disturb_a_save(tmp_path: Path) -> None:
+    """SIGINT and SIGTERM at the writer, as a scheduler sends them to all, do not harm the save."""
+    with Hold("chunk") as hold, AsyncCallsQueue() as queue:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "saved", small_state(1))
+        hold.wait_reached()
+        before = writer_pids()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            os.kill(before[0], number)
+        hold.release()
+        queue.wait()
+        assert writer_pids() == before
+    dcp.save(small_state(1), storage_writer=FileSystemWriterAsync(tmp_path / "expected"))
+    assert digest(tmp_path / "saved") == digest(tmp_path / "expected")
+
+
+# --- trainers that are interrupted, killed or limited ---------------------------------------------
+
+
+class Trainer:
+    """A trainer in its own process and session, running a function of ``programs.faults``."""
+
+    def __init__(self, function: str, out: Path, *args: str) -> None:
+        script = "import sys, pathlib; from programs import faults;"
+        script += " getattr(faults, sys.argv[1])(pathlib.Path(sys.argv[2]), *sys.argv[3:])"
+        path = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", script, function, str(out), *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "TMPDIR": str(out)},
+        )
+
+    def hear(self) -> Report:
+        """The next thing that it says; a trainer that ends without a word is an error here."""
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], DEADLINE_S)[0]
+        message: Report = json.loads(self.process.stdout.readline())
+        return message
+
+    def close(self) -> None:
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+        self.process.kill()
+        self.process.wait(DEADLINE_S)
+
+
+@contextmanager
+def trainer(function: str, out: Path, *args: str) -> Iterator[Trainer]:
+    running = Trainer(function, out, *args)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def wait_for_end(pids: list[int], *, kill: subprocess.Popen[str], timeout_s: float) -> list[int]:
+    """Kill a process, and return which of the others have not ended within ``timeout_s``."""
+    watched = {os.pidfd_open(pid): pid for pid in pids}
+    try:
+        kill.kill()
+        kill.wait(DEADLINE_S)
+        left = dict(watched)
+        for fd in watched:
+            if select.select([fd], [], [], timeout_s)[0]:
+                del left[fd]
+        return list(left.values())
+    finally:
+        for fd in watched:
+            os.close(fd)
+
+
+def in_dev_shm(pid: int) -> list[str]:
+    """What a process has open or mapped in ``/dev/shm``."""
+    process = psutil.Process(pid)
+    paths = [file.path for file in process.open_files()]
+    paths += [str(mapping[0]) for mapping in process.memory_maps(grouped=True)]
+    return [path for path in paths if path.startswith("/dev/shm")]
+
+
+def test_a_killed_trainer_leaves_nothing_behind(tmp_path: Path) -> None:
+    """After SIGKILL in the middle of a save the writer is gone within five seconds.
+
+    Nothing of it is in /dev/shm, and there is no metadata.
+    """
+    with trainer("stands_in_the_middle_of_a_save", tmp_path) as running:
+        writer = running.hear()["writer"]
+        assert psutil.Process(writer).ppid() == running.process.pid
+        assert in_dev_shm(writer) == in_dev_shm(running.process.pid) == []
+        assert wait_for_end([writer], kill=running.process, timeout_s=5) == []
+    assert not (tmp_path / "checkpoint" / ".metadata").exists()
+
+
+def test_a_forked_child_of_a_killed_trainer_does_not_keep_the_writer(tmp_path: Path) -> None:
+    """Children that outlive the trainer and hold its descriptors do not keep the writer alive.
+
+    Whether they were forked by Python or by C code.
+    """
+    with trainer("stands_in_the_middle_of_a_save", tmp_path, "fork") as running:
+        told = running.hear()
+        children = [psutil.Process(pid) for pid in told["children"]]
+        try:
+            assert wait_for_end([told["writer"]], kill=running.process, timeout_s=5) == []
+            assert all(child.status() != psutil.STATUS_ZOMBIE for child in children)
+        finally:
+            for child in children:
+                child.kill()
+    assert len(children) == 2
+    assert not (tmp_path / "checkpoint" / ".metadata").exists()
+
+
+def test_ctrl_c_does_not_kill_the_save_in_flight(tmp_path: Path) -> None:
+    """SIGINT for the trainer's whole process group is the trainer's to handle.
+
+    The writer goes on, and the save that it was writing is committed.
+    """
+    with trainer("is_interrupted", tmp_path) as running:
+        running.hear()
+        os.killpg(running.process.pid, signal.SIGINT)
+        assert running.hear() == {"interrupted": True, "same_writer": True}
+        assert running.process.wait(DEADLINE_S) == 0
+    dcp.save(small_state(1), storage_writer=FileSystemWriterAsync(tmp_path / "expected"))
+    assert digest(tmp_path / "checkpoint") == digest(tmp_path / "expected")
+
+
+def test_a_forked_child_that_exits_does_not_disturb_a_save(tmp_path: Path) -> None:
+    """Children forked during a save own nothing of nostall and may leave as they like.
+
+    Through the queue's ``with`` block, too: that save and the next one are right, by the same
+    writer.
+    """
+    with trainer("forks", tmp_path) as running:
+        assert running.hear() == {"codes": [0, 0, 0], "same_writer": True}
+        assert running.process.wait(DEADLINE_S) == 0
+    assert digest(tmp_path / "held") == digest(tmp_path / "stock held")
+    assert digest(tmp_path / "next") == digest(tmp_path / "stock next")
+
+
+def test_a_file_size_limit_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE gives EFBIG with the path, and no process dies of SIGXFSZ.
+
+    In the writer process and in the trainer. Where the limit is in force before memory is reserved,
+    the reservation says so.
+    """
+    with trainer("has_a_file_size_limit", tmp_path) as running:
+        told = running.hear()
+        assert running.process.wait(DEADLINE_S) == 0
+    for name, directory in (
+        ("in_the_writer", "in the writer"),
+        ("in_the_trainer", "in the trainer"),
+    ):
+        failure = only_failure(told[name], 0)
+        assert (failure["kind"], failure["errno"]) == ("WriteError", errno.EFBIG)
+        assert failure["path"] == str(tmp_path / directory / "__0_0.distcp")
+        assert os.strerror(errno.EFBIG) in told[name]["text"]
+        assert os.listdir(tmp_path / directory) == []
+    assert only_failure(told["before_memory"], 0)["kind"] == "ReservationError"
+    assert os.strerror(errno.EFBIG) in told["before_memory"]["text"]
+    assert told["after"] is True

@@ -1,0 +1,368 @@
+"""What a save costs the host: memory, descriptors, processes, and waits of the next save."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+
+import nostall
+from nostall._engine import default_engine
+from nostall.core import AsyncCallsQueue
+from nostall.errors import SaveTimeoutError
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import EngineOptions
+from nostall.state_dict_saver import CheckpointMetadataCache
+from nostall.testing import Hold, inject, writer_pids
+from support.ranks import TESTS
+from support.states import blobs, read_metadata, schedule, small_state
+
+DEADLINE_S = 60.0
+
+
+def run_python(*arguments: str) -> str:
+    """What a Python process writes to standard output; one that fails is an error here."""
+    path = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=2 * DEADLINE_S,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_program(function: str, out: Path, *args: str) -> Any:
+    """What a function of ``programs.resources`` tells, run in a process of its own."""
+    script = "import sys, pathlib; from programs import resources;"
+    script += " getattr(resources, sys.argv[1])(pathlib.Path(sys.argv[2]), *sys.argv[3:])"
+    return json.loads(run_python("-c", script, function, str(out), *args))
+
+
+def save_by_stock(path: Path, state: dict[str, Any]) -> dict[Any, bytes]:
+    dcp.save(state, storage_writer=FileSystemWriter(path))
+    return blobs(path)
+
+
+# --- memory and descriptors -----------------------------------------------------------------------
+
+
+def test_five_thousand_tensors_need_few_descriptors(tmp_path: Path) -> None:
+    """With a limit of 64 open files 5,000 tensors, changed afterwards, are saved and load right."""
+    assert run_program("has_few_descriptors", tmp_path) == {"wrong": []}
+    assert len(read_metadata(tmp_path / "checkpoint").storage_data) == 5000
+
+
+@pytest.mark.parametrize("structures", [("64",), ("64", "48", "60")], ids=["same", "alternating"])
+def test_memory_and_descriptors_stay_flat_over_many_saves(
+    tmp_path: Path, structures: tuple[str, ...]
+) -> None:
+    """From the third save on, twenty saves of up to 64 MiB keep memory within 5 %.
+
+    The numbers of descriptors, threads and processes do not change at all.
+
+    Measured after each save: the proportional set size of trainer and writer together, which counts
+    every page once, however many of the two have it mapped (snapshot memory is mapped by both); the
+    resident size of each of them, which counts such pages in full; and the snapshot memory that is
+    reserved.
+    """
+    measured = run_program("saves_again_and_again", tmp_path, *structures)
+    steady = measured[2:]
+    for name in ("proportional", "trainer", "writer", "reserved"):
+        sizes = [each[name] for each in steady]
+        assert max(sizes) <= 1.05 * min(sizes), (name, sizes)
+    for name in ("trainer descriptors", "writer descriptors", "writer threads", "children"):
+        assert len({each[name] for each in steady}) == 1, (name, [each[name] for each in steady])
+    assert max(each["reserved"] for each in measured) < (2 * 64 + 8) << 20
+
+
+def test_a_long_text_that_changes_is_not_kept(tmp_path: Path) -> None:
+    """A log in the state dict costs memory while it is saved, not for the rest of the process."""
+    cache, held = CheckpointMetadataCache(), []
+    tracemalloc.start()
+    try:
+        with AsyncCallsQueue() as queue:
+            for number in range(8):
+                state = {"weight": torch.ones(8), "log": f"{number}" * (4 << 20)}
+                schedule(queue, tmp_path / "save", state, cache=cache)
+                queue.wait()
+                held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert held[-1] - held[3] < 4 << 20
+
+
+def test_a_writer_made_for_a_checkpoint_costs_no_process(tmp_path: Path) -> None:
+    """``FileSystemWriterAsync`` may be made for every checkpoint: no process or thread starts."""
+    before = psutil.Process().children(recursive=True), threading.enumerate()
+    writers = [FileSystemWriterAsync(tmp_path / f"{number}") for number in range(3)]
+    with AsyncCallsQueue():
+        pass
+    assert (psutil.Process().children(recursive=True), threading.enumerate()) == before
+    assert len(writers) == 3
+
+
+def test_a_synchronous_save_starts_no_process(tmp_path: Path) -> None:
+    """``dcp.save`` writes in the trainer, with threads that are gone when it returns."""
+    before = psutil.Process().children(recursive=True), threading.enumerate()
+    writer = FileSystemWriterAsync(tmp_path / "saved", thread_count=4)
+    dcp.save(small_state(1), storage_writer=writer)
+    assert (psutil.Process().children(recursive=True), threading.enumerate()) == before
+
+
+# --- back-pressure --------------------------------------------------------------------------------
+
+
+class Later(threading.Thread):
+    """Schedules a save in a thread of its own, and notes when the call returned."""
+
+    def __init__(self, path: Path, seed: int) -> None:
+        super().__init__()
+        self.queue = AsyncCallsQueue()
+        self._path = path
+        self._seed = seed
+        self.returned_s = 0.0
+
+    def run(self) -> None:
+        state = small_state(self._seed)
+        schedule(self.queue, self._path, state)
+        self.returned_s = time.monotonic()
+        state["weight"].fill_(99)
+
+
+@pytest.mark.parametrize("allowed", [1, 2])
+def test_a_save_beyond_max_in_flight_waits_for_the_oldest(tmp_path: Path, allowed: int) -> None:
+    """With as many saves held as may be in flight, the next call waits until one is written.
+
+    All of them are right.
+    """
+    nostall.configure(EngineOptions(max_in_flight=allowed))
+    with ExitStack() as stack, AsyncCallsQueue() as queue:
+        held = [stack.enter_context(Hold()) for _ in range(allowed)]
+        for seed, hold in enumerate(held):
+            with inject(hold.fault):
+                schedule(queue, tmp_path / f"{seed}", small_state(seed))
+        held[0].wait_reached()
+        later = Later(tmp_path / "later", 7)
+        later.start()
+        later.join(0.5)  # a call that does not wait returns well within this
+        assert later.is_alive()
+        released_s = time.monotonic()
+        held[0].release()
+        later.join(DEADLINE_S)
+        assert not later.is_alive()
+        assert later.returned_s > released_s
+        for hold in held[1:]:
+            hold.release()
+        later.queue.close()
+    for seed, name in (*((seed, f"{seed}") for seed in range(allowed)), (7, "later")):
+        assert blobs(tmp_path / name) == save_by_stock(
+            tmp_path / f"stock {name}", small_state(seed)
+        )
+
+
+def test_saves_within_max_in_flight_do_not_wait(tmp_path: Path) -> None:
+    """With the first save held, a second one is taken at once, from memory of its own."""
+    nostall.configure(EngineOptions(max_in_flight=2))
+    with Hold() as hold, AsyncCallsQueue() as queue:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "first", small_state(1))
+        hold.wait_reached()
+        schedule(queue, tmp_path / "second", small_state(2))
+        assert queue.pending == 2
+        hold.release()
+    for seed, name in ((1, "first"), (2, "second")):
+        assert blobs(tmp_path / name) == save_by_stock(
+            tmp_path / f"stock {name}", small_state(seed)
+        )
+
+
+def test_waiting_for_memory_ends_at_the_deadline(tmp_path: Path) -> None:
+    """A save that finds all memory taken for too long fails as a timeout that says what to do.
+
+    The saves in flight are not harmed.
+    """
+    nostall.configure(EngineOptions(max_in_flight=1, save_timeout_s=0.5))
+    with Hold() as hold, inject(hold.fault), AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path / "first", small_state(1))
+        hold.wait_reached()
+        with AsyncCallsQueue() as other:
+            schedule(other, tmp_path / "second", small_state(2))
+            with pytest.raises(CheckpointException) as caught:
+                other.wait()
+        ((error, _),) = caught.value.failures.values()
+        assert isinstance(error, SaveTimeoutError)
+        assert error.phase == "stage"
+        assert "in flight" in str(error)
+        with pytest.raises(SaveTimeoutError):
+            FileSystemWriterAsync(tmp_path / "third").stage(small_state(3))
+        hold.release()
+        # So that closing the queue, for which half a second holds as well, finds the first save
+        # done.
+        default_engine().arena.lease(1, timeout_s=DEADLINE_S).release()
+    assert blobs(tmp_path / "first") == save_by_stock(tmp_path / "stock", small_state(1))
+    assert not (tmp_path / "second" / ".metadata").exists()
+
+
+# --- the import and the script --------------------------------------------------------------------
+
+
+def test_importing_nostall_starts_nothing_and_loads_no_torch() -> None:
+    """``import nostall`` is cheap: no torch, no thread, no process, no file or socket left open."""
+    script = """if True:
+        import json, os, sys, threading
+        before = set(os.listdir("/proc/self/fd"))
+        import nostall
+        after = set(os.listdir("/proc/self/fd"))
+        import psutil
+        print(json.dumps({
+            "torch": [name for name in sys.modules if name.split(".")[0] == "torch"],
+            "threads": len(threading.enumerate()),
+            "children": len(psutil.Process().children()),
+            "descriptors": len(after) - len(before),
+            "names": sorted(nostall.__all__) == dir(nostall),
+        }))
+    """
+    told = json.loads(run_python("-c", script))
+    assert told == {"torch": [], "threads": 1, "children": 0, "descriptors": 0, "names": True}
+
+
+def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
+    """A plain script that saves needs no ``if __name__ == "__main__"``: it runs only once."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+import os, pathlib, torch
+import torch.distributed.checkpoint as dcp
+from nostall import AsyncCallsQueue, FileSystemWriterAsync
+from support.states import schedule
+
+here = pathlib.Path(__file__).parent
+with open(here / "runs", "a") as runs:
+    runs.write(f"{os.getpid()}\\n")
+with AsyncCallsQueue() as queue:
+    schedule(queue, here / "split", {"weight": torch.ones(5)})
+dcp.async_save(
+    {"weight": torch.ones(5)}, storage_writer=FileSystemWriterAsync(here / "async")
+).result()
+print("trained")
+"""
+    )
+    assert run_python(str(script)) == "trained\n"
+    assert len((tmp_path / "runs").read_text().split()) == 1
+    for name in ("split", "async"):
+        state = {"weight": torch.zeros(5)}
+        dcp.load(state, checkpoint_id=tmp_path / name)
+        assert torch.equal(state["weight"], torch.ones(5))
+
+
+# --- the writer process ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> psutil.Process:
+    """The writer process after a save."""
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path / "saved", small_state(1), thread_count=4)
+    (pid,) = writer_pids()
+    return psutil.Process(pid)
+
+
+def test_the_writer_process_has_no_torch_and_no_accelerator(writer: psutil.Process) -> None:
+    """The running process has no torch mapped, no accelerator device open, and is small."""
+    maps = Path(f"/proc/{writer.pid}/maps").read_text()
+    paths = {line.split()[-1] for line in maps.splitlines() if "/" in line}
+    opened = {
+        os.readlink(f"/proc/{writer.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{writer.pid}/fd")
+    }
+    assert not [path for path in paths if "torch" in path or "cuda" in path.lower()]
+    assert not [path for path in paths | opened if path.startswith(("/dev/nvidia", "/dev/kfd"))]
+    assert "nostall._writer.main" in " ".join(writer.cmdline())
+    assert writer.memory_full_info().uss < 40 << 20
+
+
+def test_the_writer_process_listens_on_no_socket(writer: psutil.Process) -> None:
+    """It talks over one inherited Unix socket; there is no port to connect to."""
+    name = "net_connections" if hasattr(writer, "net_connections") else "connections"  # psutil 5
+    connections = getattr(writer, name)
+    assert connections(kind="inet") == []
+    assert [each.status for each in connections(kind="all")] == [psutil.CONN_NONE]
+
+
+def test_the_writer_process_gives_way_by_default(writer: psutil.Process) -> None:
+    """Niceness 10, and the system's default I/O class."""
+    assert writer.nice() == 10
+    assert writer.ionice().ioclass == psutil.Process().ionice().ioclass
+
+
+def test_priorities_are_what_was_configured(tmp_path: Path) -> None:
+    """``EngineOptions`` decides niceness and I/O class of a writer for saves of stock DCP."""
+    nostall.configure(EngineOptions(cpu_priority=15, io_priority=psutil.IOPRIO_CLASS_IDLE))
+    future = dcp.async_save(
+        small_state(1), storage_writer=FileSystemWriterAsync(tmp_path / "saved")
+    )
+    future.result(DEADLINE_S)  # type: ignore[union-attr]  # not an upload response
+    process = psutil.Process(writer_pids()[0])
+    assert process.nice() == 15
+    assert process.ionice().ioclass == psutil.IOPRIO_CLASS_IDLE
+
+
+def test_a_queue_sets_priorities_of_its_own(tmp_path: Path) -> None:
+    """A queue with priorities uses them for the writer process, a running one included."""
+    nostall.warmup()
+    (pid,) = writer_pids()
+    with AsyncCallsQueue(cpu_priority=17, io_priority=psutil.IOPRIO_CLASS_IDLE) as queue:
+        schedule(queue, tmp_path / "saved", small_state(1))
+    assert writer_pids() == [pid]
+    assert psutil.Process(pid).nice() == 17
+    assert psutil.Process(pid).ionice().ioclass == psutil.IOPRIO_CLASS_IDLE
+
+
+def test_a_queue_without_priorities_leaves_configured_ones_alone(tmp_path: Path) -> None:
+    """What ``EngineOptions`` says holds for split saves, too."""
+    nostall.configure(EngineOptions(cpu_priority=15, io_priority=psutil.IOPRIO_CLASS_IDLE))
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path / "saved", small_state(1))
+    process = psutil.Process(writer_pids()[0])
+    assert process.nice() == 15
+    assert process.ionice().ioclass == psutil.IOPRIO_CLASS_IDLE
+
+
+def test_warmup_leaves_nothing_to_start_or_reserve(tmp_path: Path) -> None:
+    """After ``warmup`` a save of that size starts no process and reserves no memory."""
+    before = len(psutil.Process().children())
+    nostall.warmup(3 << 20)
+    assert len(psutil.Process().children()) == before + 1
+    pids, reserved = writer_pids(), default_engine().arena.reserved_nbytes
+    assert reserved >= 3 << 20
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path / "saved", {"weight": torch.ones(500_000)})
+    assert (writer_pids(), default_engine().arena.reserved_nbytes) == (pids, reserved)
+    nostall.warmup(3 << 20)
+    assert (writer_pids(), default_engine().arena.reserved_nbytes) == (pids, reserved)
+
+
+def test_no_more_memory_is_reserved_than_a_snapshot_needs(tmp_path: Path) -> None:
+    """One save takes the size of the state rounded up to 2 MiB, not a second buffer."""
+    with AsyncCallsQueue() as queue:
+        for number in range(3):
+            schedule(queue, tmp_path / f"{number}", {"weight": torch.ones(1_000_000)})
+            queue.wait()
+    assert default_engine().arena.reserved_nbytes == 4 << 20

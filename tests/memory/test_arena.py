@@ -1,0 +1,511 @@
+"""Snapshot memory: reused, bounded, waited for with a deadline, and given back whatever happens."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nostall._memory.arena import Arena, Block, Lease, address_of
+from nostall._memory.available import available_nbytes
+from nostall.errors import ReservationError, SaveAbortedError, SaveTimeoutError
+
+MIB = 1 << 20
+UNIT = 2 * MIB
+"""Blocks are whole multiples of this."""
+V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+SOON = 30.0
+"""A deadline that only a broken arena reaches."""
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(max_blocks=2)
+    yield made
+    made.close()
+
+
+def lease(arena: Arena, nbytes: int, *, beyond_limit: bool = False) -> Lease:
+    return arena.lease(nbytes, timeout_s=SOON, beyond_limit=beyond_limit)
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# --- reuse ----------------------------------------------------------------------------------------
+
+
+def test_a_returned_block_is_used_again(arena: Arena) -> None:
+    """The next save gets the same memory, warm and with what an earlier one left in it."""
+    first = lease(arena, 100)
+    block = first.block
+    block.image(10, 4)[:] = b"kept"
+    first.release()
+    second = lease(arena, UNIT)
+    assert second.block is block
+    assert bytes(block.image(10, 4)) == b"kept"
+    assert arena.reserved_nbytes == UNIT
+
+
+def test_a_block_has_room_for_what_was_asked_in_whole_units() -> None:
+    """Also for nothing, so that a rank without tensors needs no special case."""
+    for nbytes, expected in ((0, UNIT), (1, UNIT), (UNIT, UNIT), (UNIT + 1, 2 * UNIT)):
+        block = Block(nbytes)
+        assert block.nbytes == expected
+        assert len(block.memory) == expected
+        assert os.fstat(block.fd).st_blocks * 512 == expected
+
+
+def test_two_leases_never_share_memory(arena: Arena) -> None:
+    """What is written through one lease does not show in the other."""
+    one, other = lease(arena, 100), lease(arena, 100)
+    one.block.image(0, 3)[:] = b"one"
+    other.block.image(0, 3)[:] = b"two"
+    assert bytes(one.block.image(0, 3)) == b"one"
+    assert one.block.id != other.block.id
+
+
+def test_the_smallest_block_that_fits_is_taken() -> None:
+    """A small save does not take the memory that the next large one needs, in either order."""
+    for order in (0, 1), (1, 0):
+        arena = Arena(max_blocks=2)
+        held = [lease(arena, 5 * UNIT), lease(arena, UNIT)]
+        large, small = (one.block for one in held)
+        for position in order:
+            held[position].release()
+        again = lease(arena, UNIT)
+        assert again.block is small
+        assert lease(arena, UNIT + 1).block is large
+
+
+def test_a_larger_request_makes_a_free_block_grow() -> None:
+    """Growth keeps the pages that are there, and each holder of a mapping is to map anew."""
+    dropped: list[int] = []
+    arena = Arena(max_blocks=2, on_drop=lambda block: dropped.append(block.id))
+    first = lease(arena, UNIT)
+    block_id = first.block.id
+    first.block.prepared_views = ("key", "views")
+    first.block.memory[:4] = b"kept"
+    first.release()
+    second = lease(arena, 3 * UNIT)
+    assert second.block.id != block_id
+    assert dropped == [block_id]
+    assert first.block.prepared_views is None
+    assert second.block.memory[:4] == b"kept"
+    assert len(second.block.memory) == os.fstat(second.block.fd).st_size == 3 * UNIT
+    assert arena.reserved_nbytes == 3 * UNIT
+
+
+def test_a_block_with_an_exported_view_is_replaced_instead() -> None:
+    """A view on its memory stays what it is, however long it is held."""
+    arena = Arena(max_blocks=2)
+    first = lease(arena, UNIT)
+    view = first.block.image(0, 4)
+    view[:] = b"kept"
+    first.block.is_shown = True  # as by a stager, whose tensors can outlive the lease
+    first.release()
+    second = lease(arena, 3 * UNIT)
+    assert second.block is not first.block
+    second.block.memory[:4] = b"new "
+    assert bytes(view) == b"kept"
+    assert arena.reserved_nbytes == 3 * UNIT
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_limits_of_control_groups_count(tmp_path: Path, version: int) -> None:
+    """The least that the host and each enclosing group have left; idle page cache is free."""
+    limit, usage = ("memory.max", "memory.current") if version == 2 else V1_FILES
+    top = tmp_path / "sys/fs/cgroup" / ("" if version == 2 else "memory")
+    inner = top / "outer" / "inner"
+    inner.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    entry = "0::/outer/inner" if version == 2 else "4:cpu,memory:/outer/inner"
+    (tmp_path / "proc/self/cgroup").write_text(f"1:name=systemd:/x\n{entry}\n")
+    (inner / limit).write_text("max\n" if version == 2 else f"{1 << 62}\n")
+    (inner / usage).write_text("1\n")
+    assert available_nbytes(root=str(tmp_path)) > 5000
+    (top / "outer" / limit).write_text("6000\n")
+    (top / "outer" / usage).write_text("5000\n")
+    (top / "outer" / "memory.stat").write_text("anon 1\ninactive_file 234\n")
+    assert available_nbytes(root=str(tmp_path)) == 1234
+    assert available_nbytes(root=str(tmp_path / "nothing there")) > 5000
+
+
+def test_memory_does_not_grow_with_the_number_of_saves(arena: Arena) -> None:
+    """A hundred saves in turn need one block, whatever the order of their sizes."""
+    for number in range(100):
+        held = lease(arena, (number * 37 % 5) * UNIT)
+        held.release()
+    assert arena.reserved_nbytes <= 2 * 5 * UNIT
+    descriptors = open_descriptors()
+    for _ in range(100):
+        lease(arena, 4 * UNIT).release()
+    assert open_descriptors() == descriptors
+
+
+# --- waiting --------------------------------------------------------------------------------------
+
+
+def test_a_lease_waits_until_another_one_is_returned(arena: Arena) -> None:
+    """With all blocks leased the next save waits, and goes on with the first that comes back."""
+    first, second = lease(arena, UNIT), lease(arena, UNIT)
+    block = second.block
+    asked, got = threading.Event(), threading.Event()
+    found: list[Lease] = []
+
+    def ask() -> None:
+        asked.set()
+        found.append(lease(arena, UNIT))
+        got.set()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert asked.wait(SOON)
+    assert not found
+    second.release()
+    assert got.wait(SOON)
+    thread.join()
+    assert found[0].block is block
+    assert first.held
+    assert arena.reserved_nbytes == 2 * UNIT
+
+
+def test_a_waiting_lease_that_needs_more_than_comes_back_gets_a_larger_block(arena: Arena) -> None:
+    """It is the place of the returned block that counts, not its size."""
+    first, second = lease(arena, UNIT), lease(arena, UNIT)
+    found: list[Lease] = []
+    thread = threading.Thread(target=lambda: found.append(lease(arena, 3 * UNIT)))
+    thread.start()
+    first.release()
+    thread.join(SOON)
+    assert found[0].block.nbytes == 3 * UNIT
+    assert second.held
+    assert arena.reserved_nbytes == 4 * UNIT
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.02])
+def test_a_deadline_is_an_error_that_says_what_to_do(arena: Arena, timeout_s: float) -> None:
+    """A save that finds no memory in time fails as a timeout, and earlier saves keep theirs."""
+    held = [lease(arena, UNIT), lease(arena, UNIT)]
+    with pytest.raises(SaveTimeoutError) as caught:
+        arena.lease(UNIT, timeout_s=timeout_s)
+    assert isinstance(caught.value, TimeoutError)
+    assert caught.value.phase == "stage"
+    assert "2 snapshot buffers" in str(caught.value)
+    assert caught.value.hint
+    assert all(one.held for one in held)
+    assert arena.reserved_nbytes == 2 * UNIT
+
+
+def test_no_more_blocks_are_out_than_allowed() -> None:
+    """However many threads ask, at most ``max_blocks`` have one, each alone, and all get theirs."""
+    arena = Arena(max_blocks=2)
+    lock = threading.Lock()
+    out: list[int] = []
+    most = 0
+    turns: list[int] = []
+
+    def save(number: int) -> None:
+        nonlocal most
+        for _ in range(20):
+            held = lease(arena, UNIT)
+            with lock:
+                assert held.block.id not in out
+                out.append(held.block.id)
+                most = max(most, len(out))
+            held.block.memory[0:1] = bytes([number])
+            with lock:
+                assert held.block.memory[0] == number
+                out.remove(held.block.id)
+            held.release()
+        turns.append(number)
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    assert sorted(turns) == list(range(6))
+    assert 1 <= most <= 2
+    assert arena.reserved_nbytes <= 2 * UNIT
+
+
+def test_beyond_the_limit_a_lease_is_given_at_once_and_not_kept(arena: Arena) -> None:
+    """Who holds one already never waits for another; the surplus goes back to the system."""
+    held = [lease(arena, UNIT), lease(arena, UNIT)]
+    surplus = lease(arena, UNIT, beyond_limit=True)
+    assert arena.reserved_nbytes == 3 * UNIT
+    surplus.release()
+    assert arena.reserved_nbytes == 2 * UNIT
+    for one in held:
+        one.release()
+    assert arena.reserved_nbytes == 2 * UNIT
+
+
+# --- giving back ----------------------------------------------------------------------------------
+
+
+def test_a_forgotten_lease_gives_its_block_back(arena: Arena) -> None:
+    """An exception between staging and writing does not cost memory for ever."""
+    held = lease(arena, UNIT)
+    block_id = held.block.id
+    cycle = [held]
+    cycle.append(cycle)  # type: ignore[arg-type]  # only the garbage collector ends this
+    del held, cycle
+    gc.collect()
+    again = [lease(arena, UNIT), lease(arena, UNIT)]
+    assert block_id in {one.block.id for one in again}
+
+
+def test_releasing_twice_does_not_take_the_next_ones_block() -> None:
+    """``release`` is idempotent, also after the block has a new holder."""
+    arena = Arena(max_blocks=1)
+    first = lease(arena, UNIT)
+    first.release()
+    second = lease(arena, UNIT)
+    first.release()
+    assert not first.held
+    assert second.held
+    with pytest.raises(SaveTimeoutError):
+        arena.lease(UNIT, timeout_s=0)
+
+
+def test_a_closed_arena_keeps_nothing_and_gives_nothing() -> None:
+    """Free memory goes back at once, leased memory when it is returned; a new lease is an error."""
+    dropped: list[int] = []
+    arena = Arena(max_blocks=2, on_drop=lambda block: dropped.append(block.id))
+    held, free = lease(arena, UNIT), lease(arena, UNIT)
+    ids = [free.block.id, held.block.id]
+    free.release()
+    arena.close()
+    assert dropped == ids[:1]
+    assert arena.reserved_nbytes == UNIT
+    held.release()
+    assert dropped == ids
+    assert arena.reserved_nbytes == 0
+    for beyond_limit in (False, True):
+        with pytest.raises(SaveAbortedError):
+            lease(arena, UNIT, beyond_limit=beyond_limit)
+    arena.close()
+
+
+def test_closing_wakes_who_waits() -> None:
+    """A save that waits for memory of an engine that is closed fails then, not at its deadline."""
+    arena = Arena(max_blocks=1)
+    held = lease(arena, UNIT)
+    asked, failed = threading.Event(), threading.Event()
+
+    def ask() -> None:
+        asked.set()
+        with pytest.raises(SaveAbortedError):
+            lease(arena, UNIT)
+        failed.set()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert asked.wait(SOON)
+    arena.close()
+    assert failed.wait(SOON / 2)
+    thread.join()
+    assert held.held
+
+
+# --- the system -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [1 << 50, 1 << 70], ids=["a pebibyte", "more than can be said"])
+def test_more_memory_than_there_is_is_an_error_that_says_how_much(
+    arena: Arena, nbytes: int
+) -> None:
+    """Nothing is taken, no descriptor stays open, and the next save that fits works."""
+    descriptors = open_descriptors()
+    with pytest.raises(ReservationError) as caught:
+        lease(arena, nbytes)
+    assert isinstance(caught.value, MemoryError)
+    assert caught.value.nbytes == nbytes
+    assert str(nbytes) in str(caught.value)
+    assert caught.value.phase == "stage"
+    assert caught.value.hint
+    assert open_descriptors() == descriptors
+    assert arena.reserved_nbytes == 0
+    assert lease(arena, UNIT).held
+
+
+def test_memory_that_the_system_refuses_is_an_error_that_says_how_much(arena: Arena) -> None:
+    """Where the system refuses, its reason is in the message; no descriptor stays open."""
+    descriptors = open_descriptors()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * MIB, hard))
+    try:
+        with pytest.raises(ReservationError) as caught:
+            lease(arena, 16 * MIB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.nbytes == 16 * MIB
+    assert os.strerror(errno.EFBIG) in str(caught.value)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert open_descriptors() == descriptors
+    assert lease(arena, 16 * MIB).held
+
+
+def test_blocks_leave_no_descriptor_and_no_file_behind() -> None:
+    """Memory is in no directory, and what is open for it is closed when it is not needed."""
+    gc.collect()  # what earlier tests have left would go in the middle of this one
+    before = open_descriptors(), sorted(os.listdir("/dev/shm"))
+    arena = Arena(max_blocks=3)
+    held = [lease(arena, UNIT) for _ in range(3)]
+    assert open_descriptors() > before[0]
+    assert sorted(os.listdir("/dev/shm")) == before[1]
+    held.pop().release()
+    arena.close()
+    del held
+    gc.collect()
+    assert arena.reserved_nbytes == 0
+    assert (open_descriptors(), sorted(os.listdir("/dev/shm"))) == before
+
+
+def test_descriptors_of_blocks_are_not_inherited() -> None:
+    """A program that the trainer starts does not keep the snapshot memory alive."""
+    assert not os.get_inheritable(Block(UNIT).fd)
+
+
+# --- forked children ------------------------------------------------------------------------------
+
+FORK = """
+import gc, mmap, os, signal, threading
+from nostall._memory.arena import Arena, address_of
+
+def in_child(check):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        check()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+"""
+
+MEMORY_OF_ITS_OWN = (
+    FORK
+    + """
+import ctypes
+arena = Arena(max_blocks=2)
+held, free = [arena.lease(32 << 20, timeout_s=0) for _ in range(2)]
+free.release()
+begin = address_of(held.block)
+held.block.memory[:6] = b"parent"
+
+def check():
+    global arena, held, free
+    links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    assert not [link for link in links if "memfd" in link], links
+    # The system places new memory where it is free: that of the blocks among others.
+    mine = [mmap.mmap(-1, 4 << 20) for _ in range(64)]
+    places = [ctypes.addressof(ctypes.c_char.from_buffer(piece)) for piece in mine]
+    assert any(begin <= place < begin + (32 << 20) for place in places)
+    for number, piece in enumerate(mine):
+        piece.write(bytes([number]) * len(piece))
+    del arena, held, free
+    gc.collect()
+    for number, piece in enumerate(mine):
+        assert piece[0] == piece[-1] == number
+
+in_child(check)
+assert held.held and held.block.memory[:6] == b"parent"
+"""
+)
+
+LOCKED = (
+    FORK
+    + """
+reached, go_on = threading.Event(), threading.Event()
+
+def on_drop(block):
+    reached.set()
+    go_on.wait()
+
+arena = Arena(max_blocks=3, on_drop=on_drop)
+held = arena.lease(1, timeout_s=0)
+arena.lease(1, timeout_s=0).release()
+thread = threading.Thread(target=lambda: arena.lease(8 << 20, timeout_s=0))
+thread.start()
+reached.wait()
+
+def check():
+    held.release()
+
+in_child(check)
+go_on.set()
+thread.join()
+assert held.held
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "script", [MEMORY_OF_ITS_OWN, LOCKED], ids=["memory of its own", "another thread in the arena"]
+)
+def test_a_forked_child_has_nothing_to_do_with_the_arena(script: str) -> None:
+    """A data loader's worker keeps no block alive, loses no memory to one, and does not wait."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=60)
+
+
+# --- finding --------------------------------------------------------------------------------------
+
+
+def test_a_lease_is_found_by_any_address_in_its_block(arena: Arena) -> None:
+    """From the first byte to the last, and nothing outside."""
+    one, other = lease(arena, UNIT), lease(arena, 2 * UNIT)
+    for held in (one, other):
+        begin = address_of(held.block)
+        for inside in (0, 1, held.block.nbytes // 2, held.block.nbytes - 1):
+            assert arena.lease_at(begin + inside) is held
+    assert arena.lease_at(0) is None
+    outside = address_of(Block(UNIT))
+    assert arena.lease_at(outside) is None
+
+
+def test_a_released_lease_is_not_found(arena: Arena) -> None:
+    """Memory that was returned has no holder, and then its next one."""
+    first = lease(arena, UNIT)
+    address = address_of(first.block)
+    first.label = "old"
+    first.release()
+    assert arena.lease_at(address) is None
+    second = lease(arena, UNIT)
+    assert arena.lease_at(address) is second
+    assert second.label is None
+
+
+def test_leases_can_be_looked_for_while_others_come_and_go() -> None:
+    """One save stages while another one looks for its memory, as with ``dcp.async_save``."""
+    arena = Arena(max_blocks=46)
+    fixed = [lease(arena, UNIT) for _ in range(40)]
+    address = address_of(fixed[0].block)
+    done = threading.Event()
+
+    def come_and_go() -> None:
+        while not done.is_set():
+            held = [lease(arena, UNIT) for _ in range(6)]
+            for one in held:
+                one.release()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(3000):
+            assert arena.lease_at(address) is fixed[0]
+    finally:
+        done.set()
+        thread.join(SOON)
+        sys.setswitchinterval(interval)

@@ -1,0 +1,590 @@
+"""Overlapped staging: the call returns at once, optimizers wait, early changes fail the save."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import nostall
+from nostall._engine import default_engine
+from nostall._memory.copying import copied_at_once
+from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.errors import OptionError, SaveTimeoutError
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import EngineOptions
+from nostall.state_dict_saver import (
+    CheckpointMetadataCache,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+from nostall.testing import Fault, Hold, inject
+from support.ranks import run_ranks
+from support.states import blobs, schedule, small_state
+
+MUCH = 1_200_000
+"""Elements of a tensor in float32 that is too large to be copied inside the call."""
+
+
+def large_state() -> dict[str, Any]:
+    """Tensors that are copied behind the call, and some that are not."""
+    base = torch.zeros(2, MUCH)
+    return {"weight": torch.zeros(MUCH), "view": base[0], "nested": {"list": [base[1]]}} | {
+        "small": small_state()
+    }
+
+
+@contextmanager
+def staging_held_up(queue: AsyncCallsQueue, path: Path) -> Iterator[Hold]:
+    """All snapshot memory is in use until the block is left or the hold is released."""
+    nostall.configure(EngineOptions(max_in_flight=1))
+    with Hold() as hold:
+        with inject(hold.fault):
+            schedule(queue, path, small_state(9))
+            hold.wait_reached()
+        yield hold
+
+
+def by_stock(path: Path, state: dict[str, Any]) -> dict[tuple[str, tuple[int, ...]], bytes]:
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return blobs(path)
+
+
+def test_the_call_returns_before_the_snapshot_is_taken(tmp_path: Path) -> None:
+    """And what is saved is what was there, objects as they were when it was called."""
+    state = small_state(1)
+    with (
+        AsyncCallsQueue() as queue,
+        staging_held_up(queue, tmp_path / "first") as hold,
+    ):
+        schedule(queue, tmp_path / "save", state, staging="overlapped")
+        state["nested"]["list"][1]["epoch"] = -1
+        with pytest.raises(SaveTimeoutError, match="still being taken"):
+            nostall.wait_staged(0.01)
+        hold.release()
+        nostall.wait_staged(60)
+        state["weight"].zero_()
+        queue.wait()
+    assert blobs(tmp_path / "save") == by_stock(tmp_path / "stock", small_state(1))
+
+
+@pytest.mark.parametrize("name", ["weight", "view", "nested.list.0"])
+def test_a_tensor_that_is_changed_too_early_fails_the_save(tmp_path: Path, name: str) -> None:
+    """An error that names the tensor and the remedy, no checkpoint; and the next save works."""
+    state = large_state()
+    tensor: Any = state
+    for key in name.split("."):
+        tensor = tensor[int(key) if key.isdigit() else key]
+    queue = AsyncCallsQueue()
+    with staging_held_up(queue, tmp_path / "first") as hold:
+        schedule(queue, tmp_path / "save", state, staging="overlapped")
+        tensor.add_(1)
+        hold.release()
+        with pytest.raises(CheckpointException, match=name) as caught:
+            queue.wait()
+    (error,) = (error for error, _ in caught.value.failures.values())
+    assert "wait_staged()" in str(error)
+    assert not (tmp_path / "save" / ".metadata").exists()
+    schedule(queue, tmp_path / "next", state, staging="overlapped")
+    queue.close()
+    assert blobs(tmp_path / "next") == by_stock(tmp_path / "stock", state)
+
+
+def test_one_rank_that_forgets_to_wait_fails_the_save_on_all(tmp_path: Path) -> None:
+    """Both ranks raise and name the rank; the checkpoint before stays, and the next one is made."""
+    for facts in run_ranks(2, "overlap:one_rank_forgets", tmp_path):
+        assert facts["failed ranks"] == [1]
+        assert facts["committed"] == ["before", "next"]
+        assert facts["wrong"] == []
+
+
+def test_small_tensors_may_be_changed_when_the_call_has_returned(tmp_path: Path) -> None:
+    """Uncounted changes, as of running statistics, are allowed; so are tensors without counters."""
+    state = small_state(1)
+    with torch.inference_mode():
+        state["uncounted"] = torch.ones(MUCH)
+    expected = by_stock(tmp_path / "stock", state)
+    with AsyncCallsQueue() as queue, staging_held_up(queue, tmp_path / "first") as hold:
+        schedule(queue, tmp_path / "save", state, staging="overlapped")
+        for name in ("weight", "view", "transposed", "step"):
+            state[name].numpy()[...] = -1
+        state["nested"]["list"][0].data.zero_()
+        with torch.inference_mode():
+            state["uncounted"].zero_()
+        hold.release()
+        queue.wait()
+    assert blobs(tmp_path / "save") == expected
+
+
+@given(st.lists(st.sampled_from([0, 4, 32 << 10, 33 << 10, 2 << 20, 5 << 20]), max_size=900))
+def test_what_is_copied_inside_the_call_is_bounded(sizes: list[int]) -> None:
+    """The smallest tensors; 4 MiB in all, or 8 MiB of those of up to 32 KiB."""
+    chosen = copied_at_once(sizes)
+    small = [at for at in chosen if sizes[at] <= 32 << 10]
+    assert sum(sizes[at] for at in small) <= 8 << 20
+    assert len(small) == len(chosen) or sum(sizes[at] for at in chosen) <= 4 << 20
+    left = [size for at, size in enumerate(sizes) if at not in chosen]
+    assert max((sizes[at] for at in chosen), default=0) <= min(left, default=5 << 20)
+    total = sum(sizes[at] for at in chosen)
+    assert not left or total + min(left) > (8 << 20 if min(left) <= 32 << 10 else 4 << 20)
+
+
+def sgd(*parameters: torch.Tensor) -> torch.optim.Optimizer:
+    """An optimizer whose changes no counter tells of."""
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    return torch.optim.SGD(parameters, lr=1.0, fused=True)
+
+
+def test_an_optimizers_step_waits_for_all_snapshots(tmp_path: Path) -> None:
+    """Of the whole process, whatever the optimizer; each holds what was there at its call."""
+    parameter = torch.nn.Parameter(torch.zeros(MUCH))
+    optimizer = sgd(parameter)
+    with AsyncCallsQueue() as queue, ThreadPoolExecutor(1) as pool, Hold("stage") as hold:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "one", {"p": parameter}, staging="overlapped")
+        hold.wait_reached()
+        schedule(queue, tmp_path / "two", {"p": parameter}, staging="overlapped")
+        stepping = pool.submit(optimizer.step)
+        with pytest.raises(FutureTimeoutError):  # another one before Python 3.11
+            stepping.result(0.05)
+        hold.release()
+        stepping.result(60)
+        assert parameter[0] == -1
+    for name in ("one", "two"):
+        assert torch.equal(loaded(tmp_path / name, "p", MUCH), torch.zeros(MUCH))
+
+
+def test_a_snapshot_that_fails_is_not_waited_for(tmp_path: Path) -> None:
+    """Training goes on, and the save says why there is no checkpoint."""
+    parameter = torch.nn.Parameter(torch.zeros(MUCH))
+    queue = AsyncCallsQueue()
+    with inject(Fault.raising("stage", "the copy failed")):
+        schedule(queue, tmp_path, {"p": parameter}, staging="overlapped")
+    sgd(parameter).step()
+    with pytest.raises(CheckpointException, match="the copy failed"):
+        queue.close()
+
+
+def test_a_step_waits_no_longer_than_a_save_may_take(tmp_path: Path) -> None:
+    """The save fails, on time or later, with the reason; no checkpoint, and the next is made."""
+    nostall.configure(EngineOptions(save_timeout_s=1.0))
+    parameter = torch.nn.Parameter(torch.zeros(MUCH))
+    queue = AsyncCallsQueue()
+    with Hold("stage") as hold:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "late", {"p": parameter}, staging="overlapped")
+        sgd(parameter).step()
+        hold.release()
+        with pytest.raises(CheckpointException, match="an optimizer's step waited 1 s"):
+            queue.wait()
+    assert not list((tmp_path / "late").iterdir())
+    schedule(queue, tmp_path / "next", {"p": parameter}, staging="overlapped")
+    sgd(parameter).step()
+    queue.close()
+    assert torch.equal(loaded(tmp_path / "next", "p", MUCH), -torch.ones(MUCH))
+
+
+def test_steps_of_other_threads_are_not_disturbed_by_saves(tmp_path: Path) -> None:
+    """Snapshots begin and end while optimizers run their hooks: no step fails or is lost."""
+    parameters = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    optimizers = [sgd(each) for each in parameters]
+    stop = threading.Event()
+    # Another library's, behind nostall's: torch iterates over all of them while it calls them.
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path / "first", small_state(), staging="overlapped")
+    others = register_optimizer_step_pre_hook(lambda *_: None)
+
+    def train(optimizer: torch.optim.Optimizer) -> int:
+        steps = 0
+        while not stop.is_set():
+            optimizer.step()
+            steps += 1
+        return steps
+
+    with ThreadPoolExecutor(2) as pool:
+        training = [pool.submit(train, each) for each in optimizers]
+        with AsyncCallsQueue() as queue:
+            for number in range(10):
+                schedule(queue, tmp_path / f"{number}", small_state(number), staging="overlapped")
+                queue.wait()
+        stop.set()
+        steps = [each.result(60) for each in training]
+    others.remove()
+    assert [-int(each[0]) for each in parameters] == steps
+
+
+def test_a_hook_of_ones_own_waits_too(tmp_path: Path) -> None:
+    """For what is no optimizer of torch's, and only has its way of registering hooks."""
+    parameter = torch.nn.Parameter(torch.zeros(MUCH))
+    optimizer = sgd(parameter)
+    handle = nostall.wait_staged_before_step(optimizer)
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path, {"p": parameter}, staging="overlapped")
+        (hook,) = optimizer._optimizer_step_pre_hooks.values()
+        hook(optimizer, (), {})
+        with torch.no_grad():
+            parameter.fill_(1)
+    assert torch.equal(loaded(tmp_path, "p", MUCH), torch.zeros(MUCH))
+    handle.remove()
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_change_that_is_counted_late_is_noticed(tmp_path: Path) -> None:
+    """The state must be unchanged when the save is finalised, unless the caller has waited.
+
+    torch counts an operation when it is over, which may be after the copy that it has spoiled.
+    """
+    state = {"weight": torch.zeros(MUCH)}
+    with AsyncCallsQueue() as queue, Hold("chunk") as hold:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "saved", state, staging="overlapped")
+        hold.wait_reached()  # the snapshot is complete, and the trainer does not know
+        state["weight"].fill_(1)
+        hold.release()
+        with pytest.raises(CheckpointException, match="or without waiting for it"):
+            queue.wait()
+    assert not list((tmp_path / "saved").iterdir())
+
+
+@pytest.mark.parametrize("wait", ["of the save", "of all"])
+def test_waiting_counts_also_when_there_was_nothing_to_wait_for_any_more(
+    tmp_path: Path, wait: str
+) -> None:
+    """A snapshot that is complete before the wait begins is as safe as one waited for."""
+    state = {"weight": torch.zeros(MUCH)}
+    writer = FileSystemWriterAsync(tmp_path / "saved", staging="overlapped")
+    planned = save_state_dict_async_plan(state, writer)
+    save_fn, preload_fn, args = writer.get_save_function_and_args()
+    finalize = [lambda: save_state_dict_async_finalize(*planned)]
+    with AsyncCallsQueue() as queue, Hold("chunk") as hold:
+        with inject(hold.fault):
+            queue.schedule_async_request(AsyncRequest(save_fn, args, finalize, {}, preload_fn))
+        hold.wait_reached()
+        {"of the save": writer.wait_staged, "of all": nostall.wait_staged}[wait]()
+        state["weight"].fill_(1)
+        hold.release()
+    assert torch.equal(loaded(tmp_path / "saved", "weight", MUCH), torch.zeros(MUCH))
+
+
+def loaded(path: Path, name: str, length: int) -> torch.Tensor:
+    state = {name: torch.full((length,), -1.0)}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    return state[name]
+
+
+def test_a_watched_snapshot_holds_no_memory(tmp_path: Path) -> None:
+    """What is kept until the save is finalised counts changes, and keeps no tensor alive."""
+    tensor = torch.zeros(MUCH)
+    storage = StorageWeakRef(tensor.untyped_storage())
+    with AsyncCallsQueue() as queue, Hold("chunk") as hold:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "saved", {"weight": tensor}, staging="overlapped")
+        hold.wait_reached()
+        nostall.wait_staged()
+        del tensor
+        gc.collect()
+        assert storage.expired()
+        hold.release()
+
+
+def test_dcp_async_save_hands_out_a_staging_completion(tmp_path: Path) -> None:
+    """As DCP defines it: one future for when tensors may be changed, and one for the checkpoint."""
+    for number in range(3):
+        state = small_state(number)
+        writer = FileSystemWriterAsync(tmp_path / f"{number}", staging="overlapped")
+        response = dcp.async_save(state, storage_writer=writer, no_dist=True)
+        assert isinstance(response, AsyncSaveResponse)
+        response.staging_completion.result(60)
+        state["weight"].zero_()
+        response.upload_completion.result(60)
+        assert blobs(tmp_path / f"{number}") == by_stock(
+            tmp_path / f"stock {number}", small_state(number)
+        )
+
+
+def test_an_abort_while_the_snapshot_is_taken_writes_nothing(tmp_path: Path) -> None:
+    """Not even when the memory it waited for becomes free."""
+    queue = AsyncCallsQueue()
+    with staging_held_up(queue, tmp_path / "first") as hold:
+        schedule(queue, tmp_path / "save", small_state(1), staging="overlapped")
+        hold.release()
+        queue.close(abort=True)
+    assert not list((tmp_path / "save").glob("*"))
+    schedule(queue, tmp_path / "next", small_state(2), staging="overlapped")
+    queue.close()
+    assert blobs(tmp_path / "next") == by_stock(tmp_path / "stock", small_state(2))
+
+
+def test_an_unknown_way_of_staging_is_refused() -> None:
+    """Where it is passed, with the ways that there are."""
+    with pytest.raises(OptionError, match="sideways") as caught:
+        FileSystemWriterAsync("unused", staging="sideways")
+    assert caught.value.hint == "use blocking or overlapped"
+
+
+sizes = st.lists(st.integers(0, 40), max_size=2).map(tuple)
+tensors = st.builds(
+    lambda size, dtype, seed: (
+        torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 9
+    ).to(dtype),
+    sizes,
+    st.sampled_from([torch.float32, torch.int16, torch.bfloat16, torch.complex128]),
+    st.integers(0, 9),
+)
+
+
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(st.dictionaries(st.text("abc", min_size=1), tensors, max_size=6), st.integers(1, 3))
+def test_every_way_of_staging_writes_the_same_bytes(
+    tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any], files: int
+) -> None:
+    """A synchronous save, a blocking one and an overlapped one, first and repeated."""
+    out = tmp_path_factory.mktemp("ways")
+    caches = {staging: CheckpointMetadataCache() for staging in ("blocking", "overlapped")}
+    dcp.save(
+        state,
+        storage_writer=FileSystemWriterAsync(out / "sync", thread_count=files),
+        no_dist=True,
+    )
+    expected = {path.name: path.read_bytes() for path in (out / "sync").glob("*.distcp")}
+    with AsyncCallsQueue() as queue:
+        for number in range(4):
+            for staging, cache in caches.items():
+                path = out / f"{staging} {number}"
+                schedule(queue, path, state, cache=cache, thread_count=files, staging=staging)
+                queue.wait()
+                written = {path.name: path.read_bytes() for path in path.glob("*.distcp")}
+                assert written == expected
+
+
+def test_waves_of_a_save_that_fails_are_given_up_before_its_names_are_free(tmp_path: Path) -> None:
+    """Earlier waves of a spoiled snapshot are on their way to the writer; none gets to a file."""
+    nostall.configure(EngineOptions(max_staging_bytes=4 << 20, max_in_flight=2))
+    state = {f"t{n}": torch.full((256 << 10,), float(n)) for n in range(12)}
+    queue = AsyncCallsQueue()
+    with Hold() as hold:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "save", state, staging="overlapped")
+            hold.wait_reached()
+        state["t11"].add_(1)
+        hold.release()
+        with pytest.raises(CheckpointException, match="t11"):
+            queue.wait()
+    assert not list((tmp_path / "save").glob("*"))
+    assert not default_engine().is_writing
+    dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path / "save"), no_dist=True)
+    assert blobs(tmp_path / "save") == by_stock(tmp_path / "stock", state)
+
+
+def test_data_that_is_replaced_during_staging_is_not_what_is_saved(tmp_path: Path) -> None:
+    """The copy has the parameter as it was at the call, however large the new one is."""
+    parameter = torch.nn.Parameter(torch.ones(MUCH))
+    cache = CheckpointMetadataCache()
+    queue = AsyncCallsQueue()
+    for number in range(4):  # the last ones as a known structure
+        schedule(queue, tmp_path / f"before {number}", {"p": parameter}, cache=cache)
+        queue.wait()
+    with staging_held_up(queue, tmp_path / "first") as hold:
+        schedule(queue, tmp_path / "save", {"p": parameter}, cache=cache, staging="overlapped")
+        parameter.data = torch.zeros(3)
+        hold.release()
+        queue.close()
+    assert blobs(tmp_path / "save") == blobs(tmp_path / "before 3")
+
+
+def planner_lets_go() -> bool:
+    """Whether stock's planner lets go of a state dict; older torch leaves it to the collector."""
+    tensor = torch.ones(1)
+    storage = StorageWeakRef(tensor.untyped_storage())
+    flatten_state_dict({"t": tensor})
+    del tensor
+    return bool(storage.expired())
+
+
+def test_nothing_of_the_trainers_is_kept_once_the_snapshot_is_taken(tmp_path: Path) -> None:
+    """Neither the tensors nor an accelerator's memory, and without the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        tensor = torch.ones(MUCH)
+        storage = StorageWeakRef(tensor.untyped_storage())
+        queue = AsyncCallsQueue()
+        schedule(queue, tmp_path / "save", {"t": tensor}, staging="overlapped")
+        nostall.wait_staged(60)
+        queue.wait()
+        del tensor
+        if not planner_lets_go():
+            gc.collect()
+        assert storage.expired()
+    finally:
+        gc.enable()
+
+
+def test_options_are_not_changed_while_a_snapshot_is_taken(tmp_path: Path) -> None:
+    """Its memory and its writer belong to the engine that would end."""
+    queue = AsyncCallsQueue()
+    with staging_held_up(queue, tmp_path / "first") as hold:
+        schedule(queue, tmp_path / "save", small_state(1), staging="overlapped")
+        with pytest.raises(OptionError, match="while saves are being written"):
+            nostall.configure(EngineOptions())
+        hold.release()
+        queue.close()
+    assert blobs(tmp_path / "save") == by_stock(tmp_path / "stock", small_state(1))
+
+
+def test_dcp_async_save_on_two_ranks_fails_on_both_if_one_forgets(tmp_path: Path) -> None:
+    """The other rank raises where DCP does, and does not wait for a plan that never comes."""
+    for facts in run_ranks(2, "overlap:one_rank_forgets_in_dcp", tmp_path):
+        assert facts["failed ranks"] == [1]
+        assert facts["committed"] == []
+
+
+def test_changing_tensors_at_the_very_moment_that_it_is_safe_is_safe(tmp_path: Path) -> None:
+    """Whatever the staging thread is doing: many small snapshots, changed once allowed."""
+    tensor = torch.zeros(4)
+    with AsyncCallsQueue() as queue:
+        for number in range(100):
+            schedule(queue, tmp_path / f"{number}", {"t": tensor}, staging="overlapped")
+            nostall.wait_staged()
+            tensor.add_(1)
+            queue.wait()
+    for number in (0, 57, 99):
+        loaded = {"t": torch.empty(4)}
+        dcp.load(loaded, checkpoint_id=tmp_path / f"{number}", no_dist=True)
+        assert torch.equal(loaded["t"], torch.full((4,), float(number)))
+
+
+ENDS_WHILE_STAGING = """
+import atexit, threading, sys
+
+def look():  # runs last of what runs at exit, as it is registered first
+    print([each.name for each in threading.enumerate() if each.name == "nostall-staging"])
+
+atexit.register(look)
+import torch
+import nostall
+from nostall.state_dict_saver import save_state_dict_async_plan
+from nostall.testing import Fault, inject
+
+writer = nostall.FileSystemWriterAsync(sys.argv[1], staging="overlapped")
+save_state_dict_async_plan({"weight": torch.ones(1 << 16)}, writer)
+_, preload, _ = writer.get_save_function_and_args()
+with inject(Fault.delay("stage", 0.5)):
+    staging = preload()
+"""
+
+
+def test_an_interpreter_that_ends_lets_a_snapshot_be_completed(tmp_path: Path) -> None:
+    """A thread that came back from torch later would abort the process with a core dump."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_WHILE_STAGING, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_snapshot(tmp_path: Path) -> None:
+    """Whose thread it does not have: a data loader that steps an optimizer of its own goes on."""
+    writer = FileSystemWriterAsync(tmp_path, staging="overlapped")
+    planned = save_state_dict_async_plan(small_state(1), writer)
+    save, preload, args = writer.get_save_function_and_args()
+    with Hold("stage") as hold:
+        with inject(hold.fault):
+            args[1] = preload()
+        hold.wait_reached()
+        with pytest.raises(SaveTimeoutError, match="still being taken"):
+            nostall.wait_staged(0.0)
+        with pytest.raises(SaveTimeoutError, match="still being taken"):
+            writer.wait_staged(0.0)
+        child = os.fork()
+        if child == 0:
+            try:
+                nostall.wait_staged(0.0)
+                writer.wait_staged(0.0)
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        hold.release()
+    save(*args)
+    save_state_dict_async_finalize(*planned)
+    assert blobs(tmp_path)
+
+
+def test_writing_by_hand_waits_for_a_snapshot_no_longer_than_allowed(tmp_path: Path) -> None:
+    """The error says in which phase it was, on all ranks; the late snapshot is let go."""
+    nostall.configure(EngineOptions(max_in_flight=1))
+    engine = default_engine()
+    patient = engine.options
+    writer = FileSystemWriterAsync(tmp_path / "late", staging="overlapped")
+    planned = save_state_dict_async_plan(small_state(1), writer)
+    save, preload, args = writer.get_save_function_and_args()
+    with Hold("stage") as hold:
+        with inject(hold.fault):
+            args[1] = preload()
+        engine.options = replace(patient, save_timeout_s=0.1)
+        with pytest.raises(SaveTimeoutError, match="phase=stage") as late:
+            save(*args)
+        engine.options = patient
+        assert late.value.rank == 0
+        with pytest.raises(CheckpointException, match="the snapshot was not taken within"):
+            save_state_dict_async_finalize(*planned)
+        hold.release()
+    with AsyncCallsQueue() as queue:  # there is memory for one snapshot only
+        schedule(queue, tmp_path / "next", small_state(2))
+    assert not list(tmp_path.glob("late/*"))
+    assert blobs(tmp_path / "next")
+
+
+def test_a_snapshot_that_cannot_begin_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by the next step nor by configure(), whether a device refuses or Ctrl-C comes."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for place, failing, expected in (
+        ("nostall._torch.stream_marks", refuse, RuntimeError),
+        ("threading.Thread.start", interrupt, KeyboardInterrupt),
+    ):
+        writer = FileSystemWriterAsync(tmp_path / place, staging="overlapped")
+        save_state_dict_async_plan(small_state(1), writer)
+        _, preload, _ = writer.get_save_function_and_args()
+        with monkeypatch.context() as patched:
+            patched.setattr(place, failing)
+            with pytest.raises(expected):
+                preload()
+        nostall.wait_staged(0.0)
+        nostall.configure(EngineOptions())

@@ -1,0 +1,187 @@
+"""Training goes on after an overlapped call without calling nostall: no checkpoint tears."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from nostall._memory.copying import copied_at_once
+from nostall.core import AsyncCallsQueue
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.testing import Fault, inject
+from support.states import schedule
+
+STEPS, EVERY = 200, 5
+WIDTH = 350
+UNTIL_THE_COPY_S = 0.005
+"""Forward, backward and step of these models are over sooner, if nothing waits."""
+FILLING = [torch.zeros(110_000) for _ in range(9)]
+"""As much as is copied inside the call, of tensors a little smaller than any weight."""
+
+Optimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
+
+
+@pytest.fixture(autouse=True)
+def one_thread_computes() -> Iterator[None]:
+    """Else those of training and of the copy spin for each other's processors."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Averaging(nn.Module):
+    """A layer with vectors and averages that forward changes, by counted operations and others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("products", torch.zeros(320, 320))
+        self.mean: torch.Tensor
+        self.products: torch.Tensor
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """Pass a batch through, and note what it was like."""
+        out: torch.Tensor = self.inner(batch)
+        with torch.no_grad():
+            self.mean.lerp_(out.mean(0), 0.1)
+            some = out[:, :320]
+            self.products.data.mul_(0.9).add_(some.T @ some)
+        return out
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def with_batch_norm() -> nn.Module:
+    return nn.Sequential(linear(), nn.BatchNorm1d(WIDTH), nn.ReLU(), linear())
+
+
+def adamw(**options: Any) -> Optimizer:
+    return lambda parameters: torch.optim.AdamW(parameters, lr=0.01, **options)
+
+
+def sgd(**options: Any) -> Optimizer:
+    return lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, **options)
+
+
+def adagrad(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, fused=True)
+
+
+class Saves:
+    """One save under way at a time, in two ways by turns, each with what it should hold."""
+
+    def __init__(self, out: Path, queue: AsyncCallsQueue) -> None:
+        self._out, self._queue = out, queue
+        self._expected: dict[str, Any] = {}
+        self._upload: Future[Any] | None = None
+        self.count = 0
+        self.wrong: list[str] = []
+
+    def start(self, state: dict[str, Any]) -> None:
+        """Ask for a save, and return without having waited for it."""
+        self.finish()
+        options: dict[str, Any] = {"staging": "overlapped", "sync_files": False}
+        self._expected = copy.deepcopy(state)
+        if self.count % 2:
+            schedule(self._queue, self._out, {**state, "filling": FILLING}, **options)
+        else:
+            writer = FileSystemWriterAsync(self._out, **options)
+            response: Any = dcp.async_save(
+                {**state, "filling": FILLING}, storage_writer=writer, no_dist=True
+            )
+            self._upload = response.upload_completion
+        self.count += 1
+
+    def finish(self) -> None:
+        """Wait for the last save, and compare the checkpoint with the state at its call."""
+        if not self._expected:
+            return
+        self._queue.wait()
+        if self._upload is not None:
+            self._upload.result(60)
+        found = {name: torch.full_like(each, -7) for name, each in self._expected.items()}
+        dcp.load(found, checkpoint_id=self._out, no_dist=True)
+        self.wrong += [
+            f"{name} of save {self.count}"
+            for name, each in self._expected.items()
+            if not torch.equal(each, found[name])
+        ]
+        shutil.rmtree(self._out)
+        self._expected, self._upload = {}, None
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    moments = {
+        f"{number}.{name}": value
+        for number, each in optimizer.state_dict()["state"].items()
+        for name, value in each.items()
+        if isinstance(value, torch.Tensor)
+    }
+    return {**model.state_dict(), **moments}
+
+
+def require_copied_behind(state: dict[str, Any]) -> None:
+    """Else the test would show nothing of what waits."""
+    tensors = [*FILLING, *state.values()]
+    at_once = copied_at_once([each.nbytes for each in tensors])
+    assert not [each for at, each in enumerate(tensors) if at in at_once and each.nbytes > 450_000]
+
+
+@pytest.mark.parametrize(
+    ("make", "optimizer_of", "backwards_per_step"),
+    [
+        pytest.param(linear, adamw(foreach=False), 1, id="AdamW, one by one"),
+        pytest.param(linear, adamw(foreach=True), 1, id="AdamW, foreach"),
+        pytest.param(linear, adamw(fused=True), 1, id="AdamW, fused"),
+        pytest.param(linear, sgd(foreach=False), 1, id="SGD, one by one"),
+        pytest.param(linear, sgd(foreach=True), 1, id="SGD, foreach"),
+        pytest.param(linear, sgd(fused=True), 1, id="SGD, fused"),
+        pytest.param(linear, adagrad, 1, id="Adagrad, fused"),
+        pytest.param(with_batch_norm, sgd(), 1, id="batch norm"),
+        pytest.param(Averaging, adamw(), 1, id="spectral norm and averages"),
+        pytest.param(with_batch_norm, sgd(fused=True), 4, id="gradient accumulation"),
+    ],
+)
+def test_every_checkpoint_holds_the_state_of_its_call(
+    tmp_path: Path,
+    make: Callable[[], nn.Module],
+    optimizer_of: Optimizer,
+    backwards_per_step: int,
+) -> None:
+    """200 steps with a save every 5, none waited for: bit by bit, and none of them fails."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = optimizer_of(model.parameters())
+    batch = torch.randn(8, WIDTH)
+    with (
+        AsyncCallsQueue() as queue,
+        inject(Fault.delay("stage", UNTIL_THE_COPY_S)),
+    ):
+        saves = Saves(tmp_path / "saved", queue)
+        for step in range(STEPS):
+            if step % EVERY == 0:
+                state = state_of(model, optimizer)
+                require_copied_behind(state)
+                saves.start(state)
+            for _ in range(backwards_per_step):
+                (model(batch).square().mean() / backwards_per_step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            queue.poll()
+        saves.finish()
+    assert saves.wrong == []
+    assert saves.count == STEPS // EVERY

@@ -1,0 +1,114 @@
+"""Checksums: the same sums from whatever computes them, and the fast code where there is some."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nostall
+from nostall._model import checksum
+from nostall.core import AsyncCallsQueue
+from nostall.testing import writer_pids
+from support.ranks import TESTS
+from support.states import blobs, schedule
+
+
+def loaded_code(pid: int) -> str:
+    """What a process has mapped."""
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+@given(st.binary(max_size=5000), st.integers(min_value=0, max_value=2**32 - 1))
+def test_the_fast_sum_is_the_slow_sum(content: bytes, before: int) -> None:
+    """Of anything, and going on with any earlier sum."""
+    assert checksum.use_fastest() is not None
+    assert checksum.crc32 is not zlib.crc32
+    assert checksum.crc32(memoryview(content), before) == zlib.crc32(content, before)
+
+
+def test_the_writer_process_has_the_fast_code(tmp_path: Path) -> None:
+    """Mapped, once it has written something."""
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path, {"weight": torch.arange(1000.0)})
+        queue.wait()
+        (pid,) = writer_pids()
+        assert "isal_zlib" in loaded_code(pid)
+
+
+ISOLATED = """
+import sys
+sys.path.append(sys.argv[1])
+import nostall._writer.main
+from nostall._model.checksum import use_fastest_from
+before = set(sys.modules)
+use_fastest_from(sys.argv[2])
+print(sorted(name for name in set(sys.modules) - before if not name.startswith("isal")))
+print(sorted(name for name in sys.modules if name.split(".")[0] in ("torch", "numpy", "psutil")))
+"""
+
+
+def test_the_writers_code_imports_nothing_else_of_what_is_installed() -> None:
+    """With the flags and the modules of the writer process."""
+    directory = checksum.use_fastest()
+    assert directory is not None
+    root = str(Path(nostall.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", ISOLATED, root, directory],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "[]\n[]\n"
+
+
+WITHOUT = """
+import sys
+sys.modules["isal"] = None
+sys.path.insert(0, sys.argv[2])
+import torch
+from nostall.core import AsyncCallsQueue
+from nostall.testing import writer_pids
+from pathlib import Path
+from support.states import schedule
+
+with AsyncCallsQueue() as queue:
+    schedule(queue, Path(sys.argv[1]), {"weight": torch.arange(1000.0)})
+    queue.wait()
+    maps = Path(f"/proc/{writer_pids()[0]}/maps").read_text()
+    print("isal" in maps, "isal.isal_zlib" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_without_the_extra_a_checkpoint_is_the_same(tmp_path: Path) -> None:
+    """Byte for byte; the standard library's sums are as good."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, str(tmp_path / "without"), str(TESTS)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "False False\n"
+    state = {"weight": torch.arange(1000.0)}
+    dcp.save(state, storage_writer=nostall.FileSystemWriterAsync(tmp_path / "with"))
+    assert blobs(tmp_path / "without") == blobs(tmp_path / "with")
+
+
+def test_what_cannot_be_imported_leaves_zlibs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the environment is replaced under a running trainer."""
+    monkeypatch.setattr(checksum, "crc32", checksum.crc32)
+    monkeypatch.setitem(sys.modules, "isal", None)
+    before = list(sys.path)
+    checksum.use_fastest_from("/nowhere")
+    assert checksum.crc32 is zlib.crc32
+    assert sys.path == before

@@ -1,0 +1,738 @@
+"""nostall stores, byte for byte, what stock DCP stores: files, items and metadata."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import sys
+import tempfile
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.utils.serialization import config
+
+import nostall
+from nostall import _torch
+from nostall._memory.arena import address_of
+from nostall._memory.staged_state import StagedStateDict
+from nostall._model.sealing import combine_hash, seal_patches
+from nostall._plan.container import build_container
+from nostall.core import AsyncCallsQueue
+from nostall.errors import NostallError
+from nostall.filesystem_async import FileSystemWriterAsync
+from support.states import blobs, read_metadata, save_async, schedule, shard_files, small_state
+
+GIB = 1 << 30
+ORDINARY_DTYPES = {
+    torch.bfloat16,
+    torch.bool,
+    torch.complex128,
+    torch.complex64,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+}
+DTYPES = sorted(
+    {
+        value
+        for value in vars(torch).values()
+        if isinstance(value, torch.dtype) and not str(value).startswith(("torch.q", "torch.uq"))
+    },
+    key=str,
+)
+
+
+# --- making and saving ----------------------------------------------------------------------------
+
+
+def filled(dtype: torch.dtype, shape: tuple[int, ...], *, seed: int = 0) -> torch.Tensor:
+    """A contiguous tensor of arbitrary bits, which for booleans are 0 or 1."""
+    generator = torch.Generator().manual_seed(seed)
+    count = 1
+    for extent in shape:
+        count *= extent
+    high = 2 if dtype is torch.bool else 256
+    raw = torch.randint(0, high, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).reshape(shape)
+
+
+def save_stock(path: Path, state: dict[str, Any], **options: Any) -> None:
+    writer = dcp.FileSystemWriter(path, sync_files=False, **options)
+    dcp.save(state, storage_writer=writer, planner=RawBytesPlanner(), no_dist=True)
+
+
+def save_ours(path: Path, state: dict[str, Any], **options: Any) -> None:
+    writer = FileSystemWriterAsync(path, sync_files=False, **options)
+    dcp.save(state, storage_writer=writer, planner=RawBytesPlanner(), no_dist=True)
+
+
+class RawBytesPlanner(DefaultSavePlanner):
+    """Stores ``bytes`` objects as they are; everything else as the default planner does."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # stock calls it so
+        if isinstance(object, bytes):
+            return io.BytesIO(object)
+        return super().transform_object(write_item, object)
+
+
+def differing_files(directory: Path, state: dict[str, Any], **options: Any) -> set[str]:
+    """Names of shard files that the two writers do not both make, or make with other bytes."""
+    save_stock(directory / "stock", state, **options)
+    save_ours(directory / "ours", state, **options)
+    expected, got = shard_files(directory / "stock"), shard_files(directory / "ours")
+    assert expected
+    return {name for name in {*expected, *got} if expected.get(name) != got.get(name)}
+
+
+def assert_same_files(directory: Path, state: dict[str, Any], **options: Any) -> None:
+    """Both writers make the same shard files out of a state dict."""
+    assert not differing_files(directory, state, **options)
+
+
+def saved_alone(value: Any) -> bytes:
+    """What ``torch.save`` writes for one item, as stock DCP calls it."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        if value.layout == torch.strided and value.untyped_storage().nbytes() != value.nbytes:
+            value = value.clone()
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+# --- one kind of item at a time -------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+def test_every_dtype_is_stored_as_stock_stores_it(tmp_path: Path) -> None:
+    """Tensors of any dtype that stock can save give the same file; what stock refuses fails."""
+    different = []
+    for dtype in DTYPES:
+        state = {
+            "t": filled(dtype, (7, 6)),
+            "transposed": filled(dtype, (4, 6)).t(),
+            "view": filled(dtype, (40,))[10:20],
+            "scalar": filled(dtype, ()),
+            "empty": filled(dtype, (0, 3)),
+        }
+        directory = tmp_path / str(dtype)
+        try:
+            save_stock(directory / "try", state)
+        except dcp.api.CheckpointException:
+            assert dtype not in ORDINARY_DTYPES
+            with pytest.raises(dcp.api.CheckpointException):
+                save_ours(directory, state)
+            assert not (directory / ".metadata").exists()
+        else:
+            if differing_files(directory, state):
+                different.append(dtype)
+    assert not different
+
+
+def _channels_last(*shape: int) -> torch.Tensor:
+    return filled(torch.float32, shape).to(memory_format=torch.channels_last)
+
+
+F32 = torch.float32
+KINDS: dict[str, Callable[[], Any]] = {
+    "scalar": lambda: torch.tensor(3.5),
+    "one element": lambda: torch.ones(1),
+    "one element in many dimensions": lambda: torch.ones(1, 1, 1, 1),
+    "many dimensions": lambda: filled(F32, (2,) * 10),
+    "empty": lambda: torch.empty(0),
+    "empty with dimensions in front": lambda: torch.empty(3, 0),
+    "empty with dimensions behind": lambda: torch.empty(0, 3, 5),
+    "empty in the middle, transposed": lambda: torch.empty(3, 0, 2).transpose(0, 2),
+    "empty view of a full storage": lambda: torch.empty(10)[3:3],
+    "empty view with odd strides": lambda: torch.empty(10).as_strided((0, 3), (7, 2)),
+    "empty view beyond an empty storage": lambda: torch.empty(4, 0)[2:],
+    "empty with zero strides": lambda: torch.empty(0).as_strided((0, 5), (0, 0)),
+    "transposed": lambda: filled(F32, (8, 5)).t(),
+    "permuted": lambda: filled(F32, (3, 4, 5)).permute(2, 0, 1),
+    "strided slice": lambda: filled(F32, (20, 20))[:, ::2],
+    "strided slice of rows": lambda: filled(F32, (20, 3))[::3],
+    "narrowed columns": lambda: filled(F32, (6, 9))[:, 2:5],
+    "expanded": lambda: filled(F32, (3, 1)).expand(3, 4),
+    "expanded scalar": lambda: torch.tensor(2.0).expand(5),
+    "view of a larger storage": lambda: filled(F32, (100,))[10:20],
+    "one element of a larger storage": lambda: filled(F32, (100,))[17],
+    "diagonal": lambda: filled(F32, (6, 6)).diagonal(),
+    "unfolded": lambda: filled(F32, (10,)).unfold(0, 4, 2),
+    "overlapping over a storage of its own size": lambda: filled(F32, (6,)).as_strided(
+        (2, 3), (2, 1)
+    ),
+    "gaps over a storage of its own size": lambda: filled(F32, (6,)).as_strided((2, 3), (3, 0)),
+    "one element repeated over a storage of its own size": lambda: filled(F32, (6,)).as_strided(
+        (6,), (0,), 5
+    ),
+    "column-major over a storage of its own size": lambda: filled(F32, (6,)).as_strided(
+        (2, 3), (1, 2)
+    ),
+    "size-1 dimension with an odd stride": lambda: torch.empty(3).as_strided((1, 3), (17, 1)),
+    "size-1 dimension with an odd stride in a view": lambda: filled(F32, (9,)).as_strided(
+        (1, 3, 1), (17, 1, 5)
+    ),
+    "size-1 dimension with stride zero": lambda: filled(F32, (3,)).as_strided((3, 1), (1, 0)),
+    "another dtype's storage": lambda: filled(F32, (6,)).view(torch.uint8),
+    "another dtype's storage, misaligned": lambda: filled(torch.uint8, (40,))[4:20].view(F32),
+    "channels last": lambda: _channels_last(2, 3, 4, 5),
+    "channels last in a view": lambda: _channels_last(4, 3, 4, 5)[:2],
+    "channels last of one channel": lambda: _channels_last(4, 1, 4, 5),
+    "channels last of one channel in a view": lambda: _channels_last(4, 1, 4, 5)[1:3],
+    "channels last of one pixel": lambda: _channels_last(4, 3, 1, 1),
+    "channels last, every other image": lambda: _channels_last(4, 3, 4, 5)[::2],
+    "channels last 3d": lambda: filled(F32, (2, 3, 2, 4, 5)).to(
+        memory_format=torch.channels_last_3d
+    ),
+    "channels last 3d in a view": lambda: filled(F32, (4, 3, 2, 4, 5)).to(
+        memory_format=torch.channels_last_3d
+    )[1:],
+    "complex": lambda: filled(torch.complex64, (4, 3)),
+    "conjugated": lambda: filled(torch.complex64, (4, 3)).conj(),
+    "conjugated, transposed view": lambda: filled(torch.complex64, (8, 3))[2:5].conj().t(),
+    "conjugate transposed": lambda: filled(torch.complex128, (4, 3)).mH,
+    "negated": lambda: filled(torch.complex64, (4, 3)).conj().imag,
+    "negated over a storage of its own size": lambda: torch._neg_view(filled(F32, (4, 3))),
+    "real part": lambda: filled(torch.complex64, (4, 3)).real,
+    "requires grad": lambda: filled(F32, (4, 3)).requires_grad_(),
+    "result of an operation": lambda: filled(F32, (4, 3)).requires_grad_() * 2,
+    "parameter": lambda: torch.nn.Parameter(filled(F32, (4, 3))),
+    "parameter over a view": lambda: torch.nn.Parameter(filled(F32, (9, 3))[2:4]),
+    "parameter, transposed": lambda: torch.nn.Parameter(filled(F32, (9, 3)).t()),
+    "buffer": lambda: torch.nn.Buffer(filled(F32, (4, 3))),
+    "in shared memory": lambda: filled(F32, (4, 3)).share_memory_(),
+    "from numpy": lambda: torch.from_numpy(filled(F32, (4, 3)).numpy()),
+    "larger than a chunk": lambda: filled(torch.uint8, ((8 << 20) + 4097,)),
+    "number": lambda: 3,
+    "string": lambda: "text",
+    "empty string": lambda: "",
+    "none": lambda: None,
+    "list of numbers": lambda: [1, 2.5, None],
+    "tensors in a list": lambda: [torch.ones(3), {"deep": torch.zeros(2)}],
+    "set": lambda: {1},
+    "size": lambda: torch.Size([2, 3]),
+    "dtype": lambda: torch.bfloat16,
+    "bytes": lambda: b"\x00\x01PK\x03\x04",
+    "no bytes": lambda: b"",
+    "a page of bytes": lambda: bytes(4096),
+    "more bytes than a chunk": lambda: bytes(range(256)) * ((8 << 12) + 5),
+}
+
+
+def test_every_kind_of_item_is_stored_as_stock_stores_it(tmp_path: Path) -> None:
+    """Whatever the memory behind an item looks like, its file is the one that stock writes."""
+    assert not [
+        kind for kind, make in KINDS.items() if differing_files(tmp_path / kind, {"item": make()})
+    ]
+
+
+def test_all_kinds_of_items_together_are_stored_as_stock_stores_them(tmp_path: Path) -> None:
+    """Neighbours in a file do not change each other: one file with everything equals stock's."""
+    assert_same_files(tmp_path, {kind: make() for kind, make in KINDS.items()})
+
+
+def test_two_views_of_one_storage_are_stored_apart(tmp_path: Path) -> None:
+    """Tensors that share memory, overlapping or the same, are each stored whole."""
+    base = filled(F32, (10, 10))
+    assert_same_files(tmp_path, {"a": base, "b": base, "c": base[:3], "d": base.t(), "e": base[2:]})
+
+
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "sparse_csc"])
+def test_sparse_tensor_is_stored_as_torch_save_stores_it(tmp_path: Path, layout: str) -> None:
+    """A sparse tensor that DCP can plan is stored as by ``torch.save``, even where stock fails."""
+    dense = torch.eye(5)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse", UserWarning)
+        sparse = dense.to_sparse(layout=getattr(torch, layout))
+    try:
+        TensorProperties.create_from_tensor(sparse)
+    except RuntimeError:  # torch 2.15 notes strides, which some layouts do not have
+        with pytest.raises(dcp.api.CheckpointException, match="do not have strides"):
+            save_ours(tmp_path / "ours", {"s": sparse, "dense": dense})
+        return
+    save_ours(tmp_path / "ours", {"s": sparse, "dense": dense})
+    found = {name: content for (name, _), content in blobs(tmp_path / "ours").items()}
+    assert found == {"s": saved_alone(sparse), "dense": saved_alone(dense)}
+    back = torch.load(io.BytesIO(found["s"]), weights_only=True)
+    assert torch.equal(back.to_dense(), dense)
+
+
+def test_bytes_may_change_their_length_between_saves(tmp_path: Path) -> None:
+    """A save with the same settings but longer or shorter objects lays its file out anew."""
+    for number, nbytes in enumerate([3, 100_000, 0, 4096, 3]):
+        state = {"t": filled(F32, (100,), seed=number), "raw": b"x" * nbytes, "name": "n" * nbytes}
+        assert_same_files(tmp_path / str(number), state)
+
+
+def test_a_second_save_of_the_same_structure_has_the_new_values(tmp_path: Path) -> None:
+    """Snapshot memory that held an earlier save leaves nothing of it in the next file."""
+    for number in range(4):
+        state = {f"w{n}": filled(F32, (50 + n,), seed=100 * number + n) for n in range(30)}
+        assert_same_files(tmp_path / str(number), {**state, "step": number})
+
+
+def test_a_smaller_save_after_a_larger_one_is_as_if_alone(tmp_path: Path) -> None:
+    """Memory reused for another layout has none of the old layout's bytes."""
+    assert_same_files(tmp_path / "1", {f"w{n}": filled(F32, (1000,), seed=n) for n in range(9)})
+    assert_same_files(tmp_path / "2", {"x": filled(torch.int16, (33, 3)), "note": "short"})
+
+
+# --- torch's settings -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_checksums() -> Iterator[None]:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    yield
+    torch.serialization.set_crc32_options(before)
+
+
+def test_checksums_switched_off_are_left_out(tmp_path: Path, no_checksums: None) -> None:
+    """With ``set_crc32_options(False)`` the file is the one that stock writes under it."""
+    assert_same_files(tmp_path, small_state())
+
+
+def test_switching_checksums_between_saves_takes_effect(tmp_path: Path) -> None:
+    """No save uses container bytes that were cached under the other setting."""
+    state = small_state()
+    assert_same_files(tmp_path / "before", state)
+    torch.serialization.set_crc32_options(False)
+    try:
+        assert_same_files(tmp_path / "without", state)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert_same_files(tmp_path / "after", state)
+    name = "__0_0.distcp"
+    before, without = tmp_path / "before/ours" / name, tmp_path / "without/ours" / name
+    assert before.read_bytes() != without.read_bytes()
+
+
+@pytest.mark.parametrize("alignment", [64, 512, 4096])
+def test_storage_alignment_setting_takes_effect(tmp_path: Path, alignment: int) -> None:
+    """Payloads are aligned as torch is configured, and as stock then aligns them."""
+    save = config.save
+    before = save.storage_alignment
+    save.storage_alignment = alignment
+    try:
+        assert_same_files(tmp_path, small_state())
+    finally:
+        save.storage_alignment = before
+    with zipfile.ZipFile(io.BytesIO(_blob(tmp_path / "ours", "weight"))) as archive:
+        assert archive.read("archive/.storage_alignment") == str(alignment).encode()
+
+
+def _blob(path: Path, name: str) -> bytes:
+    (content,) = (content for (fqn, _), content in blobs(path).items() if fqn == name)
+    return content
+
+
+# --- any combination ------------------------------------------------------------------------------
+
+STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda t: t,
+    "reversed": lambda t: t.permute(tuple(reversed(range(t.dim())))),
+    "every other": lambda t: torch.stack([t, t], dim=-1)[..., 0],
+    "tail of a storage": lambda t: (
+        torch.cat([t.reshape(-1)[:1], t.reshape(-1)])[-t.numel() :].view(t.shape)
+        if t.numel()
+        else t
+    ),
+    "expanded": lambda t: t.unsqueeze(0).expand(2, *t.shape),
+    "rolled dimensions": lambda t: t.movedim(0, -1) if t.dim() else t,
+    "channels last": lambda t: (
+        t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
+    ),
+    "odd size-1 stride": lambda t: t.as_strided(
+        (*t.shape[:1], 1, *t.shape[1:]), (*t.stride()[:1], 97, *t.stride()[1:])
+    ),
+    "parameter": lambda t: torch.nn.Parameter(t) if t.is_floating_point() else t,
+}
+ANY_TENSOR = st.tuples(
+    st.sampled_from(sorted(ORDINARY_DTYPES, key=str)),
+    st.lists(st.sampled_from([0, 1, 1, 2, 3, 5]), max_size=4).map(tuple),
+    st.sampled_from(sorted(STRIDES)),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(specs=st.lists(ANY_TENSOR, min_size=1, max_size=12))
+def test_any_list_of_tensors_is_stored_as_stock_stores_it(
+    specs: list[tuple[torch.dtype, tuple[int, ...], str]],
+) -> None:
+    """Dtype, shape and strides in any combination and any number give stock's file."""
+    state = {
+        f"t{number}": STRIDES[strides](filled(dtype, shape, seed=number))
+        for number, (dtype, shape, strides) in enumerate(specs)
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        assert_same_files(Path(directory), state)
+
+
+# --- pieces and threads ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("io_threads", [1, 3])
+@pytest.mark.parametrize("direct_io", [True, False], ids=["direct", "buffered"])
+def test_chunk_bounds_do_not_show(tmp_path: Path, io_threads: int, *, direct_io: bool) -> None:
+    """Tensors over many chunks, many per chunk, and ends at a bound: the bytes are the same."""
+    nostall.configure(
+        nostall.EngineOptions(chunk_nbytes=4096, io_threads=io_threads, direct_io=direct_io)
+    )
+    state: dict[str, Any] = {"many chunks": filled(torch.uint8, (100_003,))}
+    state |= {f"small {n}": filled(torch.int16, (n % 7, 2), seed=n) for n in range(300)}
+    state |= {f"near a bound {n}": filled(torch.uint8, (4096 + n,), seed=n) for n in range(-9, 10)}
+    state |= {f"object {n}": "x" * (n * 331) for n in range(30)}
+    assert_same_files(tmp_path, state)
+
+
+def test_seals_that_straddle_chunk_bounds_are_complete(tmp_path: Path) -> None:
+    """Wherever a bound falls behind a payload, both sides are sealed before they are written."""
+    nostall.configure(nostall.EngineOptions(chunk_nbytes=4096, io_threads=3))
+    length = len(saved_alone(filled(torch.uint8, (2530,))))
+    assert 4096 - 64 < length < 4096
+    assert length % 2 == 1
+    # Each container is a little shorter than a chunk, by an odd number: the bounds wander through
+    # all of its bytes.
+    state = {f"t{n}": filled(torch.uint8, (2530,), seed=n) for n in range(1500)}
+    assert_same_files(tmp_path, state)
+
+
+def test_what_lies_behind_a_payload_waits_for_its_sum(tmp_path: Path) -> None:
+    """A chunk with only the end of a container is not written before that end is sealed."""
+    nostall.configure(nostall.EngineOptions(chunk_nbytes=8 << 20, io_threads=4))
+    prefix_nbytes = len(_torch.container_skeleton(torch.uint8, (16 << 20,), (1,)).prefix)
+    state = {"t": filled(torch.uint8, ((16 << 20) - prefix_nbytes,))}
+    for number in range(3):
+        assert_same_files(tmp_path / str(number), state)
+
+
+def test_a_container_may_end_several_chunks_behind_its_payload(tmp_path: Path) -> None:
+    """With far apart records, all chunks up to the archive's end wait for the payload's sum."""
+    nostall.configure(nostall.EngineOptions(chunk_nbytes=4096, io_threads=6))
+    before, config.save.storage_alignment = config.save.storage_alignment, 1 << 16
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        # Putting the sums of two thousand pieces together takes longer than writing what lies
+        # behind them.
+        assert_same_files(tmp_path, {"t": filled(torch.uint8, (8 << 20,))})
+    finally:
+        config.save.storage_alignment = before
+        sys.setswitchinterval(interval)
+
+
+def test_records_further_apart_than_an_archive_can_say_are_refused(tmp_path: Path) -> None:
+    """torch itself cannot read what it writes with an alignment beyond 64 KiB."""
+    before, config.save.storage_alignment = config.save.storage_alignment, 1 << 20
+    try:
+        with pytest.raises(dcp.api.CheckpointException, match="storage_alignment"):
+            save_ours(tmp_path, {"t": filled(torch.uint8, (100,))})
+    finally:
+        config.save.storage_alignment = before
+    assert not (tmp_path / ".metadata").exists()
+
+
+@pytest.mark.parametrize("thread_count", [2, 3, 4])
+def test_items_spread_over_files_are_the_same_items(tmp_path: Path, thread_count: int) -> None:
+    """With several files, each item is as ``torch.save`` writes it, and files are balanced.
+
+    Stock reads all.
+    """
+    state = {f"w{n}": filled(torch.uint8, (1 + 997 * n,), seed=n) for n in range(25)}
+    save_ours(tmp_path, state, thread_count=thread_count)
+    found = {name: content for (name, _), content in blobs(tmp_path).items()}
+    assert found == {name: saved_alone(tensor) for name, tensor in state.items()}
+    sizes = [len(content) for content in shard_files(tmp_path).values()]
+    assert len(sizes) == thread_count
+    assert max(sizes) - min(sizes) <= max(map(len, found.values())) + 25 * 2048
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
+    for name, tensor in state.items():
+        assert torch.equal(target[name], tensor)
+
+
+@pytest.mark.parametrize("item_count", [1, 2, 3, 6])
+def test_no_more_files_than_items(tmp_path: Path, item_count: int) -> None:
+    """A file without items is not written."""
+    state = {f"w{n}": filled(F32, (4,), seed=n) for n in range(item_count)}
+    save_ours(tmp_path, state, thread_count=4)
+    assert len(shard_files(tmp_path)) == min(4, item_count)
+
+
+def test_one_file_per_item_is_stocks(tmp_path: Path) -> None:
+    """With ``single_file_per_rank=False`` files have stock's names and content."""
+    assert_same_files(tmp_path, small_state(), single_file_per_rank=False)
+
+
+def test_separated_items_lie_in_files_named_for_them(tmp_path: Path) -> None:
+    """Items whose name begins with the hint, and no others, are in files named with it."""
+    state = {f"model.{n}": filled(F32, (40,), seed=n) for n in range(6)}
+    state |= {f"optimizer.{n}": filled(F32, (90,), seed=n) for n in range(6)}
+    save_ours(tmp_path, state, thread_count=4, separation_hint="optimizer")
+    files = shard_files(tmp_path)
+    assert len([name for name in files if name.startswith("optimizer__0_")]) == 2
+    assert len([name for name in files if name.startswith("__0_")]) == 2
+    for index, info in read_metadata(tmp_path).storage_data.items():
+        separated = info.relative_path.startswith("optimizer")
+        assert separated == index.fqn.startswith("optimizer")
+    found = {name: content for (name, _), content in blobs(tmp_path).items()}
+    assert found == {name: saved_alone(tensor) for name, tensor in state.items()}
+
+
+# --- asynchronous saves ---------------------------------------------------------------------------
+
+
+def _changing_state(step: int) -> dict[str, Any]:
+    state = small_state(step)
+    state["channels last"] = _channels_last(2, 3, 4, 5) + step
+    state["conjugated"] = filled(torch.complex64, (4, 3), seed=step).conj()
+    state["empty view"] = torch.empty(4, 0)[2:]
+    state["overlapping"] = filled(F32, (6,), seed=step).as_strided((2, 3), (2, 1))
+    state["parameter"] = torch.nn.Parameter(filled(F32, (9, 3), seed=step).t())
+    return state
+
+
+def test_dcp_async_save_stores_what_a_sync_save_stores(tmp_path: Path) -> None:
+    """Staged next to each other first and in place afterwards: the file is always stock's."""
+    for step in range(4):
+        state = _changing_state(step)
+        writer = FileSystemWriterAsync(tmp_path / f"ours {step}")
+        save_async(writer, state)
+        save_stock(tmp_path / f"stock {step}", state)
+        assert shard_files(tmp_path / f"ours {step}") == shard_files(tmp_path / f"stock {step}")
+
+
+def test_a_structure_once_saved_is_staged_in_place(tmp_path: Path) -> None:
+    """The second time, ``stage`` puts every tensor where it will be in its file."""
+    writer = FileSystemWriterAsync(tmp_path)
+    state = {f"w{n}": filled(torch.int32, (50 + n,), seed=n) for n in range(5)}
+    save_async(writer, state)
+    staged = writer.stage(state)
+    assert isinstance(staged, StagedStateDict)
+    image = address_of(staged.lease.block)
+    for index, info in read_metadata(tmp_path).storage_data.items():
+        tensor = state[index.fqn]
+        skeleton = _torch.container_skeleton(torch.int32, tuple(tensor.shape), tensor.stride())
+        place = info.offset + len(skeleton.prefix)
+        assert staged[index.fqn].data_ptr() - image == place
+        assert torch.equal(staged[index.fqn], tensor)
+
+
+def test_a_staged_copy_can_be_computed_with(tmp_path: Path) -> None:
+    """Also where its place suits no processor instruction: complex128 is the critical dtype."""
+    writer = FileSystemWriterAsync(tmp_path)
+    state = {f"z{n}": filled(torch.float64, (n, 2), seed=n) for n in range(1, 6)}
+    state = {name: torch.view_as_complex(tensor) for name, tensor in state.items()}
+    for _ in range(2):
+        save_async(writer, state)
+        staged = writer.stage(state)
+        for name, tensor in state.items():
+            assert torch.equal(staged[name].clone().view(torch.int64), tensor.view(torch.int64))
+        del staged
+    assert blobs(tmp_path) == {(name, (0,)): saved_alone(z) for name, z in state.items()}
+
+
+def test_split_save_stores_what_a_sync_save_stores(tmp_path: Path) -> None:
+    """A save through a queue gives stock's file, however often it is repeated."""
+    queue = AsyncCallsQueue()
+    for step in range(3):
+        state = _changing_state(step)
+        (tmp_path / f"ours {step}").mkdir()
+        schedule(queue, tmp_path / f"ours {step}", state)
+        queue.maybe_finalize_async_calls(blocking=True)
+        save_stock(tmp_path / f"stock {step}", state)
+        assert shard_files(tmp_path / f"ours {step}") == shard_files(tmp_path / f"stock {step}")
+    queue.close()
+
+
+def test_several_files_in_the_background_hold_the_same_items(tmp_path: Path) -> None:
+    """Two writer processes with files of their own store the items that one file would have."""
+    state = _changing_state(1)
+    queue = AsyncCallsQueue()
+    schedule(queue, tmp_path / "two", state, thread_count=4, is_multiproc_io=True)
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    save_stock(tmp_path / "stock", state)
+    assert blobs(tmp_path / "two") == blobs(tmp_path / "stock")
+
+
+# --- metadata -------------------------------------------------------------------------------------
+
+
+def test_metadata_is_stocks(tmp_path: Path) -> None:
+    """Entries, planner data, places and version equal stock's, in stock's own types."""
+    state = _changing_state(0)
+    save_stock(tmp_path / "stock", state)
+    save_ours(tmp_path / "ours", state)
+    stock, ours = read_metadata(tmp_path / "stock"), read_metadata(tmp_path / "ours")
+    assert type(ours) is type(stock)
+    assert ours.state_dict_metadata == stock.state_dict_metadata
+    assert ours.planner_data == stock.planner_data
+    assert ours.version == stock.version
+    assert ours.storage_data == stock.storage_data
+    assert list(ours.storage_data) == list(stock.storage_data)
+    assert [vars(info) for info in ours.storage_data.values()] == [
+        vars(info) for info in stock.storage_data.values()
+    ]
+    assert ours.storage_meta is not None
+    assert ours.storage_meta.checkpoint_id == tmp_path / "ours"
+
+
+def test_metadata_names_no_class_of_nostall(tmp_path: Path) -> None:
+    """The pickle refers to exactly the names that stock's does, so stock reads it alone."""
+    state = _changing_state(0)
+    save_stock(tmp_path / "stock", state)
+    save_ours(tmp_path / "ours", state)
+    assert _names_in(tmp_path / "ours") == _names_in(tmp_path / "stock")
+
+
+def _names_in(path: Path) -> set[tuple[str, str]]:
+    names = set()
+
+    class Recorder(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            names.add((module, name))
+            return super().find_class(module, name)
+
+    with open(path / ".metadata", "rb") as stream:
+        Recorder(stream).load()
+    return names
+
+
+def test_metadata_of_a_split_save_reads_like_stocks(tmp_path: Path) -> None:
+    """What a queue commits has stock's entries and places, too."""
+    state = _changing_state(0)
+    queue = AsyncCallsQueue()
+    schedule(queue, tmp_path / "ours", state)
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    save_stock(tmp_path / "stock", state)
+    stock, ours = read_metadata(tmp_path / "stock"), read_metadata(tmp_path / "ours")
+    assert ours.state_dict_metadata == stock.state_dict_metadata
+    assert ours.planner_data == stock.planner_data
+    assert ours.storage_data == stock.storage_data
+
+
+# --- sealing --------------------------------------------------------------------------------------
+
+
+def _sealed_around(
+    nbytes: int, crc32: int
+) -> tuple[bytes, bytes, list[tuple[int, bytes]], tuple[int, int]]:
+    """Prefix, suffix, patches, and the suffix's bounds, for a tensor of that many bytes."""
+    skeleton = _torch.container_skeleton(torch.uint8, (nbytes,), (1,))
+    container = build_container(
+        prefix=skeleton.prefix,
+        payload_nbytes=skeleton.payload_nbytes,
+        suffix=skeleton.suffix,
+        checksums=True,
+    )
+    assert container.seal is not None
+    assert container.payload_nbytes == nbytes
+    begin = len(container.prefix) + nbytes
+    patches = list(seal_patches(container.seal, crc32))
+    return container.prefix, container.suffix, patches, (begin, container.nbytes)
+
+
+@pytest.mark.parametrize(
+    "nbytes",
+    [5 * GIB, 4 * GIB, 4 * GIB - 1, 4 * GIB - 300, 4 * GIB - 4096],
+    ids=["5 GiB", "4 GiB", "4 GiB less 1", "directory beyond 4 GiB", "4 GiB less a page"],
+)
+def test_a_container_beyond_4_gib_is_a_valid_archive(tmp_path: Path, nbytes: int) -> None:
+    """Where 32 bits do not hold sizes or offsets, checksums still land in their fields."""
+    crc32 = 0xDEADBEEF
+    prefix, suffix, patches, (begin, end) = _sealed_around(nbytes, crc32)
+    path = tmp_path / "container"
+    with open(path, "wb") as stream:
+        stream.write(prefix)
+        stream.seek(begin)
+        stream.write(suffix)
+        assert stream.tell() == end
+        for at, patch in patches:
+            assert begin <= at <= end - len(patch)
+            stream.seek(at)
+            stream.write(patch)
+        stream.seek(begin)
+    assert os.stat(path).st_blocks * 512 < 1 << 20
+    with zipfile.ZipFile(path) as archive:
+        entries = {entry.filename.split("/", 1)[1]: entry for entry in archive.infolist()}
+        payload = entries["data/0"]
+        assert (payload.CRC, payload.file_size) == (crc32, nbytes)
+        # Reading a record makes zipfile compare its CRC; the payload's is not that of its zeros.
+        records = {name: archive.read(entry) for name, entry in entries.items() if name != "data/0"}
+        order = sorted(entries.values(), key=lambda entry: entry.header_offset)
+    state = 0
+    for entry in order[:-1]:
+        state = combine_hash(state, entry.CRC) if entry.file_size else state
+    assert order[-1].filename.endswith("/.data/serialization_id")
+    assert records[".data/serialization_id"][20:] == b"%020d" % state
+    with open(path, "rb") as stream:
+        stream.seek(begin)
+        magic, in_descriptor = struct.unpack("<4sI", stream.read(8))
+    assert (magic, in_descriptor) == (b"PK\x07\x08", crc32)
+    mapped = torch.load(path, mmap=True, weights_only=True)
+    assert (mapped.dtype, mapped.shape) == (torch.uint8, (nbytes,))
+
+
+@settings(max_examples=60, deadline=None)
+@given(payload=st.binary(min_size=1, max_size=5000))
+def test_a_sealed_container_is_what_torch_save_writes(payload: bytes) -> None:
+    """Skeleton, payload and patches together are ``torch.save``'s bytes."""
+    tensor = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    prefix, suffix, patches, _ = _sealed_around(len(payload), zlib.crc32(payload))
+    content = bytearray(prefix + payload + suffix)
+    for at, patch in patches:
+        content[at : at + len(patch)] = patch
+    assert bytes(content) == saved_alone(tensor)
+
+
+def test_a_container_without_checksums_has_nothing_to_seal() -> None:
+    """Switched off or empty, a container is complete as it is."""
+    skeleton = _torch.container_skeleton(torch.uint8, (5,), (1,))
+    off = build_container(
+        prefix=skeleton.prefix, payload_nbytes=5, suffix=skeleton.suffix, checksums=False
+    )
+    assert off.seal is None
+    empty = _torch.container_skeleton(torch.uint8, (0, 4), (4, 1))
+    whole = build_container(
+        prefix=empty.prefix, payload_nbytes=0, suffix=empty.suffix, checksums=True
+    )
+    assert whole.seal is None
+    assert whole.prefix + whole.suffix == saved_alone(torch.empty((0, 4), dtype=torch.uint8))
+
+
+def test_a_container_of_another_form_is_refused() -> None:
+    """An archive that does not end with the identifier record is an error, not a wrong seal."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("archive/data/0", bytes(16))
+        archive.writestr("archive/version", b"3\n")
+    content = stream.getvalue()
+    begin = content.index(b"archive/data/0") + len(b"archive/data/0")
+    with pytest.raises(NostallError, match="serialization_id"):
+        build_container(
+            prefix=content[:begin], payload_nbytes=16, suffix=content[begin + 16 :], checksums=True
+        )

@@ -1,0 +1,370 @@
+"""Layout is arithmetic: these properties hold for any items in any number of files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _split_by_size_and_type
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from nostall._engine import Engine
+from nostall._model.jobs import PAGE_NBYTES, Seal, page_aligned
+from nostall._model.values import Container, FileLayout, ItemShape, Layout
+from nostall._plan.layout import FileNaming, Packing, lay_out
+
+
+def bytes_item(fqn: str, nbytes: int) -> ItemShape:
+    return ItemShape(fqn=fqn, container=None, nbytes=nbytes, weight=0)
+
+
+def run_item(fqn: str, nbytes: int, weight: int) -> ItemShape:
+    return ItemShape(fqn=fqn, container=None, nbytes=nbytes, weight=weight)
+
+
+def seal_of(number: int) -> Seal:
+    return Seal(
+        payload_crc_at=(number, number + 50),
+        hash_before=7,
+        crcs_after=(1, 2),
+        id_at=number + 20,
+        id_names=b"0" * 20,
+        id_crc_at=(number + 60, number + 70),
+    )
+
+
+def tensor_item(
+    fqn: str,
+    payload_nbytes: int,
+    *,
+    weight: int | None = None,
+    head: int = 700,
+    tail: int = 900,
+    seal: Seal | None = None,
+) -> ItemShape:
+    container = Container(
+        prefix=b"p" * head, payload_nbytes=payload_nbytes, suffix=b"s" * tail, seal=seal
+    )
+    return ItemShape(
+        fqn=fqn,
+        container=container,
+        nbytes=container.nbytes,
+        weight=payload_nbytes if weight is None else weight,
+    )
+
+
+FQNS = st.sampled_from(["model.w", "model.b", "optimizer.m", "optimizer.v", "opt", "step", ""])
+SIZES = st.one_of(st.integers(0, 20), st.sampled_from([4095, 4096, 4097]), st.integers(0, 20_000))
+ITEMS = st.lists(
+    st.one_of(
+        st.builds(bytes_item, FQNS, SIZES),
+        st.builds(run_item, FQNS, SIZES, st.integers(1, 20_000)),
+        st.builds(
+            tensor_item,
+            FQNS,
+            SIZES,
+            head=st.integers(1, 800),
+            tail=st.integers(1, 999),
+            seal=st.none() | st.integers(0, 3).map(seal_of),
+        ),
+    ),
+    max_size=40,
+)
+PACKINGS = st.builds(Packing, file_count=st.integers(1, 6), file_per_item=st.booleans())
+NAMINGS = st.builds(
+    FileNaming,
+    prefix=st.sampled_from(["__0_", "__17_"]),
+    suffix=st.sampled_from(["", "-1a2b3c4d"]),
+    separation_hint=st.sampled_from([None, "optimizer", "opt", "absent"]),
+)
+PLAIN = FileNaming(prefix="__0_")
+
+
+def items_of(file: FileLayout) -> list[int]:
+    return [slot.item for slot in file.slots]
+
+
+def load_of(file: FileLayout, layout: Layout) -> int:
+    return sum(layout.shapes[item].weight for item in items_of(file))
+
+
+@given(shapes=ITEMS, naming=NAMINGS, packing=PACKINGS)
+def test_slots_tile_each_file(
+    shapes: list[ItemShape], naming: FileNaming, packing: Packing
+) -> None:
+    """A file is its items end to end: no gap, no overlap, no byte behind the last."""
+    for file in lay_out(shapes, naming, packing).files:
+        at = 0
+        for slot in file.slots:
+            assert slot.offset == at
+            assert slot.length == shapes[slot.item].nbytes
+            at += slot.length
+        assert file.nbytes == at
+        assert file.slots
+
+
+@given(shapes=ITEMS, naming=NAMINGS, packing=PACKINGS)
+def test_every_item_has_exactly_one_place(
+    shapes: list[ItemShape], naming: FileNaming, packing: Packing
+) -> None:
+    """No item is left out and none is stored twice, for any packing."""
+    layout = lay_out(shapes, naming, packing)
+    places = Counter(item for file in layout.files for item in items_of(file))
+    assert places == Counter(range(len(shapes)))
+    assert layout.shapes == tuple(shapes)
+
+
+@given(shapes=ITEMS, naming=NAMINGS, packing=PACKINGS)
+def test_payloads_lie_where_their_containers_have_room(
+    shapes: list[ItemShape], naming: FileNaming, packing: Packing
+) -> None:
+    """A payload begins behind its container's prefix and ends before its suffix.
+
+    A run of bytes is all payload.
+    """
+    for file in lay_out(shapes, naming, packing).files:
+        for slot in file.slots:
+            container = shapes[slot.item].container
+            head = len(container.prefix) if container else 0
+            tail = len(container.suffix) if container else 0
+            assert slot.payload_offset == slot.offset + head
+            assert slot.payload_offset + slot.payload_nbytes + tail == slot.offset + slot.length
+
+
+@given(shapes=ITEMS, naming=NAMINGS, packing=PACKINGS)
+def test_every_slot_is_sealed_as_its_container_asks(
+    shapes: list[ItemShape], naming: FileNaming, packing: Packing
+) -> None:
+    """The writer, which sees no container, learns each slot's payload and seal positions."""
+    for file in lay_out(shapes, naming, packing).files:
+        table = file.seals
+        assert table.blob_offsets == tuple(slot.offset for slot in file.slots)
+        assert len(set(table.templates)) == len(table.templates)
+        for slot, template in zip(file.slots, table.template_of_slot, strict=True):
+            container = shapes[slot.item].container
+            assert table.templates[template] == (
+                slot.payload_offset - slot.offset,
+                slot.payload_nbytes,
+                container.seal if container else None,
+            )
+
+
+@given(shapes=ITEMS, naming=NAMINGS, packing=PACKINGS)
+def test_images_are_whole_pages_of_their_own(
+    shapes: list[ItemShape], naming: FileNaming, packing: Packing
+) -> None:
+    """File images begin at page bounds, share no page, and fit the memory asked for."""
+    layout = lay_out(shapes, naming, packing)
+    end = 0
+    for file in layout.files:
+        assert file.image_offset % PAGE_NBYTES == 0
+        assert file.image_offset >= end
+        end = file.image_offset + page_aligned(file.nbytes)
+    assert layout.image_nbytes == end
+    assert end == sum(page_aligned(file.nbytes) for file in layout.files)
+
+
+@given(shapes=ITEMS, naming=NAMINGS, packing=PACKINGS)
+def test_layouts_are_deterministic(
+    shapes: list[ItemShape], naming: FileNaming, packing: Packing
+) -> None:
+    """The same items give the same layout, so places are known on every rank and in every save."""
+    assert lay_out(shapes, naming, packing) == lay_out(tuple(shapes), naming, packing)
+
+
+@given(shapes=ITEMS, packing=PACKINGS)
+def test_the_key_is_that_of_the_places_not_of_the_names(
+    shapes: list[ItemShape], packing: Packing
+) -> None:
+    """What was laid down in memory for one checkpoint serves the next, under other file names."""
+    one = lay_out(shapes, PLAIN, packing)
+    other = lay_out(shapes, FileNaming(prefix="__0_", suffix="-deadbeef"), packing)
+    assert one.key == other.key
+    assert hash(one.key) == hash(other.key)
+
+
+@given(shapes=ITEMS, naming=NAMINGS, packing=PACKINGS)
+def test_what_was_laid_out_for_one_checkpoint_serves_the_next_one(
+    shapes: list[ItemShape], naming: FileNaming, packing: Packing
+) -> None:
+    """Saves that replace each other have file names of their own, and are laid out once."""
+    engine = Engine()
+    other = replace(naming, suffix="-deadbeef")
+    one, two = (engine.lay_out(shapes, each, packing) for each in (naming, other))
+    assert two.key is one.key
+    assert (one, two) == tuple(lay_out(shapes, each, packing) for each in (naming, other))
+
+
+@given(shapes=ITEMS, packing=PACKINGS, other=PACKINGS)
+def test_the_key_changes_with_any_place(
+    shapes: list[ItemShape], packing: Packing, other: Packing
+) -> None:
+    """Memory laid down for the same items in other files is never taken for this layout's."""
+    one, two = lay_out(shapes, PLAIN, packing), lay_out(shapes, PLAIN, other)
+    same = [file.slots for file in one.files] == [file.slots for file in two.files]
+    assert (one.key == two.key) == same
+
+
+@given(shapes=ITEMS.filter(bool), packing=PACKINGS, data=st.data())
+def test_the_key_changes_with_any_length(
+    shapes: list[ItemShape], packing: Packing, data: st.DataObject
+) -> None:
+    """Memory laid down for items of other lengths is never taken for this layout's."""
+    position = data.draw(st.integers(0, len(shapes) - 1))
+    before = shapes[position]
+    if before.container is None:
+        after = run_item(before.fqn, before.nbytes + 1, before.weight)
+    else:
+        after = tensor_item(before.fqn, before.container.payload_nbytes + 1)
+    changed = [*shapes[:position], after, *shapes[position + 1 :]]
+    assert lay_out(shapes, PLAIN, packing).key != lay_out(changed, PLAIN, packing).key
+
+
+@given(shapes=ITEMS, naming=NAMINGS, packing=PACKINGS)
+def test_file_names_differ_and_count_up(
+    shapes: list[ItemShape], naming: FileNaming, packing: Packing
+) -> None:
+    """``{group}{prefix}{n}{suffix}.distcp`` with n from 0, so no two files share a name."""
+    names = [file.name for file in lay_out(shapes, naming, packing).files]
+    assert len(set(names)) == len(names)
+    for number, name in enumerate(names):
+        plain = f"{naming.prefix}{number}{naming.suffix}.distcp"
+        assert name in {plain, f"{naming.separation_hint}{plain}"}
+
+
+# --- as stock packs -------------------------------------------------------------------------------
+
+
+def write_item(shape: ItemShape) -> WriteItem:
+    """An item that stock's packing weighs as ours."""
+    if shape.weight == 0 and shape.container is None:
+        return WriteItem(index=MetadataIndex(shape.fqn), type=WriteItemType.BYTE_IO)
+    size = torch.Size([shape.weight])
+    return WriteItem(
+        index=MetadataIndex(shape.fqn),
+        type=WriteItemType.TENSOR,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=torch.Size([0]), sizes=size),
+            properties=TensorProperties(dtype=torch.uint8),
+            size=size,
+        ),
+    )
+
+
+@given(shapes=ITEMS, file_count=st.integers(1, 6))
+def test_items_are_packed_as_stock_packs_them(shapes: list[ItemShape], file_count: int) -> None:
+    """The same items in the same order in the same files; stock's empty files are left out."""
+    items = [write_item(shape) for shape in shapes]
+    position = {id(item): number for number, item in enumerate(items)}
+    expected = []
+    for bucket in _split_by_size_and_type(file_count, items):
+        objects = [item for item in bucket if item.type == WriteItemType.BYTE_IO]
+        tensors = [item for item in bucket if item.type != WriteItemType.BYTE_IO]
+        if bucket:
+            expected.append([position[id(item)] for item in (*objects, *tensors)])
+    layout = lay_out(shapes, PLAIN, Packing(file_count=file_count))
+    assert [items_of(file) for file in layout.files] == expected
+
+
+@given(shapes=ITEMS)
+def test_one_file_has_objects_first_and_then_tensors_in_plan_order(shapes: list[ItemShape]) -> None:
+    """Stock's order within a file."""
+    layout = lay_out(shapes, PLAIN, Packing(file_count=1))
+    order = [item for file in layout.files for item in items_of(file)]
+    objects = [n for n, shape in enumerate(shapes) if not shape.weight and not shape.container]
+    tensors = [n for n in range(len(shapes)) if n not in objects]
+    assert order == objects + tensors
+    assert len(layout.files) == min(1, len(shapes))
+
+
+@given(shapes=ITEMS)
+def test_a_file_per_item_keeps_plan_order(shapes: list[ItemShape]) -> None:
+    """File number n holds item number n and nothing else."""
+    layout = lay_out(shapes, PLAIN, Packing(file_count=1, file_per_item=True))
+    assert [items_of(file) for file in layout.files] == [[item] for item in range(len(shapes))]
+
+
+# --- balance --------------------------------------------------------------------------------------
+
+
+@given(
+    weights=st.lists(st.integers(1, 1_000_000), min_size=1, max_size=60),
+    file_count=st.integers(1, 8),
+)
+def test_files_are_balanced(weights: list[int], file_count: int) -> None:
+    """Largest first, to the least loaded: without its lightest item no file is the heaviest."""
+    shapes = [tensor_item(f"w{n}", weight) for n, weight in enumerate(weights)]
+    layout = lay_out(shapes, PLAIN, Packing(file_count=file_count))
+    loads = [load_of(file, layout) for file in layout.files]
+    assert len(loads) == min(file_count, len(weights))
+    assert max(loads) - min(loads) <= max(weights)
+    for file, load in zip(layout.files, loads, strict=True):
+        lightest = min(weights[item] for item in items_of(file))
+        assert load - lightest <= min(loads)
+
+
+def test_weights_are_those_of_the_chunks_that_are_written() -> None:
+    """A shard counts with its own size, not with that of the tensor that it is a part of."""
+    shard = tensor_item("sharded", 10)  # of a tensor however large
+    whole = [tensor_item(f"w{n}", 100) for n in range(4)]
+    layout = lay_out([shard, *whole], PLAIN, Packing(file_count=2))
+    assert sorted(load_of(file, layout) for file in layout.files) == [200, 210]
+
+
+def test_weight_decides_not_the_length_in_the_file() -> None:
+    """What is packed is counted by weight alone, as in stock."""
+    shapes = [
+        run_item("light but long", 100_000, 1),
+        run_item("heavy", 10, 1000),
+        run_item("b", 9, 1),
+    ]
+    layout = lay_out(shapes, PLAIN, Packing(file_count=2))
+    assert [items_of(file) for file in layout.files] == [[1], [0, 2]]
+
+
+# --- separation -----------------------------------------------------------------------------------
+
+
+@given(shapes=ITEMS, hint=st.sampled_from(["optimizer", "model", "absent"]), packing=PACKINGS)
+def test_no_file_mixes_hinted_items_with_others(
+    shapes: list[ItemShape], hint: str, packing: Packing
+) -> None:
+    """A file with the hint's name has only items with it; every other file has none."""
+    naming = FileNaming(prefix="__3_", separation_hint=hint)
+    for file in lay_out(shapes, naming, packing).files:
+        hinted = {shapes[item].fqn.startswith(hint) for item in items_of(file)}
+        assert hinted == {file.name.startswith(hint)}
+
+
+@pytest.mark.parametrize("file_count", [2, 3, 4, 7])
+def test_each_group_gets_half_of_the_files(file_count: int) -> None:
+    """Where both groups have items, each is spread over half of the files, rounded down."""
+    shapes = [tensor_item(f"{group}.{n}", 50) for group in ("model", "opt") for n in range(9)]
+    naming = FileNaming(prefix="__0_", separation_hint="opt")
+    layout = lay_out(shapes, naming, Packing(file_count=file_count))
+    groups = Counter(file.name.startswith("opt") for file in layout.files)
+    assert groups == {True: file_count // 2, False: file_count // 2}
+
+
+def test_one_group_alone_gets_all_files() -> None:
+    """A hint that no item matches, or every item, does not halve the number of files."""
+    shapes = [tensor_item(f"model.{n}", 50) for n in range(9)]
+    for hint in ("model", "absent"):
+        naming = FileNaming(prefix="__0_", separation_hint=hint)
+        assert len(lay_out(shapes, naming, Packing(file_count=4)).files) == 4
+
+
+def test_nothing_to_store_has_no_files() -> None:
+    """A rank without items writes no file and needs no memory."""
+    layout = lay_out([], PLAIN, Packing(file_count=4))
+    assert layout.files == ()
+    assert layout.image_nbytes == 0

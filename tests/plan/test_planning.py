@@ -1,0 +1,443 @@
+"""Planning: what ranks exchange, and that a plan which is used again is never a wrong one."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from nostall._commit.known_results import KnownResults, Results
+from nostall._commit.metadata import publication_of
+from nostall.state_dict_saver import (
+    CheckpointMetadataCache,
+    get_metadata_caching_status,
+    init_checkpoint_metadata_cache,
+)
+from programs import planning
+from programs.entry_points import differing, loaded_wrong
+from support.ranks import run_ranks
+from support.states import small_state
+
+Found = dict[str, Any]
+
+EXCHANGE = {"all_gather": 1, "scatter_object_list": 1}
+"""All ranks plan together."""
+FIRST = {"all_reduce": 1, **EXCHANGE}
+"""The same, after finding out that not all of them have loaded plans that fit."""
+VERIFIED = {"all_reduce": 1}
+"""All of them have, and plan alone."""
+NOTHING: dict[str, int] = {}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """What ``planning.two_ranks`` found on each rank."""
+    return run_ranks(2, "planning:two_ranks", tmp_path_factory.mktemp("planning"))
+
+
+# --- communication --------------------------------------------------------------------------------
+
+
+def test_planning_says_nothing_once_the_cache_is_valid(found: list[Found]) -> None:
+    """The first save exchanges plans, the second validates the cache; later ones are silent."""
+    for facts in found:
+        said = facts["steady_state"]
+        assert said["plan"] == [FIRST, EXCHANGE, *[NOTHING] * 5]
+        assert said["uncached plan"] == EXCHANGE
+        assert said["wrong"] == []
+        assert said["content"]
+
+
+def test_a_failure_among_saves_of_a_known_structure_leaves_the_others_right(
+    found: list[Found],
+) -> None:
+    """What ranks remember of each other stays true when a save is given up before its end."""
+    for facts in found:
+        said = facts["failure_in_the_steady_state"]
+        assert said["failed"] == [1]
+        assert said["wrong"] == []
+        assert said["known"] == [False] * 2 + [True] * 10
+
+
+def test_a_poll_is_one_reduction_and_finalising_two_short_messages(found: list[Found]) -> None:
+    """A queue reduces a few integers per request it looks at, and two more to finalise it.
+
+    It reduces nothing while nothing is scheduled.
+    """
+    for facts in found:
+        said = facts["steady_state"]
+        assert said["poll and finalize"] == {
+            "all_reduce": 2,
+            "all_gather": 1,
+            "broadcast": 1,
+        }
+        assert said["idle poll"] == NOTHING
+
+
+def test_the_caching_status_follows_the_saves(found: list[Found]) -> None:
+    """The status is valid from the second of equal saves on; without any plans none are loaded."""
+    for facts in found:
+        assert facts["steady_state"]["status"] == [[False, False], *[[True, False]] * 6]
+
+
+# --- changes of structure -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", planning.CHANGES)
+def test_a_changed_structure_is_saved_as_it_is(kind: str, found: list[Found]) -> None:
+    """With a valid cache, a key that changes on all ranks or on one is saved as it is now.
+
+    It is added, removed, reshaped, retyped or made an object. The metadata is that of an uncached
+    save; the next save is planned anew.
+    """
+    for facts in found:
+        for where in planning.WHERE:
+            assert facts["structure_changes"][f"{kind} on {where}"] == {
+                "plan": [NOTHING, FIRST, EXCHANGE, NOTHING],
+                "wrong": [],
+                "content": [True, True, True],
+                "status": [False, False, True, True],
+            }
+
+
+def test_new_values_are_no_new_structure(found: list[Found]) -> None:
+    """Objects of another length are saved without planning anew."""
+    for facts in found:
+        assert facts["value_changes"] == {"plan": NOTHING, "wrong": []}
+
+
+def test_dropping_a_copy_that_another_rank_writes_changes_nothing(found: list[Found]) -> None:
+    """A rank that drops a replicated tensor it did not write leaves it in the checkpoint."""
+    for facts in found:
+        case = facts["replicated_on_one_rank_less"]["another wrote it"]
+        assert case["fourth"]["ranks"] == []
+        assert case["committed"]
+        assert case["wrong"] == []
+
+
+def test_dropping_the_copy_that_is_written_fails_the_save_on_every_rank(found: list[Found]) -> None:
+    """Nothing is committed when the rank that was to write a replicated tensor has dropped it.
+
+    The error names the tensor, and the next save is planned anew and has it from the other rank.
+    """
+    for facts in found:
+        case = facts["replicated_on_one_rank_less"]["it wrote it"]
+        assert case["fourth"]["ranks"] == [0]
+        assert "not written by any rank" in case["fourth"]["text"]
+        assert "'shared'" in case["fourth"]["text"]
+        assert case["fourth"]["plan"] == NOTHING
+        assert not case["committed"]
+        assert case["fifth"] == FIRST
+        assert case["wrong"] == []
+
+
+def test_a_rank_may_begin_to_hold_what_another_one_writes(found: list[Found]) -> None:
+    """A tensor that is private to one rank and then replicated is saved right."""
+    for facts in found:
+        assert facts["joined"] == {"plan": NOTHING, "wrong": []}
+
+
+def test_saves_in_flight_over_a_change_rest_on_their_own_plans(found: list[Found]) -> None:
+    """Saves that are planned and finalised out of order are all complete.
+
+    They are planned before an earlier one with a new structure is finalised, and finalised after a
+    later one with yet another.
+    """
+    for facts in found:
+        said = facts["in_flight_over_a_change"]
+        assert said["plan"] == [NOTHING, NOTHING, FIRST, FIRST]
+        assert said["wrong"] == []
+
+
+def test_two_kinds_of_checkpoint_do_not_disturb_each_other(found: list[Found]) -> None:
+    """A model and its average alternate, each with its own cache: both caches stay valid.
+
+    Through one cache nothing is gained, and nothing lost.
+    """
+    for facts in found:
+        said = facts["alternating"]
+        for kind in ("model", "ema"):
+            assert said["plan"][kind] == [FIRST, EXCHANGE, NOTHING, NOTHING]
+        assert said["through one"][:2] == [NOTHING, NOTHING]
+        assert all(exchange["all_gather"] == 1 for exchange in said["through one"][2:])
+        assert said["wrong"] == []
+
+
+def test_saves_over_each_other_make_no_metadata_anew(found: list[Found]) -> None:
+    """Their files have new names each time; the last metadata is published with those names."""
+    for rank, facts in enumerate(found):
+        said = facts["over_itself"]
+        if rank == 0:
+            assert said["made"] == [1, 1, 1, 1, 0, 0]
+            assert said["metadata"] == [True] * 6
+        assert said["names"] == [[]] * 6
+        assert said["wrong"] == []
+
+
+# --- after a resume -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "reader", ["caching reader", "stock reader", "rebuilt by a newer torch", "default cache"]
+)
+def test_the_first_save_after_a_resume_exchanges_no_plans(reader: str, found: list[Found]) -> None:
+    """Loaded metadata, whichever reader it comes from, replaces the exchange by one reduction.
+
+    The next save is silent, and the loaded object is not changed.
+    """
+    for facts in found:
+        resumed = facts["resumed"][reader]
+        assert resumed["plan"] == [VERIFIED, NOTHING]
+        assert resumed["untouched"]
+        assert resumed["wrong"] == []
+        if reader == "default cache":
+            assert resumed["status"] == [[True, True], [False, False]]  # before and after init anew
+        else:
+            assert resumed["status"] == [True, True]
+
+
+@pytest.mark.parametrize("case", ["on one rank only", "changed since", "other world size"])
+def test_loaded_plans_that_some_ranks_lack_are_not_used(case: str, found: list[Found]) -> None:
+    """Plans that one rank alone has loaded, or of other structures or sizes, are put aside."""
+    for facts in found:
+        resumed = facts["resumed"][case]
+        assert resumed["plan"] == [FIRST, EXCHANGE]
+        assert resumed["status"] == [False, False]
+        assert resumed["untouched"]
+        assert resumed["wrong"] == []
+        if case == "other world size":
+            assert resumed["loaded plans"] == 1
+
+
+def test_the_reader_still_knows_the_checkpoint_that_was_resumed_from(found: list[Found]) -> None:
+    """Saves that go on from its metadata, and callers that empty it, leave the cached entry."""
+    for facts in found:
+        assert facts["reader_after_resume"] == {"differs": []}
+
+
+def test_reuse_is_verified_by_all_ranks(found: list[Found]) -> None:
+    """``verify_global_md_reuse`` is true only if every rank's plan is the loaded one.
+
+    One reduction in any case, since what one rank has not loaded, another one may have.
+    """
+    for facts in found:
+        assert facts["verified"] == {
+            "equal": [True, {"all_reduce": 1}],
+            "one differs": [False, {"all_reduce": 1}],
+            "none": [False, {"all_reduce": 1}],
+            "fewer": [False, {"all_reduce": 1}],
+        }
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "rank", "raised_when", "cause"),
+    [
+        ("no cache", 1, "plan", "no luck in create_local_plan"),
+        ("new cache", 1, "plan", "no luck in create_local_plan"),
+        ("valid cache", 1, "finalize", "no luck in create_local_plan"),
+        ("valid cache, coordinator", 0, "finalize", "no luck in create_local_plan"),
+        ("global plan", 0, "plan", "no luck in create_global_plan"),
+        ("lookup", 1, "finalize", "no luck in lookup_object"),
+        ("lookup with valid cache", 1, "finalize", "no luck in lookup_object"),
+        ("no cache, DCP's error", 1, "plan", "no luck in create_local_plan"),
+        ("valid cache, DCP's error", 0, "finalize", "no luck in create_local_plan"),
+        ("global plan, DCP's error", 0, "plan", "no luck in create_global_plan"),
+        ("lookup, DCP's error", 1, "finalize", "no luck in lookup_object"),
+    ],
+)
+def test_every_rank_learns_which_rank_could_not_plan(
+    case: str, rank: int, raised_when: str, cause: str, found: list[Found]
+) -> None:
+    """A planner that fails on one rank fails the save on all, with rank and cause.
+
+    Nothing is left on storage, and the next save is planned anew and right.
+    """
+    for here, facts in enumerate(found):
+        failed = facts["planning_failures"][case]
+        assert failed["ranks"] == [rank]
+        assert failed["raised when"] == raised_when
+        assert cause in failed["text"]
+        assert f"[rank={rank} phase=plan]" in failed["text"]
+        assert ("Worker failure" in failed["text"]) == (here == 0)
+        assert failed["left"] == []
+        assert failed["next"]["all_gather"] == 1
+        assert failed["wrong"] == []
+
+
+# --- planners and coordinators --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("planner", "plan", "shared_is_in"),
+    [
+        ("alone", [EXCHANGE] * 6, "__0_0.distcp"),
+        ("alone, cached", [FIRST, EXCHANGE, NOTHING, NOTHING, NOTHING, FIRST], "__0_0.distcp"),
+        ("alone, everything", [FIRST, EXCHANGE, NOTHING, NOTHING, NOTHING, FIRST], None),
+        ("torch's cache", [EXCHANGE] * 6, None),
+        ("torch's cache and ours", [FIRST, EXCHANGE, EXCHANGE, NOTHING, NOTHING, FIRST], None),
+    ],
+)
+def test_other_planners_save_right(
+    planner: str, plan: list[dict[str, int]], shared_is_in: str | None, found: list[Found]
+) -> None:
+    """A planner that makes final plans alone decides on its own rank what that rank writes.
+
+    One with torch's own plan cache works under ours; all of them follow a change of structure.
+    """
+    for facts in found:
+        said = facts["other_planners"][planner]
+        assert said["plan"] == plan
+        assert said["wrong"] == []
+        assert shared_is_in in (None, said["shared is in"])
+
+
+def test_any_rank_can_coordinate(found: list[Found]) -> None:
+    """With ``coordinator_rank=1``, rank 1 publishes the metadata and reports failures."""
+    for here, facts in enumerate(found):
+        said = facts["another_coordinator"]
+        assert said["plan"] == [FIRST, EXCHANGE, NOTHING]
+        assert said["metadata"] == [here == 1] * 3
+        assert said["wrong"] == []
+        assert said["failure"]["ranks"] == [0]
+        assert ("Worker failure" in said["failure"]["text"]) == (here == 1)
+
+
+def test_a_coordinator_that_is_not_in_the_group_is_refused_on_every_rank(
+    found: list[Found],
+) -> None:
+    """A wrong coordinator or group is refused at once, before ranks talk.
+
+    A rank beyond the group, a negative one, a global rank for one within the group, and a group
+    that the calling rank does not belong to.
+    """
+    for here, facts in enumerate(found):
+        said = facts["impossible_coordinators"]
+        assert "coordinator_rank=2 is not a rank of the group of size 2" in said["beyond"]
+        assert "use a rank within the group, 0 to 1" in said["beyond"]
+        assert "coordinator_rank=-1" in said["negative"]
+        assert "coordinator_rank='0'" in said["not a number"]
+        assert ("rank 0 is not in process_group", "coordinator_rank=1")[here] in said["global rank"]
+
+
+def test_some_of_the_ranks_save_in_a_group_of_their_own(tmp_path: Path) -> None:
+    """Ranks 1 and 2 of three plan, save, fail and resume alone; ranks are the group's."""
+    bystander, *members = run_ranks(3, "planning:sub_group", tmp_path)
+    assert bystander is None
+    for here, facts in enumerate(members):
+        assert facts["plan"] == [FIRST, EXCHANGE, NOTHING, NOTHING]
+        assert facts["finalized"] == [0, 1, 2, 3]
+        assert facts["wrong"] == []
+        assert facts["files"] == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+        assert facts["failure"]["ranks"] == [1]
+        assert "'sabotage'" in facts["failure"]["text"]
+        assert ("Worker failure" in facts["failure"]["text"]) == (here == 0)
+        assert facts["resumed plan"] == VERIFIED
+
+
+# --- one process ----------------------------------------------------------------------------------
+
+
+def test_one_process_plans_with_a_cache(tmp_path: Path) -> None:
+    """Without a process group the cache becomes valid as well, and a new key is not lost."""
+    cache = CheckpointMetadataCache()
+    status = []
+    for number in range(1, 4):
+        planning.save(tmp_path / str(number), small_state(number), cache)
+        status.append(cache.get_metadata_caching_status())
+    assert status == [(False, False), (True, False), (True, False)]
+    planning.save(tmp_path / "4", _grown(4), cache)
+    assert cache.get_metadata_caching_status() == (False, False)
+    assert loaded_wrong(tmp_path / "4", _grown(4), _grown(0)) == []
+
+
+def _grown(seed: int) -> dict[str, Any]:
+    return {**small_state(seed), "new": torch.full((3,), float(seed))}
+
+
+def test_an_integer_of_any_length_is_saved(tmp_path: Path) -> None:
+    """Also one that Python refuses to print, in a save whose structure is known."""
+    cache = CheckpointMetadataCache()
+    for number in range(4):
+        planning.save(tmp_path / str(number), {"seed": 10**5000 + number}, cache)
+    assert loaded_wrong(tmp_path / "3", {"seed": 10**5000 + 3}, {"seed": 0}) == []
+
+
+def test_metadata_made_of_other_objects_is_not_taken_for_what_was_published_last() -> None:
+    """Also if the new objects lie where the old ones, which are gone, lay in memory."""
+    known = KnownResults()
+    written = Results(items=[], files=(), token="token")
+    first = Metadata(state_dict_metadata={"first": BytesStorageMetadata()}, storage_data={})
+    known.note_published([written], first, publication_of(first))
+    item: Any = BytesStorageMetadata()
+    del first
+    entries = [{"other": item} for _ in range(1000)]  # nothing else takes the place meanwhile
+    others = [Metadata(state_dict_metadata=each, storage_data={}) for each in entries]
+    assert all(known.expected(other) is None for other in others)
+    assert all(known.publication([written], other) is None for other in others)
+
+
+def test_a_checkpoint_with_plans_in_it_is_an_ordinary_one(tmp_path: Path) -> None:
+    """The plans kept in the metadata do no harm: torch's own converter reads the checkpoint."""
+    planning.save(tmp_path / "1", small_state(1), CheckpointMetadataCache())
+    metadata = FileSystemReader(tmp_path / "1").read_metadata()
+    assert len(vars(metadata)["all_local_plans"]) == 1
+    dcp_to_torch_save(tmp_path / "1", tmp_path / "1.pt")
+    assert differing(torch.load(tmp_path / "1.pt"), small_state(1)) == []
+
+
+def test_frameworks_can_drive_a_cache_by_hand(tmp_path: Path) -> None:
+    """The second equal central plan in a row makes a cache valid; metadata is filled in."""
+    planned = planning.plan(tmp_path, small_state(1)).arguments
+    writer, metadata, wrapper = planned
+    assert metadata is not None
+    cache = CheckpointMetadataCache()
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(small_state(1), is_coordinator=True)
+    local = planner.create_local_plan()
+    assert cache.get_cache_metadata() == (None, None, False, None)
+    cache.set_cache_metadata(local, local, global_md_verify_reuse=False)
+    assert cache.get_metadata_caching_status() == (False, False)
+    cache.set_cache_metadata(local, local, global_md_verify_reuse=True)
+    assert cache.get_metadata_caching_status() == (True, True)
+    assert cache.get_cache_metadata() == (local, local, True, None)
+    assert cache.prepare_save_state_dict_ret(0, 0, planned) == planned
+    _, filled_in, _ = cache.prepare_save_state_dict_ret(0, 0, (writer, None, wrapper))
+    assert filled_in.state_dict_metadata == metadata.state_dict_metadata
+    assert cache.prepare_save_state_dict_ret(1, 0, (writer, None, wrapper))[1] is None
+
+
+def test_a_frameworks_own_metadata_is_not_changed(tmp_path: Path) -> None:
+    """Metadata lent to a cache, or to another save, still describes its own checkpoint.
+
+    A framework puts it into a cache, or hands it over for finalising another save of the same
+    structure.
+    """
+    planning.save(tmp_path / "a", small_state(1))
+    loaded = FileSystemReader(tmp_path / "a").read_metadata()
+    before = deepcopy(loaded)
+    cache = CheckpointMetadataCache()
+    cache.set_cached_global_metadata(loaded)
+    planned = planning.plan(tmp_path / "b", small_state(2))
+    writer, _, wrapper = planned.arguments
+    _, filled_in, _ = cache.prepare_save_state_dict_ret(0, 0, (writer, None, wrapper))
+    assert filled_in is not loaded
+    assert filled_in.storage_data is None
+    planning.Planned((writer, loaded, wrapper), {}).finish()
+    assert loaded == before
+    assert loaded_wrong(tmp_path / "a", small_state(1), small_state(0)) == []
+    assert loaded_wrong(tmp_path / "b", small_state(2), small_state(0)) == []
+
+
+def test_a_new_default_cache_knows_nothing() -> None:
+    """``init_checkpoint_metadata_cache`` starts anew."""
+    init_checkpoint_metadata_cache()
+    assert get_metadata_caching_status() == (False, False)

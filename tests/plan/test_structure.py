@@ -1,0 +1,317 @@
+"""A structure that was saved before is recognised, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+
+from nostall import _torch
+from nostall._commit.metadata import Publication, publication_of
+from nostall._plan.items import plan_rank
+from nostall._plan.planner import serialize
+from nostall._plan.structure import KnownStructure, learn
+from nostall.core import AsyncCallsQueue
+from nostall.state_dict_saver import CheckpointMetadataCache
+from support.states import blobs, schedule
+
+State = dict[str, Any]
+
+
+def planned(state: State) -> tuple[DefaultSavePlanner, Any]:
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    return planner, plan_rank(planner.create_local_plan(), planner, rank=0)
+
+
+def known(state: State) -> KnownStructure | None:
+    planner, save = planned(state)
+    return learn(state, planner.state_dict, save)
+
+
+def found(structure: KnownStructure, state: State) -> list[torch.Tensor | bytes] | None:
+    return structure.find(state, serialize)
+
+
+def same(one: list[torch.Tensor | bytes], other: list[torch.Tensor | bytes]) -> bool:
+    return len(one) == len(other) and all(
+        (a == b)
+        if isinstance(a, bytes) or isinstance(b, bytes)
+        else (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def example() -> State:
+    return {
+        "weight": torch.ones(4, 5),
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "view": torch.arange(20.0)[5:9],
+        "transposed": torch.ones(3, 4).t(),
+        "empty": torch.empty(0, 2),
+        "one": torch.ones(2, 2)[:, 0][:1],
+        "complex": torch.ones(2, dtype=torch.complex64),
+        "nested": OrderedDict(step=torch.tensor(1.0), list=[torch.ones(2), {"lr": 0.1}]),
+        "numbers": [1, 2, [3]],
+        "by number": {0: {"a": torch.ones(1)}, 1: {"a": torch.ones(1)}},
+        "text": "a",
+        "nothing": None,
+    }
+
+
+def set_at(state: State, path: str, value: Any) -> State:
+    *parents, last = path.split("/")
+    level: Any = state
+    for parent in parents:
+        level = level[int(parent) if parent.isdigit() else parent]
+    level[int(last) if last.isdigit() and not isinstance(level, OrderedDict) else last] = value
+    return state
+
+
+def test_the_same_structure_with_other_values_is_found_anew() -> None:
+    """What is found is what the planner would resolve: new tensors and objects, never old ones."""
+    structure = known(example())
+    assert structure is not None
+    other = example()
+    other["text"], other["numbers"] = "another", [4, 5, [6]]
+    other["nested"]["list"][1]["lr"] = 0.0001
+    sources = found(structure, other)
+    assert sources is not None
+    assert same(sources, list(planned(other)[1].sources))
+
+
+def emptied(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+CHANGES: dict[str, Callable[[State], State]] = {
+    "a key more": lambda s: {**s, "more": torch.ones(1)},
+    "a key less": lambda s: {k: v for k, v in s.items() if k != "weight"},
+    "another order": lambda s: dict(reversed(s.items())),
+    "another name": lambda s: {("w" if k == "weight" else k): v for k, v in s.items()},
+    "another key that is equal": lambda s: set_at(
+        s, "by number", {0: {"a": torch.ones(1)}, True: {"a": torch.ones(1)}}
+    ),
+    "another size": lambda s: set_at(s, "weight", torch.ones(5, 4)),
+    "fewer dimensions": lambda s: set_at(s, "weight", torch.ones(20)),
+    "another dtype": lambda s: set_at(s, "weight", torch.ones(4, 5, dtype=torch.float64)),
+    "other strides": lambda s: set_at(s, "weight", torch.ones(5, 4).t()),
+    "contiguous now": lambda s: set_at(s, "transposed", torch.ones(4, 3)),
+    "no parameter any more": lambda s: set_at(s, "parameter", torch.ones(3)),
+    "a gradient": lambda s: set_at(s, "weight", torch.ones(4, 5, requires_grad=True)),
+    "lazily conjugated": lambda s: set_at(
+        s, "complex", torch.ones(2, dtype=torch.complex64).conj()
+    ),
+    "lazily negated": lambda s: set_at(s, "view", torch.ones(4, dtype=torch.complex64).conj().imag),
+    "meta": lambda s: set_at(s, "weight", torch.ones(4, 5, device="meta")),
+    "sparse": lambda s: set_at(s, "weight", torch.eye(4, 5).to_sparse()),
+    "compressed sparse": lambda s: set_at(s, "weight", torch.ones(4, 5).to_sparse_csr()),
+    "of another library": lambda s: set_at(s, "weight", torch.ones(4, 5).to_mkldnn()),
+    "nested": lambda s: set_at(
+        s, "weight", torch.nested.as_nested_tensor([torch.ones(5)] * 4, layout=torch.strided)
+    ),
+    "zeros without memory": lambda s: set_at(s, "weight", torch._efficientzerotensor(4, 5)),
+    "a recorded program": lambda s: set_at(
+        s, "weight", torch._to_functional_tensor(torch.ones(4, 5))
+    ),
+    "without its memory": lambda s: set_at(s, "weight", emptied(torch.ones(4, 5))),
+    "a view without its memory": lambda s: set_at(s, "weight", emptied(torch.ones(6, 5)[2:])),
+    "a single element, lazily negated": lambda s: set_at(
+        s, "one", torch.ones(2, dtype=torch.complex64).conj().imag[:1]
+    ),
+    "a tensor where an object was": lambda s: set_at(s, "text", torch.ones(1)),
+    "an object where a tensor was": lambda s: set_at(s, "weight", 1.0),
+    "a tensor in a list of numbers": lambda s: set_at(s, "numbers", [1, 2, torch.ones(1)]),
+    "a tensor deeper in it": lambda s: set_at(s, "numbers", [1, 2, [torch.ones(1)]]),
+    "a longer list": lambda s: set_at(s, "nested/list", [torch.ones(2), {"lr": 0.1}, 1]),
+    "a shape far inside": lambda s: set_at(s, "nested/list/0", torch.ones(3)),
+    "a mapping of another kind": lambda s: set_at(s, "nested", dict(s["nested"])),
+    "an empty view beyond its storage": lambda s: set_at(
+        s, "empty", torch.empty(0).as_strided((0, 2), (2, 1), 3)
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested tensors).*:UserWarning")
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_another_structure_is_not_taken_for_the_known_one(change: Callable[[State], State]) -> None:
+    """Anything that changes what a planner plans, or an item's look in its file, is noticed."""
+    structure = known(example())
+    assert structure is not None
+    assert found(structure, change(example())) is None
+
+
+def test_tensors_inside_of_a_transform_are_not_taken_for_the_known_ones() -> None:
+    """Those of vmap look like others but for their storage, which is not there."""
+    structure = known(example())
+    assert structure is not None
+    tried = []
+
+    def look(weight: torch.Tensor) -> torch.Tensor:
+        tried.append(found(structure, set_at(example(), "weight", weight)))
+        return weight
+
+    torch.func.vmap(look)(torch.ones(2, 4, 5))
+    assert tried == [None]
+
+
+def test_nothing_is_kept_of_what_was_learned() -> None:
+    """Knowing a structure keeps no tensor alive."""
+    state = example()
+    gone = [weakref.ref(state["weight"]), weakref.ref(state["nested"]["list"][0])]
+    structure = known(state)
+    assert structure is not None
+    del state
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [torch.eye(3).to_sparse(), torch.ones(3, dtype=torch.complex64).conj()],
+    ids=["sparse", "lazily conjugated"],
+)
+def test_a_state_dict_with_tensors_of_a_rare_kind_is_planned_every_time(
+    strange: torch.Tensor,
+) -> None:
+    """Their file form depends on more than what is compared."""
+    assert known({"plain": torch.ones(2), "strange": strange}) is None
+
+
+def test_one_tensor_under_two_names_is_recognised() -> None:
+    """Tied weights, as the same object and as another one."""
+    tied = torch.ones(3)
+    structure = known({"a": tied, "b": tied})
+    assert structure is not None
+    one, two = torch.zeros(3), torch.ones(3)
+    sources = found(structure, {"a": one, "b": two})
+    assert sources is not None
+    assert same(sources, [one, two])
+
+
+tensors = st.builds(
+    lambda size, dtype, transposed: (
+        torch.zeros(size, dtype=dtype).t() if transposed else torch.zeros(size, dtype=dtype)
+    ),
+    st.lists(st.integers(0, 3), max_size=2),
+    st.sampled_from([torch.float32, torch.int8]),
+    st.booleans(),
+)
+leaves = tensors | st.none() | st.booleans() | st.integers(0, 3) | st.sampled_from(["x", "yy"])
+names = st.sampled_from(["a", "b", "c"])
+states = st.dictionaries(
+    names,
+    st.recursive(
+        leaves,
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(names, inner, max_size=3)
+            | st.tuples(inner)
+        ),
+        max_leaves=6,
+    ),
+    max_size=3,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(states, states)
+def test_what_is_found_is_what_the_planner_resolves(learned: State, other: State) -> None:
+    """The second of two state dicts is either not recognised, or its items are the planner's.
+
+    For any two, and for the same plan.
+    """
+    structure = known(learned)
+    if structure is None:
+        return
+    sources = found(structure, other)
+    if sources is None:
+        return
+    _, before = planned(learned)
+    _, now = planned(other)
+    assert before.share.plan.items == now.share.plan.items
+    assert before.share.forms == now.share.forms
+    assert same(sources, list(now.sources))
+
+
+def test_saves_of_a_known_structure_equal_stock_saves(tmp_path: Path) -> None:
+    """Each of five saves through one cache is what stock writes.
+
+    Values and lengths of objects change, a directory is saved over, and file counts change in
+    between.
+    """
+    cache = CheckpointMetadataCache()
+    with AsyncCallsQueue() as queue:
+        for number in range(8):
+            state = example()
+            state["weight"].fill_(number)
+            state["text"] = "x" * number
+            state["nested"]["list"][1]["lr"] = 0.1**number
+            options: State = {"thread_count": 2} if number == 5 else {}
+            path = tmp_path / ("same" if number in (3, 4, 6) else f"save {number}")
+            schedule(queue, path, state, cache=cache, **options)
+            assert (cache.known is not None) is (number >= 2)
+            queue.wait()
+            dcp.save(state, checkpoint_id=tmp_path / f"stock {number}", no_dist=True)
+            assert blobs(path) == blobs(tmp_path / f"stock {number}")
+
+
+def published(**names: str) -> Publication:
+    """Of a few items, each in the file of that name."""
+    entries: dict[str, Any] = {item: BytesStorageMetadata() for item in names}
+    places = {MetadataIndex(item): _torch.StorageInfo(name, 0, 5) for item, name in names.items()}
+    return publication_of(Metadata(state_dict_metadata=entries, storage_data=places))
+
+
+@pytest.mark.parametrize(
+    "new", [("__0_0-b.distcp", "__1_0-c.distcp"), ("long-__0_0.distcp", "é.distcp")], ids=str
+)
+def test_metadata_under_other_names_is_that_metadata(new: tuple[str, str]) -> None:
+    """Byte for byte what pickling it anew gives, whatever the lengths of the names."""
+    before = published(one="__0_0.distcp", other="__1_0.distcp")
+    renamed = before.renamed({"__0_0.distcp": new[0], "__1_0.distcp": new[1]})
+    anew = published(one=new[0], other=new[1])
+    assert renamed is not None
+    assert b"".join(renamed.program) == b"".join(anew.program)
+    assert renamed.files == anew.files
+    assert renamed.storage_data == anew.storage_data
+    assert pickle.loads(pickle.dumps(renamed.storage_data)) == anew.storage_data
+
+
+def test_a_name_that_may_be_something_else_is_not_replaced() -> None:
+    """An item that is called as a file is: its metadata is made anew then."""
+    ambiguous = published(**{"__0_0.distcp": "__1_0.distcp", "other": "__0_0.distcp"})
+    assert ambiguous.renamed({"__1_0.distcp": "a.distcp", "__0_0.distcp": "b.distcp"}) is None
+
+
+def test_a_tensor_that_says_its_place_is_planned_every_time(tmp_path: Path) -> None:
+    """Since torch 2.15 a tensor can say which parts of a larger one it holds; they may change."""
+    pytest.importorskip("torch.distributed.checkpoint.protocol", reason="torch has it since 2.15")
+
+    def state(row: int) -> State:
+        tensor: Any = torch.arange(24.0).reshape(4, 6) + row
+        tensor.global_shape, tensor.global_offsets = (8, 6), ((row, 0), (6, 0))
+        tensor.local_offsets, tensor.local_sizes = ((0, 0), (2, 0)), ((2, 6), (2, 6))
+        return {"parts": tensor}
+
+    cache = CheckpointMetadataCache()
+    with AsyncCallsQueue() as queue:
+        for number, row in enumerate((0, 0, 0, 0, 2, 4)):
+            ours, stock = tmp_path / f"{number}", tmp_path / f"{number} by stock"
+            schedule(queue, ours, state(row), cache=cache)
+            queue.maybe_finalize_async_calls(blocking=True)
+            dcp.save(state(row), checkpoint_id=stock)
+            assert blobs(ours) == blobs(stock)

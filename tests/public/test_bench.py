@@ -1,0 +1,553 @@
+"""The benchmark measures, checks what was written, and survives a bad contender; untimed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nostall
+from nostall._bench import plot
+from nostall._bench.contender import Contender, Durable, Pending, PendingFuture, Setting
+from nostall._bench.free_memory import warm_free_memory
+from nostall._bench.limits import WRITE_SETTINGS, Limits, WriteSetting
+from nostall._bench.machine import file_system_of
+from nostall._bench.options import BenchOptions, chosen
+from nostall._bench.ours import own_contenders
+from nostall._bench.processes import memory_sampler, noise, tree_cpu_time
+from nostall._bench.quantities import Spread, format_nbytes, median_of, parse_nbytes
+from nostall._bench.ranks import Ranks
+from nostall._bench.report import failed, render
+from nostall._bench.results import BenchReport, FirstSaves, MemoryFigures
+from nostall._bench.run import run
+from nostall._bench.stock import DcpSave, TorchSave
+from nostall._bench.transformer import train_one_step, training_nbytes, width_for
+from nostall._bench.workloads import State, differences, make_workload, tensors_of
+from nostall.cli import main
+
+SMALL = 256 << 10
+ALONE = Ranks(0, 1, None)
+
+
+def options(directory: Path, **changes: Any) -> BenchOptions:
+    """A run that takes a moment."""
+    chosen_options: dict[str, Any] = {
+        "shape": "large",
+        "nbytes": SMALL,
+        "ranks": 1,
+        "rounds": 1,
+        "idle_rounds": 0,
+        "idle_s": 0.0,
+        "plain_saves": 0,
+        "memory_saves": 0,
+        "slowdown_rounds": 0,
+        "contenders": (),
+        "directory": directory,
+        "json": None,
+        "plot": None,
+        "noise": False,
+        "overwrite": False,
+        "probes": False,
+    }
+    return BenchOptions(**{**chosen_options, **changes})
+
+
+class FakeContender:
+    """Saves with ``torch.save``; a fault is a subclass."""
+
+    name = "fake"
+    description = "for tests"
+    warmups = 0
+
+    def __init__(self) -> None:
+        self.opened = 0
+        self.closed = 0
+
+    def available(self) -> str | None:
+        return None
+
+    def open(self, setting: Setting) -> None:
+        self.opened += 1
+
+    def save(self, state: State, path: Path) -> Pending:
+        path.mkdir(parents=True)
+        torch.save(state, path / "all.pt")
+        return Durable()
+
+    def load(self, path: Path, into: State) -> State:
+        loaded: State = torch.load(path / "all.pt", weights_only=True)
+        return loaded
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Stale(FakeContender):
+    """Writes what the first save was given, whatever the state is by then."""
+
+    name = "stale"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._first: State = {}
+
+    def save(self, state: State, path: Path) -> Pending:
+        self._first = self._first or {name: tensor.clone() for name, tensor in state.items()}
+        return super().save(self._first, path)
+
+
+class Torn(FakeContender):
+    """Takes no snapshot: writes when it is polled, and the state has changed by then."""
+
+    name = "torn"
+
+    def save(self, state: State, path: Path) -> Pending:
+        write_now = super().save
+
+        class Late:
+            def poll(self) -> bool:
+                write_now(state, path)
+                return True
+
+            def wait_staged(self) -> None:
+                return None
+
+        return Late()
+
+
+class Unreadable(FakeContender):
+    """Writes a checkpoint that does not load."""
+
+    name = "unreadable"
+
+    def save(self, state: State, path: Path) -> Pending:
+        path.mkdir(parents=True)
+        (path / "all.pt").write_bytes(b"PK")
+        return Durable()
+
+
+class FailsLater(FakeContender):
+    """Its second save fails in the background."""
+
+    name = "fails later"
+
+    def save(self, state: State, path: Path) -> Pending:
+        self.opened += 1
+        if self.opened < 3:
+            return super().save(state, path)
+        failure: Future[None] = Future()
+        failure.set_exception(OSError("no space left on this fake"))
+        return PendingFuture(failure)
+
+
+class Absent(FakeContender):
+    """Cannot take part."""
+
+    name = "absent"
+
+    def available(self) -> str | None:
+        return "it is a fake"
+
+
+def measured(tmp_path: Path, *contenders: Contender, **changes: Any) -> BenchReport:
+    return run(options(tmp_path, **changes), contenders, ALONE)
+
+
+# --- runs -------------------------------------------------------------------------------------
+
+
+def test_a_run_reports_every_figure_of_every_contender(tmp_path: Path) -> None:
+    """One tiny run of our own contenders and a stock one has every sample, all of them right."""
+    ours = [each for each in own_contenders() if each.available() is None]
+    report = measured(tmp_path, *ours, TorchSave(), rounds=2, memory_saves=3, slowdown_rounds=1)
+    assert [each.error for each in report.contenders] == [None] * len(report.contenders)
+    for each in report.contenders:
+        assert [save.round for save in each.saves] == [0, 1]
+        assert all(
+            0 < save.call_s <= save.blocked_s <= save.durable_s * 1.001 for save in each.saves
+        )
+        assert each.memory is not None
+        assert len(each.memory.peaks_nbytes) == 3
+        assert each.verification is not None
+        assert each.verification.mismatches == ()
+    loops = [sample.loop for sample in report.contenders[0].slowdowns]
+    assert loops == ["python", "matmul"]
+    assert not failed(report)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("shape", ["many", "mixed"])
+def test_the_other_shapes_are_saved_and_come_back(tmp_path: Path, shape: str) -> None:
+    """Nested state with optimizer entries and 0-d tensors, and many small ones, survive a run."""
+    report = measured(tmp_path, own_contenders()[0], shape=shape)
+    (ours,) = report.contenders
+    assert ours.error is None
+    assert ours.verification is not None
+    assert ours.verification.mismatches == ()
+
+
+@pytest.mark.parametrize("wrong", [Stale, Torn], ids=["stale", "torn"])
+def test_wrong_data_is_an_error(tmp_path: Path, wrong: type[FakeContender]) -> None:
+    """A contender that writes an old state, or a state that changed after the call, is caught."""
+    report = measured(tmp_path, wrong(), FakeContender(), rounds=2)
+    bad, good = report.contenders
+    assert bad.verification is not None
+    assert "216 differ" in bad.verification.mismatches[0]
+    assert good.verification is not None
+    assert good.verification.mismatches == ()
+    assert failed(report)
+    assert f"ERROR: {bad.name} did not write what was saved" in render(report)
+
+
+def test_a_checkpoint_that_cannot_be_loaded_is_an_error(tmp_path: Path) -> None:
+    """It is as wrong as one with other values."""
+    report = measured(tmp_path, Unreadable())
+    (bad,) = report.contenders
+    assert bad.verification is not None
+    assert "it cannot be loaded" in bad.verification.mismatches[0]
+    assert failed(report)
+
+
+def test_a_failing_contender_is_reported_and_the_run_goes_on(tmp_path: Path) -> None:
+    """Its error is in the report, it is closed, and all others are measured to the end."""
+    bad, good = FailsLater(), FakeContender()
+    report = measured(tmp_path, bad, good, Absent(), rounds=3)
+    first, second, absent = report.contenders
+    assert first.error == "OSError: no space left on this fake"
+    assert len(first.saves) == 1
+    assert first.verification is None
+    assert len(second.saves) == 3
+    assert absent.unavailable == "it is a fake"
+    assert (bad.closed, good.closed) == (1, 1)
+    assert not failed(report)
+    assert "FAILED: fails later: OSError: no space left on this fake" in render(report)
+
+
+def test_stock_is_compared_with_a_plain_loop_and_with_memory_that_was_taken_away(
+    tmp_path: Path,
+) -> None:
+    """Both are measured with the very same calls, and shown beside the rounds."""
+    report = measured(tmp_path, DcpSave(), idle_rounds=2, plain_saves=3)
+    (stock,) = report.contenders
+    assert [save.round for save in stock.idle_saves] == [0, 1]
+    assert [save.round for save in stock.plain_saves] == [0, 1, 2]
+    here, plain = stock.median("durable_s"), stock.median("durable_s", "plain_saves")
+    assert here is not None
+    assert plain is not None
+    assert stock.to_plain == pytest.approx(here / plain)
+    shown = render(report)
+    assert "freed memory was taken away by the hypervisor" in shown
+    (off,) = (each.measured for each in report.targets if "plain loop" in each.figure)
+    assert off is not None
+    assert stock.to_plain is not None
+    assert off == pytest.approx(abs(stock.to_plain - 1) * 100)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_scratch_file_is_as_large_as_a_copy_and_its_page_cache(tmp_path: Path) -> None:
+    """Free memory is warmed by a file of twice the saved bytes, of which nothing stays."""
+    before = psutil.Process().io_counters().write_chars
+    warm_free_memory(tmp_path, 3_000_001, rank=0)
+    assert psutil.Process().io_counters().write_chars - before >= 6_000_002
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_first_save_is_split_into_copy_memory_and_the_rest() -> None:
+    """What any program pays for new memory is not the library's; after a warm-up it is nothing."""
+    figures = {"fresh_memory_found_s": 2.0, "fresh_memory_s": 0.5}
+    cold = FirstSaves(warmed_up=False, blocked_s=(1.0, 9, 9, 0.2, 0.1, 0.3), **figures)
+    warm = FirstSaves(warmed_up=True, blocked_s=(0.5, 9, 9, 0.2, 0.1, 0.3), **figures)
+    assert (cold.steady_s, cold.paid_for_memory_s) == (0.2, 0.5)
+    assert cold.rest_s == pytest.approx(0.3)
+    assert warm.rest_s == pytest.approx(0.3)
+
+
+def test_the_command_line_writes_all_samples_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The JSON file has command, machine, versions, limits, samples and targets."""
+    file = tmp_path / "report.json"
+    arguments = ["bench", "--bytes", "256KiB", "--rounds", "1", "--contenders", "nostall,dcp.save"]
+    arguments += ["--memory-saves", "2", "--slowdown-rounds", "1", "--no-probes"]
+    arguments += ["--idle-rounds", "0", "--plain-saves", "1"]
+    arguments += ["--directory", str(tmp_path), "--json", str(file), "--noise"]
+    assert main(arguments) == 0
+    stored = json.loads(file.read_text())
+    assert set(stored) == set(BenchReport.__dataclass_fields__)
+    assert stored["command"] == ["python", "-m", "nostall", *arguments]
+    assert stored["machine"].keys() >= {"cpu_count", "memory_nbytes", "file_system"}
+    assert stored["versions"]["nostall"] == nostall.__version__
+    assert stored["versions"]["torch"] == str(torch.__version__)
+    assert [each["name"] for each in stored["contenders"]] == ["nostall", "dcp.save"]
+    assert stored["contenders"][0]["saves"][0].keys() == {
+        *("round", "call_s", "finish_s", "blocked_s", "durable_s", "cpu_s", "system_s")
+    }
+    assert set(stored["limits"]["raw_write_s"]) == {str(each) for each in WRITE_SETTINGS}
+    verdicts = {each["figure"]: each for each in stored["targets"]}
+    assert verdicts["blocked / warm memcpy"]["measured"] > 0
+    assert verdicts["import nostall"]["met"] is None
+    assert "| nostall " in capsys.readouterr().out
+
+
+def test_two_ranks_start_themselves_and_agree(tmp_path: Path) -> None:
+    """``--ranks 2`` starts torchrun, saves collectively, verifies both parts, reports once."""
+    file = tmp_path / "report.json"
+    command = [sys.executable, "-m", "nostall", "bench", "--ranks", "2", "--bytes", "256KiB"]
+    command += ["--rounds", "1", "--contenders", "nostall,nostall dcp.save,torch.save"]
+    command += ["--memory-saves", "2", "--slowdown-rounds", "1", "--no-probes"]
+    command += ["--idle-rounds", "0", "--plain-saves", "1"]
+    command += ["--directory", str(tmp_path), "--json", str(file)]
+    root = str(Path(nostall.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("large: 256") == 1
+    stored = json.loads(file.read_text())
+    assert stored["options"]["ranks"] == 2
+    for each in stored["contenders"]:
+        assert each["error"] is None
+        assert each["verification"]["mismatches"] == []
+        assert len(each["saves"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["bench", "--bytes", "lots"], "not a size"),
+        (["bench", "--contenders", "nobody"], "no contender matches 'nobody'"),
+        (["bench", "--rounds", "0"], "less than 1"),
+    ],
+    ids=["size", "contender", "rounds"],
+)
+def test_wrong_arguments_end_with_usage(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are refused before anything is measured, with exit status 2."""
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_the_list_names_every_contender(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--list`` measures nothing and says who could take part."""
+    assert main(["bench", "--list"]) == 0
+    shown = capsys.readouterr().out
+    for name in ("nostall ", "torch.save", "dcp.async_save process", "torchsnapshot", "nvrx"):
+        assert f"\n{name}" in f"\n{shown}"
+
+
+def test_the_command_line_imports_no_torch() -> None:
+    """Help and argument errors come at once."""
+    program = "import sys, nostall.cli; sys.exit('torch' in sys.modules)"
+    root = str(Path(nostall.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": root}, check=False
+    )
+    assert done.returncode == 0
+
+
+def test_without_matplotlib_the_extra_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--plot`` is refused before the run, with the extra to install."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit):
+        main(["bench", "--plot", "picture.png"])
+    assert "nostall[plot]" in capsys.readouterr().err
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    """Bars and timelines of a real run end up in a PNG file."""
+    pytest.importorskip("matplotlib", reason="the extra `plot` installs it")
+    picture = tmp_path / "picture.png"
+    report = measured(tmp_path, own_contenders()[0], plot=picture)
+    assert any(step.saving for step in report.timeline)
+    plot.draw(report, picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+# --- limits and helpers -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preallocate", [False, True], ids=["growing", "preallocated"])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_raw_write_writes_the_same_bytes(
+    tmp_path: Path, threads: int, *, preallocate: bool
+) -> None:
+    """The file of the limit holds exactly the bytes of the tensors, past one chunk, too."""
+    tensors = [torch.rand(3_000_000), torch.rand(())]
+    limits = Limits(tensors)
+    file = tmp_path / "raw"
+    limits.raw_write(file, WriteSetting(threads=threads, preallocate=preallocate))
+    assert file.read_bytes() == b"".join(tensor.numpy().tobytes() for tensor in tensors)
+
+
+def test_the_copies_copy_everything() -> None:
+    """Both copies of the limits move exactly the bytes of the tensors."""
+    tensors = [torch.rand(1000), torch.rand(()).double(), torch.rand(7, 3)]
+    limits = Limits(tensors)
+    for tensor in tensors:
+        tensor.add_(1)
+    assert limits.foreach_copy_s() > 0
+    assert all(map(torch.equal, limits._copies, tensors))
+    assert limits.memcpy_s() > 0
+    assert torch.equal(limits._copy, limits._source)
+    assert limits._copy.nbytes == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_the_memory_sampler_sees_a_peak_that_is_over() -> None:
+    """Memory of a child counts, and a peak between two looks is not lost."""
+    # Half a second is what is measured here, not waited for: the sampler looks every 20 ms by
+    # itself, and asking it would be a look.
+    program = (
+        "import time; b = bytearray(64 << 20); time.sleep(0.5); del b; print(flush=True); input()"
+    )
+    with memory_sampler() as sampler:
+        before, _ = sampler.level()
+        with subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            _, peak = sampler.level()
+            child.communicate(b"\n")
+    assert peak - before > 60 << 20
+
+
+def test_cpu_time_of_ended_children_counts() -> None:
+    """An ended child leaves its CPU seconds in the sum; an excluded one does not while it runs."""
+    before = tree_cpu_time()
+    subprocess.run([sys.executable, "-c", "sum(range(6_000_000))"], check=True)
+    used = tree_cpu_time().since(before)
+    assert used.user_s + used.system_s >= 0.03
+
+
+def test_the_noise_ends_with_the_run(tmp_path: Path) -> None:
+    """The neighbour stops on request, and removes its file."""
+    with noise(tmp_path, wanted=True) as helpers:
+        assert len(helpers) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_system_has_a_name(tmp_path: Path) -> None:
+    """Found in the mount table for any directory."""
+    assert file_system_of(tmp_path) != "unknown"
+    assert file_system_of(Path("/proc/self")) == "proc"
+
+
+# --- workloads --------------------------------------------------------------------------------
+
+
+def test_large_has_216_tensors_of_the_asked_size() -> None:
+    """Every byte that is asked for is there, in 216 tensors."""
+    workload = make_workload("large", 1_000_000, rank=0, world_size=1)
+    assert (len(workload.tensors), workload.nbytes) == (216, 1_000_000)
+
+
+def test_ranks_have_names_of_their_own() -> None:
+    """DCP would save equal names once only."""
+    names = [
+        {name for name, _ in tensors_of(make_workload("many", SMALL, rank=r, world_size=2).state)}
+        for r in range(2)
+    ]
+    assert not names[0] & names[1]
+
+
+@settings(deadline=None, max_examples=25)  # a promise about bits, not about time
+@given(versions=st.lists(st.integers(0, 1000), min_size=1, max_size=5))
+def test_a_version_can_be_had_again(versions: list[int]) -> None:
+    """The same version has the same bits again, and another differs in every tensor."""
+    workload = make_workload("mixed", SMALL, rank=0, world_size=1)
+    first = {name: tensor.clone() for name, tensor in tensors_of(workload.state)}
+    for version in versions:
+        workload.set_version(version)
+    workload.set_version(workload.version + 1)
+    everything = [name for name, _ in tensors_of(workload.state)]
+    workload.set_version(0)
+    assert differences(first, dict(tensors_of(workload.state))) == []
+    workload.advance()
+    assert differences(first, dict(tensors_of(workload.state))) == everything
+
+
+def test_differences_see_bits_names_and_shapes() -> None:
+    """NaN equals NaN, minus zero is not zero, and what is missing or too much counts."""
+    nan, zero = torch.tensor([float("nan")]), torch.zeros(2)
+    assert differences({"a": nan}, {"a": nan.clone()}) == []
+    assert differences({"a": zero}, {"a": -zero}) == ["a"]
+    assert differences({"a": zero}, {"a": zero.view(1, 2)}) == ["a"]
+    assert differences({"a": zero}, {"b": zero}) == ["a", "b"]
+
+
+def test_the_transformer_has_the_size_it_says() -> None:
+    """The formula that picks the width counts the very bytes of parameters and optimizer state."""
+    workload = make_workload("mixed", 2 << 20, rank=0, world_size=1)
+    width = width_for(2 << 20)
+    assert workload.nbytes == training_nbytes(width) <= 2 << 20
+    model, optimizer = train_one_step(2 << 20, seed=1)
+    assert len(optimizer.state) == len(list(model.parameters()))
+
+
+# --- quantities -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("4096", 4096), ("512MiB", 512 << 20), ("1.5g", 3 << 29), ("100 MB", 10**8), ("2KiB", 2048)],
+    ids=str,
+)
+def test_sizes_are_read(text: str, nbytes: int) -> None:
+    """Binary and decimal units, fractions, and plain numbers."""
+    assert parse_nbytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "0", "1 TiBs", "1e3"], ids=repr)
+def test_what_is_no_size_is_refused(text: str) -> None:
+    """With a message that shows what to write."""
+    with pytest.raises(ValueError, match=r"size|less than"):
+        parse_nbytes(text)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 1 << 43))
+def test_sizes_are_written_as_they_are_read(nbytes: int) -> None:
+    """What is printed reads back within its four digits."""
+    assert parse_nbytes(format_nbytes(nbytes)) == pytest.approx(nbytes, rel=1e-3)
+
+
+def test_spread_is_that_of_the_samples() -> None:
+    """Median, ends and quartiles of known samples; none of no samples."""
+    spread = Spread.of([5.0, 1.0, 2.0, 4.0, 3.0])
+    assert spread is not None
+    assert (spread.median, spread.low, spread.high, spread.count) == (3.0, 1.0, 5.0, 5)
+    assert spread.quartiles == (2.0, 4.0)
+    assert Spread.of([]) is None
+    assert median_of([None, 3.0, 1.0]) == 2.0
+    assert median_of([None]) is None
+
+
+def test_growth_leaves_the_first_save_out() -> None:
+    """The first save has the preparations in it; growth is from the second one on."""
+    assert MemoryFigures(peaks_nbytes=(9, 5, 5, 7)).growth_nbytes == 2
+    assert MemoryFigures(peaks_nbytes=(9, 5)).growth_nbytes == 0
+
+
+def test_patterns_choose_contenders() -> None:
+    """In their own order; a pattern that matches none is an error."""
+    names = ["nostall", "nostall dcp.save", "dcp.save"]
+    assert chosen(names, []) == names
+    assert chosen(names, ["dcp.*", "nostall"]) == ["nostall", "dcp.save"]
+    with pytest.raises(ValueError, match="matches 'x'"):
+        chosen(names, ["nostall", "x"])

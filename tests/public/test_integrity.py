@@ -1,0 +1,670 @@
+"""Whether a checkpoint is what was written: what is found, and what is reported."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+import nostall
+from nostall import integrity
+from nostall._commit.manifest import files_in_manifest, split
+from nostall._storage import posix_files, reading
+from nostall.cli import main
+from nostall.core import AsyncCallsQueue
+from nostall.errors import DamagedCheckpointError, ReadError, UnknownMetadataError
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.integrity import State
+from nostall.state_dict_saver import CheckpointMetadataCache
+from support.states import read_metadata, schedule, small_state
+
+
+def by_queue(path: Path, state: dict[str, Any], **options: Any) -> None:
+    with AsyncCallsQueue() as queue:
+        schedule(queue, path, state, **options)
+
+
+def by_save(
+    path: Path, state: dict[str, Any], planner: SavePlanner | None = None, **options: Any
+) -> None:
+    writer = FileSystemWriterAsync(path, **options)
+    dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+
+
+def by_async_save(
+    path: Path, state: dict[str, Any], planner: SavePlanner | None = None, **options: Any
+) -> None:
+    writer = FileSystemWriterAsync(path, **options)
+    saved: Any = dcp.async_save(state, storage_writer=writer, planner=planner, no_dist=True)
+    saved.result(60)
+
+
+def by_stock(
+    path: Path, state: dict[str, Any], planner: SavePlanner | None = None, **options: Any
+) -> None:
+    writer = dcp.FileSystemWriter(path, **options)
+    dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+
+
+WAYS = [by_queue, by_save, by_async_save, by_stock]
+Way = Callable[..., None]
+
+
+def state_of(seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {**small_state(seed), "large": torch.randn(100_000, generator=generator)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_saved_is_found_to_be_whole(tmp_path: Path, way: Way) -> None:
+    """However it was saved, by stock, too."""
+    way(tmp_path / "save", state_of(), thread_count=3)
+    found = nostall.verify(tmp_path / "save")
+    assert found.ok
+    assert found.unchecked == ()
+    assert found.items == len(dcp.FileSystemReader(tmp_path / "save").read_metadata().storage_data)
+    assert found.files == 3
+    assert found.has_manifest is (way is not by_stock)
+    assert nostall.is_complete(tmp_path / "save")
+    assert nostall.is_complete(tmp_path / "save", deep=True)
+    assert nostall.latest_complete(tmp_path) == str(tmp_path / "save")
+
+
+@pytest.mark.parametrize("way", [by_queue, by_save, by_async_save])
+def test_the_manifest_says_what_the_files_are(tmp_path: Path, way: Way) -> None:
+    """Size and CRC-32 of each, as other tools compute them; stock reads the metadata before it."""
+    way(tmp_path, state_of(), thread_count=2)
+    _, manifest = split((tmp_path / ".metadata").read_bytes(), path="")
+    assert manifest is not None
+    with open(tmp_path / ".metadata", "rb") as stream:
+        assert files_in_manifest(stream) == {file.name for file in manifest.files}
+    sums = {file.name: (file.nbytes, file.crc32) for file in manifest.files}
+    contents = {file.name: file.read_bytes() for file in tmp_path.glob("*.distcp")}
+    assert sums == {name: (len(content), zlib.crc32(content)) for name, content in contents.items()}
+    loaded = {"large": torch.zeros(100_000)}
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(loaded["large"], state_of()["large"])
+
+
+def test_every_save_of_a_known_structure_has_its_own_manifest(tmp_path: Path) -> None:
+    """Although its metadata is not made anew."""
+    cache = CheckpointMetadataCache()
+    with AsyncCallsQueue() as queue:
+        for number in range(4):
+            schedule(queue, tmp_path / f"{number}", state_of(number), cache=cache)
+            queue.wait()
+            assert nostall.verify(tmp_path / f"{number}").ok
+
+
+def flip(path: Path, at: int) -> None:
+    with open(path, "r+b") as stream:
+        stream.seek(at)
+        (byte,) = stream.read(1)
+        stream.seek(at)
+        stream.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_flipped_bit_is_found_and_its_item_named(tmp_path: Path, way: Way) -> None:
+    """In the middle of a tensor."""
+    way(tmp_path, state_of(), thread_count=2)
+    storage = dcp.FileSystemReader(tmp_path).read_metadata().storage_data
+    (info,) = [info for index, info in storage.items() if index.fqn == "large"]
+    flip(tmp_path / info.relative_path, info.offset + info.length // 2)
+    (damage,) = nostall.verify(tmp_path).damages
+    assert (damage.file, damage.items) == (info.relative_path, ("large",))
+    assert "CRC-32" in damage.what
+    assert nostall.is_complete(tmp_path)
+    assert not nostall.is_complete(tmp_path, deep=True)
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(where=st.floats(0, 1, exclude_max=True))
+def test_no_bit_of_a_checkpoint_with_a_manifest_can_flip_unseen(
+    tmp_path_factory: pytest.TempPathFactory, where: float
+) -> None:
+    """Shard files and metadata, containers and manifest included."""
+    path = tmp_path_factory.getbasetemp() / "flips"
+    if not path.exists():
+        by_queue(path, small_state(), thread_count=2)
+    files = sorted(path.iterdir())
+    at = int(where * sum(file.stat().st_size for file in files))
+    for file in files:
+        if at < file.stat().st_size:
+            break
+        at -= file.stat().st_size
+    flip(file, at)
+    try:
+        assert file.name in {damage.file for damage in nostall.verify(path).damages}
+    finally:
+        flip(file, at)
+    assert nostall.verify(path).ok
+
+
+def test_no_bit_of_the_metadata_can_flip_unseen(tmp_path: Path) -> None:
+    """Every single one of the pickle, of the manifest, and of what the manifest is found by."""
+    by_queue(tmp_path, {"a": torch.ones(3)})
+    content = (tmp_path / ".metadata").read_bytes()
+    for at in range(len(content)):
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << at % 8
+        with pytest.raises(DamagedCheckpointError):
+            split(bytes(damaged), path="")
+
+
+def cut_off(path: Path) -> str:
+    os.truncate(path / "__0_1.distcp", (path / "__0_1.distcp").stat().st_size - 1)
+    return "__0_1.distcp"
+
+
+def emptied(path: Path) -> str:
+    os.truncate(path / "__0_0.distcp", 0)
+    return "__0_0.distcp"
+
+
+def removed(path: Path) -> str:
+    (path / "__0_1.distcp").unlink()
+    return "__0_1.distcp"
+
+
+def made_a_directory(path: Path) -> str:
+    (path / "__0_1.distcp").unlink()
+    (path / "__0_1.distcp").mkdir()
+    return "__0_1.distcp"
+
+
+def metadata_cut_off(path: Path) -> str:
+    os.truncate(path / ".metadata", 100)
+    return ".metadata"
+
+
+def metadata_emptied(path: Path) -> str:
+    os.truncate(path / ".metadata", 0)
+    return ".metadata"
+
+
+@pytest.mark.parametrize("way", [by_queue, by_stock])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut_off,
+        emptied,
+        removed,
+        made_a_directory,
+        metadata_cut_off,
+        metadata_emptied,
+    ],
+)
+def test_what_is_missing_is_named_and_not_complete(
+    tmp_path: Path, way: Way, damage: Callable[[Path], str]
+) -> None:
+    """At a glance, without reading what is there."""
+    way(tmp_path / "old", state_of(), thread_count=2)
+    way(tmp_path / "new", state_of(), thread_count=2)
+    file = damage(tmp_path / "new")
+    found = nostall.verify(tmp_path / "new")
+    assert [each.file for each in found.damages] == [file]
+    assert not nostall.is_complete(tmp_path / "new")
+    assert nostall.latest_complete(tmp_path) == str(tmp_path / "old")
+
+
+def test_files_that_were_exchanged_are_both_named(tmp_path: Path) -> None:
+    """Although they are of one size and each is sound in itself."""
+    state = {"a": torch.randn(5000), "b": torch.randn(5000)}
+    by_queue(tmp_path, state, thread_count=2)
+    one, other = tmp_path / "__0_0.distcp", tmp_path / "__0_1.distcp"
+    assert one.stat().st_size == other.stat().st_size
+    one.rename(tmp_path / "third")
+    other.rename(one)
+    (tmp_path / "third").rename(other)
+    assert {damage.file for damage in nostall.verify(tmp_path).damages} == {one.name, other.name}
+
+
+def test_metadata_of_another_save_is_found(tmp_path: Path) -> None:
+    """Of the same structure, so that only the values differ."""
+    for number in range(2):
+        by_queue(tmp_path / f"{number}", state_of(number))
+    shutil.copy(tmp_path / "0" / ".metadata", tmp_path / "1" / ".metadata")
+    (damage,) = nostall.verify(tmp_path / "1").damages
+    assert damage.file == "__0_0.distcp"
+
+
+def test_checksums_that_were_switched_off_are_no_damage(tmp_path: Path) -> None:
+    """It is said how many items were not checked."""
+    try:
+        torch.serialization.set_crc32_options(False)
+        by_queue(tmp_path, {"a": torch.randn(500)})
+    finally:
+        torch.serialization.set_crc32_options(True)
+    found = nostall.verify(tmp_path)
+    assert (found.damages, found.unchecked) == ((), ("a",))
+
+
+def test_latest_is_what_was_committed_last(tmp_path: Path) -> None:
+    """Whatever the directories are called, and whenever they were copied."""
+    for name in ("step 9", "step 10", "another"):
+        by_queue(tmp_path / name, small_state())
+    os.utime(tmp_path / "step 9" / ".metadata")
+    (tmp_path / "no checkpoint").mkdir()
+    assert nostall.latest_complete(tmp_path) == str(tmp_path / "another")
+    assert nostall.latest_complete(tmp_path / "no checkpoint") is None
+
+
+def test_the_command_says_what_is_wrong_and_exits_accordingly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit status says what was found.
+
+    0 for a checkpoint that is whole, 1 for one that is not, 2 for wrong arguments, 3 where there is
+    none, 4 for one of which that cannot be said.
+    """
+    by_queue(tmp_path / "save", state_of(), thread_count=2)
+    assert main(["verify", str(tmp_path / "save")]) == 0
+    assert "as it was written" in capsys.readouterr().out
+    file = cut_off(tmp_path / "save")
+    damaged = subprocess.run(
+        [sys.executable, "-m", "nostall", "verify", str(tmp_path / "save")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (damaged.returncode, damaged.stderr) == (1, "")
+    assert f"damaged: {file}: has " in damaged.stdout
+    assert main(["verify", str(tmp_path / "save"), "--json"]) == 1
+    plain = json.loads(capsys.readouterr().out)
+    assert (plain["ok"], plain["state"]) == (False, "damaged")
+    assert plain["damages"][0]["file"] == file
+    assert main(["verify", str(tmp_path / "nothing")]) == 3
+    assert "no checkpoint was committed here" in capsys.readouterr().out
+    by_stock(tmp_path / "other", small_state(), planner=PlannerOfOwn())
+    assert main(["verify", str(tmp_path / "other")]) == 4
+    assert "NOT UNDERSTOOD" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["verify"])
+    assert ended.value.code == 2
+
+
+def test_progress_reaches_the_end(tmp_path: Path) -> None:
+    """Bytes read never exceed bytes to read, and are all of them in the end."""
+    by_queue(tmp_path, state_of(), thread_count=3)
+    told: list[tuple[int, int]] = []
+    nostall.verify(tmp_path, progress=lambda done, total: told.append((done, total)))
+    nbytes = sum(file.stat().st_size for file in tmp_path.glob("*.distcp"))
+    assert told[-1] == (nbytes, nbytes)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+# --- hostile metadata and manifests ---------------------------------------------------------------
+
+
+def with_manifest_of(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Give a checkpoint a manifest that is valid but for what ``change`` does to it."""
+    content = (path / ".metadata").read_bytes()
+    pickled, _ = split(content, path="")
+    plain = json.loads(content[len(pickled) + 1 :].split(b"\n")[0])
+    change(plain)
+    line = json.dumps(plain).encode() + b"\n"
+    footer = f"#nostall-manifest {len(line):012d} {zlib.crc32(line):08x}\n".encode()
+    (path / ".metadata").write_bytes(pickled + b"\n" + line + footer)
+
+
+def another_file(name: str, nbytes: int = 0) -> Callable[[dict[str, Any]], object]:
+    return lambda plain: plain["files"].append({"name": name, "nbytes": nbytes, "crc32": "0" * 8})
+
+
+HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "outside": another_file("../../../../../../../../etc/hostname"),
+    "endless": another_file("/dev/zero"),
+    "zero byte": another_file("a\0b"),
+    "no character": another_file("a\ud800b"),
+    "pipe": another_file("pipe"),
+    "metadata": another_file(".metadata"),
+    "negative": another_file("there is no such file", -1),
+    "huge time": lambda plain: plain.update(committed_at=10**400),
+    "no time": lambda plain: plain.update(committed_at=float("nan")),
+    "no list": lambda plain: plain.update(files=7),
+    "other format": lambda plain: plain.update(format=2),
+    "no number": lambda plain: plain["metadata"].update(nbytes="many"),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_manifest_is_damage_and_nothing_else(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    """No file outside is opened, no endless one read, no pipe waited for, nothing raised."""
+    by_queue(tmp_path / "save", small_state())
+    os.mkfifo(tmp_path / "save" / "pipe")
+    with_manifest_of(tmp_path / "save", change)
+    assert len(nostall.verify(tmp_path / "save").damages) == 1
+    assert not nostall.is_complete(tmp_path / "save")
+    assert nostall.latest_complete(tmp_path) is None
+
+
+def test_metadata_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """It is no checkpoint."""
+    (tmp_path / "save").mkdir()
+    os.mkfifo(tmp_path / "save" / ".metadata")
+    (damage,) = nostall.verify(tmp_path / "save").damages
+    assert damage.file == ".metadata"
+    assert nostall.latest_complete(tmp_path) is None
+    by_queue(tmp_path / "save", {"a": torch.ones(3)})  # nor by a save that replaces it
+    assert nostall.verify(tmp_path / "save").ok
+
+
+@pytest.mark.parametrize("way", [by_queue, by_stock])
+def test_an_item_without_a_place_is_damage(tmp_path: Path, way: Way) -> None:
+    """Loading would ask for it."""
+    way(tmp_path, small_state())
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    (index,) = [index for index in metadata.storage_data if index.fqn == "weight"]
+    del metadata.storage_data[index]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    (damage,) = nostall.verify(tmp_path).damages
+    assert "'weight'" in damage.what
+
+
+def poisoned(metadata: bytes, target: type, name: str) -> bytes:
+    """The same pickle, which sets an attribute of a class before."""
+    build = (
+        pickle.GLOBAL
+        + f"{target.__module__}\n{target.__qualname__}\n".encode()
+        + pickle.NONE
+        + pickle.dumps({name: 7}, protocol=3)[2:-1]
+        + pickle.TUPLE2
+        + pickle.BUILD
+    )
+    return metadata[:2] + build + metadata[2:]
+
+
+@pytest.mark.parametrize("name", ["is_dir", "a_new_one"])
+def test_a_pickle_cannot_change_classes_for_the_whole_process(tmp_path: Path, name: str) -> None:
+    """It is refused, and nothing is set."""
+    by_stock(tmp_path, small_state())
+    metadata = tmp_path / ".metadata"
+    before = dict(vars(type(metadata)))
+    metadata.write_bytes(poisoned(metadata.read_bytes(), type(metadata), name))
+    found = nostall.verify(tmp_path)
+    assert (found.ok, found.state, found.damages) == (False, State.NOT_UNDERSTOOD, ())
+    assert "state for a function" in (found.note or "")
+    assert dict(vars(type(metadata))) == before
+
+
+def overwrite(path: Path, *names: str) -> None:
+    """Put zeros in place of items."""
+    for index, info in read_metadata(path).storage_data.items():
+        if index.fqn in names:
+            with open(path / info.relative_path, "r+b") as stream:
+                stream.seek(info.offset)
+                stream.write(bytes(info.length))
+
+
+@pytest.mark.parametrize("names", ["ab", "b"])
+def test_a_tensor_that_was_overwritten_is_damage(tmp_path: Path, names: str) -> None:
+    """Also if no file holds anything like what was written, as after the loss of a disk."""
+    path = tmp_path / "save"
+    by_stock(path, {"a": torch.ones(50), "b": torch.ones(60)})
+    overwrite(path, *names)
+    (damage,) = nostall.verify(path).damages
+    assert damage.items == tuple(names)
+    assert not nostall.is_complete(path, deep=True)
+    assert nostall.latest_complete(tmp_path, deep=True) is None
+
+
+class PlannerOfTexts(DefaultSavePlanner):
+    """Writes objects as JSON, as planners of frameworks may."""
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """As it says."""
+        if write_item.type != WriteItemType.BYTE_IO:
+            return super().resolve_data(write_item)
+        return io.BytesIO(json.dumps(self.state_dict[write_item.index.fqn]).encode())
+
+
+def test_an_object_in_another_form_has_no_checksum(tmp_path: Path) -> None:
+    """That is not damage; an archive that was overwritten is."""
+    by_stock(tmp_path / "texts", {"step": 7}, planner=PlannerOfTexts())
+    texts = nostall.verify(tmp_path / "texts")
+    assert (texts.ok, texts.damages, texts.unchecked) == (True, (), ("step",))
+    by_stock(tmp_path / "zeros", {"a": torch.ones(50), "step": 7})
+    overwrite(tmp_path / "zeros", "step")
+    (damage,) = nostall.verify(tmp_path / "zeros").damages
+    assert damage.items == ("step",)
+
+
+# --- metadata of others ---------------------------------------------------------------------------
+
+
+class Mode(Enum):
+    """Something of a planner's own."""
+
+    FAST = 1
+
+
+class PlannerOfOwn(DefaultSavePlanner):
+    """Puts an unknown class into the metadata."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """As it says."""
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.planner_data = {"mode": Mode.FAST, "names": {"a", "b"}}
+        return plans, metadata
+
+
+def planner_of_own(monkeypatch: pytest.MonkeyPatch) -> DefaultSavePlanner:
+    return PlannerOfOwn()
+
+
+def planner_that_keeps_keys(monkeypatch: pytest.MonkeyPatch) -> DefaultSavePlanner:
+    return DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+
+def planner_of_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> DefaultSavePlanner:
+    pickled: Any = TensorProperties.__getstate__
+    monkeypatch.setattr(
+        TensorProperties, "__getstate__", lambda properties: (*pickled(properties), (), (), ())
+    )
+    return DefaultSavePlanner()
+
+
+MakePlanner = Callable[[pytest.MonkeyPatch], DefaultSavePlanner]
+OTHERS: list[tuple[MakePlanner, dict[Any, Any]]] = [
+    (planner_of_own, {"a": torch.ones(4), "nested": {1: {2: torch.ones(3)}}}),
+    (planner_of_a_newer_torch, {"a": torch.ones(4), "step": 3}),
+    (planner_that_keeps_keys, {0: torch.ones(4), 7: 5}),
+    (planner_that_keeps_keys, {("a", 1): torch.ones(4)}),
+    (planner_that_keeps_keys, {None: torch.ones(3), 1.5: 2}),
+]
+
+
+@pytest.mark.parametrize(("make_planner", "state"), OTHERS)
+@pytest.mark.parametrize("way", [by_queue, by_save, by_async_save])
+def test_what_was_committed_is_never_denied(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    way: Way,
+    make_planner: MakePlanner,
+    state: dict[Any, Any],
+) -> None:
+    """Whatever a planner puts into the metadata, whatever keys are, whatever torch has saved it."""
+    path = tmp_path / "save"
+    way(path, state, planner=make_planner(monkeypatch))
+    assert nostall.is_complete(path)
+    assert nostall.is_complete(path, deep=True)
+    assert nostall.latest_complete(tmp_path) == str(path)
+    found = nostall.verify(path)
+    assert (found.state, found.damages, found.has_manifest) == (State.WHOLE, (), True)
+    (file,) = path.glob("*.distcp")
+    flip(file, file.stat().st_size // 2)
+    (damage,) = nostall.verify(path).damages
+    assert damage.file == file.name
+
+
+def test_unknown_metadata_is_not_reported_as_damage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a manifest nothing can be said; a caller that asks for the latest gets an error."""
+    other = tmp_path / "other"
+    by_stock(other, small_state(), planner=PlannerOfOwn())
+    found = nostall.verify(other)
+    assert (found.ok, found.state, found.damages) == (False, State.NOT_UNDERSTOOD, ())
+    for deep in (False, True):
+        with pytest.raises(UnknownMetadataError):
+            nostall.is_complete(other, deep)
+        with pytest.raises(UnknownMetadataError, match="1 are not understood") as caught:
+            nostall.latest_complete(tmp_path, deep)
+        assert str(other) in str(caught.value)
+    by_stock(tmp_path / "damaged", small_state())
+    (tmp_path / "damaged" / "__0_0.distcp").unlink()
+    with pytest.raises(UnknownMetadataError):
+        nostall.latest_complete(tmp_path)
+    by_stock(tmp_path / "old", small_state())
+    os.utime(tmp_path / "old" / ".metadata", (0, 0))
+    with caplog.at_level("WARNING", "nostall"):
+        assert nostall.latest_complete(tmp_path) == str(tmp_path / "old")
+    assert str(other) in caplog.text
+
+
+def test_metadata_of_a_newer_torch_is_read_where_nothing_is_lost(tmp_path: Path) -> None:
+    """Strides that torch 2.15 adds are left out by an older one; the unknown is named."""
+    by_stock(tmp_path, {"a": torch.ones(3, 4)})
+    reader = nostall.CachedMetadataFileSystemReader(tmp_path)
+    mine = reader.read_metadata()
+    pickled: Any = TensorProperties.__getstate__
+    for more in ((), ((4, 1),), (None,)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                TensorProperties, "__getstate__", lambda self, more=more: pickled(self)[:5] + more
+            )
+            content = pickle.dumps(mine)
+        (tmp_path / ".metadata").write_bytes(content)
+        reader.clear_metadata_cache()
+        tensor = reader.read_metadata().state_dict_metadata["a"]
+        assert isinstance(tensor, TensorStorageMetadata)
+        assert tensor.properties.dtype is torch.float32
+        assert (
+            pickled(tensor.properties)[5:]
+            == (more or (None,))[: len(pickled(tensor.properties)) - 5]
+        )
+        assert nostall.verify(tmp_path).ok
+        loaded = {"a": torch.zeros(3, 4)}
+        dcp.load(loaded, storage_reader=reader, no_dist=True)
+        assert torch.equal(loaded["a"], torch.ones(3, 4))
+
+
+def test_metadata_that_is_too_long_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a manifest it need not be."""
+    monkeypatch.setattr(reading, "MOST_METADATA_NBYTES", 100)
+    for way, state in ((by_queue, State.WHOLE), (by_stock, State.NOT_UNDERSTOOD)):
+        way(tmp_path / way.__name__, small_state())
+        found = nostall.verify(tmp_path / way.__name__)
+        assert (found.state, found.damages) == (state, ())
+        assert "the limit for metadata is 100" in (found.note or "")
+    assert nostall.is_complete(tmp_path / "by_queue", deep=True)
+    by_queue(tmp_path / "by_stock", small_state())  # nor by a save that replaces it
+
+
+def test_where_there_is_none_is_not_damage(tmp_path: Path) -> None:
+    """No directory, none that a save was committed to, or a file."""
+    by_queue(tmp_path / "uncommitted", small_state())
+    (tmp_path / "uncommitted" / ".metadata").unlink()
+    (tmp_path / "file").touch()
+    for name in ("nothing", "uncommitted", "file"):
+        found = nostall.verify(tmp_path / name)
+        assert (found.ok, found.state, found.damages) == (False, State.NOT_THERE, ()), name
+        assert "no checkpoint was committed here" in (found.note or "")
+        assert not nostall.is_complete(tmp_path / name)
+        assert not nostall.is_complete(tmp_path / name, deep=True)
+
+
+def test_the_latest_in_a_file_is_a_typed_error(tmp_path: Path) -> None:
+    """With the path and what to pass instead; where there is nothing there is no checkpoint."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ReadError, match="Not a directory") as caught:
+        nostall.latest_complete(tmp_path / "file")
+    assert (caught.value.path, caught.value.errno) == (str(tmp_path / "file"), errno.ENOTDIR)
+    assert nostall.latest_complete(tmp_path / "nothing") is None
+
+
+def test_newer_checkpoints_that_are_passed_over_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if it is their metadata that is damaged."""
+    for name in ("1", "2", "3"):
+        by_queue(tmp_path / name, small_state())
+    metadata_cut_off(tmp_path / "3")
+    removed_file = tmp_path / "2" / "__0_0.distcp"
+    removed_file.unlink()
+    with caplog.at_level("WARNING", "nostall"):
+        assert nostall.latest_complete(tmp_path) == str(tmp_path / "1")
+    assert [str(tmp_path / "3") in caplog.text, str(tmp_path / "2") in caplog.text] == [True, True]
+
+
+def test_metadata_that_ends_within_the_manifest_is_damaged(tmp_path: Path) -> None:
+    """Wherever; but exactly behind the pickle it is a checkpoint without one."""
+    by_queue(tmp_path, {"a": torch.ones(3)})
+    content = (tmp_path / ".metadata").read_bytes()
+    pickled, _ = split(content, path="")
+    for end in range(len(pickled) + 1, len(content)):
+        with pytest.raises(DamagedCheckpointError):
+            split(content[:end], path="")
+        assert files_in_manifest(io.BytesIO(content[:end])) is None
+    assert split(pickled, path="") == (pickled, None)
+    assert files_in_manifest(io.BytesIO(pickled)) is None
+
+
+class AwayOs:
+    """``os`` while a server does not know some files for a moment."""
+
+    def __init__(self, operation: str, part: str) -> None:
+        self._operation = operation
+        self._part = part
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        return self._refuse if name == self._operation else real
+
+    def _refuse(self, path: Any, *arguments: Any) -> Any:
+        if self._part in str(path):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return getattr(os, self._operation)(path, *arguments)
+
+
+@pytest.mark.parametrize("operation", ["stat", "open"])
+def test_the_latest_is_not_denied_while_storage_is_away(tmp_path: Path, operation: str) -> None:
+    """A job does not begin anew because of a hiccup; an older readable checkpoint is taken."""
+    for path in ("one/save", "two/old", "two/save"):
+        by_queue(tmp_path / path, small_state())
+    storage = AwayOs(operation, "save/")
+    with patch.object(integrity, "os", storage), patch.object(posix_files, "os", storage):
+        with pytest.raises(ReadError, match="1 are not understood or cannot be read") as caught:
+            nostall.latest_complete(tmp_path / "one")
+        assert nostall.latest_complete(tmp_path / "two") == str(tmp_path / "two" / "old")
+    assert caught.value.path == str(tmp_path / "one" / "save")
+    assert caught.value.hint == "try again when storage answers"
+    assert nostall.latest_complete(tmp_path / "two") == str(tmp_path / "two" / "save")

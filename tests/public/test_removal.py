@@ -1,0 +1,106 @@
+"""Removing a checkpoint: metadata first, all of it in the end, and nothing else.
+
+Crashes are in ``test_crash_consistency``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+
+import nostall
+from nostall.errors import OptionError, WriteError
+from nostall.filesystem_async import FileSystemWriterAsync
+from support.states import small_state
+
+
+def saved(path: Path, writer: type[FileSystemWriter] = FileSystemWriterAsync) -> Path:
+    dcp.save(small_state(1), storage_writer=writer(path, thread_count=3), no_dist=True)
+    return path
+
+
+@pytest.mark.parametrize("writer", [FileSystemWriterAsync, FileSystemWriter])
+def test_a_checkpoint_is_removed_with_its_directory(
+    tmp_path: Path, writer: type[FileSystemWriter]
+) -> None:
+    """Stock DCP's, too; a second call finds nothing to do."""
+    nostall.remove_checkpoint(saved(tmp_path / "save", writer))
+    assert os.listdir(tmp_path) == []
+    nostall.remove_checkpoint(tmp_path / "save")
+
+
+@pytest.mark.parametrize("gone", [[".metadata"], [".metadata", "__0_0.distcp"], ["__0_1.distcp"]])
+def test_what_is_left_of_a_checkpoint_is_removed(tmp_path: Path, gone: list[str]) -> None:
+    """Of one whose removal was interrupted, or one that is damaged or was never finished."""
+    path = saved(tmp_path / "save")
+    for name in gone:
+        (path / name).unlink()
+    for name in (".metadata.tmp", ".0123abcd.metadata.tmp"):
+        (path / name).touch()
+    nostall.remove_checkpoint(str(path))
+    assert os.listdir(tmp_path) == []
+
+
+def test_metadata_of_single_ranks_goes_first_too(tmp_path: Path) -> None:
+    """A checkpoint that was written without coordination has one for each rank."""
+    for name in ("__0_0.distcp", "__0.metadata", "__11.metadata"):
+        (tmp_path / "save").mkdir(exist_ok=True)
+        (tmp_path / "save" / name).touch()
+    nostall.remove_checkpoint(tmp_path / "save")
+    assert os.listdir(tmp_path) == []
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    """And the directory with them."""
+    path = saved(tmp_path / "save")
+    (path / "config.json").write_text("{}")
+    nostall.remove_checkpoint(path)
+    assert os.listdir(path) == ["config.json"]
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    """A directory of other things, a file, and a link are not touched."""
+    (tmp_path / "save").mkdir()
+    (tmp_path / "save" / "notes.txt").touch()
+    saved(tmp_path / "another")
+    (tmp_path / "link").symlink_to(tmp_path / "another")
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("save", "save/notes.txt", "link"):
+        with pytest.raises(OptionError) as caught:
+            nostall.remove_checkpoint(tmp_path / name)
+        assert caught.value.path == str(tmp_path / name)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_metadata_that_cannot_be_removed_keeps_the_checkpoint(tmp_path: Path) -> None:
+    """Nothing else is touched then, and the error says which file it is and why."""
+    path = saved(tmp_path / "save")
+    (path / ".metadata").unlink()
+    (path / ".metadata").mkdir()
+    with pytest.raises(WriteError) as caught:
+        nostall.remove_checkpoint(path)
+    assert (caught.value.phase, caught.value.errno) == ("remove", errno.EISDIR)
+    assert caught.value.path == str(path / ".metadata")
+    assert (path / "__0_0.distcp").exists()
+
+
+@pytest.mark.parametrize("name", ["link/", "link", "link/."])
+def test_a_link_is_refused_however_it_is_written(tmp_path: Path, name: str) -> None:
+    """A slash at the end, which shells add, does not make it what it leads to."""
+    dcp.save(small_state(), storage_writer=FileSystemWriterAsync(tmp_path / "saved"))
+    (tmp_path / "link").symlink_to("saved")
+    with pytest.raises(OptionError, match="link"):
+        nostall.remove_checkpoint(f"{tmp_path}/{name}")
+    assert nostall.verify(tmp_path / "saved").ok
+
+
+@pytest.mark.parametrize("path", ["", "s3://bucket/checkpoint"])
+def test_what_is_no_path_is_refused(path: str) -> None:
+    """Instead of taken for a directory that is gone already."""
+    with pytest.raises(OptionError):
+        nostall.remove_checkpoint(path)

@@ -1,0 +1,120 @@
+"""Where the time of a save went."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
+from nostall.stats import SaveStats
+from nostall.testing import Fault, inject
+from support.ranks import run_ranks
+from support.states import small_state
+
+
+def saved(path: Path, **options: Any) -> tuple[SaveStats, float]:
+    """The statistics of a split save, and how long it took by the clock."""
+    began_s = time.monotonic()
+    writer = FileSystemWriterAsync(path, **options)
+    state = {**small_state(), "large": torch.ones(3 << 20)}
+    planned = save_state_dict_async_plan(state, writer)
+    save_fn, preload_fn, args = writer.get_save_function_and_args()
+    finalize = [lambda: save_state_dict_async_finalize(*planned)]
+    with AsyncCallsQueue() as queue:
+        queue.schedule_async_request(AsyncRequest(save_fn, args, finalize, preload_fn=preload_fn))
+    stats = writer.stats
+    assert stats is not None
+    return stats, time.monotonic() - began_s
+
+
+@pytest.mark.parametrize("staging", ["blocking", "overlapped"])
+def test_stages_that_follow_each_other_add_up_to_less_than_the_whole(
+    tmp_path: Path, staging: str
+) -> None:
+    """None counts twice, none is negative, and the writer's threads fit its wall-clock time."""
+    stats, took_s = saved(tmp_path / "save", thread_count=2, staging=staging)
+    stages = [
+        getattr(stats, f"{name}_s")
+        for name in ("plan", "layout", "stage", "queue", "written", "commit")
+    ]
+    assert all(stage >= 0 for stage in stages)
+    assert min(stats.plan_s, stats.stage_s, stats.written_s, stats.commit_s) > 0
+    assert sum(stages) <= took_s
+    assert stats.files == 2
+    assert stats.nbytes == sum(path.stat().st_size for path in tmp_path.glob("save/*.distcp"))
+    assert stats.slowest_rank == stats.rank == 0
+    assert stats.path == str(tmp_path / "save")
+
+
+def test_a_slow_device_shows_as_fsync_and_not_elsewhere(tmp_path: Path) -> None:
+    """A stage that takes half a second more is the one that says so."""
+    with inject(Fault.delay("fsync", 0.5)):
+        stats, _ = saved(tmp_path / "save")
+    assert stats.fsync_s >= 0.5
+    assert stats.written_s >= 0.5
+    assert max(stats.plan_s, stats.layout_s, stats.queue_s, stats.checksum_s) < 0.5
+
+
+def test_the_trace_shows_trainer_and_writer_on_one_clock(tmp_path: Path) -> None:
+    """A file that trace viewers read: complete events with times in order, on named tracks."""
+    stats, _ = saved(tmp_path / "save")
+    stats.write_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tracks = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    spans = {each["name"]: each for each in events if each["ph"] == "X"}
+    assert tracks[spans["stage"]["tid"]] == "trainer"
+    assert tracks[spans["fsync __0_0.distcp"]["tid"]].startswith("writer thread")
+    order = ["plan", "stage", "write __0_0.distcp", "commit"]
+    assert [spans[name]["ts"] for name in order] == sorted(spans[name]["ts"] for name in order)
+    assert all(each["dur"] >= 0 for each in spans.values())
+
+
+def test_a_synchronous_save_has_statistics_too(tmp_path: Path) -> None:
+    """Of what the writer does in it; planning is stock's."""
+    writer = FileSystemWriterAsync(tmp_path / "save")
+    assert writer.stats is None
+    dcp.save(small_state(), storage_writer=writer, no_dist=True)
+    stats = writer.stats
+    assert stats is not None
+    assert min(stats.stage_s, stats.written_s, stats.commit_s) > 0
+
+
+def test_a_save_logs_two_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One when it begins and one when it is committed, with what there is to know."""
+    with caplog.at_level(logging.INFO, logger="nostall"):
+        saved(tmp_path / "save")
+    first, second = (record.getMessage() for record in caplog.records if record.name == "nostall")
+    assert first.startswith(f"saving path={tmp_path / 'save'} ranks=1")
+    assert second.startswith(f"committed path={tmp_path / 'save'}")
+    assert "slowest_rank=0" in second
+
+
+def test_the_slowest_rank_is_named_on_all_ranks(tmp_path: Path) -> None:
+    """By the rank whose device is slow, and by the other one; only the first logs."""
+    for facts in run_ranks(2, "statistics:one_is_slow", tmp_path):
+        assert facts["slowest"] == 1
+        assert facts["lines"] == (2 if facts["rank"] == 0 else 0)
+
+
+@pytest.mark.parametrize("staging", ["blocking", "overlapped"])
+def test_the_copy_of_dcp_async_save_counts_as_staging(tmp_path: Path, staging: str) -> None:
+    """Also where DCP resets the writer between copying and writing."""
+    state = {"t": torch.ones(1 << 20)}
+    for number in range(2):
+        path = tmp_path / f"{number}"
+        writer = FileSystemWriterAsync(path, staging=staging)
+        saving: Any = dcp.async_save(state, checkpoint_id=path, storage_writer=writer, no_dist=True)
+        getattr(saving, "upload_completion", saving).result(60)
+        stats = writer.stats
+        assert stats is not None
+        assert stats.stage_s > 0
+        assert "stage" in {span.name for span in stats.spans}

@@ -1,0 +1,162 @@
+"""``nostall.status()``: which saves are under way, and how far they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import nostall
+from nostall import SaveStatus
+from nostall.core import AsyncCallsQueue
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import EngineOptions
+from nostall.testing import Fault, Hold, inject
+from nostall.torch_ckpt import TorchAsyncCheckpoint
+from support.states import schedule
+
+DEADLINE_S = 60.0
+CHUNK_NBYTES = 64 << 10
+STATE = {f"t{n}": torch.full((100_000,), float(n)) for n in range(4)}
+NBYTES = 4 * 400_000
+
+
+@pytest.fixture(autouse=True)
+def small_chunks() -> Iterator[None]:
+    """So that a save can stand still between two of them."""
+    nostall.configure(EngineOptions(chunk_nbytes=CHUNK_NBYTES, io_threads=1))
+    yield
+    nostall.configure(EngineOptions())
+
+
+def reached(condition: Callable[[SaveStatus], bool]) -> SaveStatus:
+    """The status of the only save, once it is like that."""
+    end_s = time.monotonic() + DEADLINE_S
+    (status,) = nostall.status()
+    while not condition(status):
+        assert time.monotonic() < end_s, str(status)
+        (status,) = nostall.status()
+    return status
+
+
+def is_writing(status: SaveStatus) -> bool:
+    """As the writer process tells, a moment after it has begun."""
+    return status.state == "writing"
+
+
+def test_a_save_is_followed_from_its_snapshot_to_its_end(tmp_path: Path) -> None:
+    """Its place, its size and its state are shown until it is finalised."""
+    assert nostall.status() == ()
+    with AsyncCallsQueue() as queue:
+        with Hold("start") as hold:
+            with inject(hold.fault):
+                schedule(queue, tmp_path / "saved", STATE)
+            hold.wait_reached()
+            status = reached(is_writing)
+            assert status.written_nbytes == 0
+            assert status.path == str(tmp_path / "saved")
+            assert NBYTES < status.nbytes < 1.1 * NBYTES
+            hold.release()
+        assert reached(lambda status: status.state == "written").nbytes == status.nbytes
+        queue.wait()
+        assert nostall.status() == ()
+
+
+def test_a_save_that_stands_still_shows_how_far_it_came(tmp_path: Path) -> None:
+    """After so many chunks, which is what storage has taken; a deadline's message says it, too."""
+    written = 3 * CHUNK_NBYTES
+    with Hold("chunk") as hold, AsyncCallsQueue() as queue:
+        held = {**hold.fault.plain, "after": 3}
+        slow = Fault.delay("chunk", 0.3)  # for longer than the writer is silent between two reports
+        with inject(slow, Fault(held)):
+            schedule(queue, tmp_path / "saved", STATE)
+        hold.wait_reached()
+        status = reached(lambda status: status.written_nbytes == written)
+        assert status.state == "writing"
+        assert "writing, 0.2 of 1.6 MB" in str(status)
+        with pytest.raises(TimeoutError, match=f"save to {tmp_path}/saved: writing, 0.2 of 1.6 MB"):
+            queue.wait(timeout=0.1)
+        hold.release()
+
+
+def test_overlapped_staging_is_seen_as_such(tmp_path: Path) -> None:
+    """While tensors are being copied the state is that."""
+    with Hold("stage") as hold, AsyncCallsQueue() as queue:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "saved", STATE, staging="overlapped")
+        hold.wait_reached()
+        assert reached(lambda _: True).state == "staging"
+        hold.release()
+
+
+def test_saves_of_one_process_are_distinguished(tmp_path: Path) -> None:
+    """One is being written, the other one waits for its turn; the older one comes first."""
+    with Hold("chunk") as hold, AsyncCallsQueue() as queue:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "one", STATE)
+        reached(is_writing)
+        schedule(queue, tmp_path / "two", STATE)
+        one, two = nostall.status()
+        assert (one.path, two.path) == (str(tmp_path / "one"), str(tmp_path / "two"))
+        assert (one.state, two.state) == ("writing", "staged")
+        assert one.seconds > two.seconds
+        hold.release()
+
+
+def test_a_synchronous_save_can_be_looked_at_from_another_thread(tmp_path: Path) -> None:
+    """And is over when the call returns."""
+    writer = FileSystemWriterAsync(tmp_path / "saved")
+    with ThreadPoolExecutor(1) as pool, Hold("fsync") as hold:
+        with inject(hold.fault):
+            saving = pool.submit(dcp.save, STATE, storage_writer=writer)
+            hold.wait_reached()
+        status = reached(lambda _: True)
+        assert (status.state, status.written_nbytes) == ("writing", status.nbytes)
+        hold.release()
+        saving.result(DEADLINE_S)
+        assert nostall.status() == ()
+
+
+@pytest.mark.parametrize("abort", [False, True])
+def test_a_save_that_fails_or_is_given_up_is_over(tmp_path: Path, *, abort: bool) -> None:
+    """Nothing of it is shown any more, even while a caller keeps its exception."""
+    queue = AsyncCallsQueue()
+    with inject(Fault.errno("chunk", 28)):
+        schedule(queue, tmp_path / "saved", STATE)
+    if abort:
+        queue.close(abort=True)
+    else:
+        with pytest.raises(CheckpointException):
+            queue.wait()
+    assert nostall.status() == ()
+    queue.close()
+
+
+def test_a_torch_save_is_shown_with_its_file(tmp_path: Path) -> None:
+    """It has no directory of its own."""
+    with Hold("chunk") as hold:
+        checkpoint = TorchAsyncCheckpoint()
+        with inject(hold.fault):
+            checkpoint.async_save(STATE, tmp_path / "one.pt")
+        hold.wait_reached()
+        assert reached(is_writing).path == str(tmp_path / "one.pt")
+        hold.release()
+        checkpoint.finalize_async_save(blocking=True)
+        assert nostall.status() == ()
+        checkpoint.close()
+
+
+def test_a_save_that_cannot_be_planned_is_over(tmp_path: Path) -> None:
+    """Although a caller still holds its future."""
+    writer = FileSystemWriterAsync(tmp_path)
+    saving: Any = dcp.async_save({"f": lambda: 0}, storage_writer=writer, no_dist=True)
+    with pytest.raises(CheckpointException):
+        saving.result(60)
+    assert nostall.status() == ()

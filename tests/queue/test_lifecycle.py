@@ -1,0 +1,333 @@
+"""How a process ends that has saves under way: at its own end, at SIGTERM, with an error."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import nostall
+from nostall import _torch
+from nostall._queue import at_exit
+from support.ranks import TESTS, run_ranks, run_script
+from support.states import blobs, schedule, small_state
+
+PROGRAM = TESTS / "programs" / "endings.py"
+
+
+def run(function: str, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A trainer that ends; nothing that it has started may be left."""
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(PROGRAM), function, str(out), *arguments],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert not [each for each in psutil.process_iter() if str(out) in " ".join(_command(each))]
+    return done
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def saved(path: Path, seed: int) -> bool:
+    expected = path.parent / f"expected {seed}"
+    with nostall.AsyncCallsQueue() as queue:
+        schedule(queue, expected, small_state(seed))
+    return nostall.verify(path).ok and blobs(path) == blobs(expected)
+
+
+@pytest.mark.parametrize(("how", "status"), [("raises", 1), ("exits", 3)])
+def test_saves_that_are_pending_at_exit_are_completed(
+    tmp_path: Path, how: str, status: int
+) -> None:
+    """However the script ends, and even if its queue is gone; the exit status is its own."""
+    done = run("ends", tmp_path, how)
+    assert done.returncode == status
+    assert "2 requests that are not finalised" in done.stderr
+    assert ("the error in the body" in done.stderr) is (how == "raises")
+    assert saved(tmp_path / "first", 1)
+    assert saved(tmp_path / "second", 2)
+
+
+def test_the_exit_status_reports_a_save_that_is_lost_at_exit(tmp_path: Path) -> None:
+    """And by a message; the next save is completed all the same, and no output is lost."""
+    done = run("ends", tmp_path, "returns", "fails")
+    assert done.returncode == 1
+    assert "pending at exit some are lost" in done.stderr
+    assert "No space left" in done.stderr
+    assert "the last line" in done.stdout
+    assert not nostall.is_complete(tmp_path / "first")
+    assert saved(tmp_path / "second", 2)
+
+
+@pytest.mark.parametrize(("fault", "why"), [("hangs", "not done"), ("dies", "killed by SIGKILL")])
+def test_a_writer_that_is_stuck_or_dead_does_not_keep_a_process_from_ending(
+    tmp_path: Path, fault: str, why: str
+) -> None:
+    """It ends in bounded time, with status 1, and leaves nothing that looks like a checkpoint."""
+    done = run("ends", tmp_path, "returns", fault)
+    assert done.returncode == 1
+    assert why in done.stderr
+    assert nostall.latest_complete(tmp_path) is None
+
+
+@pytest.mark.parametrize("how", ["one without the others", "without a group"])
+def test_a_rank_that_cannot_complete_its_save_at_exit_ends_with_an_error(
+    tmp_path: Path, how: str
+) -> None:
+    """In bounded time: the other ranks are gone, or the process group is."""
+    out = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"),
+            *(
+                "--nproc-per-node",
+                "2",
+                str(TESTS / "support" / "rank_main.py"),
+                "endings:ends_on_ranks",
+            ),
+            *(str(tmp_path), how),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert out.returncode != 0
+    assert "pending at exit some are lost" in out.stderr
+    assert not nostall.is_complete(tmp_path / "first")
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "printed"),
+    [("too late to ask", 1, ""), ("asked", 0, "CheckpointException\n")],
+)
+def test_a_failure_of_dcp_async_save_is_not_silent(
+    tmp_path: Path, how: str, status: int, printed: str
+) -> None:
+    """The log says what and why; so does the status where no caller can ask the future."""
+    done = run("ends_in_dcp", tmp_path, how)
+    assert (done.returncode, done.stdout) == (status, printed)
+    assert f"a save has failed path={tmp_path / 'save'}" in done.stderr
+    assert os.strerror(errno.ENOSPC) in done.stderr
+    assert not nostall.is_complete(tmp_path / "save")
+
+
+def test_queues_are_finished_in_the_same_order_on_all_ranks(tmp_path: Path) -> None:
+    """At the interpreter's end, in the order of first requests: each has its own checkpoint."""
+    run_ranks(2, "endings:two_queues_end", tmp_path)
+    for number in range(6):
+        assert nostall.verify(tmp_path / f"{number}").ok
+        loaded = {"rank0": torch.zeros(9), "rank1": torch.zeros(9)}
+        dcp.load(loaded, checkpoint_id=tmp_path / f"{number}", no_dist=True)
+        assert all(bool((each == number).all()) for each in loaded.values())
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "printed"),
+    [
+        ("at a poll", 143, ["training goes on"]),
+        ("with a handler", 0, ["training goes on", "handled [15]"]),
+        ("without a poll", 143, ["training goes on"]),
+        ("from another thread", 143, ["training goes on", "finished 0"]),
+        ("in a synchronous save", 143, ["it is committed"]),
+    ],
+)
+def test_sigterm_finishes_what_is_scheduled(
+    tmp_path: Path, how: str, status: int, printed: list[str]
+) -> None:
+    """It then ends the process, or calls the earlier handler, whatever the process is doing."""
+    done = run("gets_sigterm", tmp_path, how)
+    assert (done.returncode, done.stdout.splitlines()) == (status, printed)
+    assert saved(tmp_path / "save", 0)
+
+
+def test_a_failure_among_what_sigterm_finishes_does_not_lose_the_others(tmp_path: Path) -> None:
+    """Nor keep the process from ending."""
+    done = run("gets_sigterm", tmp_path, "after a failure")
+    assert done.returncode == 1  # with the exception that the queue raises
+    assert saved(tmp_path / "save", 0)
+    assert not nostall.is_complete(tmp_path / "lost")
+
+
+def test_sigterm_ends_a_process_with_nothing_to_do_at_once(tmp_path: Path) -> None:
+    """With the status that SIGTERM gives."""
+    done = run("gets_sigterm", tmp_path, "with nothing to do")
+    assert (done.returncode, done.stdout) == (143, "")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "too late",
+        "too late at exit",
+        "too late, and slow to give up",
+        "too late, and several are pending",
+        "too late, and asked twice",
+    ],
+)
+def test_sigterm_ends_a_process_whose_save_does_not_end(tmp_path: Path, how: str) -> None:
+    """After the grace period the process ends with SIGTERM's status, and nothing is committed.
+
+    A failure of the save, which may end the script before, gives the process no other status.
+    """
+    done = run("gets_sigterm", tmp_path, how)
+    assert done.returncode == 143
+    assert not nostall.is_complete(tmp_path / "save")
+
+
+def test_a_forked_child_was_not_asked_to_end(tmp_path: Path) -> None:
+    """It can be ended by SIGTERM as any process."""
+    done = run("forks_when_asked", tmp_path)
+    assert (done.returncode, done.stdout) == (143, "-15\n")
+    assert saved(tmp_path / "save", 0)
+
+
+def test_an_interrupted_synchronous_save_leaves_no_thread_and_no_file(tmp_path: Path) -> None:
+    """Its threads use memory that is given back, and names that the next save uses."""
+    done = run("is_interrupted", tmp_path)
+    assert (done.returncode, done.stdout) == (0, "interrupted 20\n"), done.stderr
+    assert nostall.verify(tmp_path / "save").ok
+    loaded = {"t": torch.zeros(4 << 20, dtype=torch.int64)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "save", no_dist=True)
+    assert torch.equal(loaded["t"], torch.arange(4 << 20) + 20)
+
+
+class _Refusing:
+    """A queue whose finalising fails at once, whatever is tried."""
+
+    pending = 2
+    is_distributed = False
+    tried = 0
+
+    def wait(self, timeout: float | None = None) -> object:
+        del timeout
+        self.tried += 1
+        raise RuntimeError("Connection closed by peer")
+
+    def maybe_finalize_async_calls(self, *, blocking: bool) -> object:
+        del blocking
+        return []
+
+    def close(self, *, abort: bool) -> None:
+        assert abort
+
+
+def test_what_fails_at_once_is_not_tried_for_minutes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And its cause is reported."""
+    ended: list[int] = []
+    monkeypatch.setattr(at_exit, "end_process", ended.append)
+    queue = _Refusing()
+    at_exit.finish_at_exit([queue], timeout_s=60)
+    assert (queue.tried, ended) == (1, [1])
+    assert "Connection closed by peer" in caplog.text
+
+
+class _Waiting:
+    """A queue of several ranks, with one request that the first call finalises."""
+
+    pending = 1
+    is_distributed = True
+
+    def wait(self, timeout: float | None = None) -> object:
+        raise AssertionError(f"not the collective of other ranks: wait({timeout})")
+
+    def maybe_finalize_async_calls(self, *, blocking: bool) -> object:
+        assert blocking
+        self.pending = 0
+        self.devices = list(_on.devices)
+        return []
+
+    def close(self, *, abort: bool) -> None:
+        assert abort
+
+
+class _On(threading.local):
+    """The devices that are current for a thread."""
+
+    devices: tuple[torch.device, ...] = ()
+
+
+_on = _On()
+
+
+def test_requests_are_finalised_at_exit_on_the_accelerator_of_the_main_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread starts at device 0, and NCCL's collectives would use it on each rank."""
+
+    @contextmanager
+    def on_devices(devices: list[torch.device]) -> Iterator[None]:
+        _on.devices = tuple(devices)
+        yield
+        _on.devices = ()
+
+    second = torch.device("cuda", 1)
+    monkeypatch.setattr(_torch, "current_accelerators", lambda: [second])
+    monkeypatch.setattr(_torch, "on_devices", on_devices)
+    ended: list[int] = []
+    monkeypatch.setattr(at_exit, "end_process", ended.append)
+    at_exit.prepare_for_exit()
+    queue = _Waiting()
+    at_exit.finish_at_exit([queue], timeout_s=60)
+    assert (queue.pending, ended) == (0, [])
+    assert queue.devices == [second]
+
+
+def test_an_accelerator_that_has_failed_does_not_hide_a_lost_save(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a device error each later call raises it again; the exit status reports the loss."""
+
+    def failed() -> list[torch.device]:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(_torch, "current_accelerators", failed)
+    ended: list[int] = []
+    monkeypatch.setattr(at_exit, "end_process", ended.append)
+    at_exit.prepare_for_exit()
+    queue = _Waiting()
+    at_exit.finish_at_exit([queue], timeout_s=60)
+    assert (queue.pending, ended) == (1, [1])
+    assert "illegal memory access" in caplog.text
+
+
+def test_sigterm_on_one_rank_lets_all_finish_at_the_next_poll(tmp_path: Path) -> None:
+    """Without any other communication; the rank that was asked ends, the other goes on."""
+    first, second = run_ranks(2, "endings:gets_sigterm_on_ranks", tmp_path)
+    assert first == {"ended": None, "polls": 1, "pending": 0}
+    assert second == {"ended": 143, "polls": 1, "pending": 0}
+    loaded = {"rank0": torch.zeros(1000), "rank1": torch.zeros(1000)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "save", no_dist=True)
+    assert all(bool((each == 1).all()) for each in loaded.values())
+
+
+def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
+    """Some kills of trainers and writers at random moments; ``nox -s soak`` makes a thousand."""
+    done = run_script("stress/soak.py", "--kills", "8", cwd=tmp_path, timeout_s=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counted = json.loads(done.stdout.splitlines()[-1])  # older Gloo says there that it is connected
+    assert counted["kills"] == 8
+    assert counted["commits"] > 8
+    assert counted["checkpoints checked"] > 8

@@ -1,0 +1,173 @@
+"""Bounded snapshot memory: what does not fit is saved in waves."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
+
+import nostall
+from nostall._engine import default_engine
+from nostall._memory.arena import Block
+from nostall.core import AsyncCallsQueue
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import EngineOptions
+from nostall.state_dict_saver import CheckpointMetadataCache
+from nostall.testing import Fault, inject, writer_pids
+from support.states import blobs, save_async, schedule
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def bounded() -> Iterator[int]:
+    """At most 8 MiB of snapshot memory, in two blocks."""
+    limit = 8 * MIB
+    nostall.configure(EngineOptions(max_staging_bytes=limit))
+    yield limit
+    nostall.configure(EngineOptions())
+
+
+def large_state(seed: int = 0) -> dict[str, Any]:
+    """24 MiB in tensors of 1.5 MiB, and something small."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {f"t{n}": torch.randn(384 << 10, generator=generator) for n in range(16)}
+    return {**tensors, "transposed": torch.randn(9, 7, generator=generator).t(), "epoch": seed}
+
+
+def by_stock(path: Path, state: dict[str, Any]) -> dict[tuple[str, tuple[int, ...]], bytes]:
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return blobs(path)
+
+
+@pytest.mark.parametrize("staging", ["blocking", "overlapped"])
+def test_memory_stays_below_the_limit(tmp_path: Path, bounded: int, staging: str) -> None:
+    """For three saves of three times the limit; each is what stock writes."""
+    cache = CheckpointMetadataCache()
+    with AsyncCallsQueue() as queue:
+        for number in range(4):
+            path = tmp_path / f"{number}"
+            schedule(queue, path, large_state(number), cache=cache, staging=staging)
+            nostall.wait_staged()
+            assert 0 < default_engine().arena.reserved_nbytes <= bounded
+            assert sum(block.nbytes for block in Block._all) <= bounded
+            queue.wait()
+            assert blobs(path) == by_stock(tmp_path / f"stock {number}", large_state(number))
+            assert len(list(path.glob("*.distcp"))) > 3
+
+
+@pytest.mark.usefixtures("bounded")
+def test_a_tensor_larger_than_the_limit_is_saved_all_the_same(tmp_path: Path) -> None:
+    """It gets a wave of its own, and memory for it."""
+    state = {"small": torch.ones(3), "large": torch.randn(6 * MIB), "more": torch.ones(4)}
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path / "save", state)
+    assert blobs(tmp_path / "save") == by_stock(tmp_path / "stock", state)
+
+
+@pytest.mark.usefixtures("bounded")
+@pytest.mark.parametrize("file", [0, 3, 7])
+def test_a_wave_that_fails_fails_the_save_and_leaves_no_file(tmp_path: Path, file: int) -> None:
+    """Whichever it is; and the next save is right."""
+    queue = AsyncCallsQueue()
+    with inject(Fault.errno("chunk", errno.ENOSPC, file=f"__0_{file}.distcp")):
+        schedule(queue, tmp_path / "save", large_state())
+        with pytest.raises(CheckpointException, match="No space left"):
+            queue.wait()
+    assert not list((tmp_path / "save").glob("*"))
+    schedule(queue, tmp_path / "save", large_state(1))
+    queue.close()
+    assert blobs(tmp_path / "save") == by_stock(tmp_path / "stock", large_state(1))
+
+
+@pytest.mark.usefixtures("bounded")
+def test_a_writer_that_dies_between_waves_fails_the_save(tmp_path: Path) -> None:
+    """Also where the next wave would start a new writer."""
+    queue = AsyncCallsQueue()
+    before = writer_pids()
+    with inject(Fault({"point": "fsync", "do": "exit", "code": 17, "file": "__0_3.distcp"})):
+        schedule(queue, tmp_path / "save", large_state())
+        with pytest.raises(CheckpointException, match="exit code 17"):
+            queue.wait()
+    assert not (tmp_path / "save" / ".metadata").exists()
+    schedule(queue, tmp_path / "next", large_state(1))
+    queue.close()
+    assert writer_pids() != before
+    assert blobs(tmp_path / "next") == by_stock(tmp_path / "stock", large_state(1))
+
+
+tensors = st.builds(
+    lambda count, seed: torch.randn(count, generator=torch.Generator().manual_seed(seed)),
+    st.integers(0, 5000),
+    st.integers(0, 9),
+)
+
+
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    st.dictionaries(st.text("abc", min_size=1), tensors | st.text(max_size=50), max_size=8),
+    st.integers(1, 80_000),
+    st.integers(1, 3),
+)
+def test_the_bounded_mode_writes_what_a_synchronous_save_writes(
+    tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any], limit: int, files: int
+) -> None:
+    """For any state and limit: each file is that of ``dcp.save``, and each item is stock's."""
+    out = tmp_path_factory.mktemp("ways")
+    nostall.configure(EngineOptions(max_staging_bytes=limit))
+    writer = FileSystemWriterAsync(out / "sync", thread_count=files)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    expected = {path.name: path.read_bytes() for path in (out / "sync").glob("*.distcp")}
+    assert blobs(out / "sync") == by_stock(out / "stock", state)
+    with AsyncCallsQueue() as queue:
+        for staging in ("blocking", "overlapped"):
+            schedule(queue, out / staging, state, thread_count=files, staging=staging)
+            queue.wait()
+            written = {path.name: path.read_bytes() for path in (out / staging).glob("*.distcp")}
+            assert written == expected
+
+
+@pytest.mark.usefixtures("bounded")
+def test_waves_through_a_callable_that_cannot_travel_end(tmp_path: Path) -> None:
+    """They are written in threads of the trainer, several at the same time."""
+    opened = []
+
+    def open_file(path: str, mode: str) -> Any:
+        opened.append(path)
+        return open(path, mode)
+
+    with AsyncCallsQueue() as queue:
+        for number in range(3):
+            schedule(queue, tmp_path / f"{number}", large_state(number), open_file=open_file)
+            queue.wait(60)
+            assert blobs(tmp_path / f"{number}") == by_stock(
+                tmp_path / f"stock {number}", large_state(number)
+            )
+    assert len(opened) > 9
+
+
+@pytest.mark.parametrize("staging", ["blocking", "overlapped"])
+@pytest.mark.parametrize("options", [{}, {"thread_count": 4}, {"single_file_per_rank": False}])
+def test_the_first_dcp_async_save_needs_memory_for_one_copy(
+    tmp_path: Path, staging: str, options: dict[str, Any]
+) -> None:
+    """A checkpoint of half of the host's memory can be saved; the bytes are stock's."""
+    state = large_state()
+    nbytes = sum(each.nbytes for each in state.values() if isinstance(each, torch.Tensor))
+    nostall.configure(EngineOptions())  # without the memory of other tests
+    writer = FileSystemWriterAsync(tmp_path / "saved", staging=staging, **options)
+    save_async(writer, state)
+    assert default_engine().arena.reserved_nbytes <= 1.05 * nbytes + 2 * MIB  # a whole block
+    assert blobs(tmp_path / "saved") == by_stock(tmp_path / "stock", state)

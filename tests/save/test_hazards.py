@@ -1,0 +1,446 @@
+"""Two saves, a deadline, a retry or a setting never reach into a checkpoint not theirs."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+
+import nostall
+from nostall._engine import default_engine
+from nostall.core import AsyncCaller, AsyncCallsQueue, AsyncRequest
+from nostall.errors import OptionError, StagingError, WriterDiedError
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import EngineOptions
+from nostall.state_dict_saver import (
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+from nostall.testing import Fault, Hold, inject, reset
+from nostall.torch_ckpt import TorchAsyncCheckpoint
+from support.states import blobs, schedule, small_state
+
+
+def saved_by_stock(path: Path, state: dict[str, Any]) -> dict[tuple[str, tuple[int, ...]], bytes]:
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return blobs(path)
+
+
+def async_save(path: Path, state: dict[str, Any], **options: Any) -> Any:
+    writer = FileSystemWriterAsync(path, **options)
+    return dcp.async_save(state, storage_writer=writer, no_dist=True)
+
+
+def test_two_saves_under_way_in_one_new_directory_do_not_share_files(tmp_path: Path) -> None:
+    """If the second of them fails, the first one's checkpoint is whole all the same."""
+    with Hold() as hold:
+        with inject(hold.fault):
+            first = async_save(tmp_path / "both", small_state(1))
+            hold.wait_reached()
+        with inject(Fault.errno("chunk", errno.ENOSPC)):
+            second = async_save(tmp_path / "both", small_state(2))
+            hold.release()
+            first.result(60)
+            with pytest.raises(CheckpointException):
+                second.result(60)
+    assert blobs(tmp_path / "both") == saved_by_stock(tmp_path / "stock", small_state(1))
+
+
+@pytest.fixture
+def short_deadline() -> Iterator[None]:
+    """Saves are given up after a second."""
+    nostall.configure(EngineOptions(save_timeout_s=1.0))
+    yield
+    nostall.configure(EngineOptions())
+
+
+@pytest.mark.usefixtures("short_deadline")
+def test_a_save_given_up_at_its_deadline_never_touches_the_next_ones_memory(tmp_path: Path) -> None:
+    """The late job's seals would land in the image of the memory's next holder."""
+    zeros = {"zeros": torch.zeros(200_000), "n": torch.zeros(3)}
+    with Hold() as hold, inject(hold.fault):
+        late = async_save(tmp_path / "late", {"many": torch.ones(200_000), "n": torch.ones(3)})
+        with pytest.raises(CheckpointException, match="not written within"):
+            late.result(60)
+    async_save(tmp_path / "next", zeros).result(60)
+    assert blobs(tmp_path / "next") == saved_by_stock(tmp_path / "stock", zeros)
+    assert not (tmp_path / "late" / ".metadata").exists()
+
+
+class Halving(DefaultSavePlanner):
+    """Saves float32 as bfloat16, as a planner of a user's own may."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # DCP's name
+        if isinstance(object, torch.Tensor) and object.dtype is torch.float32:
+            return object.to(torch.bfloat16)
+        return super().transform_object(write_item, object)
+
+
+def test_a_planner_that_changes_sizes_does_not_make_staged_tensors_overlap(tmp_path: Path) -> None:
+    """Places are remembered with their lengths: a tensor goes to one only if it fits exactly."""
+    state = {"a_step": torch.tensor(7), **{f"w{n}": torch.full((100,), float(n)) for n in range(6)}}
+    for number in range(3):
+        writer = FileSystemWriterAsync(tmp_path / f"{number}")
+        saved: Any = dcp.async_save(state, storage_writer=writer, planner=Halving(), no_dist=True)
+        saved.result(60)
+        for n in range(6):
+            ((_, blob),) = [
+                entry for entry in blobs(tmp_path / f"{number}").items() if entry[0][0] == f"w{n}"
+            ]
+            wanted = torch.full((100,), float(n)).to(torch.bfloat16).view(torch.uint8).numpy()
+            assert wanted.tobytes() in blob
+
+
+def test_a_staged_object_that_has_grown_is_saved_whole(tmp_path: Path) -> None:
+    """Memory that was laid out for a shorter object is not used for a longer one."""
+    for number, length in enumerate((10, 10, 5_000_000, 10)):
+        state = {"w": torch.ones(10), "object": b"x" * length}
+        async_save(tmp_path / f"{number}", state, single_file_per_rank=False).result(60)
+        assert blobs(tmp_path / f"{number}") == saved_by_stock(tmp_path / f"s{number}", state)
+
+
+def test_writing_a_snapshot_twice_is_refused(tmp_path: Path) -> None:
+    """After the first write its memory is free for others; a retry must not commit theirs."""
+    writer = FileSystemWriterAsync(tmp_path / "saved")
+    save_state_dict_async_plan(small_state(1), writer)
+    save_fn, preload_fn, args = writer.get_save_function_and_args()
+    args[1] = preload_fn()
+    save_fn(*args)
+    with pytest.raises(StagingError, match="already written"):
+        save_fn(*args)
+
+
+def test_an_aborted_write_through_a_users_stream_stops(tmp_path: Path) -> None:
+    """A retry in the same directory is not overwritten later by the thread of the save before."""
+    opened: list[str] = []
+
+    def open_file(path: str, mode: str) -> Any:
+        opened.append(path)
+        return open(path, mode)
+
+    with Hold("open") as hold, AsyncCallsQueue() as queue:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "saved", small_state(1), open_file=open_file, thread_count=2)
+            hold.wait_reached()
+        queue.close(abort=True)
+        schedule(queue, tmp_path / "saved", small_state(2), thread_count=2)
+        queue.wait()
+        hold.release()
+    assert blobs(tmp_path / "saved") == saved_by_stock(tmp_path / "stock", small_state(2))
+
+
+@pytest.mark.parametrize("device", ["meta"])
+def test_a_default_device_does_not_reach_the_checkpoint(tmp_path: Path, device: str) -> None:
+    """``torch.set_default_device`` is for the model; containers and snapshots are the CPU's."""
+    state = small_state(1)
+    expected = saved_by_stock(tmp_path / "stock", state)
+    torch.set_default_device(device)
+    try:
+        dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path / "saved"), no_dist=True)
+    finally:
+        torch.set_default_device(None)
+    assert blobs(tmp_path / "saved") == expected
+
+
+def test_saving_in_inference_mode_does_not_spoil_later_saves(tmp_path: Path) -> None:
+    """Views that are kept from save to save can be written to outside of inference mode, too."""
+    state = {"w": torch.ones(10)}
+    with torch.inference_mode():
+        dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path / "a"), no_dist=True)
+    dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path / "b"), no_dist=True)
+    assert blobs(tmp_path / "a") == blobs(tmp_path / "b")
+
+
+def test_failed_saves_do_not_keep_memory_from_the_next_one(tmp_path: Path) -> None:
+    """Their staged copies may live on in tracebacks of exceptions; no save waits for that."""
+    futures: list[Any] = []
+    for number in range(4):
+        writer = FileSystemWriterAsync(tmp_path / "taken", overwrite=number == 0)
+        futures.append(dcp.async_save(small_state(1), storage_writer=writer, no_dist=True))
+        with pytest.raises(CheckpointException) if number else inject():
+            futures[-1].result(60)
+    async_save(tmp_path / "next", small_state(2)).result(60)
+    assert blobs(tmp_path / "next") == saved_by_stock(tmp_path / "stock", small_state(2))
+
+
+def test_finalize_functions_of_a_failed_synchronous_request_do_not_run(tmp_path: Path) -> None:
+    """What they would announce does not exist."""
+    writer = FileSystemWriterAsync(tmp_path / "saved")
+    save_state_dict_async_plan(small_state(1), writer)
+    save_fn, preload_fn, args = writer.get_save_function_and_args()
+    announced: list[bool] = []
+    request = AsyncRequest(save_fn, args, [lambda: announced.append(True)], {}, preload_fn)
+    with (
+        inject(Fault.errno("chunk", errno.ENOSPC)),
+        pytest.raises(CheckpointException, match="No space left"),
+    ):
+        request.execute_sync()
+    assert not announced
+
+
+@pytest.mark.parametrize(
+    "option", [{"cpu_priority": 50}, {"io_priority": 9}, {"sigterm_timeout": -1}]
+)
+def test_a_queue_refuses_impossible_options(option: dict[str, Any]) -> None:
+    """Where they are passed, not when the first process is started."""
+    with pytest.raises(OptionError):
+        AsyncCallsQueue(**option)
+
+
+def test_a_writer_refuses_an_object_store_given_as_checkpoint_id(tmp_path: Path) -> None:
+    """It must not end up in a local directory of that name."""
+    writer = FileSystemWriterAsync(tmp_path / "saved")
+    with pytest.raises(OptionError, match="multi-storage"):
+        dcp.save(small_state(), checkpoint_id="msc://x/y", storage_writer=writer, no_dist=True)
+
+
+def test_a_caller_of_a_frameworks_own_needs_only_the_documented_methods() -> None:
+    """A subclass that implements what the API names can be instantiated."""
+
+    class Own(AsyncCaller):
+        def schedule_async_call(self, async_req: AsyncRequest) -> None:
+            async_req.execute_sync()
+
+        def is_current_async_call_done(
+            self,
+            blocking: bool = False,  # noqa: FBT001, FBT002  # the API's
+            no_dist: bool = False,  # noqa: FBT001, FBT002  # the API's
+        ) -> bool:
+            return True
+
+        def close(self, abort: bool = False) -> None:  # noqa: FBT001, FBT002  # the API's
+            return
+
+    done: list[int] = []
+    Own().schedule_async_call(AsyncRequest(done.append, [1], []))
+    assert done == [1]
+    assert Own().sync_all_async_calls(is_alive=False)
+
+
+class Uncopyable:
+    """An object that a state dict may hold and that cannot be copied."""
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        raise RuntimeError("not to be copied")
+
+
+def test_a_stager_that_cannot_copy_everything_gives_its_memory_back() -> None:
+    """Else the next saves would wait for memory that is never returned."""
+    kept = []
+    for _ in range(2 * EngineOptions().max_in_flight):
+        with pytest.raises(
+            StagingError, match=r"'object' cannot be staged.*not to be copied"
+        ) as caught:
+            FileSystemWriterAsync("unused").stage({"w": torch.ones(3), "object": Uncopyable()})
+        kept.append(caught)  # and with it the frames that hold the lease
+    assert not default_engine().arena.anything_labelled
+    lease = default_engine().lease(1)
+    lease.release()
+
+
+def test_options_are_not_changed_under_a_save_that_is_being_written(tmp_path: Path) -> None:
+    """That would end the process that writes it."""
+    queue = AsyncCallsQueue()
+    with Hold() as hold:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "save", small_state(1))
+            hold.wait_reached()
+        with pytest.raises(OptionError, match="while saves are being written"):
+            nostall.configure(EngineOptions(io_threads=2))
+        hold.release()
+        queue.close()
+    assert blobs(tmp_path / "save") == saved_by_stock(tmp_path / "stock", small_state(1))
+    nostall.configure(EngineOptions())
+
+
+def test_a_writer_takes_no_second_save_before_the_first_is_finalised(tmp_path: Path) -> None:
+    """Else the first would be finalised with the second one's results, and never be committed."""
+    writer = FileSystemWriterAsync(tmp_path / "one")
+    with AsyncCallsQueue() as queue:
+        planned = save_state_dict_async_plan(small_state(1), writer)
+        save_fn, preload_fn, args = writer.get_save_function_and_args()
+        finalize = [lambda: save_state_dict_async_finalize(*planned)]
+        request = AsyncRequest(save_fn, args, finalize, preload_fn=preload_fn)
+        queue.schedule_async_request(request)
+        with pytest.raises(OptionError, match="not finalised yet"):
+            writer.reset(tmp_path / "two")
+        with pytest.raises(OptionError, match="not finalised yet"):
+            save_state_dict_async_plan(small_state(2), writer)
+    assert blobs(tmp_path / "one") == saved_by_stock(tmp_path / "stock", small_state(1))
+    writer.reset(tmp_path / "two")
+
+
+def test_finalising_what_was_never_scheduled_fails_at_once(tmp_path: Path) -> None:
+    """There is nothing to wait for."""
+    writer = FileSystemWriterAsync(tmp_path / "save")
+    planned = save_state_dict_async_plan(small_state(), writer)
+    with pytest.raises(CheckpointException, match="nothing was scheduled"):
+        save_state_dict_async_finalize(*planned)
+
+
+def test_a_request_that_forgets_its_preload_function_says_so(tmp_path: Path) -> None:
+    """The error names what to pass."""
+    writer = FileSystemWriterAsync(tmp_path / "save")
+    planned = save_state_dict_async_plan(small_state(), writer)
+    save_fn, _, args = writer.get_save_function_and_args()
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(
+        AsyncRequest(save_fn, args, [lambda: save_state_dict_async_finalize(*planned)])
+    )
+    with pytest.raises(CheckpointException, match="preload_fn"):
+        queue.close()
+
+
+def test_a_writer_process_that_cannot_be_started_is_a_typed_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the interpreter, and the next save works."""
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.executable", str(tmp_path / "none"))
+        with pytest.raises(WriterDiedError, match="could not be started") as caught:
+            nostall.warmup()
+    assert caught.value.path == str(tmp_path / "none")
+    nostall.warmup()
+
+
+class RefusingDriver:
+    """A CUDA runtime that locks no memory, as under a limit on locked memory."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.asked += 1
+        return 2
+
+    def cudaHostUnregister(self, address: int) -> int:
+        raise AssertionError("nothing was registered")
+
+
+def test_memory_that_cannot_be_pinned_is_used_unpinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Slower copies are no reason to fail a save; one warning says why they are slow."""
+    driver = RefusingDriver()
+    reset()
+    with monkeypatch.context() as patch, caplog.at_level("WARNING", "nostall"):
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "cudart", lambda: driver)
+        with AsyncCallsQueue() as queue:
+            for number in range(3):
+                schedule(queue, tmp_path / f"{number}", small_state(number))
+        reset()
+    for number in range(3):
+        stock = saved_by_stock(tmp_path / f"stock {number}", small_state(number))
+        assert blobs(tmp_path / f"{number}") == stock
+    assert driver.asked == 1
+    (warning,) = [each for each in caplog.records if each.name == "nostall"]
+    assert "not pinned" in warning.getMessage()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: EngineOptions(io_threads="4"),  # type: ignore[arg-type]  # on purpose
+        lambda: EngineOptions(io_threads=2000),
+        lambda: EngineOptions(io_threads=True),
+        lambda: EngineOptions(chunk_nbytes=8192.0),  # type: ignore[arg-type]  # on purpose
+        lambda: EngineOptions(copy_past_caches="no"),  # type: ignore[arg-type]  # on purpose
+        lambda: EngineOptions(direct_io="no"),  # type: ignore[arg-type]  # on purpose
+        lambda: EngineOptions(cpu_priority=3.0),  # type: ignore[arg-type]  # on purpose
+        lambda: EngineOptions(io_priority=True),
+        lambda: EngineOptions(save_timeout_s="1"),  # type: ignore[arg-type]  # on purpose
+        lambda: EngineOptions(save_timeout_s=True),
+        lambda: FileSystemWriterAsync("unused", thread_count="2"),
+        lambda: FileSystemWriterAsync("unused", thread_count=True),
+        lambda: FileSystemWriterAsync("unused", sync_files="no"),
+        lambda: FileSystemWriterAsync("unused", sync_files=None),
+        lambda: FileSystemWriterAsync("unused", overwrite="no"),
+        lambda: FileSystemWriterAsync("unused", overwrite=torch.tensor([True, False])),
+        lambda: FileSystemWriterAsync("unused", single_file_per_rank=[]),
+        lambda: FileSystemWriterAsync("unused", is_multiproc_io="no"),  # type: ignore[arg-type]  # on purpose
+        lambda: FileSystemWriterAsync("unused", separation_hint=3, thread_count=2),  # type: ignore[arg-type]  # on purpose
+        lambda: FileSystemWriterAsync("unused", staging=True),  # type: ignore[arg-type]  # on purpose
+        lambda: FileSystemWriterAsync("unused", open_file=3),
+        lambda: FileSystemWriterAsync(""),
+        lambda: FileSystemWriterAsync("a\0b"),
+        lambda: FileSystemWriterAsync("s3://bucket/checkpoint"),
+        lambda: nostall.warmup(-1),
+        lambda: nostall.warmup("1G"),  # type: ignore[arg-type]  # on purpose
+        lambda: nostall.configure({"io_threads": 2}),  # type: ignore[arg-type]  # on purpose
+    ],
+    ids=range(27),
+)
+def test_an_argument_of_the_wrong_kind_is_refused_where_it_is_passed(wrong: Any) -> None:
+    """With an error that says what to use instead."""
+    with pytest.raises(OptionError) as caught:
+        wrong()
+    assert caught.value.hint
+
+
+def test_options_take_numbers_of_numpys_and_0_and_1_as_stock_does(tmp_path: Path) -> None:
+    """What a configuration file or an array hands over means what it means to stock."""
+    options = {"thread_count": np.int64(2), "sync_files": np.False_, "overwrite": 1}
+    writer = FileSystemWriterAsync(tmp_path / "ours", single_file_per_rank=0, **options)
+    stock = dcp.FileSystemWriter(tmp_path / "stock", single_file_per_rank=0, **options)  # type: ignore[arg-type]  # on purpose
+    for each in (writer, stock):
+        dcp.save(small_state(1), storage_writer=each, no_dist=True)
+    assert blobs(tmp_path / "ours") == blobs(tmp_path / "stock")
+    before = default_engine().options
+    number = np.int64(2)
+    given: dict[str, Any] = {"io_threads": number, "direct_io": 0, "save_timeout_s": np.float32(9)}
+    nostall.configure(EngineOptions(**given))
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path / "behind", small_state(1), thread_count=number)
+    nostall.configure(before)
+    assert blobs(tmp_path / "behind") == blobs(tmp_path / "stock")
+
+
+def test_a_relative_path_without_a_working_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says what is gone and what to do; an absolute path needs no working directory."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for use in (
+        FileSystemWriterAsync,
+        nostall.remove_checkpoint,
+        lambda path: TorchAsyncCheckpoint().async_save({}, path),
+    ):
+        with pytest.raises(OptionError, match="working directory is gone") as caught:
+            use("save")
+        assert caught.value.path == "save"
+        assert "absolute" in str(caught.value.hint)
+    writer = FileSystemWriterAsync(tmp_path / "save")
+    dcp.save(small_state(1), storage_writer=writer, no_dist=True)
+    assert blobs(tmp_path / "save") == saved_by_stock(tmp_path / "stock", small_state(1))
+
+
+def test_the_multi_storage_client_is_not_asked_for_a_local_path(tmp_path: Path) -> None:
+    """Megatron passes ``use_msc=True`` wherever the client is installed; the path decides."""
+    writer = FileSystemWriterAsync(tmp_path / "save", use_msc=True)
+    dcp.save(small_state(1), storage_writer=writer, no_dist=True)
+    assert blobs(tmp_path / "save") == saved_by_stock(tmp_path / "stock", small_state(1))
+    with pytest.raises(OptionError, match="not supported yet") as caught:
+        FileSystemWriterAsync("msc://profile/save", use_msc=True)
+    assert caught.value.path == "msc://profile/save"
+
+
+def test_a_file_where_the_directory_should_be_is_named(tmp_path: Path) -> None:
+    """Whether it is the checkpoint's own path or a parent."""
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below" / "it"):
+        with pytest.raises(CheckpointException, match=f"{tmp_path / 'file'} is a file"):
+            dcp.save(small_state(), storage_writer=FileSystemWriterAsync(path), no_dist=True)

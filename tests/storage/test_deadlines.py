@@ -1,0 +1,248 @@
+"""No wait lasts for ever, and no checkpoint is announced that is not there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import nostall
+from nostall._storage import posix
+from nostall.core import AsyncCallsQueue
+from nostall.errors import NotDurableError, SaveTimeoutError, WriteError
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import EngineOptions
+from nostall.testing import Fault, Hold, inject
+from support.states import schedule, small_state
+from support.waiting import HangingOs, wait_until
+
+DEADLINE_S = 60.0
+SOON_S = 20.0
+"""More than the deadlines of a save and of its cleaning up."""
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[AsyncCallsQueue]:
+    """A queue whose only save stands still, on its way to ``tmp_path / "held"``."""
+    with Hold("chunk") as hold:
+        queue = AsyncCallsQueue()
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "held", small_state())
+        hold.wait_reached()
+        yield queue
+        queue.close(abort=True)
+
+
+@pytest.fixture
+def impatient() -> Iterator[None]:
+    """No wait for a save lasts longer than a second."""
+    nostall.configure(EngineOptions(save_timeout_s=1.0))
+    yield
+    nostall.configure(EngineOptions())
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_loop_that_only_polls_learns_of_a_save_that_does_not_end(held: AsyncCallsQueue) -> None:
+    """Once it took longer than a save may take, even if no caller waited for it."""
+
+    def train() -> None:
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < DEADLINE_S:
+            held.poll()
+
+    with pytest.raises(CheckpointException, match="not done within 1 s"):
+        train()
+    assert held.pending == 0
+
+
+def test_closing_waits_no_longer_than_its_timeout(held: AsyncCallsQueue, tmp_path: Path) -> None:
+    """What is not done by then is given up, and is not there."""
+    with pytest.raises(
+        SaveTimeoutError, match=r"1 of 1 requests are not done .* after 0\.1 s"
+    ) as late:
+        held.close(timeout=0.1)
+    assert late.value.hint == "all scheduled requests were aborted"
+    assert held.pending == 0
+    assert os.listdir(tmp_path / "held") == []
+
+
+def _split(path: Path) -> None:
+    with AsyncCallsQueue() as queue:
+        schedule(queue, path, small_state())
+
+
+def _sync(path: Path) -> None:
+    dcp.save(small_state(), storage_writer=FileSystemWriterAsync(path))
+
+
+def _remove_file(path: Path) -> None:
+    os.unlink(path / "__0_0.distcp")
+
+
+@pytest.mark.parametrize("save", [_split, _sync])
+@pytest.mark.parametrize("remove", [shutil.rmtree, _remove_file])
+def test_what_is_removed_while_it_is_written_is_not_announced(
+    tmp_path: Path, save: Callable[[Path], None], remove: Callable[[Path], None]
+) -> None:
+    """A directory or a file that is removed during a save fails it, with the file's name."""
+    path = tmp_path / "saved"
+    with Hold("fsync") as hold, inject(hold.fault):
+        failure = _while_held(hold, lambda: save(path), lambda: remove(path))
+    assert isinstance(failure, WriteError)
+    assert failure.errno == errno.ENOENT
+    assert failure.path == str(path / "__0_0.distcp")
+    assert not (path / ".metadata").exists()
+    save(path)
+    assert nostall.verify(path).ok
+
+
+def _while_held(hold: Hold, save: Callable[[], None], act: Callable[[], None]) -> BaseException:
+    """The failure of a save that was stopped for a moment."""
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(save)
+        hold.wait_reached()
+        act()
+        hold.release()
+        error = saving.exception(DEADLINE_S)
+    assert isinstance(error, CheckpointException)
+    return error.failures[0][0]
+
+
+def _nobody_is_left() -> bool:
+    """Whether everything that was left behind has come to its end."""
+    left = ("nostall-storage", "nostall-writer", "nostall-io")
+    return not any(thread.name.startswith(left) for thread in threading.enumerate())
+
+
+def _failure_in_time(save: Callable[[Path], None], path: Path, go: Callable[[], None]) -> Any:
+    """The failure of a save whose storage is stuck; storage answers when it was raised."""
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(save, path)
+        try:
+            error = saving.exception(SOON_S)
+        finally:
+            go()
+    assert isinstance(error, CheckpointException)
+    return error.failures[0][0]
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("point", ["chunk", "fsync"])
+def test_a_synchronous_save_does_not_wait_for_storage_for_ever(tmp_path: Path, point: str) -> None:
+    """It fails in time, says where, and what it had written goes when storage answers."""
+    path = tmp_path / "saved"
+    with Hold(point) as hold, inject(hold.fault):
+        failure = _failure_in_time(_sync, path, hold.release)
+    assert isinstance(failure, SaveTimeoutError)
+    assert (failure.rank, failure.phase, failure.path) == (0, "write", str(path))
+    assert failure.hint is not None
+    assert "removed when it answers" in failure.hint
+    wait_until(_nobody_is_left)
+    assert os.listdir(path) == []
+    _sync(path)
+    assert nostall.verify(path).ok
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("save", [_split, _sync])
+@pytest.mark.parametrize("point", ["commit", "publish"])
+def test_what_was_given_up_before_it_was_published_is_never_published(
+    tmp_path: Path, save: Callable[[Path], None], point: str
+) -> None:
+    """The commit fails in time; when storage answers, the old checkpoint is there, and alone."""
+    path = tmp_path / "saved"
+    save(path)
+    before = (path / ".metadata").read_bytes()
+    with Hold(point) as hold, inject(hold.fault):
+        failure = _failure_in_time(save, path, hold.release)
+    assert isinstance(failure, SaveTimeoutError)
+    assert (failure.phase, failure.path) == ("commit", str(path / ".metadata"))
+    wait_until(_nobody_is_left)
+    assert (path / ".metadata").read_bytes() == before
+    assert not (path / ".metadata.tmp").exists()
+    assert nostall.verify(path).ok
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("save", [_split, _sync])
+def test_a_rename_that_storage_does_not_answer_is_not_taken_for_undone(
+    tmp_path: Path, save: Callable[[Path], None]
+) -> None:
+    """Nothing is removed that the metadata may refer to, and it is there when storage answers."""
+    path = tmp_path / "saved"
+    storage = HangingOs("replace")
+    with patch.object(posix, "os", storage):
+        failure = _failure_in_time(save, path, storage.answer)
+        wait_until(_nobody_is_left)
+    assert isinstance(failure, NotDurableError)
+    assert nostall.verify(path).ok
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("stuck", ["mkdir", "stat"])
+@pytest.mark.parametrize("save", [_split, _sync])
+def test_planning_does_not_wait_for_storage_for_ever(
+    tmp_path: Path, save: Callable[[Path], None], stuck: str
+) -> None:
+    """A directory that cannot be made or looked at in time is an error that names it."""
+    path = tmp_path / "saved"
+    storage = HangingOs(stuck, "saved")
+    with patch.object(posix, "os", storage):
+        failure = _failure_in_time(save, path, storage.answer)
+        wait_until(_nobody_is_left)
+    assert isinstance(failure, SaveTimeoutError)
+    assert (failure.phase, failure.path) == ("plan", str(path))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_files_that_cannot_be_removed_in_time_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training goes on; the log says what may stay, and it is removed when storage answers."""
+    path = tmp_path / "saved"
+    storage = HangingOs("unlink")
+    full = Fault.errno("fsync", errno.ENOSPC)
+    with patch.object(posix, "os", storage), inject(full):
+        failure = _failure_in_time(_split, path, storage.answer)
+        wait_until(_nobody_is_left)
+    assert isinstance(failure, WriteError)
+    assert str(path / "__0_0.distcp") in caplog.text
+    assert os.listdir(path) == []
+
+
+def test_an_interpreter_ends_though_storage_hangs(tmp_path: Path) -> None:
+    """What was left behind does not keep the process."""
+    program = f"""
+import os, torch, nostall, torch.distributed.checkpoint as dcp
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import EngineOptions
+from nostall.testing import Hold, inject
+nostall.configure(EngineOptions(save_timeout_s=0.5))
+hold = Hold("chunk")
+with inject(hold.fault):
+    try:
+        dcp.save({{"w": torch.zeros(9)}}, storage_writer=FileSystemWriterAsync({str(tmp_path)!r}))
+    except dcp.api.CheckpointException as error:
+        print(type(error.failures[0][0]).__name__)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=True,
+    )
+    assert ended.stdout == "SaveTimeoutError\n"

@@ -1,0 +1,315 @@
+"""Saves that meet in one directory are each committed whole, or leave it as it was."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import nostall
+from nostall._commit.publish import commit
+from nostall._storage import directories, posix
+from nostall._storage.posix_storage import PosixStorage
+from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.errors import NotDurableError, SaveTimeoutError, WriteError
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.integrity import verify
+from nostall.options import EngineOptions
+from nostall.state_dict_saver import (
+    CheckpointMetadataCache,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+from nostall.testing import Fault, Hold, inject, reset
+from programs.names import Stale
+from support.crashes import RecordingOs
+from support.states import WAYS, blobs, read_metadata, schedule, small_state
+
+
+def holds(path: Path, seed: int, tmp_path: Path) -> bool:
+    """Whether a checkpoint is whole and has exactly this state."""
+    dcp.save(
+        small_state(seed), storage_writer=FileSystemWriterAsync(tmp_path / "expected"), no_dist=True
+    )
+    return verify(path).ok and blobs(path) == blobs(tmp_path / "expected")
+
+
+def written(queue: AsyncCallsQueue) -> None:
+    """Wait until the files of all that is scheduled are written, and finalise nothing."""
+    for call in queue._calls:
+        call.outcome.result(60)
+
+
+# --- two saves at a time --------------------------------------------------------------------------
+
+
+def test_two_threads_that_commit_to_one_directory_take_turns(tmp_path: Path) -> None:
+    """Both checkpoints are committed, one after the other, and the one that was last is there."""
+    path, ended = tmp_path / "save", []
+    first, second = AsyncCallsQueue(), AsyncCallsQueue()
+    schedule(first, path, small_state(1))
+    schedule(second, path, small_state(2))
+    written(first)
+    written(second)
+
+    def finalize(queue: AsyncCallsQueue) -> None:
+        ended.append(queue.wait())
+
+    with Hold("publish") as hold:
+        with inject(hold.fault):
+            threads = [
+                threading.Thread(target=finalize, args=(queue,)) for queue in (first, second)
+            ]
+            threads[0].start()
+            hold.wait_reached()
+        threads[1].start()
+        threads[1].join(0.5)
+        assert threads[1].is_alive()
+        hold.release()
+        for thread in threads:
+            thread.join(60)
+    assert ended == [[0], [0]]
+    assert holds(path, 2, tmp_path)
+    assert len(os.listdir(path)) == 2
+
+
+def test_a_commit_that_is_stuck_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    """Who waits for it hears of it at the deadline; his own checkpoint was not committed."""
+    with directories.committing(str(tmp_path), timeout_s=1):
+        (tmp_path / "link").symlink_to(tmp_path)
+        with (
+            pytest.raises(SaveTimeoutError, match="another save") as caught,
+            directories.committing(str(tmp_path / "link"), timeout_s=0.01),
+        ):
+            pass
+    assert (caught.value.phase, caught.value.path) == ("commit", str(tmp_path / "link"))
+
+
+def test_metadata_of_another_process_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+    """What it has put in place of ours is published, and said to be; nothing is removed for it."""
+    path = tmp_path / "save"
+    dcp.save(small_state(1), storage_writer=FileSystemWriterAsync(path), no_dist=True)
+    before = {name for name in os.listdir(path) if name.endswith(".distcp")}
+
+    class Interfering(RecordingOs):
+        def replace(self, by: str, final: str) -> None:
+            os.unlink(by)
+            Path(by).write_bytes(b"another's")
+            super().replace(by, final)
+
+    with AsyncCallsQueue() as queue:
+        schedule(queue, path, small_state(2))
+        with (
+            patch.object(posix, "os", Interfering()),
+            pytest.raises(CheckpointException, match="not the metadata of this save") as caught,
+        ):
+            queue.wait()
+    (failure,) = caught.value.failures.values()
+    assert isinstance(failure[0], NotDurableError)
+    assert before < {name for name in os.listdir(path) if name.endswith(".distcp")}
+
+
+def test_a_commit_that_fails_leaves_the_file_of_another_process(tmp_path: Path) -> None:
+    """Of two processes that commit at once the faster one fails, and takes nothing away."""
+    storage = PosixStorage(str(tmp_path))
+    path = str(tmp_path / ".metadata.tmp")
+    ours, anothers = (posix.UnfinishedFile(path, sync=True) for _ in range(2))
+    for file in (ours, anothers):
+        file.append([])
+    with pytest.raises(WriteError, match="another process"):
+        commit(storage, [b"ours"], metadata_name=".metadata", replaced_files=(), draft=ours)
+    commit(storage, [b"another's"], metadata_name=".metadata", replaced_files=(), draft=anothers)
+    assert (tmp_path / ".metadata").read_bytes() == b"another's"
+    assert os.listdir(tmp_path) == [".metadata"]
+
+
+@pytest.mark.parametrize("how", ["dcp.save", "split"])
+def test_a_directory_that_is_made_again_meanwhile_gets_no_checkpoint(
+    tmp_path: Path, how: str
+) -> None:
+    """A directory removed after the writing fails the save: its metadata would name no file."""
+    path, removed = tmp_path / "save", tmp_path / "removed"
+    with Hold("commit") as hold, inject(hold.fault), ThreadPoolExecutor() as executor:
+        saving = executor.submit(WAYS[how], path, small_state(1))
+        hold.wait_reached()
+        path.rename(removed)
+        path.mkdir()
+        hold.release()
+        with pytest.raises(CheckpointException, match="files of this save are gone"):
+            saving.result(60)
+    assert os.listdir(path) == []
+
+
+def test_a_directory_under_two_names_is_one(tmp_path: Path) -> None:
+    """Two saves that are under way there share no file."""
+    path, link = tmp_path / "save", tmp_path / "link"
+    path.mkdir()
+    link.symlink_to(path)
+    first, second = AsyncCallsQueue(), AsyncCallsQueue()
+    schedule(first, path, small_state(1))
+    schedule(second, link, small_state(2))
+    written(second)
+    assert first.wait() == [0]
+    assert holds(path, 1, tmp_path)
+    second.close(abort=True)
+    assert holds(path, 1, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "renew",
+    [lambda: nostall.configure(EngineOptions(io_threads=2)), reset],
+    ids=["configure", "reset"],
+)
+def test_saves_of_an_earlier_engine_still_have_their_names(
+    tmp_path: Path, renew: Callable[[], object]
+) -> None:
+    """A save that is written, not committed, keeps its files and names when the next one comes."""
+    path = tmp_path / "save"
+    first, second = AsyncCallsQueue(), AsyncCallsQueue()
+    schedule(first, path, small_state(1))
+    written(first)
+    renew()
+    schedule(second, path, small_state(2))
+    written(second)
+    assert first.wait() == [0]
+    assert holds(path, 1, tmp_path)
+    assert second.wait() == [0]
+    assert holds(path, 2, tmp_path)
+
+
+def test_a_save_that_was_finalised_by_hand_cannot_be_aborted(tmp_path: Path) -> None:
+    """Its files are a checkpoint's, whatever becomes of the queue that it was scheduled with."""
+    path, queue = tmp_path / "save", AsyncCallsQueue()
+    writer = FileSystemWriterAsync(path)
+    planned = save_state_dict_async_plan(small_state(1), writer)
+    save_fn, preload_fn, args = writer.get_save_function_and_args()
+    queue.schedule_async_request(AsyncRequest(save_fn, args, [], {}, preload_fn))
+    save_state_dict_async_finalize(*planned)
+    queue.close(abort=True)
+    assert holds(path, 1, tmp_path)
+
+
+# --- what is there already ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alone_first", [False, True], ids=["together first", "alone first"])
+def test_checkpoints_of_one_rank_and_of_all_share_no_file(
+    tmp_path: Path, *, alone_first: bool
+) -> None:
+    """With ``use_collectives=False`` metadata has its own name; failures do not touch the other."""
+    path = tmp_path / "save"
+
+    def save(seed: int, *, alone: bool) -> None:
+        writer = FileSystemWriterAsync(path)
+        dcp.save(small_state(seed), storage_writer=writer, use_collectives=not alone)
+
+    save(1, alone=alone_first)
+    before = {each.name: each.read_bytes() for each in path.iterdir()}
+    with (
+        inject(Fault.errno("publish", errno.ENOSPC)),
+        pytest.raises((CheckpointException, OSError)),
+    ):
+        save(2, alone=not alone_first)
+    after = {each.name: each.read_bytes() for each in path.iterdir()}
+    assert {name: after[name] for name in before} == before
+    save(3, alone=not alone_first)
+    assert {name: (path / name).read_bytes() for name in before} == before
+
+
+class Unreachable(RecordingOs):
+    """A system that cannot tell for a moment whether there is metadata."""
+
+    def stat(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(path).endswith(".metadata"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return os.stat(path, *args, **kwargs)
+
+
+def test_a_checkpoint_that_cannot_be_seen_for_a_moment_is_not_overwritten(tmp_path: Path) -> None:
+    """No answer of the storage is no answer that nothing is there."""
+    path, queue = tmp_path / "save", AsyncCallsQueue()
+    with AsyncCallsQueue() as before:
+        schedule(before, path, small_state(1))
+    reset()
+    with patch.object(posix, "os", Unreachable()):
+        schedule(queue, path, small_state(2))
+    written(queue)
+    assert holds(path, 1, tmp_path)
+    queue.close(abort=True)
+    assert holds(path, 1, tmp_path)
+
+
+def test_a_checkpoint_that_is_not_seen_is_not_overwritten(tmp_path: Path) -> None:
+    """A network file system may go on denying metadata that it was asked for too early."""
+    path, queue = tmp_path / "save", AsyncCallsQueue()
+    with AsyncCallsQueue() as before:
+        schedule(before, path, small_state(1))
+    with patch.object(posix, "os", Stale()):
+        schedule(queue, path, small_state(2))
+    queue.close(abort=True)
+    assert holds(path, 1, tmp_path)
+
+
+def test_names_are_stocks_again_when_a_checkpoint_was_removed(tmp_path: Path) -> None:
+    """No reader needs it, but a comparison of directories expects it."""
+    path = tmp_path / "save"
+    for seed in (1, 2):
+        with AsyncCallsQueue() as queue:
+            schedule(queue, path, small_state(seed))
+        assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp"]
+        nostall.remove_checkpoint(path)
+
+
+def test_metadata_of_another_checkpoint_does_not_get_into_a_warm_cache(tmp_path: Path) -> None:
+    """What is committed names what was written, whatever was loaded in between."""
+    queue, cache = AsyncCallsQueue(), CheckpointMetadataCache()
+    schedule(queue, tmp_path / "other", {"a": torch.ones(3), "b": torch.ones(4)})
+    state = {name: torch.full((5,), 7.0) for name in ("a", "b", "c")}
+    for number in range(4):
+        schedule(queue, tmp_path / f"{number}", state, cache=cache)
+    queue.wait()
+    cache.set_cached_global_metadata(read_metadata(tmp_path / "other"))
+    schedule(queue, tmp_path / "after", state, cache=cache)
+    queue.wait()
+    assert blobs(tmp_path / "after") == blobs(tmp_path / "3")
+
+
+# --- what else is in the way ----------------------------------------------------------------------
+
+
+def test_metadata_of_impossible_length_stops_no_save(tmp_path: Path) -> None:
+    """Eight terabytes that take no room: damaged, and replaced by the next save."""
+    path = tmp_path / "save"
+    dcp.save(small_state(1), storage_writer=FileSystemWriterAsync(path), no_dist=True)
+    os.truncate(path / ".metadata", 8 << 40)
+    assert not verify(path).ok
+    assert not nostall.is_complete(path)
+    assert nostall.latest_complete(tmp_path) is None
+    dcp.save(small_state(2), storage_writer=FileSystemWriterAsync(path), no_dist=True)
+    assert holds(path, 2, tmp_path)
+
+
+def test_a_failure_before_the_commit_leaves_no_file(tmp_path: Path) -> None:
+    """Whatever raises it."""
+
+    class Nameless(FileSystemWriterAsync):
+        def storage_meta(self) -> Any:
+            if self.stats is not None:
+                raise LookupError("no name today")
+            return super().storage_meta()
+
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path / "save", small_state(1), kind=Nameless)
+        with pytest.raises(CheckpointException, match="no name today"):
+            queue.wait()
+    assert os.listdir(tmp_path / "save") == []

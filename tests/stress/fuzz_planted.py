@@ -1,0 +1,135 @@
+"""Targets that do what no input may do, to test the fuzzer; prints its findings as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from random import Random
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from stress import fuzz
+from stress.fuzz_targets import Target
+
+PLANTED = "planted"
+
+
+def crash() -> None:
+    signal.raise_signal(signal.SIGSEGV)
+
+
+def silent_end() -> None:
+    os._exit(0)
+
+
+def hang_in_python() -> None:
+    while True:
+        pass
+
+
+def hang_in_c() -> None:
+    re.match("(a+)+$", "a" * 60 + "b")
+
+
+def reservation() -> None:
+    bytearray(8 << 30)
+
+
+def growth() -> None:
+    bytearray(b"x") * (120 << 20)
+
+
+def writing() -> None:
+    Path("fuzz planted this").write_text("")
+
+
+def reading_elsewhere() -> None:
+    Path("/etc/hostname").read_bytes()
+
+
+def importing() -> None:
+    __import__("wave")
+
+
+def command() -> None:
+    os.system("true")
+
+
+def process() -> None:
+    subprocess.run(["true"], check=False)
+
+
+def connection() -> None:
+    with socket.socket() as sock:
+        sock.connect_ex(("127.0.0.1", 9))
+
+
+def changed_class() -> None:
+    MetadataIndex.planted = 1  # type: ignore[attr-defined]  # that is the point
+
+
+def undocumented_error() -> None:
+    raise KeyError("planted")
+
+
+BUGS: dict[str, tuple[Callable[[], None], str]] = {
+    "crash": (crash, "crash"),
+    "silent end": (silent_end, "crash"),
+    "hang in Python": (hang_in_python, "hang"),
+    "hang in C": (hang_in_c, "hang"),
+    "reservation": (reservation, "memory"),
+    "growth": (growth, "memory"),
+    "writing": (writing, "side effect"),
+    "reading elsewhere": (reading_elsewhere, "side effect"),
+    "importing": (importing, "side effect"),
+    "command": (command, "side effect"),
+    "process": (process, "side effect"),
+    "connection": (connection, "side effect"),
+    "changed class": (changed_class, "side effect"),
+    "undocumented error": (undocumented_error, "exception"),
+}
+"""What is planted, and what it has to be reported as."""
+
+
+class Planted:
+    """Harmless but for every fourth input."""
+
+    def __init__(self, bug: Callable[[], None], root: str) -> None:
+        self._bug = bug
+
+    def make(self, chance: Random) -> bytes:
+        return b"hostile" if chance.random() < 1 / 4 else b"harmless"
+
+    def prepare(self, content: bytes) -> None:
+        pass
+
+    def run(self, content: bytes) -> str:
+        if content == b"hostile":
+            self._bug()
+        return "accepted"
+
+
+def found(bug: Callable[[], None], directory: Path) -> list[str]:
+    """The kind of the first finding, and what replaying it finds."""
+    makers: dict[str, Callable[[str], Target]] = {PLANTED: partial(Planted, bug)}
+    driver = fuzz.Driver(findings=directory, deadline_s=1.0, most_findings=1, makers=makers)
+    (path, *_) = driver.run(PLANTED, 1, 12).findings
+    again = driver.replay(path)
+    return [json.loads(path.read_bytes().split(b"\n")[0])["kind"], again.kind if again else ""]
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as root:
+        os.chdir(root)
+        print(json.dumps({name: found(bug, Path(root) / name) for name, (bug, _) in BUGS.items()}))

@@ -1,0 +1,316 @@
+"""Kill trainers and writers at random moments, again and again, and look at what is left each time.
+
+Two gloo ranks save every few milliseconds, in turns to a new directory and over the same one. At a
+random moment one of the two trainers or of their writer processes is killed with SIGKILL. If it was
+a writer, both ranks have to hear of it and go on; if it was a trainer, the other one is killed,
+too, as torchrun would do it, and both start anew. After every kill:
+
+* whatever has a ``.metadata`` verifies, checksum by checksum, and holds the values of one save, bit
+  by bit;
+* every save whose finalisation had returned is there, or was replaced by a later one in the same
+  directory;
+* no writer process is left of trainers that are gone;
+* nobody hangs: ranks tell of progress within seconds.
+
+Trainers are forked from a process that has imported torch and done nothing else, so that a life
+takes a fraction of a second.
+
+    python tests/stress/soak.py --kills 1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import nostall
+from nostall.core import AsyncCallsQueue
+from nostall.options import EngineOptions
+from nostall.state_dict_saver import CheckpointMetadataCache
+from nostall.testing import writer_pids
+from support.states import schedule
+
+RANKS = 2
+PATIENCE_S = 30.0
+LENGTH = 100_000
+KEPT = 4
+
+
+class Violation(AssertionError):
+    """What must never happen."""
+
+
+def tensors(rank: int, save: int) -> dict[str, Any]:
+    return {
+        f"large{rank}": torch.full((LENGTH,), float(save * RANKS + rank)),
+        f"small{rank}": torch.arange(7) + save,
+    }
+
+
+# --- a trainer ------------------------------------------------------------------------------------
+
+
+def train(rank: int, root: Path, store: Path, first: int, tell: int) -> None:
+    """Save for ever; print writers, every committed save, and every failed one."""
+
+    def say(**what: Any) -> None:
+        os.write(tell, (json.dumps(what) + "\n").encode())
+
+    torch.set_num_threads(1)
+    nostall.configure(EngineOptions(chunk_nbytes=64 << 10, io_threads=2))
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS
+    )
+    queue, cache = AsyncCallsQueue(), CheckpointMetadataCache()
+    save = first
+    while True:
+        path = root / ("overwritten" if save % 2 else f"save-{save}")
+        say(writers=writer_pids(), rank=rank)
+        try:
+            staging = "overlapped" if save % 3 == 0 else "blocking"
+            state = tensors(rank, save)
+            schedule(queue, path, state, cache=cache, staging=staging, thread_count=1 + save % 4)
+            nostall.wait_staged()
+            queue.wait(PATIENCE_S)
+        except CheckpointException as error:
+            say(failed=save, rank=rank, why=str(error)[-300:])
+        else:
+            say(committed=save, rank=rank)
+        if rank == 0 and save % 2 == 0:
+            nostall.remove_checkpoint(root / f"save-{save - 2 * KEPT}")
+        save += 1
+
+
+# --- the driver -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Life:
+    """Two trainers from their start to their end."""
+
+    root: Path
+    first: int
+    trainers: list[int] = field(default_factory=list)
+    pipes: list[int] = field(default_factory=list)
+    writers: dict[int, list[int]] = field(default_factory=dict)
+    ever: set[int] = field(default_factory=set)
+    """All writers that there have been."""
+    committed: set[int] = field(default_factory=set)
+    newest: int = -1
+    buffers: dict[int, bytes] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def start(self) -> None:
+        store = Path(tempfile.mkdtemp(dir=self.root.parent)) / "store"
+        for rank in range(RANKS):
+            reading, writing = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                _be_trainer(rank, self.root, store, self.first, writing)
+            os.close(writing)
+            self.trainers.append(pid)
+            self.pipes.append(reading)
+            self.buffers[reading] = b""
+
+    def listen(self, seconds: float) -> None:
+        """Take in what trainers tell for a while."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self._take(left)
+
+    def wait_for(self, saves: int) -> None:
+        """Return when that many more saves were finished, well or not, by every rank."""
+        before = dict(self.counts)
+        deadline = time.monotonic() + PATIENCE_S
+
+        def done(rank: int) -> int:
+            return self.counts[f"saves of {rank}"] - before.get(f"saves of {rank}", 0)
+
+        while min(done(rank) for rank in range(RANKS)) < saves:
+            if time.monotonic() > deadline:
+                raise Violation(f"no progress in {PATIENCE_S:g} s: {dict(self.counts)}")
+            self._take(0.5)
+
+    def _take(self, seconds: float) -> None:
+        ready, _, _ = select.select(self.pipes, [], [], seconds)
+        for pipe in ready:
+            piece = os.read(pipe, 1 << 16)
+            if not piece:
+                raise Violation("a trainer has ended by itself")
+            *lines, self.buffers[pipe] = (self.buffers[pipe] + piece).split(b"\n")
+            for line in lines:
+                self._hear(json.loads(line))
+
+    def _hear(self, told: dict[str, Any]) -> None:
+        rank = told["rank"]
+        if "writers" in told:
+            self.writers[rank] = told["writers"]
+            self.ever.update(told["writers"])
+            return
+        if "died" in told:
+            raise Violation(f"rank {rank} has failed: {told['died']}")
+        self.counts[f"saves of {rank}"] += 1
+        if "committed" in told:
+            self.counts["commits"] += rank == 0
+            self.newest = max(self.newest, told["committed"])
+            if rank == 0:
+                self.committed.add(told["committed"])
+        else:
+            self.counts["failed saves"] += rank == 0
+            self.newest = max(self.newest, told["failed"])
+
+    def end(self) -> None:
+        """Kill what is left of it, and see that nothing stays."""
+        for pid in self.trainers:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self.trainers:
+            os.waitpid(pid, 0)
+        for pipe in self.pipes:  # what was told before counts
+            while piece := os.read(pipe, 1 << 16):
+                *lines, self.buffers[pipe] = (self.buffers[pipe] + piece).split(b"\n")
+                for line in lines:
+                    self._hear(json.loads(line))
+            os.close(pipe)
+        deadline = time.monotonic() + PATIENCE_S
+        while left := [pid for pid in self.ever if _is_writer(pid)]:
+            if time.monotonic() > deadline:
+                raise Violation(f"writer processes {left} are left")
+            psutil.wait_procs([psutil.Process(pid) for pid in left if psutil.pid_exists(pid)], 0.05)
+
+
+def _be_trainer(rank: int, root: Path, store: Path, first: int, tell: int) -> NoReturn:
+    try:
+        train(rank, root, store, first, tell)
+    except BaseException:
+        why = traceback.format_exc()[-2000:]
+        os.write(tell, (json.dumps({"died": why, "rank": rank}) + "\n").encode())
+    finally:
+        os._exit(1)
+
+
+def _is_writer(pid: int) -> bool:
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and "nostall" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def check(root: Path, committed: set[int], newest: int) -> int:
+    """Look at all that is there; the number of checkpoints found."""
+    found = set()
+    for path in sorted(root.iterdir()):
+        if not (path / ".metadata").exists():
+            continue
+        verified = nostall.verify(path)
+        if not verified.ok:
+            raise Violation(f"{path} is damaged: {[str(each) for each in verified.damages]}")
+        state = {
+            name: torch.zeros_like(each)
+            for rank in range(RANKS)
+            for name, each in tensors(rank, 0).items()
+        }
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+        save = int(state["small0"][0])
+        expected = {
+            name: each for rank in range(RANKS) for name, each in tensors(rank, save).items()
+        }
+        wrong = [name for name, each in expected.items() if not torch.equal(state[name], each)]
+        if wrong:
+            raise Violation(f"{path} is a mixture: {wrong} are not those of save {save}")
+        if path.name not in ("overwritten", f"save-{save}"):
+            raise Violation(f"{path} holds save {save}")
+        found.add(save)
+    last_over = max((save for save in committed if save % 2), default=-1)
+    over = [save for save in found if save % 2]
+    if last_over >= 0 and (not over or over[0] < last_over):
+        raise Violation(f"save {last_over} was committed; {over} is there")
+    kept = {save for save in committed if save % 2 == 0 and save > newest - 2 * KEPT}
+    if not kept <= found:
+        raise Violation(f"saves {sorted(kept - found)} were committed and are gone")
+    return len(found)
+
+
+def soak(kills: int, seed: int, root: Path) -> dict[str, Any]:
+    """Kill so many times; what was counted."""
+    chance = random.Random(seed)
+    totals: Counter[str] = Counter()
+    committed: set[int] = set()
+    newest, killed = -1, 0
+    started = time.monotonic()
+    while killed < kills:
+        life = Life(root, first=newest + 1)
+        life.start()
+        try:
+            life.wait_for(2)
+            while killed < kills:
+                life.listen(chance.expovariate(1 / 0.04))
+                rank = chance.randrange(RANKS)
+                kind = chance.choice(["trainer", "writer", "writer"])
+                totals[f"{kind}s killed"] += 1
+                killed += 1
+                if kind == "trainer":
+                    os.kill(life.trainers[rank], signal.SIGKILL)
+                    break
+                for pid in life.writers[rank]:
+                    if _is_writer(pid):
+                        os.kill(pid, signal.SIGKILL)
+                life.wait_for(3)  # one that may be lost, and two that have to come after it
+        finally:
+            life.end()
+        newest = max(newest, life.newest)
+        committed |= life.committed
+        totals.update({name: count for name, count in life.counts.items() if "of" not in name})
+        totals["lives"] += 1
+        # What was scheduled last may have been committed without a report.
+        totals["checkpoints checked"] += check(root, committed, newest + 1)
+        newest += 1
+        if sys.stderr.isatty():
+            print(f"\r{killed} kills", end="", file=sys.stderr)
+    return {
+        **totals,
+        "kills": killed,
+        "seconds": round(time.monotonic() - started),
+        "violations": 0,
+    }
+
+
+def main() -> int:
+    """Soak, and say what was seen; exit status 1 for a violation."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=".", prefix="soak-") as directory:
+        root = Path(directory).resolve() / "checkpoints"
+        root.mkdir()
+        try:
+            print(json.dumps(soak(options.kills, options.seed, root)))
+        except Violation as error:
+            print(f"VIOLATION (seed {options.seed}): {error}")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

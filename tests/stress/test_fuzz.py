@@ -1,0 +1,57 @@
+"""The fuzzer: a short run of it, and that it sees what it looks for."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stress.fuzz import SHARES
+from stress.fuzz_planted import BUGS
+
+HERE = Path(__file__).parent
+
+
+def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Of its own, as it forks, which a process with threads must not."""
+    command = [sys.executable, "-W", "ignore", str(HERE / program), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, list[str]]:
+    """What the fuzzer made of each planted bug, and again when it was replayed."""
+    ended = run("fuzz_planted.py")
+    assert ended.returncode == 0, ended.stderr
+    reported: dict[str, list[str]] = json.loads(ended.stdout.splitlines()[-1])
+    return reported
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found_and_can_be_replayed(seen: dict[str, list[str]], bug: str) -> None:
+    """Each kind of forbidden act is reported as that, from the run and from the file it kept."""
+    _, kind = BUGS[bug]
+    assert seen[bug] == [kind, kind]
+
+
+def test_a_few_thousand_hostile_inputs_do_no_harm(tmp_path: Path) -> None:
+    """All targets, some inputs of each accepted and some refused; a session has the long run."""
+    ended = run("fuzz.py", "--inputs", 4000, "--seed", 7, "--findings", tmp_path / "findings")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for target in SHARES:
+        assert re.search(rf"^{target}: \d+ inputs .* 0 findings", ended.stdout, re.MULTILINE)
+    for outcome in ("reader: accepted", "the metadata has", "the metadata is", "verify: whole"):
+        assert outcome in ended.stdout
+    for outcome in (
+        "container: whole",
+        "other CRC-32",
+        "split: accepted",
+        "manifest cannot be read",
+    ):
+        assert outcome in ended.stdout
+    for outcome in ("trainer: taken", "writer: taken", "job", "a report is malformed"):
+        assert outcome in ended.stdout

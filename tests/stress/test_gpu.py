@@ -1,0 +1,74 @@
+"""Saves off an accelerator: what is copied, when, and what is left on the device."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from programs import accelerator
+from support.ranks import TESTS
+
+BARE = """
+import runpy, sys
+# As if they were not installed.
+sys.modules.update(dict.fromkeys(("hypothesis", "isal", "nox", "pytest")))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run_command(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        BARE,
+        str(TESTS / "stress" / "gpu.py"),
+        *options,
+    ]
+    return subprocess.run(
+        command, cwd=out, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no accelerator here")
+@pytest.mark.parametrize(
+    "check", accelerator.ANYWHERE + accelerator.WITH_CUDA, ids=lambda check: check.__name__
+)
+def test_on_an_accelerator(check: accelerator.Check, tmp_path: Path) -> None:
+    """Each of these says in its own docstring what it promises."""
+    check(tmp_path, "cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator here")
+def test_the_command_for_accelerators_says_that_there_is_none(tmp_path: Path) -> None:
+    """With an exit status of its own, and without a file that could be taken for a result."""
+    done = run_command(tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert "no accelerator" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_command_for_accelerators_can_be_rehearsed(tmp_path: Path) -> None:
+    """Each step runs with torch, psutil and typing_extensions alone, and writes one file."""
+    done = run_command(tmp_path, "--device", "cpu", "--bytes", "64KiB", "--seconds", "0")
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.iterdir()
+    found = json.loads(file.read_text())
+    assert found["complete"]
+    assert found["device"] == "cpu, a rehearsal"
+    assert [each["failure"] for each in found["checks"].values()] == [None] * 5
+    assert list(found["benchmarks"]) == ["large", "many"]
+    for benchmark in found["benchmarks"].values():
+        assert len(benchmark["limits"]["pinned_copy_s"]) >= 1
+        assert {"nostall", "nostall overlapped", "dcp.save"} <= benchmark["ratios"].keys()
+        for row in benchmark["contenders"].values():
+            assert (row["wrong"], row["error"]) == ([], None)

@@ -1,0 +1,83 @@
+"""Run a function of a module in ``tests/programs`` on real gloo ranks, started with torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+TIMEOUT_S = 120.0
+
+
+def run_script(
+    name: str, *args: str, cwd: Path, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a script below ``tests`` in an interpreter of its own and return its output."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", str(TESTS / name), *args],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+class RanksFailed(AssertionError):
+    """The ranks did not end as expected; carries their output."""
+
+
+def run_ranks(
+    world_size: int,
+    program: str,
+    out: Path,
+    *args: str,
+    timeout_s: float = TIMEOUT_S,
+    check: bool = True,
+) -> list[Any]:
+    """Run ``module:function`` of ``tests/programs`` on every rank; the results in rank order.
+
+    Args:
+        world_size: Number of ranks.
+        program: ``module:function``; called with ``out`` and ``args`` after
+            ``init_process_group("gloo")``.
+        out: Directory for results and for whatever the program writes.
+        *args: More arguments, as strings.
+        timeout_s: The whole process group is killed after this many seconds.
+        check: Whether a rank that fails is an error here.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [
+        "--nproc-per-node",
+        str(world_size),
+        str(TESTS / "support" / "rank_main.py"),
+        program,
+        str(out),
+    ]
+    process = subprocess.Popen(
+        [*command, *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise RanksFailed(f"{program} was not done after {timeout_s:g} s\n{output}") from error
+    results = []
+    for rank in range(world_size):
+        result = out / f"result-{rank}.json"
+        results.append(json.loads(result.read_text()) if result.exists() else None)
+    if check and process.returncode != 0:
+        raise RanksFailed(f"{program} ended with {process.returncode}\n{output}")
+    return results

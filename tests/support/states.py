@@ -1,0 +1,129 @@
+"""State dicts and comparisons that tests share."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.state_dict_saver import (
+    CheckpointMetadataCache,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+
+
+def small_state(seed: int = 0) -> dict[str, Any]:
+    """A few tensors of different kinds, nested, with objects between them."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(64, 33, generator=generator)
+    return {
+        "weight": weight,
+        "view": torch.randn(100, generator=generator)[10:20],
+        "transposed": torch.randn(30, 40, generator=generator).t(),
+        "step": torch.tensor(float(seed)),
+        "empty": torch.empty(0, 3),
+        "nested": {"list": [torch.full((3,), seed), {"epoch": seed}], "name": f"seed {seed}"},
+    }
+
+
+def schedule(
+    queue: AsyncCallsQueue,
+    path: Path,
+    state: dict[str, Any],
+    *,
+    planner: SavePlanner | None = None,
+    cache: CheckpointMetadataCache | None = None,
+    group: dist.ProcessGroup | None = None,
+    kind: type[FileSystemWriterAsync] = FileSystemWriterAsync,
+    **options: Any,
+) -> int:
+    """One split save through a queue, as a framework does it; returns the call index."""
+    writer = kind(path, **options)
+    planned = save_state_dict_async_plan(
+        state,
+        writer,
+        group,
+        0,
+        planner=planner or DefaultSavePlanner(),
+        enable_cache=cache is not None,
+        metadata_cache=cache,
+    )
+    save_fn, preload_fn, args = writer.get_save_function_and_args()
+    request = AsyncRequest(
+        save_fn, args, [lambda: save_state_dict_async_finalize(*planned)], {}, preload_fn
+    )
+    return queue.schedule_async_request(request)
+
+
+def save_async(writer: FileSystemWriterAsync, state: dict[str, Any]) -> None:
+    """One save by ``dcp.async_save``, waited for."""
+    response = dcp.async_save(state, storage_writer=writer, no_dist=True)
+    upload = response if isinstance(response, Future) else response.upload_completion
+    upload.result()
+
+
+def _save_split(path: Path, state: dict[str, Any], **options: Any) -> None:
+    queue = AsyncCallsQueue()
+    try:
+        path.mkdir(parents=True)
+        schedule(queue, path, state, **options)
+        queue.maybe_finalize_async_calls(blocking=True)
+    finally:
+        queue.close(abort=True)
+
+
+WAYS: dict[str, Callable[[Path, dict[str, Any]], None]] = {
+    "dcp.save": lambda path, state: dcp.save(
+        state, storage_writer=FileSystemWriterAsync(path), no_dist=True
+    ),
+    "dcp.async_save": lambda path, state: save_async(FileSystemWriterAsync(path), state),
+    "dcp.async_save, staged in place": lambda path, state: save_async(
+        FileSystemWriterAsync(path), state
+    ),
+    "dcp.async_save, overlapped": lambda path, state: save_async(
+        FileSystemWriterAsync(path, staging="overlapped"), state
+    ),
+    "split": _save_split,
+    "split, overlapped": lambda path, state: _save_split(path, state, staging="overlapped"),
+}
+"""Every way to save, in an order: ``dcp.async_save`` stages a second save in place."""
+
+
+def save_stock_way(path: Path, state: dict[str, Any]) -> None:
+    """One save by stock's writer."""
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path, sync_files=False), no_dist=True)
+
+
+def shard_files(path: Path) -> dict[str, bytes]:
+    """Content of a checkpoint's files but the metadata, by name."""
+    return {file.name: file.read_bytes() for file in path.iterdir() if file.name != ".metadata"}
+
+
+def read_metadata(path: Path) -> Metadata:
+    """A checkpoint's metadata, read the stock way."""
+    with open(path / ".metadata", "rb") as stream:
+        metadata = pickle.load(stream)
+    assert isinstance(metadata, Metadata)
+    return metadata
+
+
+def blobs(path: Path) -> dict[tuple[str, tuple[int, ...]], bytes]:
+    """Every item's bytes in a checkpoint, by name and offset."""
+    content = {}
+    for index, info in read_metadata(path).storage_data.items():
+        with open(path / info.relative_path, "rb") as stream:
+            stream.seek(info.offset)
+            content[index.fqn, tuple(index.offset or ())] = stream.read(info.length)
+    return content

@@ -1,0 +1,59 @@
+"""Waiting for what another thread or process is about to do."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+DEADLINE_S = 60.0
+
+
+class HangingOs:
+    """``os`` for ``_storage.posix``, on storage that does not answer one kind of call for a while.
+
+    Args:
+        operation: Which function of ``os``.
+        part: What is in the paths, or in those behind the descriptors, for which it hangs.
+    """
+
+    def __init__(self, operation: str, part: str = "") -> None:
+        self._operation = operation
+        self._part = part
+        self._answers = threading.Event()
+        self.is_reached = threading.Event()
+        """A thread waits for the answer, or has."""
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        return self._hang if name == self._operation else real
+
+    def _hang(self, target: str | int, *arguments: Any) -> Any:
+        path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else target
+        if self._part in path:
+            self.is_reached.set()
+            assert self._answers.wait(DEADLINE_S)
+        return getattr(os, self._operation)(target, *arguments)
+
+    def answer(self) -> None:
+        """Let all calls end."""
+        self._answers.set()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return when it holds; that it does not within a minute is a failure."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        os.sched_yield()
+
+
+def stands_in(thread: threading.Thread, function: Callable[..., Any]) -> bool:
+    """Whether a thread has called a function that has not returned yet."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
