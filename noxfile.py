@@ -257,7 +257,7 @@ def bench(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
     """Check and measure on an accelerator with the interpreter at hand; installs nothing."""
-    session.run(sys.executable, str(ROOT / "tests" / "gpu.py"), *session.posargs)
+    session.run(sys.executable, str(ROOT / "tests" / "stress" / "gpu.py"), *session.posargs)
 
 
 @nox.session

@@ -46,7 +46,6 @@ try:
     from torch import _is_functional_tensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed._shard.sharded_tensor import ShardedTensor as ShardedTensor
-    from torch.distributed.checkpoint.api import _is_wrapped_exception
     from torch.distributed.checkpoint.filesystem import (
         CURRENT_DCP_VERSION,
         _metadata_fn,
@@ -128,11 +127,6 @@ def wrap_exception(error: BaseException) -> WrappedException:
     frames = traceback.extract_tb(error.__traceback__)
     plain = [(each.filename, each.lineno or 0, each.name, each.line) for each in frames]
     return error, traceback.StackSummary.from_list(plain)
-
-
-def is_wrapped_exception(candidate: object) -> bool:
-    """Whether an object is an exception in DCP's form."""
-    return bool(_is_wrapped_exception(candidate))
 
 
 class _Skeleton(io.RawIOBase):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from contextlib import closing
 from copy import copy, deepcopy
 from threading import Lock
 from typing import Any, ClassVar, TypeVar
@@ -19,13 +20,14 @@ from nostall import _torch
 from nostall._commit.guarded_program import HINT
 from nostall._commit.metadata import extents_of, load_metadata
 from nostall._commit.metadata_pickle import no_collection
-from nostall._storage.reading import open_to_read, read_metadata
+from nostall._storage.port import Version
+from nostall._storage.posix_files import PosixFiles
+from nostall._storage.reading import as_stream, read_metadata
 from nostall.errors import UntrustedMetadataError
 
 __all__ = ["CachedMetadataFileSystemReader"]
 
 T = TypeVar("T")
-_Stamp = tuple[int, int, int]
 _MOST_CACHED = 4
 
 
@@ -41,7 +43,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         cache_metadata: Whether to cache metadata.
     """
 
-    _cache: ClassVar[OrderedDict[str, tuple[_Stamp, Metadata]]] = OrderedDict()
+    _cache: ClassVar[OrderedDict[str, tuple[Version, Metadata]]] = OrderedDict()
     _lock: ClassVar[Lock] = Lock()
 
     def __init__(self, path: str | os.PathLike[str], cache_metadata: bool = True) -> None:
@@ -61,28 +63,28 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         rank = kwargs.get("rank")
         name = _torch.METADATA_NAME if rank is None else f"__{rank}{_torch.METADATA_NAME}"
         path = os.path.realpath(os.path.join(self.path, name))
-        with open_to_read(path) as stream:
-            status = os.fstat(stream.fileno())
-            stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
-            metadata = self._known(path, stamp)
+        directory, name = os.path.split(path)
+        with closing(PosixFiles(directory).open(name)) as source:
+            version = source.stat.version
+            metadata = self._known(path, version)
             if metadata is None:
-                metadata = load_metadata(read_metadata(stream, path), path=path)
+                metadata = load_metadata(read_metadata(as_stream(source), path), path=path)
                 extents_of(metadata, path=path)  # refuses files outside the directory
         if self._cache_metadata:
-            self._keep(path, stamp, metadata)
+            self._keep(path, version, metadata)
             metadata = _private(metadata, path)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
-    def _known(self, path: str, stamp: _Stamp) -> Metadata | None:
+    def _known(self, path: str, version: Version) -> Metadata | None:
         with self._lock:
             known = self._cache.get(path)
-        return known[1] if self._cache_metadata and known and known[0] == stamp else None
+        return known[1] if self._cache_metadata and known and known[0] == version else None
 
-    def _keep(self, path: str, stamp: _Stamp, metadata: Metadata) -> None:
+    def _keep(self, path: str, version: Version, metadata: Metadata) -> None:
         with self._lock:
-            self._cache[path] = stamp, metadata
+            self._cache[path] = version, metadata
             self._cache.move_to_end(path)
             while len(self._cache) > _MOST_CACHED:
                 self._cache.popitem(last=False)

@@ -12,6 +12,7 @@ import stat
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import BinaryIO
@@ -19,16 +20,17 @@ from typing import BinaryIO
 from torch.distributed.checkpoint.metadata import Metadata
 
 from nostall import _torch
-from nostall._commit.checking import Damage, Progress, look_at
+from nostall._commit.checking import Damage, Progress, look_at, unreadable
 from nostall._commit.guarded_program import HINT
 from nostall._commit.manifest import Manifest, manifest_alone, manifest_of, split
 from nostall._commit.metadata import Extent, extents_of, load_metadata, planned_indices
 from nostall._model.checksum import use_fastest
+from nostall._storage.port import Files
 from nostall._storage.posix import may_pass
+from nostall._storage.posix_files import PosixFiles
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall.errors import (
     DamagedCheckpointError,
-    NostallError,
     ReadError,
     UnknownMetadataError,
     UntrustedMetadataError,
@@ -82,7 +84,7 @@ class Verification:
 class _Checkpoint:
     """A checkpoint's own description: manifest and locations of items."""
 
-    path: str
+    storage: Files
     manifest: Manifest | None
     extents: Mapping[str, list[Extent]]
     """Per file, in file order."""
@@ -115,7 +117,7 @@ def is_complete(path: str | os.PathLike[str], deep: bool = False) -> bool:
             raise UnknownMetadataError(note, phase="verify", path=directory, hint=HINT)
         return found.ok
     try:
-        checkpoint = _read(directory, with_items=False)
+        checkpoint = _read(PosixFiles(directory), with_items=False)
     except UnknownMetadataError:
         raise
     except (OSError, DamagedCheckpointError, UntrustedMetadataError):
@@ -168,12 +170,13 @@ def _require_answers(directory: str) -> None:
     Raises:
         ReadError: Storage reports a transient error.
     """
+    files = PosixFiles(directory)
     try:
-        with open_to_read(os.path.join(directory, _torch.METADATA_NAME)) as stream:
+        with open_to_read(files, _torch.METADATA_NAME) as stream:
             manifest_alone(stream)
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                os.stat(entry.path)
+        for name in files.list():
+            with suppress(ReadError):  # not a regular file
+                files.stat(name)
     except OSError as error:
         if may_pass(error):
             raise ReadError(
@@ -198,7 +201,7 @@ def _latest_first(root: str) -> list[str]:
                 metadata = os.path.join(entry.path, _torch.METADATA_NAME)
                 if _may_be_file(metadata):
                     # A directory before a link to it.
-                    rank = _committed_at_s(metadata), not entry.is_symlink()
+                    rank = _committed_at_s(PosixFiles(entry.path)), not entry.is_symlink()
                     candidates.append((rank, entry.path))
     except FileNotFoundError:
         return []
@@ -244,15 +247,14 @@ def verify(
     """
     directory = os.fspath(path)
     try:
-        checkpoint = _read(directory, with_items=True)
+        checkpoint = _read(PosixFiles(directory), with_items=True)
     except (FileNotFoundError, NotADirectoryError):
         note = f"no checkpoint was committed here: {_torch.METADATA_NAME} does not exist"
         return Verification(path=directory, state=State.NOT_THERE, note=note)
     except UnknownMetadataError as error:
         return Verification(path=directory, state=State.NOT_UNDERSTOOD, note=error.message)
     except (OSError, DamagedCheckpointError, UntrustedMetadataError) as error:
-        what = error.message if isinstance(error, NostallError) else _unreadable(error)
-        damage = Damage(file=_torch.METADATA_NAME, what=what)
+        damage = Damage(file=_torch.METADATA_NAME, what=unreadable(error))
         return Verification(path=directory, state=State.DAMAGED, damages=(damage,))
     return _compared(checkpoint, threads, progress)
 
@@ -260,16 +262,16 @@ def verify(
 def _compared(
     checkpoint: _Checkpoint, threads: int, report: Callable[[int, int], object] | None
 ) -> Verification:
-    directory = checkpoint.path
+    files = checkpoint.storage
     damages = {damage.file: damage for damage in _sizes(checkpoint)}
     whole = [name for name in _names(checkpoint) if name not in damages]
     use_fastest()
-    progress = Progress(sum(_nbytes(directory, name) for name in whole), report)
+    progress = Progress(sum(_nbytes(files, name) for name in whole), report)
     with ThreadPoolExecutor(max(1, threads), "nostall-verify") as pool:
         looked_at = list(
             pool.map(
                 lambda name: look_at(
-                    directory,
+                    files,
                     name,
                     extents=checkpoint.extents.get(name, ()),
                     crc32=checkpoint.crc32.get(name),
@@ -291,24 +293,24 @@ def _compared(
         else:
             unchecked += each.strangers
     return Verification(
-        path=directory,
+        path=files.where(),
         state=State.DAMAGED if damages or found else State.WHOLE,
         note=checkpoint.note,
         damages=(*damages.values(), *found),
         files=len(whole) + len(damages),
-        nbytes=sum(_nbytes(directory, name) for name in _names(checkpoint)),
+        nbytes=sum(_nbytes(files, name) for name in _names(checkpoint)),
         items=sum(map(len, checkpoint.extents.values())),
         unchecked=tuple(unchecked),
         has_manifest=checkpoint.manifest is not None,
     )
 
 
-def _read(directory: str, *, with_items: bool) -> _Checkpoint:
+def _read(files: Files, *, with_items: bool) -> _Checkpoint:
     """Read a checkpoint's description; with a manifest, items are read only if ``with_items``."""
-    path = os.path.join(directory, _torch.METADATA_NAME)
+    path = files.where(_torch.METADATA_NAME)
     extents: Mapping[str, list[Extent]] = {}
     note = None
-    with open_to_read(path) as stream:
+    with open_to_read(files, _torch.METADATA_NAME) as stream:
         manifest = manifest_of(stream, path=path)
         if with_items or manifest is None:
             try:
@@ -317,12 +319,12 @@ def _read(directory: str, *, with_items: bool) -> _Checkpoint:
                 if manifest is None:
                     raise
                 note = error.message  # the manifest confirms the bytes
-    files = manifest.files if manifest is not None else ()
+    listed = manifest.files if manifest is not None else ()
     return _Checkpoint(
-        path=directory,
+        storage=files,
         manifest=manifest,
         extents=extents,
-        crc32={file.name: file.crc32 for file in files},
+        crc32={file.name: file.crc32 for file in listed},
         note=note,
     )
 
@@ -347,17 +349,13 @@ def _extents(stream: BinaryIO, path: str) -> Mapping[str, list[Extent]]:
     return by_file
 
 
-def _unreadable(error: OSError) -> str:
-    return f"cannot be read: {error.strerror}"
-
-
 def _names(checkpoint: _Checkpoint) -> list[str]:
     return sorted(checkpoint.extents if checkpoint.manifest is None else checkpoint.crc32)
 
 
-def _nbytes(directory: str, name: str) -> int:
+def _nbytes(files: Files, name: str) -> int:
     try:
-        return os.stat(os.path.join(directory, name)).st_size
+        return files.stat(name).nbytes
     except OSError:
         return 0
 
@@ -372,29 +370,25 @@ def _sizes(checkpoint: _Checkpoint) -> Iterator[Damage]:
     for name, nbytes in sorted(wanted.items()):
         items = tuple(extent.item for extent in checkpoint.extents.get(name, ()))
         try:
-            status = os.stat(os.path.join(checkpoint.path, name))
+            there = checkpoint.storage.stat(name).nbytes
         except FileNotFoundError:
             yield Damage(file=name, what="missing", items=items)
             continue
         except OSError as error:
-            yield Damage(file=name, what=_unreadable(error), items=items)
+            yield Damage(file=name, what=unreadable(error), items=items)
             continue
-        if not stat.S_ISREG(status.st_mode):
-            yield Damage(file=name, what="not a regular file", items=items)
-            continue
-        there = status.st_size
         if there < nbytes or (exactly and there != nbytes):
             beyond = (each.item for each in checkpoint.extents.get(name, ()) if each.end > there)
             what = f"has {there} bytes, expected {nbytes}"
             yield Damage(file=name, what=what, items=tuple(beyond))
 
 
-def _committed_at_s(metadata_path: str) -> float:
+def _committed_at_s(files: Files) -> float:
     try:
-        with open_to_read(metadata_path) as stream:
+        with open_to_read(files, _torch.METADATA_NAME) as stream:
             manifest = manifest_alone(stream)
         if manifest is not None:
             return manifest.committed_at_s
-        return os.stat(metadata_path).st_mtime
+        return files.stat(_torch.METADATA_NAME).modified_s
     except OSError:
         return 0.0  # skipped later

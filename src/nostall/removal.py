@@ -1,7 +1,7 @@
 """Removal of a checkpoint; no crash leaves an incomplete one with metadata.
 
-Order: metadata, fsync of the directory, then all other files. No other file is touched before the
-removal of the metadata is durable.
+Order: metadata, then all other files. No other file is touched before the removal of the metadata
+is durable.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from nostall import _torch
 from nostall._model.names import METADATA_SUFFIX, SHARD_SUFFIX
 from nostall._storage.destination import absolute
-from nostall._storage.posix import remove_directory, remove_file, sync_directory
+from nostall._storage.port import Files
+from nostall._storage.posix import remove_directory
+from nostall._storage.posix_files import PosixFiles
 from nostall.errors import OptionError, WriteError
 
 __all__ = ["remove_checkpoint"]
@@ -55,7 +57,9 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         contents = _contents(directory)
         if contents is None:
             return
-        _remove(directory, contents)
+        _remove(PosixFiles(directory), contents)
+        if not contents.others:
+            remove_directory(directory)
     except OSError as error:
         raise WriteError(
             f"the checkpoint could not be removed: {error.strerror or error}",
@@ -66,16 +70,11 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         ) from error
 
 
-def _remove(directory: str, contents: _Contents) -> None:
-    for name in contents.metadata:
-        remove_file(os.path.join(directory, name))
+def _remove(files: Files, contents: _Contents) -> None:
+    files.remove(contents.metadata)
     # Even without metadata: an interrupted call may not have reached this line.
-    sync_directory(directory)
-    for name in contents.rest:
-        remove_file(os.path.join(directory, name))
-    if not contents.others:
-        remove_directory(directory)
-        sync_directory(os.path.dirname(directory))
+    files.flush()
+    files.remove(contents.rest)
 
 
 def _contents(directory: str) -> _Contents | None:
@@ -85,7 +84,7 @@ def _contents(directory: str) -> _Contents | None:
             "a symbolic link is not removed", path=directory, hint="pass the directory itself"
         )
     try:
-        names = sorted(os.listdir(directory))
+        names = sorted(PosixFiles(directory).list())
     except FileNotFoundError:
         return None
     except NotADirectoryError:

@@ -12,7 +12,6 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from nostall._commit.publish import give_name, make_name_durable
 from nostall._engine import default_engine
 from nostall._memory.arena import Lease
 from nostall._memory.snapshot import write_over
@@ -35,6 +34,7 @@ from nostall._storage.posix import (
     remove_files,
     sync_name,
 )
+from nostall._storage.posix_storage import give_name, make_name_durable
 from nostall._writer.files import perform
 from nostall._writer.images import WholeImage
 from nostall.core import AsyncCallsQueue, AsyncRequest

@@ -30,6 +30,8 @@ from nostall._engine import default_engine
 from nostall._save import finalize
 from nostall._save.finalize import files_of
 from nostall._storage import posix, removed_files
+from nostall._storage.posix_files import PosixFiles
+from nostall._storage.posix_storage import PosixStorage
 from nostall._storage.removed_files import RemovedFiles
 from nostall.core import AsyncCallsQueue
 from nostall.errors import (
@@ -51,8 +53,9 @@ from support.waiting import wait_until
 
 
 def publish(directory: Path, content: bytes = b"new", **options: Any) -> Any:
-    arguments: dict[str, Any] = {"metadata_name": ".metadata", "replaced_files": (), "sync": True}
-    return commit(str(directory), [content], **{**arguments, **options})
+    storage = PosixStorage(str(directory), sync=options.pop("sync", True))
+    arguments: dict[str, Any] = {"metadata_name": ".metadata", "replaced_files": ()}
+    return commit(storage, [content], **{**arguments, **options})
 
 
 @pytest.mark.parametrize("sync", [True, False], ids=["durable", "not synced"])
@@ -72,7 +75,7 @@ def test_metadata_is_published_whole_under_its_name(tmp_path: Path, *, sync: boo
 def test_a_file_written_in_pieces_holds_all_of_them(tmp_path: Path, sizes: list[int]) -> None:
     """In order, whatever their sizes."""
     pieces = [bytes([number]) * size for number, size in enumerate(sizes)]
-    file = posix.UnfinishedFile(str(tmp_path / "file"))
+    file = posix.UnfinishedFile(str(tmp_path / "file"), sync=True)
     file.append(iter(pieces[:2]))
     file.append(iter(pieces[2:]))
     file.finish()
@@ -626,20 +629,21 @@ def test_only_names_below_the_directory_belong_to_a_checkpoint(tmp_path: Path) -
     """A name that leads out of it, or may through a link, or is no shard's, is never removed."""
     strange = ["sub/b.distcp", "notes.txt", *OUTSIDE, *NO_SHARDS]
     metadata = metadata_naming("a.distcp", "./c.distcp", *strange)
-    found = files_of(write_metadata(tmp_path, metadata))
+    write_metadata(tmp_path, metadata)
+    found = files_of(PosixFiles(str(tmp_path)), ".metadata")
     assert found == {"a.distcp", "c.distcp"}
 
 
 def test_metadata_that_cannot_be_read_names_no_files(tmp_path: Path) -> None:
     """Absent, broken, of another kind or hostile: nothing is removed, and the save goes on."""
-    path = tmp_path / ".metadata"
-    assert files_of(str(path)) == set()
+    path, files = tmp_path / ".metadata", PosixFiles(str(tmp_path))
+    assert files_of(files, ".metadata") == set()
     odd = metadata_naming("a.distcp")
     odd.storage_data = ["a.distcp"]
     hostile = Hostile(os.system, f"touch {tmp_path / 'ran'}")
     for content in (b"", b"garbage", pickle.dumps({}), pickle.dumps(odd), pickle.dumps(hostile)):
         path.write_bytes(content)
-        assert files_of(str(path)) == set()
+        assert files_of(files, ".metadata") == set()
     assert not (tmp_path / "ran").exists()
     save(tmp_path, small_state())
     assert_loads(tmp_path, small_state())

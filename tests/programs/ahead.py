@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall._commit import ahead
-from nostall._storage.posix import UnfinishedFile
+from nostall._storage.port import Draft
 from nostall.core import AsyncCallsQueue
 from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.testing import Fault, inject
@@ -30,7 +30,7 @@ def saves(out: Path) -> dict[str, Any]:
     taken: dict[int, bool] = {}
     take = ahead.WrittenAhead.take
 
-    def noted(*args: Any, **options: Any) -> UnfinishedFile | None:
+    def noted(*args: Any, **options: Any) -> Draft | None:
         file = take(*args, **options)
         taken[number] = file is not None
         return file

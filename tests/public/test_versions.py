@@ -90,7 +90,6 @@ def test_private_names_of_torch_are_used_in_one_file_only() -> None:
 NEEDED = {
     "_is_functional_tensor": torch,
     "AsyncCollectiveTensor": collectives,
-    "_is_wrapped_exception": api,
     "CURRENT_DCP_VERSION": filesystem,
     "_metadata_fn": filesystem,
     "_StorageInfo": filesystem,

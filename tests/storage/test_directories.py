@@ -17,8 +17,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from nostall._commit.publish import Begun, commit
+from nostall._commit.publish import commit
 from nostall._storage import directories, posix
+from nostall._storage.posix_storage import PosixStorage
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import NotDurableError, SaveTimeoutError, WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -120,26 +121,14 @@ def test_metadata_of_another_process_is_not_taken_for_ones_own(tmp_path: Path) -
 
 def test_a_commit_that_fails_leaves_the_file_of_another_process(tmp_path: Path) -> None:
     """Of two processes that commit at once the faster one fails, and takes nothing away."""
+    storage = PosixStorage(str(tmp_path))
     path = str(tmp_path / ".metadata.tmp")
-    ours, anothers = posix.UnfinishedFile(path), posix.UnfinishedFile(path)
+    ours, anothers = (posix.UnfinishedFile(path, sync=True) for _ in range(2))
+    for file in (ours, anothers):
+        file.append([])
     with pytest.raises(WriteError, match="another process"):
-        commit(
-            str(tmp_path),
-            [b"ours"],
-            metadata_name=".metadata",
-            replaced_files=(),
-            sync=True,
-            begun=Begun(file=ours, pieces=0),
-        )
-    begun = Begun(file=anothers, pieces=0)
-    commit(
-        str(tmp_path),
-        [b"another's"],
-        metadata_name=".metadata",
-        replaced_files=(),
-        sync=True,
-        begun=begun,
-    )
+        commit(storage, [b"ours"], metadata_name=".metadata", replaced_files=(), draft=ours)
+    commit(storage, [b"another's"], metadata_name=".metadata", replaced_files=(), draft=anothers)
     assert (tmp_path / ".metadata").read_bytes() == b"another's"
     assert os.listdir(tmp_path) == [".metadata"]
 

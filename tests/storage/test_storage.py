@@ -28,7 +28,7 @@ import nostall
 from nostall._model.jobs import FileImage, RankFailed, RankReport, RankWritten, SealTable, WriteJob
 from nostall._save.split_save import SplitSave
 from nostall._storage import posix
-from nostall._storage.posix import ImageFile
+from nostall._storage.posix_files import PosixFiles
 from nostall._writer.files import perform
 from nostall._writer.images import WholeImage
 from nostall.core import AsyncCallsQueue
@@ -243,10 +243,10 @@ def test_memory_that_the_device_does_not_take_is_written_through_the_page_cache(
     memory = mmap.mmap(-1, 4 * PAGE)
     memory[1 : 1 + len(content)] = content
     image = memoryview(memory)[1 : 1 + 3 * PAGE]
-    file = ImageFile(str(tmp_path / "file"), len(content), direct=True)
+    file = PosixFiles(str(tmp_path), direct=True).put("file", len(content))
     for begin in range(0, len(content), PAGE):
         file.write(image, begin, min(begin + PAGE, len(content)))
-    file.finish(sync=True)
+    file.finish()
     file.close()
     assert (tmp_path / "file").read_bytes() == content
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 from random import Random
 
 from nostall._model.jobs import Failure, RankReport
+from nostall._storage.posix_files import PosixFiles
 from nostall._writer.child import _Waiting
 from nostall._writer.chunks import _FileTask
 from nostall._writer.faults import Faults
@@ -93,7 +94,8 @@ def _at_writer(sock: socket.socket) -> str:
             for image in job.files:
                 at = Position(phase="open", path=job.directory, on_progress=lambda _: None)
                 content = images[image.name]
-                _FileTask(job, image, content, Faults(()), at, plan_chunks, threading.Semaphore())
+                files, checksums = PosixFiles(job.directory), threading.Semaphore()
+                _FileTask(job, files, image, content, Faults(()), at, plan_chunks, checksums)
         except ProtocolError:
             outcomes.append("job in no memory")
         except (IndexError, ValueError):  # which the writer answers as a failed job

@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -32,6 +32,7 @@ from nostall._commit.metadata import extents_of, local_plans_in, publication_of
 from nostall._model import checksum
 from nostall._model.checksum import use_fastest
 from nostall._model.values import WrittenFile
+from nostall._storage.posix_files import PosixFiles
 from nostall._storage.reading import ChecksumMissing, NoArchive, damage_of_container
 from nostall.errors import DamagedCheckpointError, UnknownMetadataError, UntrustedMetadataError
 from nostall.integrity import State
@@ -249,10 +250,10 @@ class ContainerTarget:
         if content[0] or zlib.crc32(content) % 4 == 0:
             return self._disk.verified()
         outcomes = set()
-        with open(self._disk.path / self._name, "rb") as stream:
+        with closing(PosixFiles(str(self._disk.path)).open(self._name)) as source:
             for extent in self._extents:
                 try:
-                    damage = damage_of_container(stream, extent.offset, extent.length)
+                    damage = damage_of_container(source, extent.offset, extent.length)
                 except (ChecksumMissing, NoArchive) as error:
                     outcomes.add(type(error).__name__)
                 else:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from nostall._commit.metadata import Extent
+from nostall._storage.port import Files
 from nostall._storage.reading import (
     ChecksumMissing,
     NoArchive,
     crc32_of_file,
     damage_of_container,
 )
+from nostall.errors import NostallError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,7 @@ class Looked:
 
 
 def look_at(
-    directory: str,
+    files: Files,
     name: str,
     *,
     extents: Sequence[Extent],
@@ -56,44 +58,47 @@ def look_at(
     """Verify a shard file of the right size.
 
     Args:
-        directory: The checkpoint directory.
-        name: Path of the file below it.
+        files: The checkpoint's files.
+        name: Name of the file.
         extents: The items in the file, as far as they are known.
         crc32: Checksum in the manifest, if any.
         progress: Counts the bytes read.
     """
-    path = os.path.join(directory, name)
     try:
         if crc32 is None:
-            return _look_into(path, name, extents, progress)
-        found = crc32_of_file(path, progress.add)
+            return _look_into(files, name, extents, progress)
+        found = crc32_of_file(files, name, progress.add)
         if found == crc32:
             return Looked(file=name)
-        inside = _look_into(path, name, extents, Progress(0, None))
+        inside = _look_into(files, name, extents, Progress(0, None))
     except OSError as error:
-        what = f"cannot be read: {error.strerror}"
-        return Looked(file=name, damage=Damage(file=name, what=what))
+        return Looked(file=name, damage=Damage(file=name, what=unreadable(error)))
     items = (*(inside.damage.items if inside.damage is not None else ()), *inside.strangers)
     what = f"CRC-32 is {found:08x}, expected {crc32:08x}"
     return Looked(file=name, damage=Damage(file=name, what=what, items=items))
 
 
-def _look_into(path: str, name: str, extents: Sequence[Extent], progress: Progress) -> Looked:
+def unreadable(error: OSError | NostallError) -> str:
+    """Why a file cannot be read."""
+    return error.message if isinstance(error, NostallError) else f"cannot be read: {error.strerror}"
+
+
+def _look_into(files: Files, name: str, extents: Sequence[Extent], progress: Progress) -> Looked:
     """As :func:`look_at`, by the checksums of the archives in the file."""
     wrong: list[tuple[str, str]] = []
     unchecked: list[str] = []
     strangers: list[str] = []
     archives = 0
     if not extents:
-        crc32_of_file(path, progress.add)  # raises if the file cannot be read
+        crc32_of_file(files, name, progress.add)  # raises if the file cannot be read
         return Looked(file=name, unchecked=(name,))
-    with open(path, "rb") as stream:
+    with closing(files.open(name)) as source:
         for extent in extents:
             if extent.is_transformed:
                 unchecked.append(extent.item)
                 continue
             try:
-                why = damage_of_container(stream, extent.offset, extent.length)
+                why = damage_of_container(source, extent.offset, extent.length)
                 archives += 1
             except ChecksumMissing:
                 unchecked.append(extent.item)

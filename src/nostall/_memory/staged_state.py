@@ -160,7 +160,7 @@ def stage_state_dict(
     lease = lease_of(end)
     try:
         content, places = _copied(state_dict, leaves, offsets, lease)
-    except BaseException:
+    except BaseException:  # passed on; no copy owns the lease yet
         lease.release()
         raise
     return StagedStateDict(content, lease, structure_of(leaves)), places
@@ -198,7 +198,7 @@ def _private_copy(fqn: str, value: Any) -> Any:
         return value
     try:
         return _torch.private_copy(value)
-    except Exception as error:
+    except Exception as error:  # of a user's object
         raise StagingError(
             f"item {fqn!r} cannot be staged: {type(error).__name__}: {error}", phase="stage"
         ) from error

@@ -56,7 +56,7 @@ def exception_for(
         raised.rank = rank
         if on_coordinator:
             raised.message = f"Worker failure: {raised.message}"
-        raised.__cause__ = error.__cause__ if raised is error else error
+        raised.__cause__ = error
         named[rank] = (raised, trace)
     return _torch.CheckpointException(step, named)
 

@@ -150,7 +150,7 @@ def commit_results(
         is_published = True  # assumed until an error rules it out
         publish(save, publication, metadata, finished)
         is_committed = True
-    except Exception as error:
+    except Exception as error:  # passed on; files that nothing refers to go
         if not is_published or is_unpublished(error):
             if save.visit is not None:
                 save.visit.is_removed = True

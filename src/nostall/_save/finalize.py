@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 
@@ -28,17 +29,26 @@ from nostall._commit.metadata import (
     publication_of,
     referenced_files,
 )
-from nostall._commit.publish import Begun, commit
+from nostall._commit.publish import commit
 from nostall._engine import Engine
 from nostall._model import checksum
 from nostall._model.names import METADATA_SUFFIX, is_given_to_shards, is_ours_to_remove
 from nostall._model.values import RankFiles
 from nostall._storage import directories
 from nostall._storage.deadlines import REMOVAL_TIMEOUT_S, in_time, remove_in_time
+from nostall._storage.port import Files
 from nostall._storage.posix import may_be_there, remove_files
-from nostall._storage.reading import open_to_read, read_metadata_file
+from nostall._storage.posix_files import PosixFiles
+from nostall._storage.posix_storage import PosixStorage
+from nostall._storage.reading import open_to_read, read_metadata
 from nostall._writer.faults import Faults
-from nostall.errors import NotDurableError, SaveAbortedError, SaveTimeoutError, WriteError
+from nostall.errors import (
+    NotDurableError,
+    ReadError,
+    SaveAbortedError,
+    SaveTimeoutError,
+    WriteError,
+)
 
 _LOCK_GRACE_S = 1.0
 """Lets a wait for another save's commit raise its own error before that of hanging storage."""
@@ -130,6 +140,7 @@ def publish(
         NotDurableError: Storage hangs, and the metadata may be published.
     """
     directory, name = os.path.split(path)
+    storage = PosixStorage(directory, sync=sync)
     timeout_s = engine.options.save_timeout_s
     point = _PointOfNoReturn(Faults(engine.faults).at)
     to_remove: list[str] = []
@@ -142,16 +153,15 @@ def publish(
 
     def run() -> None:
         with directories.committing(directory, timeout_s=timeout_s):
-            replaced = files_of(path)
-            file = None if ahead is None else ahead.take(publication, timeout_s=timeout_s)
+            replaced = files_of(storage, name)
+            unused = _unused(storage, name, publication, replaced, finished.left, timeout_s)
             commit(
-                directory,
+                storage,
                 finished.content,
                 metadata_name=name,
-                replaced_files=_unused(path, publication, replaced, finished.left, timeout_s),
-                sync=sync,
-                begun=None if file is None else Begun(file=file, pieces=len(publication.program)),
-                remove=to_remove.extend,
+                replaced_files=unused,
+                draft=None if ahead is None else ahead.take(publication, timeout_s=timeout_s),
+                remove=lambda names: to_remove.extend(map(storage.where, names)),
                 at=at,
             )
             directories.note_removed(to_remove)
@@ -219,56 +229,58 @@ class _PointOfNoReturn:
 
 
 def _unused(
-    path: str,
+    files: Files,
+    metadata_name: str,
     publication: Publication,
     replaced: Set[str],
     left: Set[str],
     save_timeout_s: float,
 ) -> Iterator[str]:
-    """Names of files that no metadata refers to after the publication; lists the directory lazily.
+    """Names of files that no metadata refers to after the publication; lists them lazily.
 
     Args:
-        path: The metadata file.
+        files: The checkpoint's files.
+        metadata_name: Name of the metadata file.
         publication: The publication.
         replaced: Names of the replaced checkpoint's files.
         left: Names of files that ranks of this save made for earlier saves that are over.
         save_timeout_s: Longest duration of a save.
     """
-    used = publication.files | directories.names_in_use(os.path.dirname(path))
+    used = publication.files | directories.names_in_use(files.where())
     yield from replaced - used
     try:
-        strangers = _unreferenced(path) - used - replaced
+        strangers = _unreferenced(files, metadata_name) - used - replaced
         yield from strangers & left
-        yield from _old_ones(path, strangers - left, save_timeout_s)
+        yield from _old_ones(files, metadata_name, strangers - left, save_timeout_s)
     except OSError:  # not fatal: the next save looks again
-        _log.debug("files of other saves cannot be listed path=%s", path, exc_info=True)
+        where = files.where()
+        _log.debug("files of other saves cannot be listed path=%s", where, exc_info=True)
 
 
-def _unreferenced(path: str) -> set[str]:
+def _unreferenced(files: Files, own: str) -> set[str]:
     """Names of shard files that no metadata but this refers to."""
-    directory, own = os.path.split(path)
-    names = os.listdir(directory)
+    names = files.list()
     strangers = set(filter(is_given_to_shards, names))
     for name in names:
         if name.endswith(METADATA_SUFFIX) and name != own:
-            files = files_of(os.path.join(directory, name))
-            if not files:  # it may be unreadable
+            referenced = files_of(files, name)
+            if not referenced:  # it may be unreadable
                 return set()
-            strangers -= files
+            strangers -= referenced
     return strangers
 
 
-def _old_ones(path: str, names: Set[str], save_timeout_s: float) -> Iterator[str]:
+def _old_ones(files: Files, own: str, names: Set[str], save_timeout_s: float) -> Iterator[str]:
     """The files too old for any save under way to commit, by the clock of the storage."""
-    directory, own = os.path.split(path)
     rank = own.removesuffix(METADATA_SUFFIX)  # empty if all ranks saved together
     if not names:
         return
-    oldest_s = os.stat(path).st_mtime - _SAVES_PER_AGE * max(save_timeout_s, _LONG_S)
+    oldest_s = files.stat(own).modified_s - _SAVES_PER_AGE * max(save_timeout_s, _LONG_S)
     for name in sorted(names):
         is_of_rank = not rank or f"{rank}_" in name
-        if is_of_rank and os.stat(os.path.join(directory, name)).st_mtime < oldest_s:
-            yield name
+        with suppress(ReadError):  # not a regular file
+            if is_of_rank and files.stat(name).modified_s < oldest_s:
+                yield name
 
 
 def remove_unpublished(
@@ -291,7 +303,7 @@ def remove_unpublished(
 
     def remove(paths: Sequence[str]) -> None:
         # Another host may have a checkpoint in a directory of the same path.
-        committed = files_of(path)
+        committed = files_of(PosixFiles(directory), os.path.basename(path))
         remove_files(each for each in paths if os.path.basename(each) not in committed)
 
     paths = [os.path.join(directory, name) for name in sorted(filter(is_ours_to_remove, names))]
@@ -306,13 +318,14 @@ def is_unpublished(error: Exception) -> bool:
     return isinstance(error, WriteError | SaveTimeoutError)
 
 
-def files_of(path: str) -> set[str]:
+def files_of(storage: Files, name: str) -> set[str]:
     """Names of the shard files of a checkpoint; empty without trustworthy metadata."""
     try:
-        with open_to_read(path) as stream:
+        with open_to_read(storage, name) as stream:
             files = files_in_manifest(stream)
-        if files is None:  # the manifest is much faster to read than the metadata
-            files = referenced_files(read_metadata_file(path), path=path)
+            if files is None:  # the manifest is much faster to read than the metadata
+                path = storage.where(name)
+                files = referenced_files(read_metadata(stream, path), path=path)
     except OSError:
         return set()
     return set(filter(is_ours_to_remove, files))

@@ -150,7 +150,7 @@ class RankSave:
             prepared = session.as_written(prepared, report)
             results = session.write_results(prepared, report)
             visit.hand_over()
-        except BaseException:
+        except BaseException:  # passed on; this save leaves its directory
             visit.end(committed=False)
             raise
         finally:
@@ -339,6 +339,6 @@ def _ended_on_error(target: session.SaveTarget) -> Iterator[None]:
     """End the save's progress if it cannot be prepared."""
     try:
         yield
-    except BaseException:
+    except BaseException:  # passed on; progress ends with the save
         target.progress.end()
         raise

@@ -39,7 +39,8 @@ from nostall._plan.structure import KnownStructure
 from nostall._ranks.failures import error_of
 from nostall._storage.deadlines import in_time
 from nostall._storage.directories import Visit
-from nostall._storage.posix import require_file
+from nostall._storage.port import require_file
+from nostall._storage.posix_files import PosixFiles
 from nostall._storage.streams import StreamTarget
 from nostall.errors import IncompleteSaveError, SaveTimeoutError, WriteError
 from nostall.options import WriterOptions
@@ -271,10 +272,11 @@ def _require_file(target: SaveTarget, receipt: FileReceipt) -> None:
 
     One file is enough to detect that, and the trainer waits.
     """
-    path = os.path.join(target.directory, receipt.name)
+    files = PosixFiles(target.directory)
+    path = files.where(receipt.name)
     try:
         in_time(
-            lambda: require_file(path, receipt.nbytes),
+            lambda: require_file(files, receipt.name, receipt.nbytes),
             timeout_s=target.timeout_s,
             doing="looking for a written file",
             phase="collect",

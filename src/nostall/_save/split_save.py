@@ -120,7 +120,7 @@ class SplitSave(BackgroundSave):
             if self.aborted:
                 raise SaveAbortedError("the save was aborted", phase="stage")
             written = write_in_background(snapshot, self.prepared.target, self.engine)
-        except BaseException:
+        except BaseException:  # passed on; no write owns the snapshot yet
             give_up(snapshot, self.prepared.target, self.engine)
             raise
         self._write_metadata_ahead()

@@ -88,7 +88,7 @@ def stage_for_later(
         if overlapped:
             return _copy_in_background(state_dict, engine, timeline, lay_out)
         return Staged(copied=_copy(state_dict, engine, timeline, lay_out), fence=None)
-    except Exception as error:
+    except Exception as error:  # fails the save on every rank
         if rank is None:
             raise
         _log.error("the snapshot could not be taken path=%s: %s", path, error)
@@ -105,7 +105,7 @@ def _copy(
         leaves, staged, places = _begin_copy(state_dict, engine, lay_out)
         try:
             places.fill([leaf.tensor for leaf in leaves], method=engine.copy_method).wait()
-        except BaseException:
+        except BaseException:  # passed on; no copy owns the lease yet
             staged.lease.release()
             raise
     return staged

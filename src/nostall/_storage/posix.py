@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby
+from weakref import WeakSet
 
 from nostall._model.jobs import page_aligned
 
@@ -35,11 +36,13 @@ class ImageFile:
     """A new file being written; several threads may write chunks at once.
 
     Args:
-        path: Its path; if that exists, :attr:`path` is a similar one.
+        path: Its path; if that exists, :attr:`name` is that of a similar one.
         nbytes: Its final length.
+        root: The directory that :attr:`name` is relative to.
         direct: Whether to bypass the page cache.
-        on_created: Called with the path as soon as the file exists, still empty, so that a failed
-            save can remove it.
+        sync: Whether to fsync the finished file.
+        on_created: Called with the name as soon as the file exists, still empty, so that it can be
+            removed if this process dies.
     """
 
     def __init__(
@@ -47,15 +50,19 @@ class ImageFile:
         path: str,
         nbytes: int,
         *,
+        root: str,
         direct: bool,
+        sync: bool,
         on_created: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._nbytes = nbytes
+        self._sync = sync
         self._lock = threading.Lock()
-        self.path, self._fd = create_new(path)
+        self._path, self._fd = create_new(path)
+        self.name = os.path.relpath(self._path, root)
         self._direct = False
         try:
-            on_created(self.path)
+            on_created(self.name)
             if direct:
                 self._go_past_page_cache()
             _preallocate(self._fd, nbytes)
@@ -64,7 +71,7 @@ class ImageFile:
             raise
 
     @property
-    def is_direct(self) -> bool:
+    def any_order(self) -> bool:
         """Whether writes bypass the page cache, so that several threads can write at a time."""
         return self._direct
 
@@ -92,10 +99,10 @@ class ImageFile:
                 self._go_through_page_cache()
                 continue
             if written == 0:
-                raise OSError(errno.EIO, _NOTHING_WRITTEN, self.path)
+                raise OSError(errno.EIO, _NOTHING_WRITTEN, self._path)
             begin += written
 
-    def finish(self, *, sync: bool) -> None:
+    def finish(self) -> None:
         """Truncate the file to its length, fsync it if asked, and close it.
 
         Raises:
@@ -103,15 +110,21 @@ class ImageFile:
                 at close.
         """
         os.ftruncate(self._fd, self._nbytes)
-        if sync:
+        if self._sync:
             os.fsync(self._fd)
-        os.close(self._taken())
+        fd = self._taken()
+        try:
+            os.close(fd)
+        except BaseException:
+            remove_files([self._path])
+            raise
 
     def close(self) -> None:
-        """Close the file after a failure; errors are ignored. Idempotent."""
+        """Remove the file unless it is finished; errors are ignored. Idempotent."""
         fd = self._taken()
         if fd >= 0:
             close_all([fd])
+            remove_files([self._path])
 
     def _taken(self) -> int:
         """The descriptor, now owned by the caller alone."""
@@ -122,7 +135,7 @@ class ImageFile:
     def _go_past_page_cache(self) -> None:
         """Reopen with ``O_DIRECT``. A refused ``O_DIRECT | O_CREAT`` may leave a file behind."""
         try:
-            fd = os.open(self.path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+            fd = os.open(self._path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EACCES):  # EACCES because of the umask
                 raise
@@ -262,50 +275,54 @@ def is_same(one: str | int, other: str) -> bool:
         return False
 
 
-def require_file(path: str, nbytes: int) -> None:
-    """Check that a file is where it was written.
-
-    Raises:
-        OSError: It does not exist, or has another size.
-    """
-    found = os.stat(path).st_size
-    if found != nbytes:
-        raise OSError(errno.EIO, f"the file has {found} bytes instead of {nbytes}", path)
-
-
 class UnfinishedFile:
-    """A new file, written front to back; an existing file of that path is removed first."""
+    """A new file, written front to back; an existing file of that path is removed first.
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    Args:
+        path: Its path.
+        sync: Whether to fsync what is appended.
+    """
+
+    def __init__(self, path: str, *, sync: bool) -> None:
+        self.where = path
+        self.pieces = 0
+        """Number of pieces that were appended."""
+        self._sync = sync
         self._at = 0
-        try:
-            self._opened = [_create(path)]
-        except FileExistsError:
-            # Never overwritten: it may be a link to another file, or have another name.
-            os.unlink(path)
-            self._opened = [_create(path)]
+        self._opened: list[int] = []
+        self._is_closed = False
+        _unfinished.add(self)
 
-    def append(self, content: Iterable[bytes]) -> None:
-        """Append the content, in pieces.
+    def append(self, pieces: Iterable[bytes]) -> None:
+        """Append pieces of the content, and make the file if this is the first time.
 
         Raises:
             OSError: The system refused, or wrote nothing without an error.
         """
-        (fd,) = self._opened
-        for piece in _large_pieces(content):
+        (fd,) = self._opened = self._opened or [self._made()]
+        for piece in _large_pieces(self._counted(pieces)):
             rest = memoryview(piece)
             while rest:
                 written = os.pwrite(fd, rest, self._at)
                 if written == 0:
-                    raise OSError(errno.EIO, _NOTHING_WRITTEN, self.path)
+                    raise OSError(errno.EIO, _NOTHING_WRITTEN, self.where)
                 self._at += written
                 rest = rest[written:]
+        if self._sync:
+            os.fsync(fd)
 
-    def sync(self) -> None:
-        """Fsync the content written so far."""
-        (fd,) = self._opened
-        os.fsync(fd)
+    def _made(self) -> int:
+        try:
+            return _create(self.where)
+        except FileExistsError:
+            # Never overwritten: it may be a link to another file, or have another name.
+            os.unlink(self.where)
+            return _create(self.where)
+
+    def _counted(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
+        for piece in pieces:
+            self.pieces += 1
+            yield piece
 
     def is_untouched(self) -> bool:
         """Whether the path is still this file, with the length written here.
@@ -313,9 +330,9 @@ class UnfinishedFile:
         Another process may have replaced it.
         """
         try:
-            named = os.stat(self.path)
-            return is_same(self._opened[0], self.path) and named.st_size == self._at
-        except OSError:
+            named = os.stat(self.where)
+            return is_same(self._opened[0], self.where) and named.st_size == self._at
+        except (IndexError, OSError):  # not made, or removed
             return False
 
     def finish(self) -> tuple[int, int]:
@@ -329,22 +346,40 @@ class UnfinishedFile:
             OSError: The system refused, or the path is another file.
         """
         (fd,) = self._opened
-        self._opened.insert(0, os.open(self.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
+        self._opened.insert(0, os.open(self.where, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
         if identity_of(self._opened[0]) != identity_of(fd):
-            raise OSError(errno.ESTALE, "another process has replaced the file", self.path)
+            raise OSError(errno.ESTALE, "another process has replaced the file", self.where)
         os.close(self._opened.pop())
         return identity_of(self._opened[0])
 
     def remove(self) -> None:
-        """Remove the file, unless another process has replaced it with its own."""
+        """Remove the file, unless it is closed or another process has replaced it with its own."""
+        if self._is_closed:
+            return
+        if not self._opened:  # storage may have made it although it reported an error
+            remove_empty_files([self.where])
+            return
         with suppress(OSError):
-            if identity_of(self.path) != identity_of(self._opened[-1]):
+            if identity_of(self.where) != identity_of(self._opened[-1]):
                 return
-        remove_files([self.path])
+        remove_files([self.where])
 
     def close(self) -> None:
         """Close all descriptors; errors are ignored. Idempotent."""
+        self._is_closed = True
         close_all(self._opened)
+
+
+_unfinished: WeakSet[UnfinishedFile] = WeakSet()
+
+
+def _close_after_fork() -> None:
+    """Otherwise a data loader's worker keeps a removed file's blocks (on NFS: its directory)."""
+    for file in list(_unfinished):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_after_fork)
 
 
 def _large_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
@@ -386,9 +421,10 @@ def remove_file(path: str) -> None:
 
 
 def remove_directory(path: str) -> None:
-    """Remove an empty directory if it exists."""
+    """Remove an empty directory if it exists, and make that durable."""
     with suppress(FileNotFoundError):
         os.rmdir(path)
+    sync_directory(os.path.dirname(path))
 
 
 def remove_files(paths: Iterable[str]) -> None:

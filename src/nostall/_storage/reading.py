@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import io
 import os
-import stat
 import zipfile
-from collections.abc import Callable
-from typing import IO, BinaryIO
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any, BinaryIO
 
 from nostall._model import checksum
+from nostall._storage.port import Files, Source
 from nostall.errors import ReadError
 
 _PIECE_NBYTES = 8 << 20
@@ -30,71 +31,54 @@ class NoArchive(Exception):
     """Neither the first nor the last bytes are those of an archive."""
 
 
-def open_to_read(path: str) -> BinaryIO:
-    """Open a regular file for reading. A pipe would block, and a device may have no end.
-
-    Raises:
-        ReadError: Not a regular file.
-        OSError: It cannot be opened.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    is_regular = False
-    try:
-        is_regular = stat.S_ISREG(os.fstat(fd).st_mode)
-    finally:
-        if not is_regular:
-            os.close(fd)
-    if not is_regular:
-        raise ReadError("not a regular file", errno=errno.EINVAL, phase="read", path=path)
-    return open(fd, "rb")
+@contextmanager
+def open_to_read(files: Files, name: str) -> Iterator[BinaryIO]:
+    """A file as a stream; raises as ``files.open``."""
+    with closing(files.open(name)) as source:
+        yield as_stream(source)
 
 
-def read_metadata_file(path: str) -> bytes:
-    """The content of a metadata file.
-
-    Raises:
-        ReadError: Not a regular file, or too long (:func:`read_metadata`).
-        OSError: It cannot be read.
-    """
-    with open_to_read(path) as stream:
-        return read_metadata(stream, path)
+def as_stream(source: Source) -> BinaryIO:
+    """An open file as a stream."""
+    return _Stream(source, 0, source.stat.nbytes)
 
 
 def read_metadata(stream: BinaryIO, path: str) -> bytes:
-    """As :func:`read_metadata_file`, for an open file.
+    """The content of a metadata file.
 
     Raises:
         ReadError: Longer than :data:`MOST_METADATA_NBYTES`, or than the available memory.
         OSError: It cannot be read.
     """
-    nbytes = os.fstat(stream.fileno()).st_size
+    nbytes = stream.seek(0, os.SEEK_END)
     if nbytes > MOST_METADATA_NBYTES:
         what = f"it has {nbytes} bytes; the limit for metadata is {MOST_METADATA_NBYTES}"
         raise ReadError(what, errno=errno.EFBIG, phase="read", path=path)
     stream.seek(0)
     try:
-        return stream.read(nbytes)  # not more, even if the file grows
+        return stream.read(nbytes)
     except MemoryError as error:
         what = f"not enough memory for its {nbytes} bytes"
         raise ReadError(what, errno=errno.ENOMEM, phase="read", path=path) from error
 
 
-def crc32_of_file(path: str, progress: Callable[[int], object]) -> int:
+def crc32_of_file(files: Files, name: str, progress: Callable[[int], object]) -> int:
     """The CRC-32 of a file; ``progress`` is called with the length of each piece read.
 
     Raises:
         OSError: It cannot be read.
     """
-    crc32 = 0
-    with open(path, "rb", buffering=0) as stream:
-        piece = bytearray(_PIECE_NBYTES)
-        while nbytes := stream.readinto(piece):
-            crc32 = checksum.crc32(memoryview(piece)[:nbytes], crc32)
+    crc32 = offset = 0
+    piece = memoryview(bytearray(_PIECE_NBYTES))
+    with closing(files.open(name)) as source:
+        while nbytes := source.read_into(offset, piece):
+            crc32 = checksum.crc32(piece[:nbytes], crc32)
+            offset += nbytes
             progress(nbytes)
     return crc32
 
 
-def damage_of_container(stream: IO[bytes], offset: int, nbytes: int) -> str | None:
+def damage_of_container(source: Source, offset: int, nbytes: int) -> str | None:
     """A description of the damage to a ``torch.save`` archive in a file; ``None`` if it is intact.
 
     Raises:
@@ -102,7 +86,7 @@ def damage_of_container(stream: IO[bytes], offset: int, nbytes: int) -> str | No
         NoArchive: The bytes are not an archive.
         OSError: It cannot be read.
     """
-    part = _Part(stream, offset, nbytes)
+    part = _Stream(source, offset, nbytes)
     begin = part.read(len(_BEGIN))
     part.seek(max(0, nbytes - _END_NBYTES))
     if begin != _BEGIN and _END not in part.read():
@@ -116,7 +100,7 @@ def damage_of_container(stream: IO[bytes], offset: int, nbytes: int) -> str | No
         return f"an archive in it cannot be read: {type(error).__name__}: {error!s:.200}"
 
 
-def _damage_of_records(part: _Part, nbytes: int) -> str | None:
+def _damage_of_records(part: _Stream, nbytes: int) -> str | None:
     with zipfile.ZipFile(part) as archive:
         entries = archive.infolist()
         # torch.save compresses nothing and stores each record once; others may take any time to
@@ -136,8 +120,8 @@ def _damage_of_records(part: _Part, nbytes: int) -> str | None:
 class _Part(io.RawIOBase):
     """Part of a file, as a file object."""
 
-    def __init__(self, stream: IO[bytes], offset: int, nbytes: int) -> None:
-        self._stream, self._offset, self._nbytes = stream, offset, nbytes
+    def __init__(self, source: Source, offset: int, nbytes: int) -> None:
+        self._source, self._offset, self._nbytes = source, offset, nbytes
         self._at = 0
 
     def readable(self) -> bool:
@@ -156,9 +140,21 @@ class _Part(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
-    def read(self, nbytes: int = -1) -> bytes:
-        left = max(0, self._nbytes - self._at)
-        self._stream.seek(self._offset + self._at)
-        piece = self._stream.read(left if nbytes < 0 else min(nbytes, left))
-        self._at += len(piece)
-        return piece
+    def readinto(self, buffer: Any) -> int:
+        memory = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._at)]
+        nbytes = self._source.read_into(self._offset + self._at, memory)
+        self._at += nbytes
+        return nbytes
+
+
+class _Stream(io.BufferedReader):
+    """As :class:`_Part`, with a buffer; ``read`` copies nothing."""
+
+    def __init__(self, source: Source, offset: int, nbytes: int) -> None:
+        super().__init__(_Part(source, offset, nbytes))
+        self._nbytes = nbytes
+
+    def read(self, nbytes: int | None = -1) -> bytes:
+        """At most the rest: memory for all requested bytes is allocated first."""
+        left = max(0, self._nbytes - self.tell())
+        return super().read(left if nbytes is None or nbytes < 0 else min(nbytes, left))

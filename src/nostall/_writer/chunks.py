@@ -36,7 +36,8 @@ from nostall._model.jobs import (
     WriteWork,
     page_aligned,
 )
-from nostall._storage.posix import ImageFile, make_directory, may_pass, remove_files
+from nostall._storage.port import Files, Upload
+from nostall._storage.posix import may_pass
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image
 from nostall._writer.position import Cancelled, Position
@@ -52,6 +53,7 @@ _SPANS_KEPT = 2000
 
 def write_images(
     job: WriteJob,
+    storage: Files,
     images: Mapping[str, Image],
     faults: Faults,
     at: Position,
@@ -62,6 +64,7 @@ def write_images(
 
     Args:
         job: What to write.
+        storage: Where to.
         images: The bytes of each file, by name.
         faults: Faults to inject.
         at: Records which file has failed, and in which phase.
@@ -81,7 +84,7 @@ def write_images(
     failed_attempts: dict[str, list[str]] = {image.name: [] for image in job.files}
     for attempt in itertools.count():
         tasks = [
-            _FileTask(job, image, images[image.name], faults, at, chunk_planner, checksums)
+            _FileTask(job, storage, image, images[image.name], faults, at, chunk_planner, checksums)
             for image in job.files
             if image.name not in done
         ]
@@ -103,8 +106,7 @@ def write_images(
         for task, failure in failures.items():
             failed_attempts[task.name].append(f"{type(failure).__name__}: {failure}")
             task.forget_progress()
-        # A failed fsync may have dropped data; only a new file is sure to have everything.
-        remove_files(task.path for task in failures if task.path in at.created)
+        # They were removed: a failed fsync may have dropped data, so files are written anew.
         if cancelled.wait(_BACKOFF_S * _BACKOFF_FACTOR**attempt):
             raise Cancelled("the save was aborted")
     raise AssertionError("the last attempt returns or raises")
@@ -222,6 +224,7 @@ class _FileTask:
     def __init__(
         self,
         job: WriteJob,
+        storage: Files,
         image: FileImage,
         content: Image,
         faults: Faults,
@@ -230,14 +233,15 @@ class _FileTask:
         checksums: threading.Semaphore,
     ) -> None:
         self.name = image.name
-        self.path = os.path.join(job.directory, image.name)
+        self.path = storage.where(image.name)
         self._job = job
+        self._storage = storage
         self._image = image
         self._content = content
         self._faults = faults
         self._at = at
         self._checksums = checksums
-        self._file: ImageFile | None = None
+        self._file: Upload | None = None
         self._lock = threading.Lock()
         size = max(PAGE_NBYTES, page_aligned(job.chunk_nbytes))
         self._bounds = [*range(0, image.nbytes, size), image.nbytes] if image.nbytes else [0, 0]
@@ -297,14 +301,14 @@ class _FileTask:
         if last:
             chunk.phase = "fsync"
             self._faults.at("fsync", self.path)
-            self._file.finish(sync=self._job.sync_files)
+            self._file.finish()
             self._finished_s = self._note("fsync", thread, started_s)
             self.is_done = True
 
     def is_in_order(self) -> bool:
         """Whether it goes through the page cache; waits until the file is open or given up."""
         self._opened.wait()
-        return self._file is not None and not self._file.is_direct
+        return self._file is not None and not self._file.any_order
 
     def _note(self, phase: str, thread: int, started_s: float) -> float:
         """Record a span that ends now; returns the time."""
@@ -327,8 +331,9 @@ class _FileTask:
             self._file.close()
 
     def receipt(self, failed_attempts: Sequence[str]) -> FileReceipt:
+        assert self._file is not None
         return FileReceipt(
-            name=os.path.relpath(self.path, self._job.directory),
+            name=self._file.name,
             planned_name=self.name,
             nbytes=self._image.nbytes,
             packed_crc32=self._payloads.crc32.tobytes(),
@@ -360,18 +365,12 @@ class _FileTask:
                 raise _GivenUp
             self._started_s = time.monotonic()
             self._faults.at("open", self.path)
-            make_directory(os.path.dirname(self.path))
-            self._file = ImageFile(
-                self.path,
-                self._image.nbytes,
-                direct=self._job.direct,
-                on_created=self._created,
-            )
+            self._file = self._storage.put(self.name, self._image.nbytes, on_created=self._created)
             self._opened.set()
 
-    def _created(self, path: str) -> None:
-        self.path = path
-        self._at.create(path)
+    def _created(self, name: str) -> None:
+        self.path = self._storage.where(name)
+        self._at.create(self.path)
 
     def _wait(self, event: threading.Event) -> None:
         # No deadline: the event is set by a thread of this process that only computes before, or

@@ -12,12 +12,9 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 
 from nostall._model.jobs import Failure, FileReceipt, RankFailed, RankReport, RankWritten, WriteJob
-from nostall._storage.posix import (
-    make_directory,
-    remove_files,
-    require_file,
-    sync_directory,
-)
+from nostall._storage.port import Files, require_file
+from nostall._storage.posix import make_directory, remove_files
+from nostall._storage.posix_files import PosixFiles
 from nostall._storage.streams import StreamTarget
 from nostall._writer.chunks import write_images
 from nostall._writer.faults import Faults
@@ -50,6 +47,7 @@ def perform(
     Returns:
         A receipt for every file, or the first failure, after which no file made by the job is left.
     """
+    storage = PosixFiles(job.directory, sync=job.sync_files, direct=job.direct)
     at = Position(phase="open", path=job.directory, on_progress=on_progress, on_created=on_created)
     try:
         at.wrote(0)
@@ -58,13 +56,13 @@ def perform(
         faults.at("start")
         make_directory(job.directory)
         if stream is None:
-            receipts = write_images(job, images, faults, at, cancelled, chunk_planner)
-            _require_files(receipts, job, at)
+            receipts = write_images(job, storage, images, faults, at, cancelled, chunk_planner)
+            _require_files(receipts, storage, at)
         else:
             receipts = write_streams(job, images, faults, at, stream, cancelled, chunk_planner)
-        if job.sync_files and os.path.isdir(job.directory):
+        if job.sync_files:
             at.move("fsync", job.directory)
-            sync_directory(job.directory)
+            storage.flush()
         faults.at("report")
         if cancelled.is_set():  # the caller no longer waits for the report
             raise Cancelled("the save was aborted")
@@ -76,15 +74,15 @@ def perform(
     return RankWritten(rank=job.rank, receipts=receipts)
 
 
-def _require_files(receipts: Iterable[FileReceipt], job: WriteJob, at: Position) -> None:
+def _require_files(receipts: Iterable[FileReceipt], storage: Files, at: Position) -> None:
     """Check that files still exist: a directory may be removed while it is written to.
 
     Raises:
         OSError: A file is missing, or has another size.
     """
     for receipt in receipts:
-        at.move("write", os.path.join(job.directory, receipt.name))
-        require_file(at.path, receipt.nbytes)
+        at.move("write", storage.where(receipt.name))
+        require_file(storage, receipt.name, receipt.nbytes)
 
 
 def _describe(error: Exception, at: Position) -> Failure:

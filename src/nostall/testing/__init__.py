@@ -1,4 +1,4 @@
-"""Fault injection for tests of code that uses nostall: storage fails, a writer dies, a save pauses.
+"""Fakes and fault injection for tests: storage fails, a writer dies, a save pauses.
 
 >>> from nostall.testing import Fault, inject
 >>> with inject(Fault.errno("chunk", 28)):
@@ -20,8 +20,9 @@ from typing import Any
 from typing_extensions import Self
 
 from nostall._engine import default_engine, reset
+from nostall.testing.storage import MemoryStorage
 
-__all__ = ["Fault", "Hold", "inject", "reset", "writer_pids"]
+__all__ = ["Fault", "Hold", "MemoryStorage", "inject", "reset", "writer_pids"]
 
 
 @dataclass(frozen=True, slots=True)

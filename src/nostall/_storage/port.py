@@ -1,0 +1,182 @@
+"""The storage port: what saving, verifying and removing a checkpoint need of storage.
+
+One :class:`Storage` holds the files of one checkpoint, by name. There is no rename, directory or
+fsync in it: an object store needs none of them. A file counts only once metadata names it, so an
+unfinished one may be visible. :mod:`nostall.testing.storage_contract` checks an implementation.
+
+Methods raise ``OSError`` if storage refuses, ``FileNotFoundError`` for a name that does not exist.
+They may be called from several threads at once.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+Version = NewType("Version", str)
+"""Identifies one content of a name: an ETag, or inode, modification time and length."""
+ABSENT = Version("")
+"""The version of a name that does not exist."""
+
+
+class Conflict(OSError):
+    """A name has another version than expected; nothing was published."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(errno.ESTALE, "another process has published meanwhile", where)
+
+    def __reduce__(self) -> tuple[type[Conflict], tuple[str]]:
+        return Conflict, (self.filename,)
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """What storage knows of a file."""
+
+    nbytes: int
+    version: Version
+    modified_s: float
+    """Seconds since the epoch, by the clock of storage."""
+
+
+class Source(Protocol):
+    """One version of a file, opened for reading; fails if storage does not have it any more."""
+
+    @property
+    def stat(self) -> Stat:
+        """Its length and version."""
+
+    def read_into(self, offset: int, memory: memoryview) -> int:
+        """Fill the memory from an offset; returns fewer bytes only at the end of the file."""
+
+    def close(self) -> None:
+        """Release it. Idempotent."""
+
+
+class Upload(Protocol):
+    """A new file, written in parts from memory that stays unchanged until a part is written."""
+
+    @property
+    def name(self) -> str:
+        """Its name: a similar one if the requested one was taken, as existing files stay."""
+
+    @property
+    def any_order(self) -> bool:
+        """Whether several threads may write parts in any order; otherwise from front to back."""
+
+    def write(self, memory: memoryview, begin: int, end: int, *, origin: int = 0) -> None:
+        """Write the bytes of the file from ``begin`` to ``end``.
+
+        Args:
+            memory: Memory that contains them, page-aligned and padded to whole pages.
+            begin: First byte, a multiple of the page size.
+            end: One past the last byte; a multiple of the page size or the file's length.
+            origin: Offset in the file of the first byte of ``memory``.
+        """
+
+    def finish(self) -> None:
+        """Complete the file; all parts are written."""
+
+    def close(self) -> None:
+        """Remove what was written, unless the file is finished; never raises. Idempotent."""
+
+
+class Draft(Protocol):
+    """The first part of a content, stored before it can be published; invisible to readers."""
+
+    @property
+    def where(self) -> str:
+        """Path or address, for errors and logs."""
+
+    def append(self, pieces: Iterable[bytes]) -> None:
+        """Store further pieces durably."""
+
+    def is_untouched(self) -> bool:
+        """Whether storage still has all that was appended."""
+
+    def remove(self) -> None:
+        """Give it up; errors are ignored. Safe while another thread appends. Idempotent."""
+
+    def close(self) -> None:
+        """Release it, published or not; not while another thread appends. Idempotent."""
+
+
+class Files(Protocol):
+    """The files of one checkpoint, as the writer process needs them: it publishes nothing."""
+
+    def where(self, name: str = "") -> str:
+        """Path or address of a file, or of the checkpoint, for errors and logs."""
+
+    def put(self, name: str, nbytes: int, *, on_created: Callable[[str], None]) -> Upload:
+        """Begin a new file.
+
+        Args:
+            name: The requested name.
+            nbytes: The file's length.
+            on_created: Called with its name before the first part, so that the file can be removed
+                if this process dies.
+        """
+
+    def flush(self) -> None:
+        """Make finished files and removals durable, where they are not yet."""
+
+    def open(self, name: str) -> Source:
+        """Open a file for reading.
+
+        Raises:
+            ReadError: Something that is not a file has the name.
+        """
+
+    def stat(self, name: str) -> Stat:
+        """Length, version and age of a file; raises as :meth:`open`."""
+
+    def list(self) -> list[str]:
+        """All names, in any order; also of unfinished files."""
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files, in this order until one is refused; absent ones are no error."""
+
+
+class Storage(Files, Protocol):
+    """The files of one checkpoint, and the content that makes them one."""
+
+    def draft(self, name: str) -> Draft:
+        """A draft of what will be published under a name; makes nothing yet."""
+
+    def publish(
+        self,
+        name: str,
+        content: Sequence[bytes],
+        *,
+        draft: Draft | None = None,
+        expected: Version | None = None,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Replace a content, or make a first one, durably and at one instant.
+
+        Args:
+            name: Its name.
+            content: The whole content, in pieces.
+            draft: Holds the first pieces already; closed here, and removed if nothing is published.
+            expected: Publish only if the name has this version; ``None`` for any.
+            before: Called right before the instant; publishes nothing if it raises.
+
+        Raises:
+            Conflict: The name has another version.
+            NotDurableError: The content is or may be published, but may not last.
+            OSError: Storage refused; nothing is published.
+        """
+
+
+def require_file(files: Files, name: str, nbytes: int) -> None:
+    """Check that a file is where it was written.
+
+    Raises:
+        OSError: It does not exist, or has another size.
+    """
+    found = files.stat(name).nbytes
+    if found != nbytes:
+        what = f"the file has {found} bytes instead of {nbytes}"
+        raise OSError(errno.EIO, what, files.where(name))

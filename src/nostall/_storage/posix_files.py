@@ -1,0 +1,106 @@
+"""The files of a checkpoint on a POSIX file system: it is a directory.
+
+The writer process imports this module. :mod:`nostall._storage.posix_storage` publishes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterable
+
+from nostall._storage.port import Stat, Version
+from nostall._storage.posix import (
+    ImageFile,
+    make_directory,
+    may_be_there,
+    remove_file,
+    sync_directory,
+)
+from nostall.errors import ReadError
+
+
+class PosixFiles:
+    """A checkpoint directory; :class:`~nostall._storage.port.Files`.
+
+    Args:
+        directory: The checkpoint directory.
+        sync: Whether to fsync what is put, removed and published.
+        direct: Whether to put files past the page cache.
+    """
+
+    def __init__(self, directory: str, *, sync: bool = True, direct: bool = False) -> None:
+        self._directory = directory
+        self._sync = sync
+        self._direct = direct
+
+    def where(self, name: str = "") -> str:
+        return os.path.join(self._directory, name) if name else self._directory
+
+    def put(
+        self, name: str, nbytes: int, *, on_created: Callable[[str], None] = lambda _: None
+    ) -> ImageFile:
+        path = self.where(name)
+        make_directory(os.path.dirname(path))
+        return ImageFile(
+            path,
+            nbytes,
+            root=self._directory,
+            direct=self._direct,
+            sync=self._sync,
+            on_created=on_created,
+        )
+
+    def flush(self) -> None:
+        if self._sync and may_be_there(self._directory):
+            sync_directory(self._directory)
+
+    def open(self, name: str) -> PosixSource:
+        return PosixSource(self.where(name))
+
+    def stat(self, name: str) -> Stat:
+        path = self.where(name)
+        return _stat_of(os.stat(path), path)
+
+    def list(self) -> list[str]:
+        return os.listdir(self._directory)
+
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            remove_file(self.where(name))
+
+
+class PosixSource:
+    """A regular file, opened for reading.
+
+    Raises:
+        ReadError: The path is something else: a pipe would block, a device may have no end.
+        OSError: It cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            self.stat = _stat_of(os.fstat(self._fd), path)
+        except BaseException:
+            self.close()
+            raise
+
+    def read_into(self, offset: int, memory: memoryview) -> int:
+        done = 0
+        while nbytes := os.preadv(self._fd, [memory[done:]], offset + done):
+            done += nbytes
+        return done
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _stat_of(status: os.stat_result, path: str) -> Stat:
+    if not stat.S_ISREG(status.st_mode):
+        raise ReadError("not a regular file", errno=errno.EINVAL, phase="read", path=path)
+    version = Version(f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}")
+    return Stat(status.st_size, version, status.st_mtime)

@@ -1,0 +1,237 @@
+"""Publishing on a POSIX file system: write a temporary file, rename it, and settle all doubts.
+
+Order: write the temporary file (most of it may be written before), fsync it and the name of a new
+directory, ``os.replace``, fsync of the directory. A crash before the replacement leaves the
+previous content, a crash after it leaves the new one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+from nostall._storage.deadlines import start_apart
+from nostall._storage.port import ABSENT, Conflict, Draft, Version
+from nostall._storage.posix import (
+    UnfinishedFile,
+    identity_of,
+    may_be_there,
+    replace_file,
+    sync_directory,
+    sync_name,
+)
+from nostall._storage.posix_files import PosixFiles
+from nostall._storage.reading import open_to_read, read_metadata
+from nostall.errors import NotDurableError
+
+
+class PosixStorage(PosixFiles):
+    """A checkpoint directory; a :class:`~nostall._storage.port.Storage`.
+
+    ``publish`` compares with ``expected`` just before the rename. Between processes this is not
+    atomic: POSIX has no conditional rename.
+    """
+
+    def draft(self, name: str) -> UnfinishedFile:
+        # A unique name: another process that saves to this directory must not publish half a file.
+        return self._temporary(f".{os.urandom(4).hex()}{name}")
+
+    def publish(
+        self,
+        name: str,
+        content: Sequence[bytes],
+        *,
+        draft: Draft | None = None,
+        expected: Version | None = None,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        assert draft is None or isinstance(draft, UnfinishedFile)
+        final, file = self.where(name), draft or self._temporary(name)
+        try:
+            with _durable_name(self.where()) if self._sync else nullcontext():
+                file.append(content[file.pieces :])
+            identity = file.finish()
+            before()
+            if expected is not None and self._version(name) != expected:
+                raise Conflict(final)
+            _rename(final, file.where, identity, content)
+        except NotDurableError:
+            raise
+        except BaseException:
+            file.remove()
+            raise
+        finally:
+            file.close()
+        if self._sync:
+            make_name_durable(final, what="the new checkpoint")
+
+    def _temporary(self, name: str) -> UnfinishedFile:
+        return UnfinishedFile(f"{self.where(name)}.tmp", sync=self._sync)
+
+    def _version(self, name: str) -> Version:
+        try:
+            return self.stat(name).version
+        except FileNotFoundError:
+            return ABSENT
+
+
+def _rename(
+    final: str, temporary: str, identity: tuple[int, int], metadata: Sequence[bytes]
+) -> None:
+    """Rename the temporary file, and verify the result.
+
+    Raises:
+        OSError: Storage refused; the metadata is not published.
+        NotDurableError: The outcome is unknown, or another process has replaced the file. The files
+            that the metadata may refer to must not be removed.
+    """
+    give_name(
+        final,
+        temporary,
+        what="the metadata",
+        is_there=lambda: _is_there(final, identity, metadata),
+    )
+    try:
+        if _is_there(final, identity, metadata, raises=True):
+            return
+    except Exception as error:
+        raise _unknown(final, "the metadata", error) from error
+    raise NotDurableError(
+        "the published metadata is not the metadata of this save",
+        phase="commit",
+        path=final,
+        hint="another process may save to the same directory",
+    )
+
+
+def give_name(final: str, temporary: str, *, what: str, is_there: Callable[[], bool]) -> None:
+    """Rename a file, also if storage reports an error for a rename that it has done.
+
+    After such an error the outcome is unknown, and a look at the directory may show a cached state.
+    A second rename reaches storage itself: it completes the first one, or finds nothing to rename.
+
+    Args:
+        final: The new name; an existing file of this name is replaced.
+        temporary: The present name.
+        what: The published thing, for the error.
+        is_there: Whether the file appears to have the new name already.
+
+    Raises:
+        OSError: Storage refused; the file does not have the new name.
+        NotDurableError: The outcome is unknown.
+    """
+    doubt: OSError | None = None
+    for wait_s in (*_WAITS_S, None):
+        try:
+            replace_file(final, by=temporary)
+        except OSError as error:
+            if is_there():
+                return
+            if doubt is None and error.errno in _REFUSALS:
+                raise
+            if (
+                doubt is None
+                and error.errno == errno.ENOENT
+                and not may_be_there(os.path.dirname(final))
+            ):
+                raise
+            doubt = doubt or error
+            if error.errno in (*_REFUSALS, errno.ENOENT) or wait_s is None:
+                raise _unknown(final, what, doubt, error) from doubt
+            time.sleep(wait_s)
+        else:
+            return
+
+
+_WAITS_S = (0.1, 0.4)
+"""Delays between attempts to rename."""
+_REFUSALS = {
+    getattr(errno, name)
+    for name in (
+        *("EACCES", "EPERM", "EROFS", "EXDEV", "ENOSPC", "EDQUOT", "EINVAL", "EISDIR", "ENOTDIR"),
+        *("ENOTEMPTY", "EEXIST", "ENAMETOOLONG", "ELOOP", "EMLINK", "ENOSYS", "ENOTSUP"),
+    )
+}
+"""Errors after which the rename was not done. After any other error it may have been, or may be."""
+
+
+def make_name_durable(path: str, *, what: str) -> None:
+    """Fsync the directory of a file that has just got its name.
+
+    Args:
+        path: The file.
+        what: The published thing, for the error.
+
+    Raises:
+        NotDurableError: Storage refused; the file has its name.
+    """
+    try:
+        sync_directory(os.path.dirname(path))
+    except OSError as error:
+        raise NotDurableError(
+            f"{what} exists, but its name could not be made durable: {reason(error)}",
+            errno=error.errno,
+            phase="commit",
+            path=path,
+            hint="it may not survive a power failure; save again when storage answers",
+        ) from error
+
+
+def _is_there(
+    path: str, identity: tuple[int, int], content: Sequence[bytes], *, raises: bool = False
+) -> bool:
+    """Whether the written metadata appears under its name."""
+    try:
+        # A file system that renames by copying changes the inode number.
+        if identity_of(path) == identity:
+            return True
+        with open_to_read(PosixFiles(os.path.dirname(path)), os.path.basename(path)) as stream:
+            return read_metadata(stream, path) == b"".join(content)
+    except Exception:
+        if raises:
+            raise
+        return False
+
+
+def _unknown(path: str, what: str, *errors: Exception) -> NotDurableError:
+    return NotDurableError(
+        f"cannot determine whether {what} was published: "
+        + ", and then ".join(dict.fromkeys(map(reason, errors))),
+        errno=errors[0].errno if isinstance(errors[0], OSError) else None,
+        phase="commit",
+        path=path,
+        hint="check the directory when storage answers again; another process may save to it",
+    )
+
+
+def reason(error: Exception) -> str:
+    """Description of an error, without its place."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
+
+
+@contextmanager
+def _durable_name(directory: str) -> Iterator[None]:
+    """Make the directory's own name durable, concurrently with the block's own fsync.
+
+    Raises:
+        OSError: The name could not be made durable.
+    """
+    failures: list[OSError] = []
+
+    def sync() -> None:
+        try:
+            sync_name(directory)
+        except OSError as error:
+            failures.append(error)
+
+    thread = start_apart("nostall-commit", sync)
+    try:
+        yield
+    finally:
+        if thread is not None:
+            thread.join()
+    if failures:
+        raise failures[0]

@@ -1,0 +1,197 @@
+"""What every implementation of the storage port has to do, as functions that take an empty one.
+
+A test suite calls each of :data:`CHECKS` with a new, empty storage; a failed one raises
+``AssertionError``:
+
+>>> from nostall.testing import MemoryStorage, storage_contract
+>>> for check in storage_contract.CHECKS:
+...     check(MemoryStorage())
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+
+from nostall._storage.port import ABSENT, Conflict, Storage
+
+__all__ = ["CHECKS"]
+
+_PAGE = mmap.PAGESIZE
+_TAKEN = "a.distcp"
+_PUBLISHED = ".metadata"
+
+
+def parts_make_a_file(storage: Storage) -> None:
+    """Parts of any number of threads, the last one shorter than a page, in any order if allowed."""
+    for length in (0, 1, _PAGE, 5 * _PAGE + 7):
+        content = os.urandom(length)
+        assert _read(storage, _put(storage, f"{length}.distcp", content)) == content
+
+
+def an_existing_file_stays(storage: Storage) -> None:
+    """A second file of a name gets another one, which is announced before it is needed."""
+    assert _put(storage, _TAKEN, b"first") == _TAKEN
+    other = _put(storage, _TAKEN, b"second")
+    assert other != _TAKEN
+    assert (_read(storage, _TAKEN), _read(storage, other)) == (b"first", b"second")
+
+
+def an_unfinished_file_leaves_nothing(storage: Storage) -> None:
+    """Closing gives it up, and its name is free again; a finished one stays."""
+    upload = storage.put(_TAKEN, 2 * _PAGE, on_created=lambda _: None)
+    upload.write(_memory(bytes(2 * _PAGE)), 0, _PAGE)
+    for _ in range(2):
+        upload.close()
+    assert storage.list() == []
+    assert _put(storage, _TAKEN, b"whole") == _TAKEN
+    storage.flush()
+    assert storage.list() == [_TAKEN]
+
+
+def ranges_are_read(storage: Storage) -> None:
+    """Exactly the requested bytes, fewer only at the end."""
+    content = os.urandom(1000)
+    _put(storage, _TAKEN, content)
+    with closing(storage.open(_TAKEN)) as source:
+        assert source.stat.nbytes == storage.stat(_TAKEN).nbytes == len(content)
+        for begin, length in ((0, 1000), (0, 1), (999, 1), (17, 400), (900, 500), (1000, 5)):
+            memory = bytearray(length)
+            count = source.read_into(begin, memoryview(memory))
+            assert memory[:count] == content[begin : begin + length]
+        source.close()
+
+
+def what_does_not_exist_is_not_found(storage: Storage) -> None:
+    """Neither by reading nor by a look, nor after removal, which can be repeated."""
+    _put(storage, _TAKEN, b"content")
+    _put(storage, "b.distcp", b"content")
+    for _ in range(2):
+        storage.remove([_TAKEN, "was never there"])
+        storage.flush()
+    assert storage.list() == ["b.distcp"]
+    for look in (storage.open, storage.stat):
+        try:
+            look(_TAKEN)
+        except FileNotFoundError:
+            continue
+        raise AssertionError(f"{look} has found a removed file")
+
+
+def publishing_replaces_at_once(storage: Storage) -> None:
+    """A reader gets one whole content, in whichever version it has opened it."""
+    contents = [bytes([number]) * (number * 1000) for number in range(1, 30)]
+    storage.publish(_PUBLISHED, [contents[0]])
+
+    def read() -> None:
+        for _ in range(60):
+            with suppress(FileNotFoundError):
+                assert _read(storage, _PUBLISHED) in contents
+
+    with ThreadPoolExecutor(2) as pool:
+        readers = [pool.submit(read) for _ in range(2)]
+        for content in contents:
+            storage.publish(_PUBLISHED, [content[:500], content[500:]])
+        for reader in readers:
+            reader.result()
+    assert _read(storage, _PUBLISHED) == contents[-1]
+    assert storage.list() == [_PUBLISHED]
+
+
+def publishing_depends_on_what_was_there(storage: Storage) -> None:
+    """With an expectation that does not hold, the present content stays."""
+    storage.publish(_PUBLISHED, [b"first"], expected=ABSENT)
+    first = storage.stat(_PUBLISHED).version
+    assert first == storage.stat(_PUBLISHED).version != ABSENT
+    storage.publish(_PUBLISHED, [b"second!"], expected=first)
+    for expected in (ABSENT, first):
+        try:
+            storage.publish(_PUBLISHED, [b"third"], expected=expected)
+        except Conflict:
+            assert _read(storage, _PUBLISHED) == b"second!"
+        else:
+            raise AssertionError("published although another version was there")
+    assert storage.list() == [_PUBLISHED]
+
+
+def publishing_can_be_given_up(storage: Storage) -> None:
+    """Until the last moment; nothing of it is left, nor of a draft."""
+    storage.publish(_PUBLISHED, [b"first"])
+
+    def give_up() -> None:
+        raise InterruptedError
+
+    for is_begun in (False, True):
+        draft = storage.draft(_PUBLISHED) if is_begun else None
+        if draft is not None:
+            draft.append([b"sec"])
+        with suppress(InterruptedError):
+            storage.publish(_PUBLISHED, [b"sec", b"ond"], draft=draft, before=give_up)
+            raise AssertionError("published although it was given up")
+        assert _read(storage, _PUBLISHED) == b"first"
+        assert storage.list() == [_PUBLISHED]
+
+
+def a_draft_is_published_or_removed(storage: Storage) -> None:
+    """It is invisible to readers before, and holds the first pieces of what is published."""
+    for is_kept in (False, True):
+        draft = storage.draft(_PUBLISHED)
+        draft.append([b"a", b"b"])
+        assert draft.is_untouched()
+        assert _PUBLISHED not in storage.list()
+        if is_kept:
+            storage.publish(_PUBLISHED, [b"a", b"b", b"c"], draft=draft)
+        for _ in range(2):
+            draft.remove()
+            draft.close()
+        assert storage.list() == ([_PUBLISHED] if is_kept else [])
+    assert _read(storage, _PUBLISHED) == b"abc"
+
+
+CHECKS: tuple[Callable[[Storage], None], ...] = (
+    parts_make_a_file,
+    an_existing_file_stays,
+    an_unfinished_file_leaves_nothing,
+    ranges_are_read,
+    what_does_not_exist_is_not_found,
+    publishing_replaces_at_once,
+    publishing_depends_on_what_was_there,
+    publishing_can_be_given_up,
+    a_draft_is_published_or_removed,
+)
+
+
+def _memory(content: bytes) -> memoryview:
+    """Page-aligned and padded to whole pages."""
+    memory = mmap.mmap(-1, -(-max(1, len(content)) // _PAGE) * _PAGE)
+    memory[: len(content)] = content
+    return memoryview(memory)
+
+
+def _put(storage: Storage, name: str, content: bytes) -> str:
+    """Put a file in parts of a page; returns its name."""
+    created: list[str] = []
+    upload = storage.put(name, len(content), on_created=created.append)
+    assert created == [upload.name]
+    memory = _memory(content)
+    begins = range(0, len(content), _PAGE)
+    with ThreadPoolExecutor(4 if upload.any_order else 1) as pool:
+        parts = [
+            pool.submit(upload.write, memory, begin, min(begin + _PAGE, len(content)))
+            for begin in (reversed(begins) if upload.any_order else begins)
+        ]
+        for part in parts:
+            part.result()
+    upload.finish()
+    upload.close()
+    return upload.name
+
+
+def _read(storage: Storage, name: str) -> bytes:
+    with closing(storage.open(name)) as source:
+        content = bytearray(source.stat.nbytes)
+        assert source.read_into(0, memoryview(content)) == len(content)
+        return bytes(content)
