@@ -48,13 +48,19 @@ SIDE_BY_SIDE = ("-n", "2", "--dist", "loadfile")
 # Tests that start neither ranks nor trainers: most of the stages, and the public names.
 UNIT_TESTS = (
     "tests/model",
+    "tests/writer",
+    "tests/ranks/test_reports.py",
     "tests/memory/test_arena.py",
     "tests/storage/test_links.py",
+    "tests/commit/test_collect.py",
     "tests/commit/test_commit.py",
     "tests/commit/test_hostile.py",
     "tests/plan/test_container_bytes.py",
     "tests/plan/test_layout.py",
+    "tests/plan/test_plan_cache.py",
     "tests/plan/test_structure.py",
+    "tests/public/test_errors.py",
+    "tests/public/test_options.py",
     "tests/public/test_public_names.py",
     "tests/public/test_removal.py",
 )

@@ -423,7 +423,7 @@ def test_a_system_without_a_thread_to_give_is_done_without(
 
 def test_a_coordinator_writes_ahead_for_all_ranks(tmp_path: Path) -> None:
     """What both have written is in it; if another rank fails, the file goes, and all raise."""
-    first, second = run_ranks(2, "ahead:saves", tmp_path / "out")
+    first, second = run_ranks(2, "ahead:a_coordinator_writes_ahead_for_all_ranks", tmp_path / "out")
     assert {4, 10} <= set(first["taken"])
     assert first["left alone"] == [11]
     assert not second["taken"]

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -26,7 +27,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItemType
 
 import nostall
-from model.test_pure import example_messages
 from nostall._commit.metadata import load_metadata
 from nostall._model.jobs import RankFailed
 from nostall._storage.posix_files import PosixFiles
@@ -35,9 +35,11 @@ from nostall._writer.framing import Receiver, encode, send
 from nostall._writer.main import _Writer
 from nostall._writer.messages import report_from_message
 from nostall.errors import ProtocolError, UnknownMetadataError, UntrustedMetadataError
+from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import State
-from public.test_integrity import by_queue, with_manifest_of
 from stress.fuzz_inputs import _METADATA, _named, _text
+from support.manifests import with_manifest_of
+from support.messages import example_messages
 from support.states import small_state
 
 TWO = pickle.PROTO + b"\2"
@@ -297,7 +299,7 @@ MANIFESTS = {
 @pytest.mark.parametrize("change", MANIFESTS.values(), ids=MANIFESTS)
 def test_a_manifest_says_everything_once_and_as_it_is_written(tmp_path: Path, change: Any) -> None:
     """Python's own readers of numbers take more than that."""
-    by_queue(tmp_path, small_state())
+    dcp.save(small_state(), storage_writer=FileSystemWriterAsync(tmp_path), no_dist=True)
     with_manifest_of(tmp_path, change)
     (damage,) = nostall.verify(tmp_path).damages
     assert "manifest cannot be read" in damage.what

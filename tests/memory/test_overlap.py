@@ -112,7 +112,9 @@ def test_a_tensor_that_is_changed_too_early_fails_the_save(tmp_path: Path, name:
 
 def test_one_rank_that_forgets_to_wait_fails_the_save_on_all(tmp_path: Path) -> None:
     """Both ranks raise and name the rank; the checkpoint before stays, and the next one is made."""
-    for facts in run_ranks(2, "overlap:one_rank_forgets", tmp_path):
+    for facts in run_ranks(
+        2, "overlap:one_rank_that_forgets_to_wait_fails_the_save_on_all", tmp_path
+    ):
         assert facts["failed ranks"] == [1]
         assert facts["committed"] == ["before", "next"]
         assert facts["wrong"] == []
@@ -459,7 +461,9 @@ def test_options_are_not_changed_while_a_snapshot_is_taken(tmp_path: Path) -> No
 
 def test_dcp_async_save_on_two_ranks_fails_on_both_if_one_forgets(tmp_path: Path) -> None:
     """The other rank raises where DCP does, and does not wait for a plan that never comes."""
-    for facts in run_ranks(2, "overlap:one_rank_forgets_in_dcp", tmp_path):
+    for facts in run_ranks(
+        2, "overlap:dcp_async_save_on_two_ranks_fails_on_both_if_one_forgets", tmp_path
+    ):
         assert facts["failed ranks"] == [1]
         assert facts["committed"] == []
 

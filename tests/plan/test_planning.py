@@ -330,7 +330,9 @@ def test_a_coordinator_that_is_not_in_the_group_is_refused_on_every_rank(
 
 def test_some_of_the_ranks_save_in_a_group_of_their_own(tmp_path: Path) -> None:
     """Ranks 1 and 2 of three plan, save, fail and resume alone; ranks are the group's."""
-    bystander, *members = run_ranks(3, "planning:sub_group", tmp_path)
+    bystander, *members = run_ranks(
+        3, "planning:some_of_the_ranks_save_in_a_group_of_their_own", tmp_path
+    )
     assert bystander is None
     for here, facts in enumerate(members):
         assert facts["plan"] == [FIRST, EXCHANGE, NOTHING, NOTHING]

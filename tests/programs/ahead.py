@@ -20,7 +20,7 @@ from nostall.testing import Fault, inject
 from support.states import schedule
 
 
-def saves(out: Path) -> dict[str, Any]:
+def a_coordinator_writes_ahead_for_all_ranks(out: Path) -> dict[str, Any]:
     """Saves to learn the structure, one that is written ahead, and one that fails on rank 1.
 
     The same once more, but that rank 1's structure has changed by the last one.

@@ -207,7 +207,7 @@ def forks_when_asked(out: Path) -> None:
         queue.close()
 
 
-def two_queues_end(out: Path) -> None:
+def queues_are_finished_in_the_same_order_on_all_ranks(out: Path) -> None:
     """Two queues with a save each, at other addresses on each rank, are left to the exit."""
     kept = [bytes(random.randrange(1, 5000)) for _ in range(random.randrange(200))]
     queues = [AsyncCallsQueue() for _ in range(6)]
@@ -224,7 +224,7 @@ def two_queues_end(out: Path) -> None:
     atexit.register(core._at_exit)
 
 
-def gets_sigterm_on_ranks(out: Path) -> dict[str, Any]:
+def sigterm_on_one_rank_lets_all_finish_at_the_next_poll(out: Path) -> dict[str, Any]:
     """Only rank 1 is asked to end; both poll once a step."""
     rank = dist.get_rank()
     nostall.drain_on_sigterm(grace_s=60.0)
@@ -249,7 +249,7 @@ def gets_sigterm_on_ranks(out: Path) -> dict[str, Any]:
     return {"ended": ended, "polls": polls, "pending": queue.pending}
 
 
-def does_not_poll(out: Path) -> str | None:
+def a_rank_that_does_not_poll_is_named_instead_of_waited_for(out: Path) -> str | None:
     """Rank 1 does not take part in a poll, having scheduled nothing but what was refused."""
     nostall.configure(EngineOptions(save_timeout_s=2.0))
     agreement.PATIENCE_S = 0.0

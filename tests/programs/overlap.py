@@ -20,7 +20,7 @@ from programs.planning import make_state
 from support.states import schedule
 
 
-def one_rank_forgets(out: Path) -> dict[str, Any]:
+def one_rank_that_forgets_to_wait_fails_the_save_on_all(out: Path) -> dict[str, Any]:
     """The second rank changes a tensor while its snapshot waits for memory."""
     nostall.configure(EngineOptions(max_in_flight=1))
     queue = AsyncCallsQueue()
@@ -49,7 +49,7 @@ def one_rank_forgets(out: Path) -> dict[str, Any]:
     return facts
 
 
-def one_rank_forgets_in_dcp(out: Path) -> dict[str, Any]:
+def dcp_async_save_on_two_ranks_fails_on_both_if_one_forgets(out: Path) -> dict[str, Any]:
     """The second rank changes a tensor that ``dcp.async_save`` is still staging."""
     facts: dict[str, Any] = {"failed ranks": []}
     state = {

@@ -727,7 +727,7 @@ def two_ranks(out: Path) -> dict[str, Facts]:
 # --- a group of some of the ranks -----------------------------------------------------------------
 
 
-def sub_group(out: Path) -> Facts | None:
+def some_of_the_ranks_save_in_a_group_of_their_own(out: Path) -> Facts | None:
     """Ranks 1 and 2 of three save in their own group, whose first rank coordinates."""
     group = dist.new_group([1, 2])
     facts = _save_in_group(out, group) if dist.get_rank() else None

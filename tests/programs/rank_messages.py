@@ -35,7 +35,7 @@ sys.stdin.read()
 """
 
 
-def save_without_store(out: Path) -> dict[str, Any]:
+def ranks_whose_store_has_gone_still_save(out: Path) -> dict[str, Any]:
     """Two saves of ranks whose store has been killed."""
     server = subprocess.Popen(
         [sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -58,7 +58,7 @@ def save_without_store(out: Path) -> dict[str, Any]:
     return {"gone": gone, "wrong": loaded_wrong(out / "2", make_state(2), make_state(0))}
 
 
-def send_all_lengths(out: Path) -> dict[str, Any]:
+def messages_of_all_lengths_arrive_and_short_ones_in_one_collective(out: Path) -> dict[str, Any]:
     """What arrives, and in how many collectives, if one rank's message is longer or none is.
 
     In a group of two of three ranks, too.

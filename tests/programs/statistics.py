@@ -15,7 +15,7 @@ from nostall.testing import Fault, inject
 from programs.planning import make_state
 
 
-def one_is_slow(out: Path) -> dict[str, Any]:
+def the_slowest_rank_is_named_on_all_ranks(out: Path) -> dict[str, Any]:
     """The second rank's device takes half a second more."""
     lines: list[logging.LogRecord] = []
 

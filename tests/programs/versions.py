@@ -20,7 +20,7 @@ from programs.entry_points import (
 from support.states import blobs
 
 
-def without_optional_names(out: Path) -> dict[str, list[str]]:
+def a_torch_that_lacks_the_rest_saves_the_same(out: Path) -> dict[str, list[str]]:
     """What two saves in each of three ways leave that stock's do not. Collective."""
     _torch._foreach_copy = None
     _torch._get_default_store = None

@@ -36,6 +36,7 @@ from nostall.errors import DamagedCheckpointError, ReadError, UnknownMetadataErr
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import State
 from nostall.state_dict_saver import CheckpointMetadataCache
+from support.manifests import with_manifest_of
 from support.states import read_metadata, schedule, small_state
 
 
@@ -318,17 +319,6 @@ def test_progress_reaches_the_end(tmp_path: Path) -> None:
 
 
 # --- hostile metadata and manifests ---------------------------------------------------------------
-
-
-def with_manifest_of(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Give a checkpoint a manifest that is valid but for what ``change`` does to it."""
-    content = (path / ".metadata").read_bytes()
-    pickled, _ = split(content, path="")
-    plain = json.loads(content[len(pickled) + 1 :].split(b"\n")[0])
-    change(plain)
-    line = json.dumps(plain).encode() + b"\n"
-    footer = f"#nostall-manifest {len(line):012d} {zlib.crc32(line):08x}\n".encode()
-    (path / ".metadata").write_bytes(pickled + b"\n" + line + footer)
 
 
 def another_file(name: str, nbytes: int = 0) -> Callable[[dict[str, Any]], object]:

@@ -100,7 +100,7 @@ def test_a_save_logs_two_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
 def test_the_slowest_rank_is_named_on_all_ranks(tmp_path: Path) -> None:
     """By the rank whose device is slow, and by the other one; only the first logs."""
-    for facts in run_ranks(2, "statistics:one_is_slow", tmp_path):
+    for facts in run_ranks(2, "statistics:the_slowest_rank_is_named_on_all_ranks", tmp_path):
         assert facts["slowest"] == 1
         assert facts["lines"] == (2 if facts["rank"] == 0 else 0)
 

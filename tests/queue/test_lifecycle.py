@@ -134,7 +134,7 @@ def test_a_failure_of_dcp_async_save_is_not_silent(
 
 def test_queues_are_finished_in_the_same_order_on_all_ranks(tmp_path: Path) -> None:
     """At the interpreter's end, in the order of first requests: each has its own checkpoint."""
-    run_ranks(2, "endings:two_queues_end", tmp_path)
+    run_ranks(2, "endings:queues_are_finished_in_the_same_order_on_all_ranks", tmp_path)
     for number in range(6):
         assert nostall.verify(tmp_path / f"{number}").ok
         loaded = {"rank0": torch.zeros(9), "rank1": torch.zeros(9)}
@@ -315,7 +315,9 @@ def test_an_accelerator_that_has_failed_does_not_hide_a_lost_save(
 
 def test_sigterm_on_one_rank_lets_all_finish_at_the_next_poll(tmp_path: Path) -> None:
     """Without any other communication; the rank that was asked ends, the other goes on."""
-    first, second = run_ranks(2, "endings:gets_sigterm_on_ranks", tmp_path)
+    first, second = run_ranks(
+        2, "endings:sigterm_on_one_rank_lets_all_finish_at_the_next_poll", tmp_path
+    )
     assert first == {"ended": None, "polls": 1, "pending": 0}
     assert second == {"ended": 143, "polls": 1, "pending": 0}
     loaded = {"rank0": torch.zeros(1000), "rank1": torch.zeros(1000)}

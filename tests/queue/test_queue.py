@@ -183,7 +183,9 @@ def test_ranks_that_scheduled_different_numbers_raise(found: list[Found]) -> Non
 
 def test_a_rank_that_does_not_poll_is_named_instead_of_waited_for(tmp_path: Path) -> None:
     """At the deadline, long before the process group's own, and by what it has scheduled."""
-    said, _ = run_ranks(2, "endings:does_not_poll", tmp_path)
+    said, _ = run_ranks(
+        2, "endings:a_rank_that_does_not_poll_is_named_instead_of_waited_for", tmp_path
+    )
     assert "other ranks did not poll within 2.0 s; this one has scheduled 1 requests" in said
     assert "ranks [1] have scheduled fewer requests ({1: 0})" in said
 

@@ -14,7 +14,9 @@ def test_messages_of_all_lengths_arrive_and_short_ones_in_one_collective(tmp_pat
     On three ranks with the second one in charge, and on two of them; empty, just short enough, one
     byte too long, and a megabyte.
     """
-    found = run_ranks(3, "rank_messages:send_all_lengths", tmp_path)
+    found = run_ranks(
+        3, "rank_messages:messages_of_all_lengths_arrive_and_short_ones_in_one_collective", tmp_path
+    )
     for said in found:
         assert said["wrong"] == []
         assert said["rounds"][f"{ROOM_NBYTES} None"] == {"all_gather": 1, "broadcast": 1}
@@ -33,6 +35,6 @@ def test_messages_of_all_lengths_arrive_and_short_ones_in_one_collective(tmp_pat
 def test_ranks_whose_store_has_gone_still_save(tmp_path: Path) -> None:
     """They cannot leave each other their numbers of requests, which costs no save."""
     assert (
-        run_ranks(2, "rank_messages:save_without_store", tmp_path)
+        run_ranks(2, "rank_messages:ranks_whose_store_has_gone_still_save", tmp_path)
         == [{"gone": True, "wrong": []}] * 2
     )

@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from functools import lru_cache
 from random import Random
 
-from model.test_pure import example_messages, example_table
 from nostall._model.jobs import Failure, RankReport
 from nostall._storage.posix_files import PosixFiles
 from nostall._writer.child import _Waiting
@@ -27,6 +26,7 @@ from nostall._writer.position import Position
 from nostall._writer.seals import plan_chunks
 from nostall.errors import ProtocolError
 from stress.fuzz_inputs import NUMBERS, VALUES, changed_bytes, changed_json
+from support.messages import example_messages, example_table
 
 _MOST_SENT_NBYTES = 1 << 17
 

@@ -1,0 +1,120 @@
+"""Errors say what, where and what to do, and survive the way to another process."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import pickle
+import re
+from typing import Any
+
+import pytest
+
+from nostall import errors
+from nostall._model.jobs import (
+    RankFailed,
+)
+from nostall._ranks.failures import error_of, failure_of
+from nostall.errors import (
+    NostallError,
+    OptionError,
+    SaveError,
+    WriteError,
+)
+
+ERRORS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, BaseException)
+]
+PLACE = {"rank": 3, "phase": "write", "path": "/ckpt/__3_0.distcp", "job": "ab12", "hint": "do it"}
+OWN = {"errno": 28, "exit_code": -9, "nbytes": 1 << 40}
+"""Attributes that only some errors have."""
+
+
+def example(kind: type[BaseException]) -> BaseException:
+    own = {name: value for name, value in OWN.items() if name in vars(kind("x"))}
+    if issubclass(kind, WriteError | errors.NotDurableError):
+        own["errno"] = OWN["errno"]
+    return kind("what went wrong", **PLACE, **own)
+
+
+def attributes_of(error: BaseException) -> dict[str, Any]:
+    names = ("message", "args", *PLACE, *OWN, "note")
+    return {name: getattr(error, name) for name in names if hasattr(error, name)}
+
+
+@pytest.mark.parametrize("how", ["pickle", "copy", "deepcopy"])
+def test_every_error_survives_the_way_to_another_process(how: str) -> None:
+    """Type, attributes, notes and text are the same after pickling and after copying."""
+    assert len(ERRORS) > 10
+    for kind in ERRORS:
+        error = example(kind)
+        error.note = "kept by whoever caught it"  # type: ignore[attr-defined]  # on purpose
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note("and a note")
+        arrived: BaseException = {
+            "pickle": lambda e=error: pickle.loads(pickle.dumps(e)),
+            "copy": lambda e=error: copy.copy(e),
+            "deepcopy": lambda e=error: copy.deepcopy(e),
+        }[how]()
+        assert type(arrived) is kind
+        assert str(arrived) == str(error)
+        assert attributes_of(arrived) == attributes_of(error)
+        assert getattr(arrived, "__notes__", None) == getattr(error, "__notes__", None)
+
+
+def test_every_error_says_what_where_and_what_to_do() -> None:
+    """The text has the message, every known place and the hint, whatever the class inherits."""
+    for kind in ERRORS:
+        assert str(example(kind)) == (
+            "what went wrong [rank=3 phase=write path=/ckpt/__3_0.distcp job=ab12] (do it)"
+        )
+        assert str(kind("alone")) == "alone"
+
+
+def test_the_documented_tree_is_the_real_one() -> None:
+    """The docstring names exactly these classes, each below its bases, built-in ones included."""
+    assert errors.__doc__ is not None
+    path: list[tuple[int, type]] = []
+    named = set()
+    for line in errors.__doc__.splitlines():
+        found = re.search(r"[A-Z]\w+Error\b", line)
+        if found is None or not re.match(r"[\s│├└─]*[A-Z]\w+Error\b", line):
+            continue
+        kind = getattr(errors, found.group())
+        named.add(kind)
+        while path and path[-1][0] >= found.start():
+            path.pop()
+        assert kind.__bases__[0] is (path[-1][1] if path else Exception)
+        also = re.findall(r"\(also (\w+)\)", line)
+        assert list(kind.__bases__[1:]) == [getattr(builtins, name) for name in also]
+        path.append((found.start(), kind))
+    assert named == set(ERRORS)
+
+
+def test_errors_are_caught_as_the_built_in_ones_they_also_are() -> None:
+    """Code that knows nothing of nostall catches a full disk as ``OSError`` with its errno."""
+    with pytest.raises(OSError) as caught:
+        raise WriteError("full", errno=28, path="/x")
+    assert caught.value.errno == 28
+    assert issubclass(OptionError, ValueError)
+    assert issubclass(errors.SaveTimeoutError, TimeoutError)
+    assert issubclass(errors.ReservationError, MemoryError)
+    assert issubclass(errors.NotDurableError, OSError)
+    assert issubclass(WriteError, SaveError)
+    assert issubclass(SaveError, NostallError)
+
+
+def test_what_may_have_been_published_is_not_caught_as_a_save_that_failed() -> None:
+    """A directory whose save has failed may hold a checkpoint, and must not be removed then.
+
+    The error keeps its kind and its errno on the way to other ranks.
+    """
+    error = errors.NotDurableError("not durable", errno=5, path="/x")
+    assert isinstance(error, NostallError)
+    assert not isinstance(error, SaveError)
+    arrived = error_of(RankFailed(rank=1, failure=failure_of(error, phase="commit")))
+    assert (type(arrived), arrived.path) == (errors.NotDurableError, "/x")
+    assert isinstance(arrived, OSError)
+    assert arrived.errno == 5

@@ -1,0 +1,183 @@
+"""Checksums of pieces combine, and seals put them into containers wherever chunks begin."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nostall._model.jobs import (
+    Seal,
+    SealTable,
+)
+from nostall._model.sealing import Sealer, seal_patches
+from nostall._writer import seals
+from nostall._writer.crc import combine
+from nostall._writer.images import Window
+from nostall._writer.seals import ChunkPlans, Payloads, plan_chunks
+
+# --- checksums ------------------------------------------------------------------------------------
+
+
+@given(pieces=st.lists(st.binary(max_size=300), max_size=8))
+def test_combined_checksums_of_pieces_are_that_of_the_whole(pieces: list[bytes]) -> None:
+    """However bytes are cut, ``combine`` over the pieces gives what zlib gives for all of them."""
+    crc = 0
+    for piece in pieces:
+        crc = combine(crc, zlib.crc32(piece), len(piece))
+    assert crc == zlib.crc32(b"".join(pieces))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 65537, (8 << 20) + 3])
+def test_checksums_combine_over_long_pieces(nbytes: int) -> None:
+    """The length of the second piece may be anything, whole powers of two included."""
+    head, tail = b"in front", bytes(nbytes)
+    assert combine(zlib.crc32(head), zlib.crc32(tail), nbytes) == zlib.crc32(tail, zlib.crc32(head))
+
+
+CRCS = st.integers(0, 2**32 - 1)
+LENGTHS = st.integers(1, 2**44)
+
+
+@given(a=CRCS, b=CRCS, c=CRCS, nbytes_b=LENGTHS, nbytes_c=LENGTHS)
+def test_checksums_combine_in_any_grouping(
+    a: int, b: int, c: int, nbytes_b: int, nbytes_c: int
+) -> None:
+    """Neighbours may be joined in any order, for lengths that no test could hold in memory."""
+    left = combine(combine(a, b, nbytes_b), c, nbytes_c)
+    right = combine(a, combine(b, c, nbytes_c), nbytes_b + nbytes_c)
+    assert left == right
+
+
+# --- sealing --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A container's form: where its payload lies, how long it is itself, and how it is sealed."""
+
+    offset: int
+    nbytes: int
+    length: int
+    seal: Seal
+
+
+@st.composite
+def forms(draw: st.DrawFn) -> Form:
+    """Forms with their fields anywhere behind the payload."""
+    offset, nbytes = draw(st.integers(0, 5)), draw(st.integers(1, 40))
+    widths = [("crc", 4), ("crc in directory", 4), ("id", 40), ("id crc", 4), ("id directory", 4)]
+    places, at = {}, offset + nbytes
+    for name, width in draw(st.permutations(widths)):
+        at += draw(st.integers(0, 3))
+        places[name] = at
+        at += width
+    seal = Seal(
+        payload_crc_at=(places["crc"], places["crc in directory"]),
+        hash_before=draw(st.integers(0, 2**64 - 1)),
+        crcs_after=tuple(draw(st.lists(CRCS, max_size=3))),
+        id_at=places["id"],
+        id_names=draw(st.text("0123456789", min_size=20, max_size=20)).encode(),
+        id_crc_at=(places["id crc"], places["id directory"]),
+    )
+    return Form(offset=offset, nbytes=nbytes, length=at, seal=seal)
+
+
+def sealed(image: bytes, blob: int, form: Form) -> tuple[int, bytes]:
+    """The payload's CRC, and the image with one container sealed by what the patches say."""
+    begin = blob + form.offset
+    crc32 = zlib.crc32(image[begin : begin + form.nbytes])
+    content = bytearray(image)
+    for at, field in seal_patches(form.seal, crc32):
+        content[blob + at : blob + at + len(field)] = field
+    return crc32, bytes(content)
+
+
+@given(data=st.data(), form=forms(), count=st.integers(0, 3))
+def test_a_sealer_writes_what_the_patches_say(data: st.DataObject, form: Form, count: int) -> None:
+    """For any seal and any payload, byte by byte, and nothing else; the payload's CRC is kept."""
+    total = count * form.length
+    image = expected = data.draw(st.binary(min_size=total, max_size=total))
+    crcs = []
+    for blob in range(0, total, form.length):
+        crc32, expected = sealed(expected, blob, form)
+        crcs.append(crc32)
+    memory = bytearray(image)
+    found = [7] * (count + 1)
+    Sealer(form.offset, form.nbytes, form.seal).seal(
+        memoryview(memory),
+        slots=range(1, count + 1),
+        payloads_at=range(form.offset, form.offset + total, form.length),
+        crc32_of_slot=found,
+    )
+    assert bytes(memory) == expected
+    assert found == [7, *crcs]
+
+
+@given(
+    data=st.data(),
+    kinds=st.lists(forms(), min_size=1, max_size=3),
+    left_open=st.sets(st.integers(0, 2), max_size=1),
+)
+def test_an_image_is_sealed_the_same_wherever_it_is_cut(
+    data: st.DataObject, kinds: list[Form], left_open: set[int]
+) -> None:
+    """Payloads in one chunk or many, summed in any order: the seals are the whole payloads'."""
+    template_of_slot = data.draw(st.lists(st.integers(0, len(kinds) - 1), max_size=6))
+    offsets = [0, *accumulate(kinds[kind].length for kind in template_of_slot)]
+    end = offsets.pop()
+    image = expected = data.draw(st.binary(min_size=end, max_size=end))
+    crcs = [0] * len(offsets)
+    for slot, (blob, kind) in enumerate(zip(offsets, template_of_slot, strict=True)):
+        if kind not in left_open:
+            crcs[slot], expected = sealed(expected, blob, kinds[kind])
+    table = SealTable(
+        templates=tuple(
+            (form.offset, form.nbytes, None if kind in left_open else form.seal)
+            for kind, form in enumerate(kinds)
+        ),
+        blob_offsets=tuple(offsets),
+        template_of_slot=tuple(template_of_slot),
+    )
+    size = data.draw(st.integers(1, 200))
+    bounds = [*range(0, end, size), end] if end else [0, 0]
+    with patch.object(seals, "_WORTH_JOINING_NBYTES", data.draw(st.integers(1, 90))):
+        payloads = Payloads(plan_chunks(table, bounds))
+    memory = bytearray(image)
+    window = Window(memoryview(memory), 0)
+    chunks = range(len(bounds) - 1)
+    for chunk in data.draw(st.permutations(chunks)):
+        payloads.sum_parts(window, chunk)
+    for chunk in data.draw(st.permutations(chunks)):
+        payloads.seal_ending_in(window, chunk)
+    assert bytes(memory) == expected
+    assert list(payloads.crc32) == crcs
+    for chunk in data.draw(st.permutations(chunks)):
+        payloads.sum_chunk(window, chunk)
+    assert payloads.crc32_of_file == zlib.crc32(expected)
+
+
+def test_a_cut_is_remembered_for_its_table_and_its_bounds() -> None:
+    """The same table cut at the same bounds gives the same object; others give a new one."""
+    plans = ChunkPlans()
+    one, other = (
+        SealTable(templates=((0, 9, None),), blob_offsets=(0,), template_of_slot=(0,))
+        for _ in range(2)
+    )
+
+    def of(table: SealTable, bounds: Sequence[int]) -> Any:
+        found = plans.plan(table, bounds)
+        assert found == plan_chunks(table, bounds)
+        return found
+
+    first = of(one, [0, 9])
+    assert of(one, (0, 9)) is first
+    assert of(other, [0, 9]) is not first
+    assert of(one, [0, 4, 9]) != first
