@@ -213,6 +213,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             SaveError: The save failed; the subclass says how.
         """
         self._staging = None
+        self.rank_save.settings = self._settings()
         with preemption.deferred(then_end=False), report_loss(str(self.path)):
             results = self.rank_save.write_now(plan, planner)
         future: TorchFuture[list[WriteResult]] = TorchFuture()
@@ -305,6 +306,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             StagingError: An item could not be resolved.
         """
+        self.rank_save.settings = self._settings()
         self.rank_save.prepare(plan, planner)
 
     def get_save_function_and_args(self) -> tuple[Any, Any, list[Any]]:

@@ -25,6 +25,7 @@ from nostall._commit.guarded_program import HINT
 from nostall._commit.manifest import Manifest, manifest_alone, manifest_of, split
 from nostall._commit.metadata import Extent, extents_of, load_metadata, planned_indices
 from nostall._model.checksum import use_fastest
+from nostall._storage.destination import require_file_system
 from nostall._storage.port import Files
 from nostall._storage.posix import may_pass
 from nostall._storage.posix_files import PosixFiles
@@ -94,6 +95,12 @@ class _Checkpoint:
     """Why ``extents`` is empty although the metadata has items."""
 
 
+def _path_of(path: str | os.PathLike[str]) -> str:
+    """The path; an object store must not look like a directory without checkpoints."""
+    require_file_system(path)
+    return os.fspath(path)
+
+
 def is_complete(path: str | os.PathLike[str], deep: bool = False) -> bool:
     """Whether a directory holds a complete, committed checkpoint.
 
@@ -108,8 +115,9 @@ def is_complete(path: str | os.PathLike[str], deep: bool = False) -> bool:
     Raises:
         UnknownMetadataError: There is no manifest, and the metadata is not understood: a newer
             torch or a planner with its own classes may have written it.
+        OptionError: The path is in an object store.
     """
-    directory = os.fspath(path)
+    directory = _path_of(path)
     if deep:
         found = verify(directory)
         if found.state is State.NOT_UNDERSTOOD:
@@ -141,9 +149,10 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
             job that starts from scratch might lose it.
         ReadError: ``root`` is not a directory, or cannot be read; or no checkpoint is known to be
             complete, and one cannot be read at present.
+        OptionError: ``root`` is in an object store.
     """
     unknown: list[UnknownMetadataError | ReadError] = []
-    for path in _latest_first(os.fspath(root)):
+    for path in _latest_first(_path_of(root)):
         try:
             if is_complete(path, deep):
                 return path
@@ -244,8 +253,11 @@ def verify(
 
     Returns:
         The findings; the content of the checkpoint never raises.
+
+    Raises:
+        OptionError: The path is in an object store.
     """
-    directory = os.fspath(path)
+    directory = _path_of(path)
     try:
         checkpoint = _read(PosixFiles(directory), with_items=True)
     except (FileNotFoundError, NotADirectoryError):

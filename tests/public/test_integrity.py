@@ -32,7 +32,7 @@ from nostall._commit.manifest import files_in_manifest, split
 from nostall._storage import posix_files, reading
 from nostall.cli import main
 from nostall.core import AsyncCallsQueue
-from nostall.errors import DamagedCheckpointError, ReadError, UnknownMetadataError
+from nostall.errors import DamagedCheckpointError, OptionError, ReadError, UnknownMetadataError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import State
 from nostall.state_dict_saver import CheckpointMetadataCache
@@ -658,3 +658,10 @@ def test_the_latest_is_not_denied_while_storage_is_away(tmp_path: Path, operatio
     assert caught.value.path == str(tmp_path / "one" / "save")
     assert caught.value.hint == "try again when storage answers"
     assert nostall.latest_complete(tmp_path / "two") == str(tmp_path / "two" / "save")
+
+
+@pytest.mark.parametrize("look", [nostall.verify, nostall.is_complete, nostall.latest_complete])
+def test_an_object_store_does_not_look_like_an_empty_directory(look: Callable[[str], Any]) -> None:
+    """A job that finds no checkpoint starts from scratch."""
+    with pytest.raises(OptionError, match=r"object stores .* not supported yet"):
+        look("s3://bucket/checkpoints")

@@ -468,3 +468,15 @@ def test_a_file_where_the_directory_should_be_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "file", tmp_path / "file" / "below" / "it"):
         with pytest.raises(CheckpointException, match=f"{tmp_path / 'file'} is a file"):
             dcp.save(small_state(), storage_writer=FileSystemWriterAsync(path), no_dist=True)
+
+
+def test_an_option_set_after_the_role_counts(tmp_path: Path) -> None:
+    """Stock's writer reads its attributes when it writes; subclasses rely on that."""
+
+    class Several(FileSystemWriterAsync):
+        def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None:
+            super().set_up_storage_writer(*args, **kwargs)
+            self.thread_count = 3
+
+    dcp.save(small_state(), storage_writer=Several(tmp_path / "saved"), no_dist=True)
+    assert len(list(tmp_path.glob("saved/*.distcp"))) == 3
