@@ -128,7 +128,9 @@ def tests(session: nox.Session) -> None:
     session.run("coverage", "erase")
     session.run("coverage", "run", "-m", "pytest", *SIDE_BY_SIDE, *session.posargs)
     session.run("coverage", "combine", "--quiet")
-    session.run("coverage", "report")
+    # A part of the suite need not reach the floor.
+    part = ("--fail-under", "0") if session.posargs else ()
+    session.run("coverage", "report", *part)
 
 
 @nox.session
