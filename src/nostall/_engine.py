@@ -58,7 +58,7 @@ class Engine:
             on_drop=self._forget,
         )
         self.placements: OrderedDict[Any, Placement] = OrderedDict()
-        """Places of the payloads of staged state dicts in their images, by structure."""
+        """Places of staged payloads in their images, by structure and options."""
         self.faults: tuple[dict[str, Any], ...] = ()
         """Faults for every save that starts now; set by ``nostall.testing`` only."""
         self.chunk_plans = ChunkPlans()
@@ -128,11 +128,11 @@ class Engine:
                 "snapshot memory is not pinned, copies off the device are slower: %s", error
             )
 
-    def remember_placement(self, structure: Any, placement: Placement) -> None:
+    def remember_placement(self, key: Any, placement: Placement) -> None:
         """Keep the places of a staged structure's payloads for its next staging."""
         with self._lock:
-            self.placements[structure] = placement
-            self.placements.move_to_end(structure)
+            self.placements[key] = placement
+            self.placements.move_to_end(key)
             while len(self.placements) > _LAYOUTS_KEPT:
                 self.placements.popitem(last=False)
 

@@ -113,15 +113,16 @@ class FileSystemWriterAsync(FileSystemWriter):
         require_possible(path)
         if not callable(open_file):
             raise OptionError(
-                f"open_file is a {type(open_file).__name__}",
+                f"open_file={open_file!r} is not callable",
                 hint="use a callable with the signature of open",
             )
         super().__init__(path, *args, **kwargs)
         require_file_system(path)
         self.path = absolute(self.path)
-        if getattr(self, "serialization_format", None) == SerializationFormat.SAFETENSORS:
+        form = getattr(self, "serialization_format", SerializationFormat.TORCH_SAVE)
+        if form is not SerializationFormat.TORCH_SAVE:
             raise OptionError(
-                "serialization_format=SAFETENSORS is not supported yet",
+                f"serialization_format={form!r} is not supported yet",
                 hint="leave it at SerializationFormat.TORCH_SAVE",
             )
         spread = require_switch("is_multiproc_io", is_multiproc_io)
@@ -257,15 +258,10 @@ class FileSystemWriterAsync(FileSystemWriter):
             SaveTimeoutError: Earlier saves still hold all snapshot memory.
             ReservationError: There is not enough host memory.
         """
-        timeline, engine, settings = Timeline(), default_engine(), self._settings()
+        self._staging = None
+        timeline = Timeline()
         staged = stage_for_later(
-            state_dict,
-            engine,
-            timeline,
-            overlapped=settings.options.staging == "overlapped",
-            rank=_rank_among_peers(),
-            path=settings.directory,
-            lay_out=lambda shapes: settings.lay_out(shapes, engine),
+            state_dict, default_engine(), timeline, self._settings(), rank=_rank_among_peers()
         )
         self._staging = self.rank_save.staging = Staging(fence=staged.fence, timeline=timeline)
         return staged.copied

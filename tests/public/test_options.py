@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from nostall._engine import Engine
-from nostall.errors import (
-    OptionError,
-)
+from nostall.errors import OptionError
+from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions, WriterOptions
+from nostall.testing import Fault
 
 ENGINE_MISTAKES: list[tuple[str, Any, str]] = [
     ("io_threads", 0, "at least 1"),
@@ -71,6 +71,26 @@ def test_a_wrong_writer_option_is_named_with_its_value_and_the_fix() -> None:
         assert given_value in caught.value.message
         assert caught.value.hint is not None
         assert fix in caught.value.hint
+
+
+@pytest.mark.parametrize("path", [None, 5, b"bytes", "", "nul\0"])
+def test_what_cannot_be_a_path_is_named(path: Any) -> None:
+    """A launcher that lost its argument passes ``None``."""
+    with pytest.raises(OptionError, match="checkpoint path"):
+        FileSystemWriterAsync(path)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch_save"])
+def test_a_format_that_is_not_written_is_refused(form: Any) -> None:
+    """Stock takes any other value for its default, without a word."""
+    with pytest.raises(OptionError, match=f"serialization_format='{form}' is not supported"):
+        FileSystemWriterAsync("path", serialization_format=form)
+
+
+def test_a_fault_at_a_misspelt_point_is_refused() -> None:
+    """A test that injects it would pass, whatever the code does."""
+    with pytest.raises(ValueError, match="point='fsnyc': not one of stage, start, open"):
+        Fault.errno("fsnyc", 28)
 
 
 def test_the_limits_of_options_are_possible() -> None:

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import nostall
 from nostall._engine import default_engine
@@ -171,3 +173,41 @@ def test_the_first_dcp_async_save_needs_memory_for_one_copy(
     save_async(writer, state)
     assert default_engine().arena.reserved_nbytes <= 1.05 * nbytes + 2 * MIB  # a whole block
     assert blobs(tmp_path / "saved") == by_stock(tmp_path / "stock", state)
+
+
+class Renaming(DefaultSavePlanner):
+    """Saves every item under another name, as a planner of a user's own may."""
+
+    def set_up_planner(
+        self,
+        state_dict: Any,
+        storage_meta: Any = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002  # DCP's signature
+    ) -> None:
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self.state_dict = {f"module.{name}": value for name, value in self.state_dict.items()}
+
+
+def test_a_planner_of_other_names_needs_memory_for_one_copy(tmp_path: Path) -> None:
+    """Places in an image that no tensor fits are not reserved."""
+    state = large_state()
+    nbytes = sum(each.nbytes for each in state.values() if isinstance(each, torch.Tensor))
+    nostall.configure(EngineOptions())
+    for number in range(3):
+        writer = FileSystemWriterAsync(tmp_path / f"{number}")
+        saved: Any = dcp.async_save(state, storage_writer=writer, planner=Renaming(), no_dist=True)
+        saved.result(60)
+    assert default_engine().arena.reserved_nbytes <= 1.05 * nbytes + 2 * MIB
+
+
+def test_writers_with_other_options_keep_places_of_their_own(tmp_path: Path) -> None:
+    """Their tensors go to other files, so to other places in the image."""
+    state = large_state()
+    nostall.configure(EngineOptions())
+    nbytes = sum(each.nbytes for each in state.values() if isinstance(each, torch.Tensor))
+    process = psutil.Process(writer_pids()[0])
+    for number in range(4):
+        before = process.io_counters().write_chars
+        writer = FileSystemWriterAsync(tmp_path / f"{number}", thread_count=1 + number % 2)
+        save_async(writer, state)
+        assert process.io_counters().write_chars - before >= nbytes  # not written by the trainer

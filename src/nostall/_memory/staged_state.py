@@ -144,14 +144,13 @@ def stage_state_dict(
     Returns:
         The copy, and the places that the leaves have yet to be copied to.
     """
-    end = max((offset + nbytes for offset, nbytes in placement.values()), default=0)
     names = Counter(leaf.fqn for leaf in leaves)
+    known = [_known_offset(leaf, placement) if names[leaf.fqn] == 1 else None for leaf in leaves]
+    is_image = any(offset is not None for offset in known)
+    end = max((sum(place) for place in placement.values()), default=0) if is_image else 0
     offsets = []
-    for leaf in leaves:
-        offset, nbytes = placement.get(leaf.fqn, (0, -1))
-        # The caller may compute with the copy; complex128 faults at addresses not a multiple of 16.
-        movable = leaf.tensor.dtype is not torch.complex128 or offset % _ALIGNMENT == 0
-        if nbytes == leaf.tensor.nbytes and names[leaf.fqn] == 1 and movable:
+    for leaf, offset in zip(leaves, known, strict=True):
+        if offset is not None:
             offsets.append(offset)
         else:
             end = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -164,6 +163,13 @@ def stage_state_dict(
         lease.release()
         raise
     return StagedStateDict(content, lease, structure_of(leaves)), places
+
+
+def _known_offset(leaf: Leaf, placement: Placement) -> int | None:
+    offset, nbytes = placement.get(leaf.fqn, (0, -1))
+    # The caller may compute with the copy; complex128 faults at addresses not a multiple of 16.
+    movable = leaf.tensor.dtype is not torch.complex128 or offset % _ALIGNMENT == 0
+    return offset if nbytes == leaf.tensor.nbytes and movable else None
 
 
 def _copied(

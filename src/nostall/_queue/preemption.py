@@ -188,7 +188,7 @@ class Preemption:
         if self._is_anything_pending():
             _log.error("SIGTERM: scheduled saves were not finished in time and are lost")
         # In a separate thread, as it may wait for a lock that the main thread holds.
-        helper = threading.Thread(target=abandon, daemon=True)
+        helper = threading.Thread(target=abandon, name="nostall-abandon", daemon=True)
         helper.start()
         helper.join(_ABANDON_S)
         os._exit(STATUS)

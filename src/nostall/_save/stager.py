@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,10 +34,11 @@ from nostall._memory.staged_state import (
     unstaged,
 )
 from nostall._model.jobs import RankFailed
-from nostall._model.values import ItemShape, Layout
+from nostall._model.values import Layout
 from nostall._plan.items import plan_rank
 from nostall._ranks.failures import error_of, failure_of
 from nostall._save.session import PreparedSave
+from nostall._save.settings import WriterSettings
 from nostall._writer.faults import Faults
 from nostall.errors import StagingError
 from nostall.stats import Timeline
@@ -59,11 +60,9 @@ def stage_for_later(
     state_dict: Mapping[str, Any],
     engine: Engine,
     timeline: Timeline,
+    settings: WriterSettings,
     *,
-    overlapped: bool,
     rank: int | None,
-    path: str,
-    lay_out: Callable[[Sequence[ItemShape]], Layout],
 ) -> Staged:
     """Copy a state dict into snapshot memory, if possible to its places in the image.
 
@@ -71,10 +70,8 @@ def stage_for_later(
         state_dict: The state dict passed to ``dcp.async_save``.
         engine: The engine whose memory to copy to.
         timeline: Receives the duration.
-        overlapped: Whether to copy during training.
+        settings: Those of the writer; with overlapped staging, the copy is made during training.
         rank: This rank, if others save with it: a failure here must fail the save there, too.
-        path: The checkpoint directory, for errors.
-        lay_out: Lays out items as the write will.
 
     Returns:
         The copy. If it failed and there are other ranks, an object in its place that fails the save
@@ -85,24 +82,21 @@ def stage_for_later(
         ReservationError: There is not enough host memory.
     """
     try:
-        if overlapped:
-            return _copy_in_background(state_dict, engine, timeline, lay_out)
-        return Staged(copied=_copy(state_dict, engine, timeline, lay_out), fence=None)
+        if settings.options.staging == "overlapped":
+            return _copy_in_background(state_dict, engine, timeline, settings)
+        return Staged(copied=_copy(state_dict, engine, timeline, settings), fence=None)
     except Exception as error:  # fails the save on every rank
         if rank is None:
             raise
-        _log.error("the snapshot could not be taken path=%s: %s", path, error)
-        return _substitute(state_dict, error, rank=rank, overlapped=overlapped, path=path)
-
-
-_LayOut = Callable[[Sequence[ItemShape]], Layout]
+        _log.error("the snapshot could not be taken path=%s: %s", settings.directory, error)
+        return _substitute(state_dict, error, settings, rank=rank)
 
 
 def _copy(
-    state_dict: Mapping[str, Any], engine: Engine, timeline: Timeline, lay_out: _LayOut
+    state_dict: Mapping[str, Any], engine: Engine, timeline: Timeline, settings: WriterSettings
 ) -> StagedStateDict:
     with timeline.measure("stage"):
-        leaves, staged, places = _begin_copy(state_dict, engine, lay_out)
+        leaves, staged, places = _begin_copy(state_dict, engine, settings)
         try:
             places.fill([leaf.tensor for leaf in leaves], method=engine.copy_method).wait()
         except BaseException:  # passed on; no copy owns the lease yet
@@ -112,14 +106,14 @@ def _copy(
 
 
 def _copy_in_background(
-    state_dict: Mapping[str, Any], engine: Engine, timeline: Timeline, lay_out: _LayOut
+    state_dict: Mapping[str, Any], engine: Engine, timeline: Timeline, settings: WriterSettings
 ) -> Staged:
     """As :func:`_copy`, during training. The future never raises.
 
     DCP waits for it before it communicates, so an error would leave other ranks waiting for this
     one. The error is noted in the copy instead and raised by the write, where DCP shares failures.
     """
-    leaves, staged, places = _begin_copy(state_dict, engine, lay_out)
+    leaves, staged, places = _begin_copy(state_dict, engine, settings)
     method, faults = engine.copy_method, engine.faults
 
     def begin(tensors: list[torch.Tensor], after: Marks) -> tuple[None, Copies]:
@@ -149,19 +143,21 @@ def _copy_in_background(
 
 
 def _begin_copy(
-    state_dict: Mapping[str, Any], engine: Engine, lay_out: _LayOut
+    state_dict: Mapping[str, Any], engine: Engine, settings: WriterSettings
 ) -> tuple[list[Leaf], StagedStateDict, Places]:
     leaves = find_leaves(state_dict)
-    structure = structure_of(leaves)
-    placement = engine.placements.get(structure)
+    key = (structure_of(leaves), settings.options)
+    placement = engine.placements.get(key)
     if placement is None:
-        placement = _predicted(state_dict, lay_out)
-        engine.remember_placement(structure, placement)
+        placement = _predicted(state_dict, engine, settings)
+        engine.remember_placement(key, placement)
     staged, places = stage_state_dict(state_dict, leaves, placement, engine.lease)
     return leaves, staged, places
 
 
-def _predicted(state_dict: Mapping[str, Any], lay_out: _LayOut) -> Placement:
+def _predicted(
+    state_dict: Mapping[str, Any], engine: Engine, settings: WriterSettings
+) -> Placement:
     """The places of the payloads if no other rank writes an item of this one."""
     planner = DefaultSavePlanner()
     try:
@@ -169,19 +165,19 @@ def _predicted(state_dict: Mapping[str, Any], lay_out: _LayOut) -> Placement:
         planned = plan_rank(planner.create_local_plan(), planner, rank=0)
     except Exception:  # planning the save raises it again, where DCP shares failures
         return {}
-    return _placement(lay_out(planned.share.shapes))
+    return _placement(settings.lay_out(planned.share.shapes, engine))
 
 
 def _substitute(
-    state_dict: Mapping[str, Any], error: Exception, *, rank: int, overlapped: bool, path: str
+    state_dict: Mapping[str, Any], error: Exception, settings: WriterSettings, *, rank: int
 ) -> Staged:
     """The substitute for a failed copy, which fails the save on other ranks: see ``Unstaged``."""
     failure = error_of(RankFailed(rank=rank, failure=failure_of(error, phase="stage")))
-    failure.path = path
+    failure.path = settings.directory
     fence = SnapshotFence()
     fence.end(failure.message)
     substitute = unstaged(state_dict, failure)
-    if not overlapped:
+    if settings.options.staging != "overlapped":
         return Staged(copied=substitute, fence=fence)
     future: Future[dict[str, Any]] = Future()
     future.set_result(substitute)
@@ -202,7 +198,8 @@ def take_over(prepared: PreparedSave, engine: Engine) -> Snapshot | None:
         raise StagingError(structure.why, rank=prepared.rank, phase="stage")
     adopted = adopt_staged(prepared.planned, prepared.layout, lease)
     if adopted is None:
-        engine.remember_placement(structure, _placement(prepared.layout))
+        key = (structure, prepared.target.options)
+        engine.remember_placement(key, _placement(prepared.layout))
         return None
     # The write owns the memory now, also if it outlives the staged dict.
     return replace(adopted, lease=engine.arena.adopt(lease))

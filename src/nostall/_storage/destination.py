@@ -15,8 +15,12 @@ def require_possible(path: str | os.PathLike[str]) -> None:
     """Refuse a path that cannot name a checkpoint directory.
 
     Raises:
-        OptionError: The path is empty or contains a null character.
+        OptionError: It is not a path, is empty or contains a null character.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise OptionError(
+            f"the checkpoint path is {path!r}", hint="pass a string or a pathlib.Path"
+        )
     if not os.fspath(path):
         raise OptionError("the checkpoint path is empty", hint="'.' is the current directory")
     if "\0" in str(path):

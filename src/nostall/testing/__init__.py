@@ -24,6 +24,8 @@ from nostall.testing.storage import MemoryStorage
 
 __all__ = ["Fault", "Hold", "MemoryStorage", "inject", "reset", "writer_pids"]
 
+_POINTS = ("stage", "start", "open", "chunk", "fsync", "report", "commit", "publish")
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -36,6 +38,15 @@ class Fault:
     """
 
     plain: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        """Check the point: a fault at a misspelt one would make a test pass.
+
+        Raises:
+            ValueError: There is no such point.
+        """
+        if self.plain["point"] not in _POINTS:
+            raise ValueError(f"point={self.plain['point']!r}: not one of {', '.join(_POINTS)}")
 
     @classmethod
     def errno(
