@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from nostall._engine import status as status
     from nostall._engine import wait_staged as wait_staged
     from nostall._engine import wait_staged_before_step as wait_staged_before_step
-    from nostall._engine import warmup as warmup
     from nostall._model.progress import SaveStatus as SaveStatus
+    from nostall._save.warmup import warmup as warmup
     from nostall.core import AsyncCallsQueue as AsyncCallsQueue
     from nostall.core import AsyncRequest as AsyncRequest
     from nostall.core import abort_all as abort_all
@@ -56,7 +56,7 @@ _HOME = {
     "verify": "integrity",
     "wait_staged": "_engine",
     "wait_staged_before_step": "_engine",
-    "warmup": "_engine",
+    "warmup": "_save.warmup",
 }
 _MODULES = (
     "cached_metadata_filesystem_reader",

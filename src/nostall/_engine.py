@@ -35,8 +35,8 @@ from nostall._storage.removed_files import RemovedFiles
 from nostall._writer.handle import WriterProcess
 from nostall._writer.priority import lower_priority
 from nostall._writer.seals import ChunkPlans
-from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError
-from nostall.options import EngineOptions, is_possible_wait, require_integer
+from nostall.errors import NostallError, OptionError, SaveAbortedError, SaveTimeoutError
+from nostall.options import EngineOptions
 
 _log = logging.getLogger("nostall")
 
@@ -71,6 +71,8 @@ class Engine:
         self._is_closed = False
         self._writers: list[WriterProcess] = []
         self._layouts: OrderedDict[Any, Layout] = OrderedDict()
+        self._warmup: threading.Thread | None = None
+        """Reserves memory; a save that begins meanwhile waits for it, and reserves no more."""
         self._pinned: set[int] = set()
         self._may_pin = True
         """Until the first refusal: each attempt is slow, and the next would be refused, too."""
@@ -110,6 +112,9 @@ class Engine:
     def lease(self, nbytes: int, *, beyond_limit: bool = False) -> Lease:
         """Snapshot memory; see :meth:`nostall._memory.arena.Arena.lease`."""
         timeout_s = self.options.save_timeout_s
+        if (warmup := self._warmup) is not None and warmup is not threading.current_thread():
+            warmup.join(timeout_s)
+            self._warmup = None
         lease = self.arena.lease(nbytes, timeout_s=timeout_s, beyond_limit=beyond_limit)
         # Not when the block is made: a warmed-up block may be older than the CUDA context.
         with self._lock:
@@ -223,6 +228,18 @@ class Engine:
                 hint="its standard error says why",
             )
 
+    def warmup_in_background(self, nbytes: int, *, timeout_s: float) -> None:
+        """As :meth:`warmup`, on a thread. An error is logged; the first save meets it, too."""
+
+        def warm_up() -> None:
+            try:
+                self.warmup(nbytes, timeout_s=timeout_s)
+            except NostallError as error:
+                _log.warning("the warm-up failed: %s", error)
+
+        self._warmup = threading.Thread(target=warm_up, name="nostall-warmup", daemon=True)
+        self._warmup.start()
+
     def cancel(self, job: str, done: Future[RankReport], *, timeout_s: float) -> None:
         """Cancel one save: writer processes that do not answer within ``timeout_s`` are killed."""
         with self._lock:
@@ -330,24 +347,6 @@ def configure(options: EngineOptions) -> None:
         old, _process.engine = _process.engine, Engine(options)
     if old is not None:
         old.close()
-
-
-def warmup(nbytes: int = 0, *, timeout: float = 30.0) -> None:
-    """Start the writer process and reserve snapshot memory before the first save needs them.
-
-    Args:
-        nbytes: Size of this rank's share of a checkpoint in bytes; 0 to start the process only.
-        timeout: Seconds to wait for the process.
-
-    Raises:
-        ReservationError: There is not enough host memory.
-        SaveTimeoutError: The process did not start in time.
-        OptionError: ``nbytes`` or ``timeout`` is not a possible number.
-    """
-    require_integer("nbytes", nbytes, at_least=0)
-    if not is_possible_wait(timeout):
-        raise OptionError(f"timeout={timeout!r} is not possible", hint="use seconds")
-    default_engine().warmup(nbytes, timeout_s=timeout)
 
 
 def status() -> tuple[SaveStatus, ...]:

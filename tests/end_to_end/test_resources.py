@@ -29,7 +29,7 @@ from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.testing import Hold, inject, writer_pids
 from support.ranks import TESTS
-from support.states import blobs, read_metadata, schedule, small_state
+from support.states import blobs, read_metadata, save_async, schedule, small_state
 
 DEADLINE_S = 60.0
 
@@ -357,6 +357,40 @@ def test_warmup_leaves_nothing_to_start_or_reserve(tmp_path: Path) -> None:
     assert (writer_pids(), default_engine().arena.reserved_nbytes) == (pids, reserved)
     nostall.warmup(3 << 20)
     assert (writer_pids(), default_engine().arena.reserved_nbytes) == (pids, reserved)
+
+
+@pytest.mark.parametrize("save", ["split", "dcp.async_save"])
+@pytest.mark.parametrize("wait", [True, False])
+def test_warmup_for_a_state_dict_reserves_what_its_first_save_needs(
+    tmp_path: Path, save: str, *, wait: bool
+) -> None:
+    """Objects, containers and tensors of odd strides included; twice as much is not reserved."""
+    tensors = {f"t{n}": torch.randn(1000) for n in range(3000)}
+    state = {**tensors, "view": torch.randn(2000, 900).t(), "text": "x" * (5 << 20)}
+    nostall.configure(EngineOptions())
+    nostall.warmup(state, wait=wait)
+    pids = writer_pids()
+    if save == "split":
+        with AsyncCallsQueue() as queue:
+            schedule(queue, tmp_path / "saved", state)
+    else:
+        save_async(FileSystemWriterAsync(tmp_path / "saved"), state)
+    reserved = default_engine().arena.reserved_nbytes
+    nostall.configure(EngineOptions())
+    nostall.warmup(state)
+    assert reserved == default_engine().arena.reserved_nbytes  # the save reserved no more
+    assert pids != writer_pids()
+    assert nostall.verify(tmp_path / "saved").ok
+
+
+def test_a_warmup_that_fails_in_the_background_fails_no_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged; a save that needs less memory succeeds."""
+    nostall.configure(EngineOptions())
+    nostall.warmup(1 << 50, wait=False)
+    save_async(FileSystemWriterAsync(tmp_path / "saved"), small_state())
+    assert "the warm-up failed: cannot reserve" in caplog.text
 
 
 def test_no_more_memory_is_reserved_than_a_snapshot_needs(tmp_path: Path) -> None:

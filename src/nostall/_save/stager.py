@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +34,7 @@ from nostall._memory.staged_state import (
     unstaged,
 )
 from nostall._model.jobs import RankFailed
-from nostall._model.values import Layout
+from nostall._model.values import ItemShape, Layout
 from nostall._plan.items import plan_rank
 from nostall._ranks.failures import error_of, failure_of
 from nostall._save.session import PreparedSave
@@ -159,13 +159,18 @@ def _predicted(
     state_dict: Mapping[str, Any], engine: Engine, settings: WriterSettings
 ) -> Placement:
     """The places of the payloads if no other rank writes an item of this one."""
-    planner = DefaultSavePlanner()
     try:
-        planner.set_up_planner(dict(state_dict), is_coordinator=True)
-        planned = plan_rank(planner.create_local_plan(), planner, rank=0)
+        shapes = shapes_planned_alone(state_dict)
     except Exception:  # planning the save raises it again, where DCP shares failures
         return {}
-    return _placement(settings.lay_out(planned.share.shapes, engine))
+    return _placement(settings.lay_out(shapes, engine))
+
+
+def shapes_planned_alone(state_dict: Mapping[str, Any]) -> Sequence[ItemShape]:
+    """The items of this rank if no other rank writes one of them, with DCP's default planner."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(state_dict), is_coordinator=True)
+    return plan_rank(planner.create_local_plan(), planner, rank=0).share.shapes
 
 
 def _substitute(
