@@ -287,6 +287,8 @@ def dist(session: nox.Session) -> None:
     # said.
     warnings = ("-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning")
     session.run(python, *warnings, "-c", IMPORT_CHECK, version, external=True, log=False)
+    program = str(fresh / "bin" / "nostall")
+    session.run(program, "--version", external=True, log=False)
     shutil.rmtree(fresh)  # it holds a whole torch
     session.log(
         f"{wheel.name}: carries py.typed, needs only {sorted(RUNTIME_REQUIREMENTS)}, imports"
