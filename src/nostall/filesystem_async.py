@@ -15,7 +15,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import queue
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
@@ -37,8 +38,11 @@ from nostall._save.stager import stage_for_later
 from nostall._storage.destination import absolute, make_ready, require_file_system, require_possible
 from nostall._storage.streams import StreamTarget
 from nostall.errors import OptionError
-from nostall.options import WriterOptions, require_switch
+from nostall.options import StagingMode, WriterOptions, require_switch
 from nostall.stats import SaveStats, Timeline
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint._extension import StreamTransformExtension
 
 __all__ = ["FileSystemWriterAsync", "get_write_results_queue"]
 
@@ -68,13 +72,20 @@ def get_write_results_queue(mp_mode: str = "spawn") -> queue.SimpleQueue[Any]:
 
 
 class FileSystemWriterAsync(FileSystemWriter):
-    r"""A drop-in ``FileSystemWriter`` whose saves do not stall training and commit atomically.
+    """A drop-in ``FileSystemWriter`` whose saves do not stall training and commit atomically.
 
     Make a new one for every checkpoint. It is cheap: memory and processes belong to the engine.
 
     Args:
         path: Checkpoint directory.
-        \*args: Those of ``torch.distributed.checkpoint.FileSystemWriter``, in its order.
+        single_file_per_rank: ``False`` makes one file per item.
+        sync_files: Fsync files and directory before a rank reports success.
+        thread_count: Number of files per rank.
+        per_thread_copy_ahead: Accepted for compatibility, without effect.
+        cache_staged_state_dict: Accepted for compatibility, without effect.
+        overwrite: Whether a committed checkpoint in ``path`` may be replaced.
+        _extensions: DCP's stream extensions, such as compression.
+        serialization_format: ``TORCH_SAVE``; others are not supported yet.
         staging: ``"blocking"``: the save call returns when the snapshot is taken, and every tensor
             may be changed. ``"overlapped"``: it returns at once. Forward, backward and every
             ``step()`` of a ``torch.optim.Optimizer`` may follow: the step waits for the copy. Small
@@ -89,34 +100,71 @@ class FileSystemWriterAsync(FileSystemWriter):
             never.
         use_cpu_shm_for_gpu_tensors: Accepted for compatibility; snapshots are always in shared host
             memory.
-        \*\*kwargs: Those of ``FileSystemWriter`` (``thread_count`` is the number of files per
-            rank), and ``open_file``, a callable with the signature of ``open`` that opens every
-            shard file.
+        open_file: A callable with the signature of ``open`` that opens every shard file.
+
+    The first nine are those of ``torch.distributed.checkpoint.FileSystemWriter``, in its order;
+    the others are keyword-only.
 
     Raises:
         OptionError: Two options exclude each other, or an option is not supported yet.
     """
 
-    def __init__(
+    if TYPE_CHECKING:
+        # Stock's arguments by name, behind the signature that frameworks inspect.
+        def __init__(
+            self,
+            path: str | os.PathLike[str],
+            single_file_per_rank: bool = True,
+            sync_files: bool = True,
+            thread_count: int = 1,
+            per_thread_copy_ahead: int = 10_000_000,
+            cache_staged_state_dict: bool = False,
+            overwrite: bool = True,
+            _extensions: Sequence[StreamTransformExtension] | None = None,
+            serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+            *,
+            staging: StagingMode = "blocking",
+            separation_hint: str | None = None,
+            use_msc: bool = False,
+            is_multiproc_io: bool = False,
+            use_cached_data_structure: bool = False,
+            use_cpu_shm_for_gpu_tensors: bool = False,
+            open_file: Callable[..., Any] = open,
+        ) -> None: ...
+
+    else:
+
+        def __init__(
+            self,
+            path: str | os.PathLike[str],
+            *args: Any,
+            staging: StagingMode = "blocking",
+            separation_hint: str | None = None,
+            use_msc: bool = False,
+            is_multiproc_io: bool = False,
+            use_cached_data_structure: bool = False,
+            use_cpu_shm_for_gpu_tensors: bool = False,
+            open_file: Callable[..., Any] = open,
+            **kwargs: Any,
+        ) -> None:
+            require_possible(path)
+            super().__init__(path, *args, **kwargs)
+            self._begin(path, staging, separation_hint, is_multiproc_io, open_file)
+
+    def _begin(
         self,
         path: str | os.PathLike[str],
-        *args: Any,
-        staging: str = "blocking",
-        separation_hint: str | None = None,
-        use_msc: bool = False,
-        is_multiproc_io: bool = False,
-        use_cached_data_structure: bool = False,
-        use_cpu_shm_for_gpu_tensors: bool = False,
-        **kwargs: Any,
+        staging: StagingMode,
+        separation_hint: str | None,
+        is_multiproc_io: bool,
+        open_file: Callable[..., Any],
     ) -> None:
-        open_file = kwargs.pop("open_file", open)
-        require_possible(path)
+        """Check all options, and begin the first save."""
         if not callable(open_file):
             raise OptionError(
                 f"open_file={open_file!r} is not callable",
                 hint="use a callable with the signature of open",
             )
-        super().__init__(path, *args, **kwargs)
         require_file_system(path)
         self.path = absolute(self.path)
         form = getattr(self, "serialization_format", SerializationFormat.TORCH_SAVE)

@@ -886,9 +886,9 @@ def test_only_a_path_can_be_written_in_the_background(tmp_path: Path) -> None:
     """A stream is refused where it is passed."""
     checkpoint = TorchAsyncCheckpoint()
     with pytest.raises(OptionError, match=r"BytesIO.*pass a path"):
-        checkpoint.async_save({}, io.BytesIO())
+        checkpoint.async_save({}, io.BytesIO())  # type: ignore[arg-type]  # on purpose
     with pytest.raises(OptionError, match="pass a path"):
-        checkpoint.async_save({})
+        checkpoint.async_save({})  # type: ignore[call-arg]  # on purpose
 
 
 def test_what_is_no_request_no_writer_or_no_time_is_refused_by_its_name(tmp_path: Path) -> None:
