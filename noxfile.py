@@ -190,10 +190,14 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Type-check the package and its tests; torch is there because its types are part of ours."""
+    """Type-check the package and its tests; torch is there because its types are part of ours.
+
+    pyright checks how users call the package.
+    """
     install_group(session, "types")
     install(session, *PYPROJECT["project"]["dependencies"])
     session.run("mypy")
+    session.run("pyright")
 
 
 @nox.session

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
@@ -187,7 +187,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Belongs to the present save, and to the one that the next :meth:`reset` begins:
         ``dcp.async_save`` resets the writer between staging and writing."""
         # A wrong combination of options is an error here, not when the first save runs.
-        self.rank_save = RankSave(self._settings())
+        self._rank_save = RankSave(self._settings())
         """This rank's part of the present save."""
 
     # --- DCP's storage writer -------------------------------------------------------------------
@@ -198,12 +198,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             OptionError: A split save of this writer is not finalised yet.
         """
-        self.rank_save.require_over()
+        self._rank_save.require_over()
         super().reset(checkpoint_id)
         require_file_system(checkpoint_id)
         self.path = absolute(self.path)
         staging, self._staging = self._staging, None
-        self.rank_save = RankSave(self._settings(), staging)
+        self._rank_save = RankSave(self._settings(), staging)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Set this rank's role; DCP calls this on every rank."""
@@ -211,7 +211,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         if self.rank is None:
             self.rank = _rank()
         self._is_coordinator = is_coordinator or not self.use_collectives
-        self.rank_save.settings = self._settings()
+        self._rank_save.settings = self._settings()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """On the coordinator: make the directory and check for an existing checkpoint.
@@ -224,7 +224,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             with report_loss(str(self.path)):
                 make_ready(
                     str(self.path),
-                    self.rank_save.settings.metadata_path,
+                    self._rank_save.settings.metadata_path,
                     overwrite=self.overwrite,
                     rank=self.rank,
                     timeout_s=default_engine().options.save_timeout_s,
@@ -238,7 +238,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """As stock; if a checkpoint exists, the plans say so, as other hosts may not see it yet."""
         plans = super().prepare_global_plan(plans)
         timeout_s = default_engine().options.save_timeout_s
-        if not self.rank_save.settings.may_replace(timeout_s=timeout_s):
+        if not self._rank_save.settings.may_replace(timeout_s=timeout_s):
             return plans
         return [
             dataclasses.replace(plan, storage_data=Beside(plan.storage_data.prefix, str(self.path)))
@@ -262,9 +262,9 @@ class FileSystemWriterAsync(FileSystemWriter):
             SaveError: The save failed; the subclass says how.
         """
         self._staging = None
-        self.rank_save.settings = self._settings()
+        self._rank_save.settings = self._settings()
         with preemption.deferred(then_end=False), report_loss(str(self.path)):
-            results = self.rank_save.write_now(plan, planner)
+            results = self._rank_save.write_now(plan, planner)
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(results)
         return future
@@ -282,7 +282,11 @@ class FileSystemWriterAsync(FileSystemWriter):
             WriteError: The metadata could not be published.
         """
         with preemption.deferred(then_end=False), report_loss(str(self.path)):
-            commit_results(self.rank_save, metadata, results, self.storage_meta)
+            commit_results(self._rank_save, metadata, results, self.storage_meta)
+
+    def storage_meta(self) -> StorageMeta | None:
+        """What DCP stores beside the items: the path and the identifier of this save."""
+        return super().storage_meta()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -311,17 +315,17 @@ class FileSystemWriterAsync(FileSystemWriter):
         staged = stage_for_later(
             state_dict, default_engine(), timeline, self._settings(), rank=_rank_among_peers()
         )
-        self._staging = self.rank_save.staging = Staging(fence=staged.fence, timeline=timeline)
+        self._staging = self._rank_save.staging = Staging(fence=staged.fence, timeline=timeline)
         return staged.copied
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the save, which belongs to this process."""
-        return {**self.__dict__, "_staging": None, "rank_save": None}
+        return {**self.__dict__, "_staging": None, "_rank_save": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Begin a save in the process that has received the writer."""
         self.__dict__.update(state)
-        self.rank_save = RankSave(self._settings())
+        self._rank_save = RankSave(self._settings())
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when tensors may be changed; at once without overlapped staging.
@@ -331,7 +335,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             SaveTimeoutError: The copy is not complete after ``timeout`` seconds.
         """
-        self.rank_save.wait_staged(timeout)
+        self._rank_save.wait_staged(timeout)
 
     def synchronize_staging(self) -> None:
         """The name under which DCP looks for :meth:`wait_staged`."""
@@ -350,22 +354,22 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             StagingError: An item could not be resolved.
         """
-        self.rank_save.settings = self._settings()
-        self.rank_save.prepare(plan, planner)
+        self._rank_save.settings = self._settings()
+        self._rank_save.prepare(plan, planner)
 
     def get_save_function_and_args(self) -> tuple[Any, Any, list[Any]]:
         """``(save_fn, preload_fn, [rank, None, results])`` to schedule.
 
         ``(None, None, [])`` if this rank has nothing to write, or if nothing is planned.
         """
-        split = self.rank_save.to_schedule
+        split = self._rank_save.to_schedule
         if split is None:
             return None, None, []
         return split, split.stage, [split.rank, None, queue.SimpleQueue()]
 
     def retrieve_write_results(self) -> list[WriteResult] | _torch.WrappedException:
         """This rank's results, or its failure in DCP's wrapped form. Waits for the report."""
-        return self.rank_save.retrieve_results()
+        return self._rank_save.retrieve_results()
 
     @property
     def stats(self) -> SaveStats | None:
@@ -373,7 +377,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
         Complete once the save is finalised.
         """
-        return self.rank_save.stats
+        return self._rank_save.stats
 
     # --------------------------------------------------------------------------------------------
 

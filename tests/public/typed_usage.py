@@ -87,6 +87,7 @@ def mistakes(path: Path) -> None:
     nostall.EngineOptions(io_threads="4")  # type: ignore[arg-type]
     nostall.configure({"io_threads": 4})  # type: ignore[arg-type]
     nostall.configure(io_threads=4)  # type: ignore[call-arg]
+    AsyncCallsQueue(on_error="wran")  # type: ignore[arg-type]
     nostall.verfiy(path)  # type: ignore[attr-defined]
     nostall.TorchAsyncCheckpoint().async_save(STATE)  # type: ignore[call-arg]
     nostall.TorchAsyncCheckpoint().async_save(STATE, path, protocol=2)  # type: ignore[call-arg]
