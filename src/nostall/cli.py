@@ -58,6 +58,9 @@ def _run(parsed: argparse.Namespace) -> int:
     except (NostallError, OSError) as error:
         print_error(str(error))
         return Status.FAILED
+    except MemoryError:
+        print_error("not enough memory")
+        return Status.FAILED
     except KeyboardInterrupt:
         print_error("interrupted")
         return Status.INTERRUPTED

@@ -68,6 +68,17 @@ def test_the_list_says_what_is_complete(tmp_path: Path, run: Run) -> None:
     assert listed[1]["nbytes"] == sum(files)
 
 
+def test_parts_of_a_step_are_listed(tmp_path: Path, run: Run) -> None:
+    """Model and optimizer as two checkpoints in one directory: a line each, and never pruned."""
+    for part in ("model", "optimizer"):
+        save(tmp_path / "step-1" / part)
+    save(tmp_path / "step-2")
+    shown = run("ls", tmp_path)[1]
+    assert "complete" in row_of(shown, "step-1/model")
+    assert "complete" in row_of(shown, "step-1/optimizer")
+    assert "would remove 0" in run("prune", tmp_path, "--keep", "latest=1")[1]
+
+
 def test_nothing_there_is_an_exit_status(tmp_path: Path, run: Run) -> None:
     """3 and one line on standard error, for an empty directory, one without any, and a file."""
     for command in ("ls", "latest"):

@@ -130,10 +130,9 @@ def test_other_policies_are_refused(tmp_path: Path, run: Run, policies: str) -> 
 
 CHECKPOINTS = st.lists(
     st.builds(
-        Listed,
-        path=st.sampled_from(["step", "save_", "epoch=1-step="]).flatmap(
-            lambda name: st.integers(0, 99).map(lambda step: f"/root/{name}{step}")
-        ),
+        lambda name, step, **rest: Listed(path=f"/root/{name}{step}", name=f"{name}{step}", **rest),
+        name=st.sampled_from(["step", "save_", "epoch=1-step="]),
+        step=st.integers(0, 99),
         state=st.sampled_from(State),
         nbytes=st.just(1),
         files=st.just(1),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from nostall._cli.arguments import NotThere
@@ -42,6 +42,8 @@ class Listed:
     """A checkpoint directory."""
 
     path: str
+    name: str
+    """The path below the directory that was listed."""
     state: State
     nbytes: int
     """Bytes in its files."""
@@ -53,11 +55,6 @@ class Listed:
     """Whether nostall has committed it."""
 
     @property
-    def name(self) -> str:
-        """The name of the directory."""
-        return os.path.basename(self.path)
-
-    @property
     def step(self) -> int | None:
         """The number at the end of the name, as in ``step-100`` or ``step=100.ckpt``."""
         found = _STEP.search(self.name)
@@ -67,6 +64,9 @@ class Listed:
 def list_checkpoints(root: str) -> list[Listed]:
     """The checkpoints that are subdirectories of ``root``, oldest first; not behind links.
 
+    A subdirectory that is none may have checkpoints in it, as the parts ``step-100/model`` and
+    ``step-100/optimizer``.
+
     Raises:
         NotThere: ``root`` does not exist.
         ReadError: It is not a directory, or cannot be read.
@@ -74,18 +74,32 @@ def list_checkpoints(root: str) -> list[Listed]:
     """
     require_file_system(root)
     try:
-        with os.scandir(root) as entries:
-            paths = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+        paths = _directories_in(root)
     except FileNotFoundError as error:
         raise NotThere(f"{root}: no such directory") from error
     except OSError as error:
         raise ReadError(
             f"cannot list checkpoints: {error.strerror}", errno=error.errno, path=root
         ) from error
-    found = (look_at(path) for path in paths)
-    return sorted(
-        (each for each in found if each is not None), key=lambda each: (each.at_s, each.path)
-    )
+    found = [each for path in paths for each in _at_or_in(path)]
+    return sorted(found, key=lambda each: (each.at_s, each.path))
+
+
+def _directories_in(path: str) -> list[str]:
+    with os.scandir(path) as entries:
+        return [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+
+
+def _at_or_in(path: str) -> list[Listed]:
+    itself = look_at(path)
+    if itself is not None:
+        return [itself]
+    try:
+        parts = map(look_at, _directories_in(path))
+    except OSError:  # gone, or not for us to read
+        return []
+    name = os.path.basename(path)
+    return [replace(each, name=f"{name}/{each.name}") for each in parts if each is not None]
 
 
 def linked_from(root: str) -> set[str]:
@@ -97,25 +111,28 @@ def linked_from(root: str) -> set[str]:
 def look_at(path: str) -> Listed | None:
     """The state of one directory; ``None`` if it is not a checkpoint's, or gone."""
     try:
-        with os.scandir(path) as entries:
-            sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-        at_s = os.stat(path).st_mtime
-        if METADATA_SUFFIX in sizes:
-            at_s = os.stat(os.path.join(path, METADATA_SUFFIX)).st_mtime
+        with os.scandir(path) as scanned:
+            entries = {entry.name: entry for entry in scanned}
+        shards = [name for name in entries if name.endswith(SHARD_SUFFIX)]
+        committed = METADATA_SUFFIX in entries
+        if not committed and not shards:
+            return None
+        nbytes = sum(entry.stat().st_size for entry in entries.values() if entry.is_file())
+        at_s = os.stat(os.path.join(path, METADATA_SUFFIX) if committed else path).st_mtime
     except OSError:
         return None
-    shards = [name for name in sizes if name.endswith(SHARD_SUFFIX)]
-    if METADATA_SUFFIX not in sizes:
-        if not shards:
-            return None
-        per_rank = any(map(_OF_ONE_RANK.match, sizes))
-        state, manifest = State.PER_RANK if per_rank else State.UNFINISHED, None
-    else:
+    manifest = None
+    if committed:
         state, manifest = _state_of_committed(path)
+    elif any(map(_OF_ONE_RANK.match, entries)):
+        state = State.PER_RANK
+    else:
+        state = State.UNFINISHED
     return Listed(
         path=path,
+        name=os.path.basename(path),
         state=state,
-        nbytes=sum(sizes.values()),
+        nbytes=nbytes,
         files=len(shards if manifest is None else manifest.files),
         at_s=at_s if manifest is None else manifest.committed_at_s,
         manifest=manifest is not None,
