@@ -63,6 +63,8 @@ UNIT_TESTS = (
     "tests/public/test_options.py",
     "tests/public/test_public_names.py",
     "tests/public/test_removal.py",
+    "tests/public/test_types.py",
+    "tests/cli/test_prune.py",
 )
 
 os.environ.update(

@@ -58,8 +58,8 @@ def _run(parsed: argparse.Namespace) -> int:
     except (NostallError, OSError) as error:
         print_error(str(error))
         return Status.FAILED
-    except MemoryError:
-        print_error("not enough memory")
+    except MemoryError as error:
+        print_error(str(error) or "not enough memory")
         return Status.FAILED
     except KeyboardInterrupt:
         print_error("interrupted")

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 import nostall
 from cli.conftest import Run
 from support.parts import save_in_halves
-from support.states import save_stock_way, small_state
+from support.states import read_metadata, save_stock_way, small_state
 
 STORED = Path(__file__).parents[1] / "checkpoints"
 
@@ -200,6 +200,23 @@ def test_metadata_cannot_run_code(tmp_path: Path, run: Run) -> None:
         assert status == 4
         assert error.count("\n") == 1
     assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize("lie", ["size", "properties"])
+def test_metadata_that_lies_is_refused_in_one_line(tmp_path: Path, run: Run, lie: str) -> None:
+    """A tensor of a tebibyte in a file of a kilobyte, or one without a dtype: no traceback."""
+    save_stock_way(tmp_path / "a", {"x": torch.zeros(3)})
+    metadata = read_metadata(tmp_path / "a")
+    tensor: Any = metadata.state_dict_metadata["x"]
+    if lie == "size":
+        tensor.size = tensor.chunks[0].sizes = torch.Size([1 << 50])
+    else:
+        del tensor.properties
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    for command in (["diff", "--values", tmp_path / "a"], ["convert", tmp_path / "new"]):
+        status, _, error = run(command[0], tmp_path / "a", *command[1:])
+        assert (status, error.count("\n")) == (1, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_names_cannot_control_the_terminal(tmp_path: Path, run: Run) -> None:

@@ -156,7 +156,7 @@ def _item(key: Any, entry: Any, storage_data: Mapping[MetadataIndex, Any], path:
     if not isinstance(entry, TensorStorageMetadata):
         part = _part(MetadataIndex(key), (), storage_data, path)
         return Item(key=key, dtype=None, shape=(), parts=(part,))
-    dtype = getattr(entry.properties, "dtype", None)
+    dtype = getattr(getattr(entry, "properties", None), "dtype", None)
     if not isinstance(dtype, torch.dtype):
         raise DamagedCheckpointError(f"the tensor {key!r:.80} has no dtype", path=path)
     parts = (

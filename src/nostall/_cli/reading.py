@@ -48,9 +48,13 @@ def read_tensor(checkpoint: Checkpoint, item: Item) -> torch.Tensor:
 
     Raises:
         DamagedCheckpointError: A file is missing or cannot be read.
+        MemoryError: There is no room for it; hostile metadata can have any size.
     """
     item.require_covered(checkpoint.path)
-    tensor = torch.empty(item.shape, dtype=item.dtype)
+    try:
+        tensor = torch.empty(item.shape, dtype=item.dtype)
+    except RuntimeError as error:
+        raise MemoryError(f"no memory for {item.name!r}") from error
     read_into(checkpoint, {item.key: tensor})
     return tensor
 
