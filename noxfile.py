@@ -63,6 +63,8 @@ UNIT_TESTS = (
     "tests/public/test_options.py",
     "tests/public/test_public_names.py",
     "tests/public/test_removal.py",
+    "tests/public/test_types.py",
+    "tests/cli/test_prune.py",
 )
 
 os.environ.update(
@@ -190,10 +192,14 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Type-check the package and its tests; torch is there because its types are part of ours."""
+    """Type-check the package and its tests; torch is there because its types are part of ours.
+
+    pyright checks how users call the package.
+    """
     install_group(session, "types")
     install(session, *PYPROJECT["project"]["dependencies"])
     session.run("mypy")
+    session.run("pyright")
 
 
 @nox.session
@@ -287,6 +293,8 @@ def dist(session: nox.Session) -> None:
     # said.
     warnings = ("-W", "error", "-W", "ignore:Failed to initialize NumPy:UserWarning")
     session.run(python, *warnings, "-c", IMPORT_CHECK, version, external=True, log=False)
+    program = str(fresh / "bin" / "nostall")
+    session.run(program, "--version", external=True, log=False)
     shutil.rmtree(fresh)  # it holds a whole torch
     session.log(
         f"{wheel.name}: carries py.typed, needs only {sorted(RUNTIME_REQUIREMENTS)}, imports"

@@ -12,12 +12,25 @@ from typing import TYPE_CHECKING, Any
 from nostall._version import __version__
 
 if TYPE_CHECKING:
+    from nostall import cached_metadata_filesystem_reader as cached_metadata_filesystem_reader
+    from nostall import core as core
+    from nostall import errors as errors
+    from nostall import filesystem_async as filesystem_async
+    from nostall import integrity as integrity
+    from nostall import options as options
+    from nostall import removal as removal
+    from nostall import state_dict_saver as state_dict_saver
+    from nostall import stats as stats
+    from nostall import torch_ckpt as torch_ckpt
     from nostall._engine import configure as configure
     from nostall._engine import status as status
     from nostall._engine import wait_staged as wait_staged
     from nostall._engine import wait_staged_before_step as wait_staged_before_step
     from nostall._model.progress import SaveStatus as SaveStatus
     from nostall._save.warmup import warmup as warmup
+    from nostall.cached_metadata_filesystem_reader import (
+        CachedMetadataFileSystemReader as CachedMetadataFileSystemReader,
+    )
     from nostall.core import AsyncCallsQueue as AsyncCallsQueue
     from nostall.core import AsyncRequest as AsyncRequest
     from nostall.core import abort_all as abort_all
@@ -73,12 +86,14 @@ _MODULES = (
 __all__ = ["__version__", *_HOME, *_MODULES]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f"nostall.{name}")
-    if name in _HOME:
-        return getattr(import_module(f"nostall.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'nostall' has no attribute {name!r}")
+if not TYPE_CHECKING:  # with it, every name would exist for a type checker
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return import_module(f"nostall.{name}")
+        if name in _HOME:
+            return getattr(import_module(f"nostall.{_HOME[name]}"), name)
+        raise AttributeError(f"module 'nostall' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from operator import attrgetter
-from typing import IO, Any, cast
+from typing import IO, Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -110,13 +110,13 @@ def _device_types_of(group: dist.ProcessGroup | None) -> set[str]:
 
 METADATA_NAME: str = _metadata_fn
 DCP_VERSION: str = CURRENT_DCP_VERSION
-StorageInfo = _StorageInfo
-StoragePrefix = _StoragePrefix
+StorageInfo: TypeAlias = _StorageInfo
+StoragePrefix: TypeAlias = _StoragePrefix
 MemoryFormat = _MEM_FORMAT_ENCODING
 layout_called = _get_layout
-DistWrapper = _DistWrapper
-WrappedException = tuple[BaseException, Any]
-Place = tuple[int, torch.dtype, Sequence[int], Sequence[int]]
+DistWrapper: TypeAlias = _DistWrapper
+WrappedException: TypeAlias = tuple[BaseException, Any]
+Place: TypeAlias = tuple[int, torch.dtype, Sequence[int], Sequence[int]]
 """Offset in memory in bytes, dtype, size, stride in elements."""
 
 

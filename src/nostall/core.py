@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -113,7 +114,7 @@ class AsyncCallsQueue:
         cpu_shm_mode: bool = False,
         *,
         process_group: dist.ProcessGroup | None = None,
-        on_error: str = "raise",
+        on_error: Literal["raise", "warn"] = "raise",
     ) -> None:
         if on_error not in ("raise", "warn"):
             raise OptionError(
@@ -124,7 +125,7 @@ class AsyncCallsQueue:
         self._caller = kind(is_daemon, cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode)
         self._process_group = process_group
         self._on_error = on_error
-        self.failures = 0
+        self.failures: int = 0
         """Number of failed requests with ``on_error="warn"``."""
         self._calls: deque[Call] = deque()
         self._moved_s = 0.0
@@ -366,7 +367,7 @@ class AsyncCallsQueue:
                 self._first_index = self._next_index
             self._caller.close(abort=abort or bool(calls))
 
-    def abandon_after_fork(self) -> None:
+    def _abandon_after_fork(self) -> None:
         """In a forked child: forget the scheduled requests, which belong to the parent."""
         self._calls.clear()
         _unfinished.pop(self, None)
@@ -548,7 +549,7 @@ def _after_fork_in_child() -> None:
     _scheduled.forget_after_fork()
     preemption.forget_after_fork()
     for live in list(_live_queues):
-        live.abandon_after_fork()
+        live._abandon_after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -15,12 +15,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import queue
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
@@ -37,8 +38,11 @@ from nostall._save.stager import stage_for_later
 from nostall._storage.destination import absolute, make_ready, require_file_system, require_possible
 from nostall._storage.streams import StreamTarget
 from nostall.errors import OptionError
-from nostall.options import WriterOptions, require_switch
+from nostall.options import StagingMode, WriterOptions, require_switch
 from nostall.stats import SaveStats, Timeline
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint._extension import StreamTransformExtension
 
 __all__ = ["FileSystemWriterAsync", "get_write_results_queue"]
 
@@ -68,13 +72,20 @@ def get_write_results_queue(mp_mode: str = "spawn") -> queue.SimpleQueue[Any]:
 
 
 class FileSystemWriterAsync(FileSystemWriter):
-    r"""A drop-in ``FileSystemWriter`` whose saves do not stall training and commit atomically.
+    """A drop-in ``FileSystemWriter`` whose saves do not stall training and commit atomically.
 
     Make a new one for every checkpoint. It is cheap: memory and processes belong to the engine.
 
     Args:
         path: Checkpoint directory.
-        \*args: Those of ``torch.distributed.checkpoint.FileSystemWriter``, in its order.
+        single_file_per_rank: ``False`` makes one file per item.
+        sync_files: Fsync files and directory before a rank reports success.
+        thread_count: Number of files per rank.
+        per_thread_copy_ahead: Accepted for compatibility, without effect.
+        cache_staged_state_dict: Accepted for compatibility, without effect.
+        overwrite: Whether a committed checkpoint in ``path`` may be replaced.
+        _extensions: DCP's stream extensions, such as compression.
+        serialization_format: ``TORCH_SAVE``; others are not supported yet.
         staging: ``"blocking"``: the save call returns when the snapshot is taken, and every tensor
             may be changed. ``"overlapped"``: it returns at once. Forward, backward and every
             ``step()`` of a ``torch.optim.Optimizer`` may follow: the step waits for the copy. Small
@@ -89,34 +100,71 @@ class FileSystemWriterAsync(FileSystemWriter):
             never.
         use_cpu_shm_for_gpu_tensors: Accepted for compatibility; snapshots are always in shared host
             memory.
-        \*\*kwargs: Those of ``FileSystemWriter`` (``thread_count`` is the number of files per
-            rank), and ``open_file``, a callable with the signature of ``open`` that opens every
-            shard file.
+        open_file: A callable with the signature of ``open`` that opens every shard file.
+
+    The first nine are those of ``torch.distributed.checkpoint.FileSystemWriter``, in its order;
+    the others are keyword-only.
 
     Raises:
         OptionError: Two options exclude each other, or an option is not supported yet.
     """
 
-    def __init__(
+    if TYPE_CHECKING:
+        # Stock's arguments by name, behind the signature that frameworks inspect.
+        def __init__(
+            self,
+            path: str | os.PathLike[str],
+            single_file_per_rank: bool = True,
+            sync_files: bool = True,
+            thread_count: int = 1,
+            per_thread_copy_ahead: int = 10_000_000,
+            cache_staged_state_dict: bool = False,
+            overwrite: bool = True,
+            _extensions: Sequence[StreamTransformExtension] | None = None,
+            serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+            *,
+            staging: StagingMode = "blocking",
+            separation_hint: str | None = None,
+            use_msc: bool = False,
+            is_multiproc_io: bool = False,
+            use_cached_data_structure: bool = False,
+            use_cpu_shm_for_gpu_tensors: bool = False,
+            open_file: Callable[..., Any] = open,
+        ) -> None: ...
+
+    else:
+
+        def __init__(
+            self,
+            path: str | os.PathLike[str],
+            *args: Any,
+            staging: StagingMode = "blocking",
+            separation_hint: str | None = None,
+            use_msc: bool = False,
+            is_multiproc_io: bool = False,
+            use_cached_data_structure: bool = False,
+            use_cpu_shm_for_gpu_tensors: bool = False,
+            open_file: Callable[..., Any] = open,
+            **kwargs: Any,
+        ) -> None:
+            require_possible(path)
+            super().__init__(path, *args, **kwargs)
+            self._begin(path, staging, separation_hint, is_multiproc_io, open_file)
+
+    def _begin(
         self,
         path: str | os.PathLike[str],
-        *args: Any,
-        staging: str = "blocking",
-        separation_hint: str | None = None,
-        use_msc: bool = False,
-        is_multiproc_io: bool = False,
-        use_cached_data_structure: bool = False,
-        use_cpu_shm_for_gpu_tensors: bool = False,
-        **kwargs: Any,
+        staging: StagingMode,
+        separation_hint: str | None,
+        is_multiproc_io: bool,
+        open_file: Callable[..., Any],
     ) -> None:
-        open_file = kwargs.pop("open_file", open)
-        require_possible(path)
+        """Check all options, and begin the first save."""
         if not callable(open_file):
             raise OptionError(
                 f"open_file={open_file!r} is not callable",
                 hint="use a callable with the signature of open",
             )
-        super().__init__(path, *args, **kwargs)
         require_file_system(path)
         self.path = absolute(self.path)
         form = getattr(self, "serialization_format", SerializationFormat.TORCH_SAVE)
@@ -139,7 +187,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Belongs to the present save, and to the one that the next :meth:`reset` begins:
         ``dcp.async_save`` resets the writer between staging and writing."""
         # A wrong combination of options is an error here, not when the first save runs.
-        self.rank_save = RankSave(self._settings())
+        self._rank_save = RankSave(self._settings())
         """This rank's part of the present save."""
 
     # --- DCP's storage writer -------------------------------------------------------------------
@@ -150,12 +198,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             OptionError: A split save of this writer is not finalised yet.
         """
-        self.rank_save.require_over()
+        self._rank_save.require_over()
         super().reset(checkpoint_id)
         require_file_system(checkpoint_id)
         self.path = absolute(self.path)
         staging, self._staging = self._staging, None
-        self.rank_save = RankSave(self._settings(), staging)
+        self._rank_save = RankSave(self._settings(), staging)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Set this rank's role; DCP calls this on every rank."""
@@ -163,7 +211,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         if self.rank is None:
             self.rank = _rank()
         self._is_coordinator = is_coordinator or not self.use_collectives
-        self.rank_save.settings = self._settings()
+        self._rank_save.settings = self._settings()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """On the coordinator: make the directory and check for an existing checkpoint.
@@ -176,7 +224,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             with report_loss(str(self.path)):
                 make_ready(
                     str(self.path),
-                    self.rank_save.settings.metadata_path,
+                    self._rank_save.settings.metadata_path,
                     overwrite=self.overwrite,
                     rank=self.rank,
                     timeout_s=default_engine().options.save_timeout_s,
@@ -190,7 +238,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """As stock; if a checkpoint exists, the plans say so, as other hosts may not see it yet."""
         plans = super().prepare_global_plan(plans)
         timeout_s = default_engine().options.save_timeout_s
-        if not self.rank_save.settings.may_replace(timeout_s=timeout_s):
+        if not self._rank_save.settings.may_replace(timeout_s=timeout_s):
             return plans
         return [
             dataclasses.replace(plan, storage_data=Beside(plan.storage_data.prefix, str(self.path)))
@@ -214,9 +262,9 @@ class FileSystemWriterAsync(FileSystemWriter):
             SaveError: The save failed; the subclass says how.
         """
         self._staging = None
-        self.rank_save.settings = self._settings()
+        self._rank_save.settings = self._settings()
         with preemption.deferred(then_end=False), report_loss(str(self.path)):
-            results = self.rank_save.write_now(plan, planner)
+            results = self._rank_save.write_now(plan, planner)
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(results)
         return future
@@ -234,7 +282,11 @@ class FileSystemWriterAsync(FileSystemWriter):
             WriteError: The metadata could not be published.
         """
         with preemption.deferred(then_end=False), report_loss(str(self.path)):
-            commit_results(self.rank_save, metadata, results, self.storage_meta)
+            commit_results(self._rank_save, metadata, results, self.storage_meta)
+
+    def storage_meta(self) -> StorageMeta | None:
+        """What DCP stores beside the items: the path and the identifier of this save."""
+        return super().storage_meta()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -263,17 +315,17 @@ class FileSystemWriterAsync(FileSystemWriter):
         staged = stage_for_later(
             state_dict, default_engine(), timeline, self._settings(), rank=_rank_among_peers()
         )
-        self._staging = self.rank_save.staging = Staging(fence=staged.fence, timeline=timeline)
+        self._staging = self._rank_save.staging = Staging(fence=staged.fence, timeline=timeline)
         return staged.copied
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the save, which belongs to this process."""
-        return {**self.__dict__, "_staging": None, "rank_save": None}
+        return {**self.__dict__, "_staging": None, "_rank_save": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Begin a save in the process that has received the writer."""
         self.__dict__.update(state)
-        self.rank_save = RankSave(self._settings())
+        self._rank_save = RankSave(self._settings())
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when tensors may be changed; at once without overlapped staging.
@@ -283,7 +335,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             SaveTimeoutError: The copy is not complete after ``timeout`` seconds.
         """
-        self.rank_save.wait_staged(timeout)
+        self._rank_save.wait_staged(timeout)
 
     def synchronize_staging(self) -> None:
         """The name under which DCP looks for :meth:`wait_staged`."""
@@ -302,22 +354,22 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             StagingError: An item could not be resolved.
         """
-        self.rank_save.settings = self._settings()
-        self.rank_save.prepare(plan, planner)
+        self._rank_save.settings = self._settings()
+        self._rank_save.prepare(plan, planner)
 
     def get_save_function_and_args(self) -> tuple[Any, Any, list[Any]]:
         """``(save_fn, preload_fn, [rank, None, results])`` to schedule.
 
         ``(None, None, [])`` if this rank has nothing to write, or if nothing is planned.
         """
-        split = self.rank_save.to_schedule
+        split = self._rank_save.to_schedule
         if split is None:
             return None, None, []
         return split, split.stage, [split.rank, None, queue.SimpleQueue()]
 
     def retrieve_write_results(self) -> list[WriteResult] | _torch.WrappedException:
         """This rank's results, or its failure in DCP's wrapped form. Waits for the report."""
-        return self.rank_save.retrieve_results()
+        return self._rank_save.retrieve_results()
 
     @property
     def stats(self) -> SaveStats | None:
@@ -325,7 +377,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
         Complete once the save is finalised.
         """
-        return self.rank_save.stats
+        return self._rank_save.stats
 
     # --------------------------------------------------------------------------------------------
 

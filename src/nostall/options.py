@@ -6,12 +6,12 @@ import os
 import threading
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import TypeGuard
+from typing import Literal, TypeAlias, TypeGuard, get_args
 
 from nostall._model.jobs import MOST_IO_THREADS
 from nostall.errors import OptionError
 
-__all__ = ["EngineOptions", "WriterOptions", "dequantized_on_save"]
+__all__ = ["EngineOptions", "StagingMode", "WriterOptions", "dequantized_on_save"]
 
 dequantized_on_save: set[str] = {"transformer_engine"}
 """Tensor classes that are saved as the result of their ``dequantize()``: ``module.Class``, or the
@@ -115,7 +115,9 @@ _PRIORITIES = (
     ("io_priority", range(4), "None or an ionice class: 0, 1, 2 or 3"),
 )
 
-STAGING = ("blocking", "overlapped")
+StagingMode: TypeAlias = Literal["blocking", "overlapped"]
+"""When a save call returns; see :class:`nostall.FileSystemWriterAsync`."""
+STAGING: tuple[StagingMode, ...] = get_args(StagingMode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +130,7 @@ class WriterOptions:
     overwrite: bool
     separation_hint: str | None
     processes: int
-    staging: str = "blocking"
+    staging: StagingMode = "blocking"
 
     def __post_init__(self) -> None:
         thread_count = require_integer("thread_count", self.thread_count, at_least=1)

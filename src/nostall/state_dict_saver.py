@@ -102,9 +102,9 @@ def save_state_dict_async_plan(
             hint="use a FileSystemWriterAsync",
         )
     require_members(process_group, coordinator_rank)
-    storage_writer.rank_save.require_over()
+    storage_writer._rank_save.require_over()
     cache = _default_cache if metadata_cache is None else metadata_cache
-    with preemption.deferred(then_end=False), storage_writer.rank_save.timeline.measure("plan"):
+    with preemption.deferred(then_end=False), storage_writer._rank_save.timeline.measure("plan"):
         metadata, session = plan_save(
             state_dict,
             storage_writer,
@@ -136,7 +136,7 @@ def save_state_dict_async_finalize(
 def _finalize(
     writer: FileSystemWriterAsync, planned: Metadata | None, dist_wrapper: _torch.DistWrapper
 ) -> None:
-    save, coordination = writer.rank_save, coordination_of(dist_wrapper)
+    save, coordination = writer._rank_save, coordination_of(dist_wrapper)
     session = dist_wrapper if isinstance(dist_wrapper, SaveSession) else None
     cache = session.cache if session is not None else None
     outcome = _outcome_of(writer, cache)
@@ -193,7 +193,7 @@ def _outcome_of(
     writer: FileSystemWriterAsync, cache: CheckpointMetadataCache | None
 ) -> RankOutcome:
     """This rank's outcome; results that the coordinator already has are not sent again."""
-    save = writer.rank_save
+    save = writer._rank_save
     token = None if cache is None else save.results_token
     if cache is not None and token is not None and token == cache.sent_token:
         failure = save.retrieve_failure()

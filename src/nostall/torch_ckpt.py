@@ -7,7 +7,7 @@ import os
 import uuid
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -237,14 +237,31 @@ class TorchAsyncCheckpoint:
     def __init__(self, persistent_queue: bool = True) -> None:
         self._queue = AsyncCallsQueue(persistent=persistent_queue)
 
-    def async_save(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
-        """As ``torch.save(state_dict, path, ...)``, writing in the background; creates directories.
+    if TYPE_CHECKING:
+        # The arguments of torch.save, behind the signature that frameworks inspect.
+        def async_save(
+            self,
+            state_dict: object,
+            f: str | os.PathLike[str],
+            pickle_module: Any = ...,
+            pickle_protocol: int = ...,
+            _use_new_zipfile_serialization: bool = True,
+            _disable_byteorder_record: bool = False,
+        ) -> None: ...
 
-        Errors of pickling and writing are raised by :meth:`finalize_async_save`.
+    else:
 
-        Raises:
-            OptionError: The target is not a path.
-        """
+        def async_save(self, state_dict: object, *args: Any, **kwargs: Any) -> None:
+            """As ``torch.save(state_dict, path, ...)``, writing in the background.
+
+            Directories are made. :meth:`finalize_async_save` raises errors of pickling and writing.
+
+            Raises:
+                OptionError: The target is not a path.
+            """
+            self._schedule(state_dict, args, kwargs)
+
+    def _schedule(self, state_dict: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         target = kwargs.pop("f", None)
         if target is None and args:
             target, *rest = args

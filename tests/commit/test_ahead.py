@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 import nostall
 from nostall._commit import ahead as _ahead
@@ -135,7 +135,9 @@ def test_a_structure_that_has_changed_is_published_as_it_is_now(
     queue.maybe_finalize_async_calls(blocking=True)
     saves.require(path, 5)
     metadata = nostall.CachedMetadataFileSystemReader(path).read_metadata()
-    assert metadata.state_dict_metadata["layer 3"].properties.dtype is torch.float64
+    entry = metadata.state_dict_metadata["layer 3"]
+    assert isinstance(entry, TensorStorageMetadata)
+    assert entry.properties.dtype is torch.float64
 
 
 @pytest.mark.parametrize(

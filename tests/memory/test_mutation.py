@@ -27,6 +27,7 @@ import nostall
 from nostall.core import AsyncCallsQueue
 from nostall.errors import StagingError
 from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import StagingMode
 from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.testing import Hold, inject
 from support.states import read_metadata, schedule
@@ -244,7 +245,7 @@ class Split:
 class InDcp:
     """``dcp.async_save``, which has one save under way at a time."""
 
-    def __init__(self, staging: str) -> None:
+    def __init__(self, staging: StagingMode) -> None:
         self._staging = staging
         self._uploads: list[Any] = []
 
@@ -283,7 +284,7 @@ def maybe_held(changing: Changing, *, held: bool) -> Iterator[None]:
 @pytest.mark.parametrize("staging", ["blocking", "overlapped"])
 @pytest.mark.parametrize("way", [Split, InDcp])
 def test_checkpoints_hold_what_was_there_when_changes_were_allowed(
-    tmp_path: Path, way: type[Split | InDcp], staging: str
+    tmp_path: Path, way: type[Split | InDcp], staging: StagingMode
 ) -> None:
     """Time and again, with values, objects, keys and storages changing until the next call."""
     everything, saving = Everything(), way(staging)

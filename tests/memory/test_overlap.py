@@ -341,7 +341,7 @@ def test_an_abort_while_the_snapshot_is_taken_writes_nothing(tmp_path: Path) -> 
 def test_an_unknown_way_of_staging_is_refused() -> None:
     """Where it is passed, with the ways that there are."""
     with pytest.raises(OptionError, match="sideways") as caught:
-        FileSystemWriterAsync("unused", staging="sideways")
+        FileSystemWriterAsync("unused", staging="sideways")  # type: ignore[arg-type]  # on purpose
     assert caught.value.hint == "use blocking or overlapped"
 
 

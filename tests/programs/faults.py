@@ -28,7 +28,7 @@ import nostall
 from nostall import _engine
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
-from nostall.options import EngineOptions
+from nostall.options import EngineOptions, StagingMode
 from nostall.state_dict_saver import (
     CheckpointMetadataCache,
     save_state_dict_async_finalize,
@@ -391,7 +391,7 @@ def no_memory_on_rank(rank: int) -> Iterator[None]:
 
 
 def memory_scene(
-    out: Path, name: str, *, staging: str, planner: Callable[[], SavePlanner]
+    out: Path, name: str, *, staging: StagingMode, planner: Callable[[], SavePlanner]
 ) -> dict[str, Any]:
     """``dcp.async_save`` over a checkpoint, for which rank 1 has no memory."""
     path = out / name

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import StagingMode
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from nostall.stats import SaveStats
 from nostall.testing import Fault, inject
@@ -106,7 +107,7 @@ def test_the_slowest_rank_is_named_on_all_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("staging", ["blocking", "overlapped"])
-def test_the_copy_of_dcp_async_save_counts_as_staging(tmp_path: Path, staging: str) -> None:
+def test_the_copy_of_dcp_async_save_counts_as_staging(tmp_path: Path, staging: StagingMode) -> None:
     """Also where DCP resets the writer between copying and writing."""
     state = {"t": torch.ones(1 << 20)}
     for number in range(2):

@@ -1,14 +1,22 @@
-"""The public names as users call them: checked by mypy in the types session, and never run."""
+"""The public names as users call them: checked by type checkers in the types session, never run.
+
+An ignored error is one that must be found: a comment that ignores nothing is an error itself.
+"""
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from typing_extensions import assert_type
 
 import nostall
+from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import Verification
@@ -28,6 +36,61 @@ def synchronous_and_asynchronous(path: Path) -> None:
     dcp.async_save(STATE, storage_writer=writer, async_stager=writer)
     assert_type(writer.wait_staged(timeout=1.0), None)
     assert_type(writer.stats, SaveStats | None)
+
+
+def futures(path: Path) -> None:
+    future = dcp.async_save(STATE, storage_writer=FileSystemWriterAsync(path))
+    assert isinstance(future, Future)
+    future.result()
+    writer = FileSystemWriterAsync(path, staging="overlapped")
+    response = dcp.async_save(STATE, storage_writer=writer, async_stager=writer)
+    assert isinstance(response, AsyncSaveResponse)
+    response.staging_completion.result()
+    response.upload_completion.result()
+
+
+def every_option(path: Path, mode: nostall.options.StagingMode) -> None:
+    FileSystemWriterAsync(path, True, False, 2, 10_000_000, False, True, None)
+    FileSystemWriterAsync(
+        str(path),
+        single_file_per_rank=False,
+        sync_files=False,
+        thread_count=2,
+        per_thread_copy_ahead=0,
+        cache_staged_state_dict=False,
+        overwrite=False,
+        _extensions=[],
+        serialization_format=SerializationFormat.TORCH_SAVE,
+        staging=mode,
+        separation_hint="optimizer",
+        use_msc=False,
+        is_multiproc_io=True,
+        use_cached_data_structure=True,
+        use_cpu_shm_for_gpu_tensors=True,
+        open_file=open,
+    )
+
+
+class Subclass(FileSystemWriterAsync):
+    def __init__(self, path: Path, *args: Any, **kwargs: Any) -> None:
+        super().__init__(path, *args, **kwargs)
+
+
+def mistakes(path: Path) -> None:
+    FileSystemWriterAsync(path, thread_cuont=2)  # type: ignore[call-arg]
+    FileSystemWriterAsync(path, staging="overlaped")  # type: ignore[arg-type]
+    FileSystemWriterAsync(path, thread_count="2")  # type: ignore[arg-type]
+    FileSystemWriterAsync(path, open_file="open")  # type: ignore[arg-type]
+    FileSystemWriterAsync()  # type: ignore[call-arg]
+    FileSystemWriterAsync(path).stage()  # type: ignore[call-arg]
+    nostall.EngineOptions(io_threds=4)  # type: ignore[call-arg]
+    nostall.EngineOptions(io_threads="4")  # type: ignore[arg-type]
+    nostall.configure({"io_threads": 4})  # type: ignore[arg-type]
+    nostall.configure(io_threads=4)  # type: ignore[call-arg]
+    AsyncCallsQueue(on_error="wran")  # type: ignore[arg-type]
+    nostall.verfiy(path)  # type: ignore[attr-defined]
+    nostall.TorchAsyncCheckpoint().async_save(STATE)  # type: ignore[call-arg]
+    nostall.TorchAsyncCheckpoint().async_save(STATE, path, protocol=2)  # type: ignore[call-arg]
 
 
 def split(path: Path) -> None:
@@ -62,7 +125,9 @@ def looking(path: Path) -> None:
     assert_type(found, Verification)
     if not found.ok:
         nostall.remove_checkpoint(path)
-    dcp.load(STATE, storage_reader=nostall.CachedMetadataFileSystemReader(path))
+    reader = nostall.CachedMetadataFileSystemReader(path, cache_metadata=False)
+    assert_type(reader, CachedMetadataFileSystemReader)
+    dcp.load(STATE, storage_reader=reader)
 
 
 def engine() -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
@@ -621,7 +621,7 @@ def test_abort_all_aborts_every_queue(tmp_path: Path) -> None:
 @pytest.mark.parametrize("timeout", [None, 60.0])
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_a_wait_that_another_thread_aborts_says_so(
-    timeout: float | None, on_error: str, tmp_path: Path
+    timeout: float | None, on_error: Literal["raise", "warn"], tmp_path: Path
 ) -> None:
     """The thread that waits gets an error of its own kind.
 
@@ -886,9 +886,9 @@ def test_only_a_path_can_be_written_in_the_background(tmp_path: Path) -> None:
     """A stream is refused where it is passed."""
     checkpoint = TorchAsyncCheckpoint()
     with pytest.raises(OptionError, match=r"BytesIO.*pass a path"):
-        checkpoint.async_save({}, io.BytesIO())
+        checkpoint.async_save({}, io.BytesIO())  # type: ignore[arg-type]  # on purpose
     with pytest.raises(OptionError, match="pass a path"):
-        checkpoint.async_save({})
+        checkpoint.async_save({})  # type: ignore[call-arg]  # on purpose
 
 
 def test_what_is_no_request_no_writer_or_no_time_is_refused_by_its_name(tmp_path: Path) -> None:

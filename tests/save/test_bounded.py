@@ -21,7 +21,7 @@ from nostall._engine import default_engine
 from nostall._memory.arena import Block
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
-from nostall.options import EngineOptions
+from nostall.options import EngineOptions, StagingMode
 from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.testing import Fault, inject, writer_pids
 from support.states import blobs, save_async, schedule
@@ -163,7 +163,7 @@ def test_waves_through_a_callable_that_cannot_travel_end(tmp_path: Path) -> None
 @pytest.mark.parametrize("staging", ["blocking", "overlapped"])
 @pytest.mark.parametrize("options", [{}, {"thread_count": 4}, {"single_file_per_rank": False}])
 def test_the_first_dcp_async_save_needs_memory_for_one_copy(
-    tmp_path: Path, staging: str, options: dict[str, Any]
+    tmp_path: Path, staging: StagingMode, options: dict[str, Any]
 ) -> None:
     """A checkpoint of half of the host's memory can be saved; the bytes are stock's."""
     state = large_state()

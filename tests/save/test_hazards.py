@@ -385,17 +385,17 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(
         lambda: EngineOptions(io_priority=True),
         lambda: EngineOptions(save_timeout_s="1"),  # type: ignore[arg-type]  # on purpose
         lambda: EngineOptions(save_timeout_s=True),
-        lambda: FileSystemWriterAsync("unused", thread_count="2"),
+        lambda: FileSystemWriterAsync("unused", thread_count="2"),  # type: ignore[arg-type]  # on purpose
         lambda: FileSystemWriterAsync("unused", thread_count=True),
-        lambda: FileSystemWriterAsync("unused", sync_files="no"),
-        lambda: FileSystemWriterAsync("unused", sync_files=None),
-        lambda: FileSystemWriterAsync("unused", overwrite="no"),
-        lambda: FileSystemWriterAsync("unused", overwrite=torch.tensor([True, False])),
-        lambda: FileSystemWriterAsync("unused", single_file_per_rank=[]),
+        lambda: FileSystemWriterAsync("unused", sync_files="no"),  # type: ignore[arg-type]  # on purpose
+        lambda: FileSystemWriterAsync("unused", sync_files=None),  # type: ignore[arg-type]  # on purpose
+        lambda: FileSystemWriterAsync("unused", overwrite="no"),  # type: ignore[arg-type]  # on purpose
+        lambda: FileSystemWriterAsync("unused", overwrite=torch.tensor([True, False])),  # type: ignore[arg-type]  # on purpose
+        lambda: FileSystemWriterAsync("unused", single_file_per_rank=[]),  # type: ignore[arg-type]  # on purpose
         lambda: FileSystemWriterAsync("unused", is_multiproc_io="no"),  # type: ignore[arg-type]  # on purpose
         lambda: FileSystemWriterAsync("unused", separation_hint=3, thread_count=2),  # type: ignore[arg-type]  # on purpose
         lambda: FileSystemWriterAsync("unused", staging=True),  # type: ignore[arg-type]  # on purpose
-        lambda: FileSystemWriterAsync("unused", open_file=3),
+        lambda: FileSystemWriterAsync("unused", open_file=3),  # type: ignore[arg-type]  # on purpose
         lambda: FileSystemWriterAsync(""),
         lambda: FileSystemWriterAsync("a\0b"),
         lambda: FileSystemWriterAsync("s3://bucket/checkpoint"),
@@ -415,7 +415,7 @@ def test_an_argument_of_the_wrong_kind_is_refused_where_it_is_passed(wrong: Any)
 def test_options_take_numbers_of_numpys_and_0_and_1_as_stock_does(tmp_path: Path) -> None:
     """What a configuration file or an array hands over means what it means to stock."""
     options = {"thread_count": np.int64(2), "sync_files": np.False_, "overwrite": 1}
-    writer = FileSystemWriterAsync(tmp_path / "ours", single_file_per_rank=0, **options)
+    writer = FileSystemWriterAsync(tmp_path / "ours", single_file_per_rank=0, **options)  # type: ignore[arg-type]  # on purpose
     stock = dcp.FileSystemWriter(tmp_path / "stock", single_file_per_rank=0, **options)  # type: ignore[arg-type]  # on purpose
     for each in (writer, stock):
         dcp.save(small_state(1), storage_writer=each, no_dist=True)

@@ -125,7 +125,7 @@ def test_a_job_can_go_on_without_a_checkpoint(
 def test_an_unknown_way_to_treat_errors_is_refused() -> None:
     """Where it is passed."""
     with pytest.raises(OptionError, match="on_error='ignore'"):
-        AsyncCallsQueue(on_error="ignore")
+        AsyncCallsQueue(on_error="ignore")  # type: ignore[arg-type]  # on purpose
 
 
 def test_a_finalize_function_that_fails_is_a_failure_like_any_other() -> None:

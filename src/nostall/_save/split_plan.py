@@ -45,7 +45,7 @@ class SplitWriter(PlanningWriter, Protocol):
     """The methods of a storage writer that a split save uses."""
 
     @property
-    def rank_save(self) -> RankSave:
+    def _rank_save(self) -> RankSave:
         """The writer's save."""
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
@@ -85,7 +85,7 @@ class _SaveArguments:
 
     def fail_later(self, error: BaseException) -> None:
         """Report an error to all ranks when the save is finalised."""
-        self.writer.rank_save.fail_later(as_save_error(error, self.coordination.rank))
+        self.writer._rank_save.fail_later(as_save_error(error, self.coordination.rank))
 
     def reusable(self, cache: CheckpointMetadataCache | None) -> Metadata | None:
         """On the coordinator, the metadata of the last save of the structure."""
@@ -129,7 +129,7 @@ def plan_save(
         writer=writer,
     )
     if coordination.is_coordinator:
-        directory = writer.rank_save.settings.directory
+        directory = writer._rank_save.settings.directory
         _log.info("saving path=%s ranks=%d", directory, coordination.world_size)
     alone = cache is not None and plans_alone(cache.plans, group=group)
     if cache is not None and alone:
@@ -169,7 +169,7 @@ def _prepare_known(
             return False
         set_up_writer(writer, known.share.plan, session)
         expected = None if metadata is None else cache.known_results.expected(metadata)
-        writer.rank_save.prepare_known(known, sources, expected)
+        writer._rank_save.prepare_known(known, sources, expected)
     except Exception as error:  # finalising reports it to every rank
         arguments.fail_later(error)
     return True
@@ -209,7 +209,7 @@ def _plan(arguments: _SaveArguments, session: SaveSession, *, alone: bool) -> Me
         with planner_failures():
             writer.prepare_write_data(planner.finish_plan(final), planner)
         if cache is not None and isinstance(route, Reuse) and is_stocks_own(planner):
-            cache.known = _learn(writer.rank_save, arguments.state_dict, planner)
+            cache.known = _learn(writer._rank_save, arguments.state_dict, planner)
     except Exception as error:  # finalising reports it to every rank
         arguments.fail_later(error)
     session.planner = without_state(planner)

@@ -1,0 +1,191 @@
+"""A checkpoint's description: its items, their parts and where these lie. Imports torch.
+
+Metadata is read through the allow-list; it may have been written by stock DCP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from nostall import _torch
+from nostall._cli.arguments import NotThere
+from nostall._commit.manifest import Manifest, split
+from nostall._commit.metadata import extents_of, load_metadata
+from nostall._storage.destination import require_file_system
+from nostall._storage.posix_files import PosixFiles
+from nostall._storage.reading import open_to_read, read_metadata
+from nostall.errors import DamagedCheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A stored part of an item."""
+
+    offsets: tuple[int, ...]
+    """Its place in the tensor; empty for an object."""
+    sizes: tuple[int, ...]
+    file: str
+    offset: int
+    nbytes: int
+    """Its length in the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A tensor or an object."""
+
+    key: Any
+    """Its name in the metadata, usually a text."""
+    dtype: torch.dtype | None
+    """``None`` for an object."""
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return str(self.key)
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor."""
+        return self.dtype is not None
+
+    @property
+    def kind(self) -> str:
+        """Its dtype, or ``object``."""
+        return "object" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes in files."""
+        return sum(part.nbytes for part in self.parts)
+
+    @cached_property
+    def files(self) -> tuple[str, ...]:
+        """Names of its files, sorted."""
+        return tuple(sorted({part.file for part in self.parts}))
+
+    @property
+    def sharding(self) -> str:
+        """Parts along each dimension, as in ``4x1``; empty if there is one part."""
+        if len(self.parts) < 2:
+            return ""
+        grid = [
+            len({part.offsets[dimension] for part in self.parts})
+            for dimension in range(len(self.shape))
+        ]
+        if math.prod(grid) != len(self.parts):
+            return f"{len(self.parts)} parts"
+        return "x".join(map(str, grid))
+
+    @property
+    def form(self) -> str:
+        """Dtype and shape, as in ``float32 [3, 4]``."""
+        return f"{self.kind} {list(self.shape)}" if self.is_tensor else self.kind
+
+    def require_covered(self, path: str) -> None:
+        """Check that the parts of a tensor are the whole tensor.
+
+        Raises:
+            DamagedCheckpointError: Elements are missing.
+        """
+        stored = sum(math.prod(part.sizes) for part in self.parts)
+        if self.is_tensor and stored < math.prod(self.shape):
+            raise DamagedCheckpointError(f"{self.name!r} has missing parts", path=path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A committed checkpoint."""
+
+    path: str
+    metadata: Metadata
+    manifest: Manifest | None
+    items: tuple[Item, ...]
+    """In the order of the metadata."""
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Item]:
+        """The items by name."""
+        return {item.name: item for item in self.items}
+
+
+def read_checkpoint(path: str) -> Checkpoint:
+    """The description of a committed checkpoint.
+
+    Raises:
+        NotThere: No checkpoint was committed in this directory.
+        DamagedCheckpointError: The metadata fails its checksum, or an item has no place.
+        UnknownMetadataError: The metadata has parts that DCP metadata does not have.
+        UntrustedMetadataError: The metadata is malformed.
+        ReadError: The metadata is too large.
+        OSError: It cannot be read.
+        OptionError: The path is in an object store.
+    """
+    require_file_system(path)
+    files = PosixFiles(path)
+    where = files.where(_torch.METADATA_NAME)
+    try:
+        with open_to_read(files, _torch.METADATA_NAME) as stream:
+            content = read_metadata(stream, where)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotThere(f"{path}: no checkpoint was committed here") from error
+    pickled, manifest = split(content, path=where)
+    metadata = load_metadata(pickled, path=where)
+    extents_of(metadata, path=where)  # refuses files outside the directory
+    items = tuple(
+        _item(key, entry, metadata.storage_data, where)
+        for key, entry in metadata.state_dict_metadata.items()
+    )
+    return Checkpoint(path=path, metadata=metadata, manifest=manifest, items=items)
+
+
+def _item(key: Any, entry: Any, storage_data: Mapping[MetadataIndex, Any], path: str) -> Item:
+    if not isinstance(entry, TensorStorageMetadata):
+        part = _part(MetadataIndex(key), (), storage_data, path)
+        return Item(key=key, dtype=None, shape=(), parts=(part,))
+    dtype = getattr(getattr(entry, "properties", None), "dtype", None)
+    if not isinstance(dtype, torch.dtype):
+        raise DamagedCheckpointError(f"the tensor {key!r:.80} has no dtype", path=path)
+    parts = (
+        _part(MetadataIndex(key, chunk.offsets), tuple(chunk.sizes), storage_data, path)
+        for chunk in entry.chunks
+    )
+    return Item(key=key, dtype=dtype, shape=tuple(entry.size), parts=tuple(parts))
+
+
+def _part(
+    index: MetadataIndex,
+    sizes: tuple[int, ...],
+    storage_data: Mapping[MetadataIndex, Any],
+    path: str,
+) -> Part:
+    place = storage_data.get(index)
+    if place is None:
+        raise DamagedCheckpointError(f"{index.fqn!r:.80} has no place in a file", path=path)
+    return Part(
+        offsets=tuple(index.offset or ()),
+        sizes=sizes,
+        file=place.relative_path,
+        offset=place.offset,
+        nbytes=place.length,
+    )
+
+
+def in_file_order(items: Mapping[str, Item]) -> Iterator[Item]:
+    """Items in the order in which they lie in files, which is that of the fastest reading."""
+    return iter(
+        sorted(items.values(), key=lambda item: [(part.file, part.offset) for part in item.parts])
+    )

@@ -1,0 +1,45 @@
+"""``nostall convert SOURCE TARGET``: a DCP directory to one ``torch.save`` file, and back."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from nostall._cli.arguments import Commands, NotThere, Status
+from nostall._cli.output import printable
+from nostall.errors import OptionError
+
+
+def add_to(commands: Commands) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "convert",
+        help="convert a checkpoint directory to one torch.save file, or back",
+        description="Convert a checkpoint directory to one torch.save file, or such a file to a"
+        " checkpoint directory. Tensors are never all in memory; converting to a file needs room"
+        " for them twice on the target's disk. TARGET appears when it is complete.",
+    )
+    parser.add_argument("source", metavar="SOURCE", help="checkpoint directory, or file")
+    parser.add_argument("target", metavar="TARGET", help="new file, or new directory")
+    parser.add_argument(
+        *("--trust",),
+        action="store_true",
+        help="unpickle objects of any class, which can run code that is in SOURCE",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Convert in the direction that SOURCE says."""
+    if not os.path.lexists(parsed.source):
+        raise NotThere(f"{parsed.source}: no such file or directory")
+    if os.path.lexists(parsed.target):
+        raise OptionError(
+            "the target exists", path=parsed.target, hint="remove it, or name another one"
+        )
+    from nostall._cli.converting import to_checkpoint, to_file
+
+    convert = to_file if os.path.isdir(parsed.source) else to_checkpoint
+    items = convert(parsed.source, parsed.target, trust=parsed.trust)
+    print(printable(f"{parsed.source} -> {parsed.target}: {items} items"))
+    return Status.FINE

@@ -1,0 +1,151 @@
+"""Conversions between a checkpoint directory and one ``torch.save`` file. Imports torch.
+
+To a file: tensors are read, one batch after another, into memory that is mapped to unnamed files
+beside the target; ``torch.save`` then writes them from there. So the system can move them out of
+memory at any time, and the archive is torch's own, checksums included.
+
+To a checkpoint: the file is mapped, and a synchronous save writes the mapped tensors directly.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from nostall import _torch
+from nostall._cli.checkpoint import Checkpoint, Item, in_file_order, read_checkpoint
+from nostall._cli.nesting import nested
+from nostall._cli.output import progress
+from nostall._cli.reading import object_in, read_into, read_objects
+from nostall._storage.posix import create_new, remove_files, replace_file, sync_directory
+from nostall.errors import DamagedCheckpointError, NostallError, ReadError, WriteError
+from nostall.filesystem_async import FileSystemWriterAsync
+
+_LEAST_MAPPED_NBYTES = 1 << 20
+"""Smaller tensors stay in memory: a process has some 65,000 mappings."""
+_BATCH_NBYTES = 64 << 20
+_PREFIX = ".nostall-convert-"
+
+
+def to_file(source: str, target: str, *, trust: bool) -> int:
+    """Convert a checkpoint directory to a ``torch.save`` file; returns the number of items.
+
+    Raises:
+        NotThere: No checkpoint was committed in the directory.
+        DamagedCheckpointError: It cannot be read, or has an object that needs ``trust``.
+        WriteError: The file cannot be written.
+    """
+    checkpoint = read_checkpoint(source)
+    directory = os.path.dirname(os.path.abspath(target))
+    try:
+        flat: dict[Any, Any] = dict.fromkeys(item.key for item in checkpoint.items)
+        objects = [item for item in checkpoint.items if not item.is_tensor]
+        for key, content in read_objects(checkpoint, objects).items():
+            flat[key] = object_in(content, str(key), trust=trust)
+        _read_tensors(checkpoint, flat, directory)
+        _save(nested(flat, checkpoint.metadata.planner_data, source), target, directory)
+    except OSError as error:
+        if isinstance(error, NostallError):
+            raise
+        raise WriteError(
+            f"cannot write: {error.strerror or error}", errno=error.errno, path=target
+        ) from error
+    return len(flat)
+
+
+def _read_tensors(checkpoint: Checkpoint, flat: dict[Any, Any], directory: str) -> None:
+    tensors = {item.name: item for item in checkpoint.items if item.is_tensor}
+    total, done, waiting = sum(item.nbytes for item in tensors.values()), 0, 0
+    batch: dict[Any, torch.Tensor] = {}
+    with progress("reading") as report:
+        for item in in_file_order(tensors):
+            item.require_covered(checkpoint.path)
+            batch[item.key] = flat[item.key] = _room_for(item, directory)
+            waiting += item.nbytes
+            if waiting >= _BATCH_NBYTES:
+                read_into(checkpoint, batch)
+                done, waiting, batch = done + waiting, 0, {}
+                if report is not None:
+                    report(done, total)
+        read_into(checkpoint, batch)
+
+
+def _room_for(item: Item, directory: str) -> torch.Tensor:
+    assert item.dtype is not None
+    count = torch.Size(item.shape).numel()
+    nbytes = count * torch.empty(0, dtype=item.dtype).element_size()
+    if nbytes < _LEAST_MAPPED_NBYTES:
+        return torch.empty(item.shape, dtype=item.dtype)
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=_PREFIX) as file:
+        # A full disk is an error here; it would be a signal when a page is written back.
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        mapped = torch.from_file(file.name, shared=True, size=count, dtype=item.dtype)
+    return mapped.reshape(item.shape)  # the name is gone now, the pages are not
+
+
+def _save(state: dict[Any, Any], target: str, directory: str) -> None:
+    draft, descriptor = create_new(os.path.join(directory, f"{_PREFIX}{os.path.basename(target)}"))
+    try:
+        with open(descriptor, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(descriptor)
+        replace_file(target, by=draft)
+    except BaseException as error:  # removed, and passed on
+        remove_files([draft])
+        if isinstance(error, RuntimeError):  # torch's, for a write that failed
+            raise WriteError(f"cannot write: {error!s:.200}", path=target) from error
+        raise
+    sync_directory(directory)
+
+
+def to_checkpoint(source: str, target: str, *, trust: bool) -> int:
+    """Convert a ``torch.save`` file to a checkpoint directory; returns the number of items.
+
+    Raises:
+        DamagedCheckpointError: The file cannot be loaded, or needs ``trust``.
+        ReadError: It does not hold a state dict.
+        NostallError: The checkpoint cannot be saved.
+    """
+    state = _load(source, trust=trust)
+    if not isinstance(state, Mapping) or not state:
+        raise ReadError(
+            f"it holds an object of type {type(state).__name__}, not a state dict", path=source
+        )
+    writer = FileSystemWriterAsync(target, overwrite=False)
+    try:
+        with warnings.catch_warnings():
+            # stock's, on each save without a process group
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            saved = dcp.save(dict(state), storage_writer=writer, no_dist=True)
+    except _torch.CheckpointException as failed:
+        error, _ = next(iter(failed.failures.values()))
+        if isinstance(error, NostallError):
+            raise error from failed
+        raise NostallError(f"cannot save: {error!r:.200}", path=target) from failed
+    return len(saved.state_dict_metadata)
+
+
+def _load(source: str, *, trust: bool) -> Any:
+    try:
+        # The form from before torch 1.6 cannot be mapped.
+        mapped = zipfile.is_zipfile(source)
+        return torch.load(source, map_location="cpu", weights_only=not trust, mmap=mapped)
+    except OSError:
+        raise
+    except Exception as error:  # a pickle can raise anything
+        hint = "--trust loads any class; only for files of people you trust"
+        needs_trust = isinstance(error, pickle.UnpicklingError) and not trust
+        raise DamagedCheckpointError(
+            f"cannot load: {str(error).partition(chr(10))[0]:.200}",
+            path=source,
+            hint=hint if needs_trust else None,
+        ) from error

@@ -1,0 +1,110 @@
+"""``nostall diff A B``: differences of two checkpoints in structure and values."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nostall._cli.arguments import Commands, Status, add_json, add_name_filter, matches
+from nostall._cli.output import counted, print_json, printable, progress
+
+if TYPE_CHECKING:
+    from nostall._cli.checkpoint import Checkpoint, Item
+
+_SIGNS = {"only in A": "-", "only in B": "+", "structure": "!", "values": "~"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One item that differs."""
+
+    name: str
+    where: str
+    """A key of the signs."""
+    what: str
+
+    def __str__(self) -> str:
+        return f"{_SIGNS[self.where]} {self.name}: {self.what}"
+
+
+def add_to(commands: Commands) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "diff",
+        help="compare two checkpoints: structure, and values if asked",
+        description="Compare names, dtypes and shapes of two checkpoints, and with --values every"
+        " bit. How tensors are divided into files does not matter. Exit status: 0 if nothing"
+        " differs, 1 if something does. Signs: - only in A, + only in B, ! other dtype or shape,"
+        " ~ other values.",
+    )
+    parser.add_argument("a", metavar="A", help="checkpoint directory")
+    parser.add_argument("b", metavar="B", help="another one")
+    parser.add_argument("--values", action="store_true", help="compare values bit by bit, too")
+    add_name_filter(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Print the differences."""
+    from nostall._cli.checkpoint import read_checkpoint
+
+    one, other = read_checkpoint(parsed.a), read_checkpoint(parsed.b)
+    names = [
+        name for name in {**one.by_name, **other.by_name} if matches(name, parsed.name)
+    ]  # in the order of A
+    found = list(_structure(one, other, names))
+    shared = sorted(set(names) - {each.name for each in found})
+    if parsed.values:
+        found += _values(one, other, shared)
+    if parsed.json:
+        print_json([{"name": e.name, "where": e.where, "what": e.what} for e in found])
+    else:
+        for each in found:
+            print(printable(str(each)))
+        compared = "names, dtypes, shapes and values" if parsed.values else "names, dtypes, shapes"
+        print(f"{counted(len(names), 'item')} compared by {compared}: {len(found)} differ")
+    return Status.FAILED if found else Status.FINE
+
+
+def _structure(one: Checkpoint, other: Checkpoint, names: list[str]) -> Iterator[Difference]:
+    for name in names:
+        left, right = one.by_name.get(name), other.by_name.get(name)
+        if left is None:
+            assert right is not None
+            yield Difference(name=name, where="only in B", what=right.form)
+        elif right is None:
+            yield Difference(name=name, where="only in A", what=left.form)
+        elif left.form != right.form:
+            yield Difference(name=name, where="structure", what=f"{left.form} -> {right.form}")
+
+
+def _values(one: Checkpoint, other: Checkpoint, names: list[str]) -> list[Difference]:
+    from nostall._cli.checkpoint import in_file_order
+
+    items = {name: one.by_name[name] for name in names}
+    total = sum(item.nbytes for item in items.values())
+    found, done = [], 0
+    with progress("comparing") as report:
+        for item in in_file_order(items):
+            what = _difference(one, other, item, other.by_name[item.name])
+            if what is not None:
+                found.append(Difference(name=item.name, where="values", what=what))
+            done += item.nbytes
+            if report is not None:
+                report(done, total)
+    order = {name: position for position, name in enumerate(one.by_name)}
+    return sorted(found, key=lambda each: order[each.name])
+
+
+def _difference(one: Checkpoint, other: Checkpoint, left: Item, right: Item) -> str | None:
+    """How the values of an item differ; ``None`` if no bit does."""
+    from nostall._cli.comparing import difference
+    from nostall._cli.reading import read_objects, read_tensor
+
+    if left.is_tensor:
+        return difference(read_tensor(one, left), read_tensor(other, right))
+    same = read_objects(one, [left])[left.key] == read_objects(other, [right])[right.key]
+    return None if same else "the stored objects have other bytes"

@@ -1,0 +1,32 @@
+"""``nostall latest ROOT``: the checkpoint to resume from."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from nostall._cli.arguments import Commands, NotThere, Status
+
+
+def add_to(commands: Commands) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "latest",
+        help="print the path of the last complete checkpoint",
+        description="Print the path of the last committed checkpoint that is complete.",
+    )
+    parser.add_argument("root", metavar="ROOT", help="directory of checkpoint directories")
+    parser.add_argument("--deep", action="store_true", help="compare every byte, as verify does")
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Print one path."""
+    from nostall.integrity import latest_complete
+
+    found = latest_complete(parsed.root, deep=parsed.deep)
+    if found is None:
+        missing = "" if os.path.isdir(parsed.root) else "no such directory, so "
+        raise NotThere(f"{parsed.root}: {missing}no complete checkpoint")
+    print(found)
+    return Status.FINE

@@ -1,0 +1,173 @@
+"""The checkpoints in a directory, and their state as far as metadata and file sizes tell it.
+
+No torch, unless a checkpoint has no manifest.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from nostall._cli.arguments import NotThere
+from nostall._commit.manifest import Manifest, manifest_of
+from nostall._model.names import METADATA_SUFFIX, SHARD_SUFFIX
+from nostall._storage.destination import require_file_system
+from nostall._storage.posix_files import PosixFiles
+from nostall._storage.reading import open_to_read
+from nostall.errors import DamagedCheckpointError, ReadError, UnknownMetadataError
+
+_STEP = re.compile(r"(\d+)(\.ckpt)?\Z")
+_OF_ONE_RANK = re.compile(r"__\d+" + re.escape(METADATA_SUFFIX) + r"\Z")
+
+
+class State(str, Enum):
+    """State of a checkpoint directory."""
+
+    COMPLETE = "complete"
+    """Committed, and every file has its size; ``verify`` reads the bytes."""
+    DAMAGED = "damaged"
+    UNFINISHED = "not committed"
+    """Files without metadata: a save that is under way, or was interrupted."""
+    PER_RANK = "per rank"
+    """Ranks saved without coordination, each with metadata of its own."""
+    NOT_UNDERSTOOD = "not understood"
+    UNREADABLE = "unreadable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """A checkpoint directory."""
+
+    path: str
+    name: str
+    """The path below the directory that was listed."""
+    state: State
+    nbytes: int
+    """Bytes in its files."""
+    files: int
+    """Number of shard files."""
+    at_s: float
+    """When it was committed, in seconds since the epoch; or its last change."""
+    manifest: bool
+    """Whether nostall has committed it."""
+
+    @property
+    def step(self) -> int | None:
+        """The number at the end of the name, as in ``step-100`` or ``step=100.ckpt``."""
+        found = _STEP.search(self.name)
+        return int(found[1]) if found else None
+
+
+def list_checkpoints(root: str) -> list[Listed]:
+    """The checkpoints that are subdirectories of ``root``, oldest first; not behind links.
+
+    A subdirectory that is none may have checkpoints in it, as the parts ``step-100/model`` and
+    ``step-100/optimizer``.
+
+    Raises:
+        NotThere: ``root`` does not exist.
+        ReadError: It is not a directory, or cannot be read.
+        OptionError: It is in an object store.
+    """
+    require_file_system(root)
+    try:
+        paths = _directories_in(root)
+    except FileNotFoundError as error:
+        raise NotThere(f"{root}: no such directory") from error
+    except OSError as error:
+        raise ReadError(
+            f"cannot list checkpoints: {error.strerror}", errno=error.errno, path=root
+        ) from error
+    found = [each for path in paths for each in _at_or_in(path)]
+    return sorted(found, key=lambda each: (each.at_s, each.path))
+
+
+def _directories_in(path: str) -> list[str]:
+    with os.scandir(path) as entries:
+        return [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+
+
+def _at_or_in(path: str) -> list[Listed]:
+    itself = look_at(path)
+    if itself is not None:
+        return [itself]
+    try:
+        parts = map(look_at, _directories_in(path))
+    except OSError:  # gone, or not for us to read
+        return []
+    name = os.path.basename(path)
+    return [replace(each, name=f"{name}/{each.name}") for each in parts if each is not None]
+
+
+def linked_from(root: str) -> set[str]:
+    """The real paths that symbolic links in ``root`` lead to."""
+    with os.scandir(root) as entries:
+        return {os.path.realpath(entry.path) for entry in entries if entry.is_symlink()}
+
+
+def look_at(path: str) -> Listed | None:
+    """The state of one directory; ``None`` if it is not a checkpoint's, or gone."""
+    try:
+        with os.scandir(path) as scanned:
+            entries = {entry.name: entry for entry in scanned}
+        shards = [name for name in entries if name.endswith(SHARD_SUFFIX)]
+        committed = METADATA_SUFFIX in entries
+        if not committed and not shards:
+            return None
+        nbytes = sum(entry.stat().st_size for entry in entries.values() if entry.is_file())
+        at_s = os.stat(os.path.join(path, METADATA_SUFFIX) if committed else path).st_mtime
+    except OSError:
+        return None
+    manifest = None
+    if committed:
+        state, manifest = _state_of_committed(path)
+    elif any(map(_OF_ONE_RANK.match, entries)):
+        state = State.PER_RANK
+    else:
+        state = State.UNFINISHED
+    return Listed(
+        path=path,
+        name=os.path.basename(path),
+        state=state,
+        nbytes=nbytes,
+        files=len(shards if manifest is None else manifest.files),
+        at_s=at_s if manifest is None else manifest.committed_at_s,
+        manifest=manifest is not None,
+    )
+
+
+def _state_of_committed(path: str) -> tuple[State, Manifest | None]:
+    files = PosixFiles(path)
+    manifest = None
+    try:
+        with open_to_read(files, METADATA_SUFFIX) as stream:
+            manifest = manifest_of(stream, path=path)
+        if manifest is None:
+            from nostall.integrity import is_complete
+
+            whole = is_complete(path)
+        else:
+            whole = _have_sizes(files, manifest)
+    except DamagedCheckpointError:
+        return State.DAMAGED, None
+    except UnknownMetadataError:
+        return State.NOT_UNDERSTOOD, None
+    except OSError:
+        return State.UNREADABLE, manifest
+    return State.COMPLETE if whole else State.DAMAGED, manifest
+
+
+def _have_sizes(files: PosixFiles, manifest: Manifest) -> bool:
+    try:
+        return all(files.stat(file.name).nbytes == file.nbytes for file in manifest.files)
+    except FileNotFoundError:
+        return False
+
+
+def newest_complete(checkpoints: Iterable[Listed]) -> Listed | None:
+    """The last committed complete checkpoint."""
+    complete = [each for each in checkpoints if each.state is State.COMPLETE]
+    return max(complete, key=lambda each: each.at_s, default=None)

@@ -1,0 +1,60 @@
+"""``nostall ls ROOT``: the checkpoints in a directory."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import asdict
+
+from nostall._bench.quantities import format_nbytes
+from nostall._cli.arguments import Commands, NotThere, Status, add_json
+from nostall._cli.listing import Listed, list_checkpoints, look_at
+from nostall._cli.output import format_age, print_json, print_table
+
+
+def add_to(commands: Commands) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "ls",
+        help="list the checkpoints in a directory: step, size, age, state",
+        description="List the checkpoints in a directory, oldest first. The state tells whether"
+        " metadata and file sizes are as committed; verify reads the bytes, too.",
+    )
+    parser.add_argument("root", metavar="ROOT", help="directory of checkpoint directories")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Print a row per checkpoint."""
+    checkpoints = list_checkpoints(parsed.root)
+    if not checkpoints:
+        itself = look_at(os.path.abspath(parsed.root))
+        if itself is None:
+            raise NotThere(f"{parsed.root}: there is no checkpoint in it")
+        checkpoints = [itself]
+    if parsed.json:
+        print_json([_plain(each) for each in checkpoints])
+        return Status.FINE
+    now_s = time.time()
+    print_table(
+        ("step", "size", "files", "age", "state", "name"),
+        [
+            (
+                "" if each.step is None else str(each.step),
+                format_nbytes(each.nbytes),
+                str(each.files),
+                format_age(now_s - each.at_s),
+                each.state.value,
+                each.name,
+            )
+            for each in checkpoints
+        ],
+        right="step size files age",
+    )
+    return Status.FINE
+
+
+def _plain(listed: Listed) -> dict[str, object]:
+    return {**asdict(listed), "step": listed.step}

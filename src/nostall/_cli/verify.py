@@ -1,0 +1,73 @@
+"""``nostall verify PATH``: whether a checkpoint is what was written."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nostall._cli.arguments import Commands, Status, add_json, checked, positive
+from nostall._cli.output import print_json, printable, progress
+
+if TYPE_CHECKING:
+    from nostall.integrity import Verification
+
+
+def add_to(commands: Commands) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "verify",
+        help="read a whole checkpoint and report any damage",
+        description="Read a whole checkpoint and compare it with its checksums. Exit status: 0 if"
+        " it is as it was written, 1 if it is damaged or not complete, 2 for wrong arguments, 3 if"
+        " there is no checkpoint, 4 if it has no manifest and its metadata is not understood.",
+    )
+    parser.add_argument("path", type=Path, metavar="PATH", help="checkpoint directory")
+    add_json(parser)
+    parser.add_argument(
+        *("--threads",),
+        type=checked(positive),
+        default=8,
+        help="number of files to read at a time (default: %(default)s)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Print the findings."""
+    from nostall.integrity import State, verify
+
+    with progress("verifying") as report:
+        found = verify(parsed.path, threads=parsed.threads, progress=report)
+    if parsed.json:
+        print_json({"ok": found.ok, **asdict(found)})
+    else:
+        _print(found)
+    return {
+        State.WHOLE: Status.FINE,
+        State.DAMAGED: Status.FAILED,
+        State.NOT_THERE: Status.NOT_THERE,
+        State.NOT_UNDERSTOOD: Status.NOT_UNDERSTOOD,
+    }[found.state]
+
+
+def _print(found: Verification) -> None:
+    if found.note is not None:
+        print(f"note: {printable(found.note)}")
+    for damage in found.damages:
+        print(f"damaged: {printable(str(damage))}")
+    if found.unchecked:
+        example = printable(found.unchecked[0])
+        print(f"no checksum: {len(found.unchecked)} items, for example {example}")
+    if not found.ok:
+        verdict = found.state.value.upper()
+    elif found.has_manifest:
+        verdict = "as it was written"
+    else:
+        verdict = (
+            "no damage found; without a manifest, only the checksums of its records were compared"
+        )
+    print(
+        f"{found.path}: {verdict} ({found.items} items, {found.files} files, {found.nbytes} bytes)"
+    )

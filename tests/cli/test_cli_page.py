@@ -1,0 +1,78 @@
+"""The reference page of the command line says what happens."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nostall
+from cli.conftest import Run
+from nostall.cli import _COMMANDS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+NUMBERS = re.compile(r"\d+(?:[.:-]\d+)*")
+
+
+def without_numbers(text: str) -> list[list[str]]:
+    """Words of each line; numbers differ with the versions of torch and nostall."""
+    return [NUMBERS.sub("N", line).split() for line in text.splitlines()]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_examples_show_what_they_say(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every block of the page runs, in order, and prints what it shows but for numbers."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    commands = 0
+    for language, block in blocks:
+        if language == "python":
+            exec(compile(block, "cli.md", "exec"), {})
+        elif language == "console":
+            for example in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+                command, _, shown = example.partition("\n")
+                assert without_numbers(output_of(command, run)) == without_numbers(shown), command
+                commands += 1
+        else:
+            assert (language, script(block)) == ("sh", "resuming from checkpoints/step-2500\n")
+    assert commands > 10
+
+
+def output_of(command: str, run: Run) -> str:
+    """The output of one line; ``|| echo word`` runs if the status is not 0."""
+    first, _, otherwise = command.partition(" || echo ")
+    name, *arguments = shlex.split(first)
+    assert name == "nostall"
+    status, shown, error = run(*arguments)
+    assert (status != 0) == bool(otherwise), error
+    return shown + (f"{otherwise}\n" if otherwise else "")
+
+
+def script(block: str) -> str:
+    """The output of a script, with the real program."""
+    program = f'nostall() {{ {shlex.quote(sys.executable)} -W ignore -m nostall "$@"; }}\n'
+    root = str(Path(nostall.__file__).parents[1])
+    return subprocess.run(
+        ["bash", "-c", program + block],
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    ).stdout
+
+
+def test_the_page_lists_every_command(run: Run) -> None:
+    """As ``--help`` does."""
+    listed = set(re.findall(r"^\| `([a-z]+)[ `]", PAGE, re.MULTILINE)) - {"latest=N", "every"}
+    commands = {module.__name__.rpartition(".")[2] for module in _COMMANDS}
+    assert commands <= listed
+    shown = run("--help")[1]
+    assert all(re.search(rf"^    {name} ", shown, re.MULTILINE) for name in commands)

@@ -1,0 +1,301 @@
+"""``ls``, ``inspect``, ``latest`` and ``diff``: what users learn about checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import nostall
+from cli.conftest import Run
+from support.parts import save_in_halves
+from support.states import read_metadata, save_stock_way, small_state
+
+STORED = Path(__file__).parents[1] / "checkpoints"
+
+
+def save(path: Path, state: dict[str, Any] | None = None) -> None:
+    writer = nostall.FileSystemWriterAsync(path, sync_files=False)
+    dcp.save(state or small_state(), storage_writer=writer, no_dist=True)
+
+
+def at(path: Path, seconds: float) -> None:
+    os.utime(path / ".metadata", (seconds, seconds))
+
+
+def row_of(output: str, name: str) -> list[str]:
+    (line,) = (line for line in output.splitlines() if line.split()[-1:] == [name])
+    return line.split()
+
+
+# --- ls and latest ----------------------------------------------------------------------------
+
+
+def test_the_list_says_what_is_complete(tmp_path: Path, run: Run) -> None:
+    """By nostall or stock; a damaged one, an unfinished save and other directories are told apart.
+
+    The last line is the newest, and ``latest`` prints the newest complete one.
+    """
+    save_stock_way(tmp_path / "step-100", small_state())
+    at(tmp_path / "step-100", 1e9)
+    save(tmp_path / "step-200")
+    save(tmp_path / "step-300")
+    next((tmp_path / "step-300").glob("*.distcp")).write_bytes(b"short")
+    (tmp_path / "step-400").mkdir()
+    (tmp_path / "step-400" / "__0_0.distcp").write_bytes(b"a part")
+    (tmp_path / "logs").mkdir()
+    status, shown, _ = run("ls", tmp_path)
+    assert status == 0
+    assert "complete" in row_of(shown, "step-100")
+    assert "complete" in row_of(shown, "step-200")
+    assert row_of(shown, "step-200")[0] == "200"
+    assert "damaged" in row_of(shown, "step-300")
+    assert "not committed" in " ".join(row_of(shown, "step-400"))
+    assert "logs" not in shown
+    assert shown.splitlines()[1].endswith("step-100")
+    assert run("latest", tmp_path)[:2] == (0, f"{tmp_path / 'step-200'}\n")
+    listed = json.loads(run("ls", tmp_path, "--json")[1])
+    assert [each["step"] for each in listed] == [100, 200, 300, 400]
+    files = [file.stat().st_size for file in (tmp_path / "step-200").iterdir()]
+    assert listed[1]["nbytes"] == sum(files)
+
+
+def test_parts_of_a_step_are_listed(tmp_path: Path, run: Run) -> None:
+    """Model and optimizer as two checkpoints in one directory: a line each, and never pruned."""
+    for part in ("model", "optimizer"):
+        save(tmp_path / "step-1" / part)
+    save(tmp_path / "step-2")
+    shown = run("ls", tmp_path)[1]
+    assert "complete" in row_of(shown, "step-1/model")
+    assert "complete" in row_of(shown, "step-1/optimizer")
+    assert "would remove 0" in run("prune", tmp_path, "--keep", "latest=1")[1]
+
+
+def test_nothing_there_is_an_exit_status(tmp_path: Path, run: Run) -> None:
+    """3 and one line on standard error, for an empty directory, one without any, and a file."""
+    for command in ("ls", "latest"):
+        for root in (tmp_path, tmp_path / "nowhere"):
+            status, shown, error = run(command, root)
+            assert (status, shown, error.count("\n")) == (3, "", 1)
+            assert str(root) in error
+    for command in ("inspect", "diff"):
+        paths = [tmp_path] * (2 if command == "diff" else 1)
+        assert run(command, *paths)[0] == 3
+    (tmp_path / "file").write_text("")
+    assert run("ls", tmp_path / "file")[0] == 1
+    assert run("ls", "s3://bucket/checkpoints")[0] == 2
+
+
+def test_lists_and_help_need_no_torch(tmp_path: Path) -> None:
+    """Help, and the list and a dry run over nostall's checkpoints, are answered at once."""
+    save(tmp_path / "step-1")
+    program = f"""
+import contextlib, sys
+from nostall.cli import main
+for arguments in (["--help"], ["prune", "--help"]):
+    with contextlib.suppress(SystemExit):
+        main(arguments)
+assert main(["ls", {str(tmp_path)!r}]) == 0
+assert main(["prune", {str(tmp_path)!r}, "--keep", "latest=1"]) == 0
+assert "torch" not in sys.modules
+"""
+    root = str(Path(nostall.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "exit status" in done.stdout
+
+
+# --- inspect ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path", sorted(STORED.glob("torch-*/*")), ids=lambda p: "-".join(p.parts[-2:])
+)
+def test_checkpoints_of_every_version_and_writer_can_be_inspected(path: Path, run: Run) -> None:
+    """Names, dtypes, shapes and files are in the table and in the JSON."""
+    status, shown, _ = run("inspect", path)
+    assert status == 0
+    (row,) = (line for line in shown.splitlines() if line.startswith("model.weight "))
+    assert "float32  [4, 3] " in row
+    assert row.endswith(" __0_0.distcp")
+    assert "2 tensors, 1 object" in shown
+    plain = json.loads(run("inspect", path, "--json")[1])
+    weight = next(item for item in plain["items"] if item["name"] == "model.weight")
+    assert (weight["dtype"], weight["shape"]) == ("float32", [4, 3])
+    assert weight["nbytes"] == weight["parts"][0]["nbytes"] > 48
+    assert (plain["nostall"] is None) == (path.name == "stock")
+
+
+def test_sharding_is_shown(tmp_path: Path, run: Run) -> None:
+    """Parts along each dimension, and each part with its place in the JSON."""
+    save_in_halves(tmp_path, {"weight": torch.zeros(6, 4), "bias": torch.zeros(4)})
+    shown = run("inspect", tmp_path)[1]
+    assert next(line for line in shown.splitlines() if "weight" in line).split()[4] == "2x1"
+    plain = json.loads(run("inspect", tmp_path, "--json", "--name", "weight")[1])
+    (item,) = plain["items"]
+    assert [part["offsets"] for part in item["parts"]] == [[0, 0], [3, 0]]
+
+
+def test_filters_add_up(tmp_path: Path, run: Run) -> None:
+    """By name, dtype, file and size; the summary says how many of all are shown."""
+    state = {"a": {"x": torch.zeros(1000), "y": torch.zeros(3).double()}, "b": torch.zeros(2)}
+    save(tmp_path, state)
+
+    def names(*options: str) -> list[str]:
+        plain = json.loads(run("inspect", tmp_path, "--json", *options)[1])
+        return [item["name"] for item in plain["items"]]
+
+    assert names("--name", "a.*") == ["a.x", "a.y"]
+    assert names("--name", "a.*", "--dtype", "float64") == ["a.y"]
+    assert names("--name", "b", "--name", "a.x") == ["a.x", "b"]
+    assert names("--larger", "4KB") == ["a.x"]
+    assert names("--file", "__1*") == []
+    assert names("--sort", "size")[0] == "a.x"
+    assert "1 tensor, 0 objects (of 3)" in run("inspect", tmp_path, "--name", "b")[1]
+
+
+def test_the_tree_adds_up(tmp_path: Path, run: Run) -> None:
+    """A branch shows the sum of what is in it."""
+    save(tmp_path, {"a": {"x": torch.zeros(100_000), "y": torch.zeros(100_000)}})
+    lines = run("inspect", tmp_path, "--tree")[1].splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["a", "x", "y"]
+    assert "2 items" in lines[1]
+    assert "float32 [100000]" in lines[2]
+    assert [
+        line.split()[0]
+        for line in run("inspect", tmp_path, "--tree", "--depth", "1")[1].splitlines()[1:-1]
+    ] == ["a"]
+
+
+class Evil:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.path), "w")
+
+
+def test_metadata_cannot_run_code(tmp_path: Path, run: Run) -> None:
+    """Hostile metadata ends every command with status 4, one line, and nothing run."""
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "pwned")))
+    for command in (["inspect"], ["convert", tmp_path / "new"], ["diff", tmp_path]):
+        status, _, error = run(command[0], tmp_path, *command[1:])
+        assert status == 4
+        assert error.count("\n") == 1
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize("lie", ["size", "properties"])
+def test_metadata_that_lies_is_refused_in_one_line(tmp_path: Path, run: Run, lie: str) -> None:
+    """A tensor of a tebibyte in a file of a kilobyte, or one without a dtype: no traceback."""
+    save_stock_way(tmp_path / "a", {"x": torch.zeros(3)})
+    metadata = read_metadata(tmp_path / "a")
+    tensor: Any = metadata.state_dict_metadata["x"]
+    if lie == "size":
+        tensor.size = tensor.chunks[0].sizes = torch.Size([1 << 50])
+    else:
+        del tensor.properties
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    for command in (["diff", "--values", tmp_path / "a"], ["convert", tmp_path / "new"]):
+        status, _, error = run(command[0], tmp_path / "a", *command[1:])
+        assert (status, error.count("\n")) == (1, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_names_cannot_control_the_terminal(tmp_path: Path, run: Run) -> None:
+    """An escape sequence, or a line break, in a name is shown escaped."""
+    save(tmp_path, {"\x1b[2Jx\nsafe": torch.zeros(1)})
+    for command in (["inspect", tmp_path], ["inspect", "--tree", tmp_path]):
+        shown = run(*command)[1]
+        assert "\x1b" not in shown
+        assert "\\x1b[2Jx\\nsafe" in shown
+
+
+# --- diff -------------------------------------------------------------------------------------
+
+
+def test_equal_checkpoints_do_not_differ(tmp_path: Path, run: Run) -> None:
+    """Whoever wrote them, in however many parts: every bit is compared."""
+    save(tmp_path / "a")
+    save_in_halves(tmp_path / "b", small_state())
+    assert run("diff", tmp_path / "a", tmp_path / "b")[0] == 0
+    status, shown, _ = run("diff", "--values", tmp_path / "a", tmp_path / "b")
+    assert (status, shown.splitlines()[-1].rsplit(" ", 2)[-2:]) == (0, ["0", "differ"])
+
+
+def test_each_difference_is_named(tmp_path: Path, run: Run) -> None:
+    """What is on one side only, other dtypes and shapes, and how far values are apart."""
+    values = torch.zeros(1000, 3)
+    save(tmp_path / "a", {"v": values, "w": torch.zeros(2), "gone": torch.zeros(1), "n": {"k": 1}})
+    changed = values.clone()
+    changed[7, 1], changed[999, 2] = 0.5, -2.0
+    new = torch.zeros(2).double()
+    save(tmp_path / "b", {"v": changed, "w": new, "new": torch.zeros(1), "n": {"k": 2}})
+    status, shown, _ = run("diff", tmp_path / "a", tmp_path / "b", "--values")
+    assert status == 1
+    lines = shown.splitlines()
+    assert "- gone: float32 [1]" in lines
+    assert "+ new: float32 [1]" in lines
+    assert "! w: float32 [2] -> float64 [2]" in lines
+    assert "~ v: 2 of 3000 elements differ, at most by 2" in lines
+    assert "~ n.k: the stored objects have other bytes" in lines
+    assert run("diff", tmp_path / "a", tmp_path / "b", "--values", "--name", "x*")[0] == 0
+    plain = json.loads(run("diff", tmp_path / "a", tmp_path / "b", "--json")[1])
+    assert {each["name"] for each in plain} == {"gone", "new", "w"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (
+            torch.tensor([0.0, 1.0]),
+            torch.tensor([-0.0, 1.0]),
+            "1 of 2 elements differ, at most by 0",
+        ),
+        (torch.tensor([1.0]), torch.tensor([float("nan")]), "1 of 1 elements differ"),
+        (torch.tensor(3), torch.tensor(5), "1 of 1 elements differ, at most by 2"),
+        (torch.tensor([True]), torch.tensor([False]), "1 of 1 elements differ, at most by 1"),
+        (torch.tensor([1 + 1j]), torch.tensor([1 + 4j]), "1 of 1 elements differ, at most by 3"),
+        (torch.ones(2).to(torch.float8_e5m2), torch.ones(2).to(torch.float8_e5m2), None),
+        (torch.full((2,), torch.nan), torch.full((2,), torch.nan), None),
+        (torch.zeros(0, 3), torch.zeros(0, 3), None),
+    ],
+    ids=["zeros", "nan", "integers", "bool", "complex", "float8", "equal nan", "empty"],
+)
+def test_values_are_compared_by_bits(
+    tmp_path: Path, run: Run, one: torch.Tensor, other: torch.Tensor, said: str | None
+) -> None:
+    """Of any dtype; a difference is given where it is a finite number."""
+    save(tmp_path / "a", {"x": one})
+    save(tmp_path / "b", {"x": other})
+    status, shown, _ = run("diff", "--values", tmp_path / "a", tmp_path / "b")
+    assert status == (1 if said else 0)
+    assert said is None or shown.splitlines()[0] == f"~ x: {said}"
+
+
+def test_damage_is_not_a_difference(tmp_path: Path, run: Run) -> None:
+    """Values that cannot be read end with an error that says what to run."""
+    for name in ("a", "b"):
+        save(tmp_path / name, {"x": torch.ones(100)})
+    file = next((tmp_path / "b").glob("*.distcp"))
+    file.write_bytes(bytes(file.stat().st_size))
+    status, shown, error = run("diff", "--values", tmp_path / "a", tmp_path / "b")
+    assert (status, shown, error.count("\n")) == (1, "", 1)
+    assert "nostall verify" in error

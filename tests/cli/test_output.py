@@ -1,0 +1,163 @@
+"""What is printed to a terminal and to a pipe, and what an error looks like."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import nostall
+from cli.conftest import Run
+from nostall._cli.output import format_age, print_table, progress
+
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(Path(nostall.__file__).parents[1]),
+    "TERM": "xterm",
+    "COLUMNS": "100",
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    writer = nostall.FileSystemWriterAsync(tmp_path / "step-1", sync_files=False)
+    dcp.save({"weight": torch.zeros(30, 40)}, storage_writer=writer, no_dist=True)
+    return tmp_path / "step-1"
+
+
+def without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("rich", "rich.console", "rich.progress", "rich.table", "rich.text"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+
+
+def show_progress() -> None:
+    with progress("reading") as report:
+        assert report is not None
+        report(30, 120)
+
+
+def test_without_rich_a_terminal_shows_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The columns, and progress as a percentage that is wiped in the end."""
+    on_terminal(monkeypatch)
+    without_rich(monkeypatch)
+    print_table(("size", "name"), [("1 B", "[bold]x")], right="size")
+    show_progress()
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == ["size  name", " 1 B  [bold]x"]
+    assert " 25%" in printed.err
+    assert printed.err.endswith("\r\033[K")
+
+
+def test_rich_shows_tables_and_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names are text, not markup."""
+    pytest.importorskip("rich", reason="the extra `cli` installs it")
+    on_terminal(monkeypatch)
+    print_table(("size", "name"), [("1 B", "[bold]x")], right="size")
+    show_progress()
+    printed = capsys.readouterr()
+    assert "[bold]x" in printed.out
+    assert "reading" in printed.err
+
+
+def test_progress_on_a_real_terminal(
+    checkpoint: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``verify`` shows it, and leaves nothing of it behind; in a pipe there are findings only."""
+    main_end, terminal = pty.openpty()
+    try:
+        with open(terminal, "w") as stream, monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", stream)
+            assert run("verify", checkpoint)[0] == 0
+        shown = os.read(main_end, 1 << 16)
+    finally:
+        os.close(main_end)
+    assert b"%" in shown or b"verifying" in shown
+    assert b"\x1b[" in shown  # wiped
+    status, found, error = run("verify", checkpoint)
+    assert (status, found.count("\n"), error) == (0, 1, "")
+
+
+def test_a_reader_that_ends_early_is_no_error(checkpoint: Path) -> None:
+    """As with ``| head -1``: no traceback, and the status of a closed pipe."""
+    program = f"""
+import sys
+from nostall.cli import main
+sys.stdin.read()
+sys.exit(main(["ls", {str(checkpoint.parent)!r}]))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    _, error = process.communicate(timeout=100)
+    assert (process.returncode, error) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        ((), 2),
+        (("fly",), 2),
+        (("inspect",), 2),
+        (("prune", "."), 2),
+        (("inspect", ".", "--larger", "lots"), 2),
+        (("inspect", "s3://bucket/step-1"), 2),
+        (("inspect", "nowhere"), 3),
+        (("verify", "nowhere"), 3),
+        (("prune", "nowhere", "--keep", "latest=1"), 3),
+    ],
+    ids=str,
+)
+def test_exit_statuses(
+    tmp_path: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    status: int,
+) -> None:
+    """2 for wrong arguments, 3 for what is not there."""
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments)[0] == status
+
+
+def test_interrupts_end_with_one_line(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control-C is no traceback."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nostall.integrity.latest_complete", interrupted)
+    assert run("latest", tmp_path) == (130, "", "nostall: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-5, "0 s"), (0, "0 s"), (119, "119 s"), (120, "2 min"), (7199, "120 min"), (7200, "2 h")],
+)
+def test_ages_are_short(seconds: float, text: str) -> None:
+    """In the largest unit that leaves two of it; a clock that is behind shows nothing odd."""
+    assert format_age(seconds) == text

@@ -1,0 +1,180 @@
+"""``prune`` removes what no policy keeps, and never the checkpoint to resume from."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nostall
+from cli.conftest import Run
+from nostall._cli.listing import Listed, State
+from nostall._cli.prune import why_kept
+from nostall._cli.retention import parse_policies
+from support.states import save_stock_way
+
+
+def save(root: Path, *steps: int) -> None:
+    for step in steps:
+        writer = nostall.FileSystemWriterAsync(root / f"step-{step}", sync_files=False)
+        dcp.save({"x": torch.zeros(3)}, storage_writer=writer, no_dist=True)
+
+
+def there(root: Path) -> set[str]:
+    return {path.parent.name for path in root.glob("*/.metadata")}
+
+
+def test_a_dry_run_removes_nothing(tmp_path: Path, run: Run) -> None:
+    """It says what would go, what stays and why; ``--delete`` does exactly this."""
+    save(tmp_path, 1000, 1500, 2000, 2500, 2600)
+    before = there(tmp_path)
+    keep = ("--keep", "latest=2,every=1000")
+    status, shown, _ = run("prune", tmp_path, *keep)
+    assert status == 0
+    assert there(tmp_path) == before
+    assert "would remove 1 checkpoint" in shown
+    assert "--delete" in shown
+    (removed,) = (line for line in shown.splitlines() if line.split()[-1] == "step-1500")
+    assert "remove" in removed
+    (kept,) = (line for line in shown.splitlines() if line.split()[-1] == "step-2000")
+    assert "every=1000" in kept
+    plain = json.loads(run("prune", tmp_path, *keep, "--json")[1])
+    assert plain["removed"] == [str(tmp_path / "step-1500")]
+    status, shown, _ = run("prune", tmp_path, *keep, "--delete")
+    assert status == 0
+    assert "removed 1 checkpoint" in shown
+    assert before - there(tmp_path) == {"step-1500"}
+    assert not (tmp_path / "step-1500").exists()
+
+
+def test_what_is_not_complete_is_left(tmp_path: Path, run: Run) -> None:
+    """So are links, what they lead to, names without a step, and what another program put there.
+
+    Checkpoints of stock count, too.
+    """
+    save_stock_way(tmp_path / "step-1", {"x": torch.zeros(3)})
+    save(tmp_path, 2, 3, 4, 5)
+    next((tmp_path / "step-5").glob("*.distcp")).unlink()
+    (tmp_path / "step-2").rename(tmp_path / "best")
+    (tmp_path / "pinned").symlink_to("step-3")
+    (tmp_path / "step-9").mkdir()
+    (tmp_path / "step-9" / "__0_0.distcp").write_bytes(b"a save that is under way")
+    (tmp_path / "step-10").mkdir()
+    (tmp_path / "step-10" / "notes.txt").write_text("not a checkpoint")
+    status, shown, _ = run("prune", tmp_path, "--keep", "latest=1", "--delete")
+    assert status == 0, shown
+    assert there(tmp_path) == {"best", "step-3", "step-4", "step-5", "pinned"}
+    assert (tmp_path / "step-9" / "__0_0.distcp").exists()
+    assert (tmp_path / "step-10" / "notes.txt").exists()
+
+
+def test_files_of_others_stay(tmp_path: Path, run: Run) -> None:
+    """A checkpoint directory with a file of its owner's is emptied of the checkpoint only."""
+    save(tmp_path, 1, 2)
+    (tmp_path / "step-1" / "config.json").write_text("{}")
+    assert run("prune", tmp_path, "--keep", "latest=1", "--delete")[0] == 0
+    assert [file.name for file in (tmp_path / "step-1").iterdir()] == ["config.json"]
+
+
+def test_a_failure_is_reported(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage that refuses ends with status 1; the rest is removed."""
+    save(tmp_path, 1, 2, 3)
+    remove = nostall.remove_checkpoint
+
+    def refuse(path: str) -> None:
+        if path.endswith("step-1"):
+            raise nostall.errors.WriteError("the checkpoint could not be removed: busy", path=path)
+        remove(path)
+
+    monkeypatch.setattr("nostall.removal.remove_checkpoint", refuse)
+    status, shown, error = run("prune", tmp_path, "--keep", "latest=1", "--delete")
+    assert status == 1
+    assert "busy" in error
+    assert "failed" in shown
+    assert there(tmp_path) == {"step-1", "step-3"}
+
+
+def test_it_stops_when_the_last_checkpoint_is_gone(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program removed it after the list was made: nothing else is removed."""
+    save(tmp_path, 1, 2, 3)
+    remove = nostall.remove_checkpoint
+
+    def with_the_last(path: str) -> None:
+        remove(path)
+        remove(tmp_path / "step-3")
+
+    monkeypatch.setattr("nostall.removal.remove_checkpoint", with_the_last)
+    status, _, error = run("prune", tmp_path, "--keep", "every=1000", "--delete")
+    assert status == 1
+    assert "stopped" in error
+    assert there(tmp_path) == {"step-2"}
+
+
+@pytest.mark.parametrize(
+    "policies", ["", "latest", "latest=0", "latest=-1", "every=0", "every=0h", "best=3", "every=6y"]
+)
+def test_other_policies_are_refused(tmp_path: Path, run: Run, policies: str) -> None:
+    """With status 2 and the grammar, before anything is looked at."""
+    status, _, error = run("prune", tmp_path, "--keep", policies, "--delete")
+    assert status == 2
+    assert "latest=3" in error
+
+
+CHECKPOINTS = st.lists(
+    st.builds(
+        lambda name, step, **rest: Listed(path=f"/root/{name}{step}", name=f"{name}{step}", **rest),
+        name=st.sampled_from(["step", "save_", "epoch=1-step="]),
+        step=st.integers(0, 99),
+        state=st.sampled_from(State),
+        nbytes=st.just(1),
+        files=st.just(1),
+        at_s=st.integers(0, 100_000).map(float),
+        manifest=st.booleans(),
+    ),
+    unique_by=lambda each: each.path,
+    max_size=12,
+).map(lambda listed: sorted(listed, key=lambda each: each.at_s))
+POLICIES = st.lists(
+    st.one_of(
+        st.integers(1, 20).map(lambda n: f"latest={n}"),
+        st.integers(1, 20).map(lambda n: f"every={n}"),
+        st.integers(1, 20).map(lambda n: f"every={n}h"),
+    ),
+    min_size=1,
+    max_size=3,
+).map(",".join)
+
+
+@given(CHECKPOINTS, POLICIES)
+def test_the_newest_complete_one_always_stays(checkpoints: list[Listed], text: str) -> None:
+    """As do the promised number, and everything that is not complete."""
+    policies = parse_policies(text)
+    kept = why_kept(checkpoints, policies, set())
+    complete = [each for each in checkpoints if each.state is State.COMPLETE]
+    assert not complete or max(each.at_s for each in complete) in {
+        each.at_s for each in complete if each.path in kept
+    }
+    assert all(each.path in kept for each in checkpoints if each.state is not State.COMPLETE)
+    for policy in policies:
+        assert all(each.path in kept for each in policy.kept(complete))
+
+
+@given(CHECKPOINTS, st.integers(1, 20))
+def test_no_gap_is_longer_than_asked(checkpoints: list[Listed], hours: int) -> None:
+    """Of any two neighbours that are kept by time, none in between is an interval from both."""
+    (policy,) = parse_policies(f"every={hours}h")
+    kept = list(policy.kept(checkpoints))
+    assert kept[:1] == checkpoints[:1]
+    for one, other in pairwise(kept):
+        assert other.at_s - one.at_s >= hours * 3600
+    for each in checkpoints:
+        before = max(other.at_s for other in kept if other.at_s <= each.at_s)
+        assert each in kept or each.at_s - before < hours * 3600
