@@ -76,7 +76,6 @@ REFUSED: dict[str, Callable[[], object]] = {
     "both": lambda: KeepEvery(steps=1, seconds=1.0),
     "no time": lambda: KeepEvery(seconds=0.0),
     "negative": lambda: KeepEvery(steps=-1),
-    "unclear": lambda: better_of([KeepBest(1, "loss", "min")], {"loss": "max"}),
     "metric's mode": lambda: better_of([], {"loss": "lowest"}),  # type: ignore[dict-item]
 }
 
@@ -111,6 +110,13 @@ def test_a_second_decision_removes_nothing_more(
     kept = steps_to_keep(seen, policies, least=1)
     left = [each for each in seen if each.step in kept]
     assert steps_to_keep(left, policies, least=1) == kept
+
+
+def test_policies_may_disagree_about_a_metric() -> None:
+    """The best and the worst stay; which is better is then for the caller to say."""
+    both = [KeepBest(1, "loss"), KeepBest(1, "loss", "max"), KeepBest(1, "speed", "max")]
+    assert better_of(both, {}) == {"speed": "max"}
+    assert better_of(both, {"loss": "min"}) == {"speed": "max", "loss": "min"}
 
 
 def test_without_policies_everything_stays() -> None:

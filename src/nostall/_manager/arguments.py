@@ -41,23 +41,17 @@ def interval_of(save_every: int | timedelta | None) -> int | timedelta | None:
 
 
 def better_of(policies: Iterable[Policy], metrics: Mapping[str, Better]) -> dict[str, Better]:
-    """Which value of each known metric is better.
+    """Which value of a metric is better: as ``metrics`` says, or as all policies agree.
 
     Raises:
-        OptionError: This is not clear.
+        OptionError: A mode is unknown.
     """
-    better: dict[str, Better] = dict(metrics)
-    for mode in better.values():
+    for mode in metrics.values():
         require_better(mode)
-    for policy in policies:
-        if isinstance(policy, KeepBest) and (
-            better.setdefault(policy.metric, policy.mode) != policy.mode
-        ):
-            raise OptionError(
-                f"it is not clear which value of {policy.metric!r} is better",
-                hint='use one of "min" and "max" in all policies and in metrics',
-            )
-    return better
+    best = [policy for policy in policies if isinstance(policy, KeepBest)]
+    modes = {(policy.metric, policy.mode) for policy in best}
+    agreed = {name: mode for name, mode in modes if len([m for n, m in modes if n == name]) == 1}
+    return {**agreed, **metrics}
 
 
 def numbers_of(metrics: Mapping[str, float]) -> dict[str, float]:
