@@ -41,6 +41,10 @@ from support.waiting import wait_until
 NAMES = "step-%09d"
 
 
+class OfAnotherPlanner:
+    """What nostall does not know."""
+
+
 def numbered(step: int) -> dict[str, Any]:
     return {"weight": torch.full((100,), float(step))}
 
@@ -198,7 +202,7 @@ def test_a_damaged_newest_step_is_skipped_and_a_named_one_is_not(
 def test_a_step_that_is_not_understood_is_not_taken_for_none(tmp_path: Path) -> None:
     """A job must not start from scratch because a newer torch wrote its only checkpoint."""
     (tmp_path / (NAMES % 1)).mkdir(parents=True)
-    metadata = Metadata({}, planner_data=Path("a planner's own"), storage_data={})
+    metadata = Metadata({}, planner_data=OfAnotherPlanner(), storage_data={})
     (tmp_path / (NAMES % 1) / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(UnknownMetadataError):
         CheckpointManager(tmp_path).restore(numbered(0))

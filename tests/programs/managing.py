@@ -20,7 +20,6 @@ from torch.distributed.fsdp import fully_shard
 
 from nostall import CheckpointManager, KeepLatest, PerRank
 from nostall._manager import steps
-from nostall.core import AsyncCallsQueue
 from nostall.errors import NostallError
 from nostall.testing import Fault, Hold, inject
 from support.training import Job, disturb
@@ -36,6 +35,7 @@ def everything(out: Path) -> Facts:
         failing,
         unreadable,
         saved_again,
+        on_more_ranks,
     ]
     found = {}
     for scenario in scenarios:
@@ -202,18 +202,23 @@ def saved_again(out: Path) -> Facts:
     return {"steps": manager.all_steps(), "restored": restored.step}
 
 
-# --- other numbers of ranks -----------------------------------------------------------------------
-
-
-def elsewhere(out: Path, root: str) -> Facts:
-    """Restore what two ranks have saved, on another number of ranks."""
+def on_more_ranks(out: Path) -> Facts:
+    """What rank 0 has saved alone, restored on both."""
     rank = dist.get_rank()
+    alone = dist.new_group([0])
+    if rank == 0:
+        with CheckpointManager(out, process_group=alone) as manager:
+            manager.save(2, Job(rank, wraps=PerRank).state, extra="of rank 0")
+    dist.barrier()
     job = Job(rank, wraps=PerRank)
-    found = {"loader": _error_of(lambda: CheckpointManager(root).restore(job.state))}
+    random.seed(rank)
+    before = random.getstate()
+    found = {"loader": _error_of(lambda: CheckpointManager(out).restore(job.state))}
     del job.state["loader"]
-    restored = CheckpointManager(root).restore(job.state)
+    restored = CheckpointManager(out).restore(job.state)
     assert restored is not None
-    return {**found, "extra": restored.extra, "epoch": job.state["epoch"]}
+    kept = random.getstate() == before
+    return {**found, "extra": restored.extra, "keeps its generators": kept}
 
 
 # --- killed ---------------------------------------------------------------------------------------
@@ -223,29 +228,10 @@ def killed(out: Path) -> None:
     """Both ranks are killed while the second save is being written."""
     rank = dist.get_rank()
     state: Facts = {f"of {rank}": torch.full((9,), float(rank))}
-    manager = CheckpointManager(out / "root", keep=KeepLatest(1))
+    manager = CheckpointManager(out / "root")
     manager.save(1, state).result()
     with Hold() as hold, inject(hold.fault):
         manager.save(2, state)
         hold.wait_reached()
         dist.barrier()
         os.kill(os.getpid(), 9)
-
-
-def resumed_after_kill(out: Path) -> Facts:
-    """What the next job finds, and what is left after its first save."""
-    rank = dist.get_rank()
-    state: Facts = {f"of {rank}": torch.zeros(9)}
-    with CheckpointManager(out / "root", keep=KeepLatest(1)) as manager:
-        before = sorted(os.listdir(out / "root"))
-        restored = manager.restore(state)
-        assert restored is not None
-        manager.save(3, state)
-    dist.barrier()  # rank 0 has removed what it removes
-    return {
-        "before": before,
-        "step": restored.step,
-        "weight": state[f"of {rank}"].tolist(),
-        "after": sorted(os.listdir(out / "root")),
-        "pending": AsyncCallsQueue().pending,
-    }

@@ -20,7 +20,7 @@ from nostall.errors import OptionError, ReadError
 from nostall.integrity import is_complete
 from nostall.removal import remove_checkpoint
 
-_NAME = re.compile(r"step-(\d{9,})")
+_NAME = re.compile(r"step-(\d{9}|[1-9]\d{9,})", re.ASCII)
 
 
 def name_of(step: int) -> str:
@@ -31,9 +31,7 @@ def name_of(step: int) -> str:
 def step_of(name: str) -> int | None:
     """The step whose directory has this name; ``None`` for other names."""
     match = _NAME.fullmatch(name)
-    if match is None or not name.isascii() or name_of(int(match[1])) != name:
-        return None
-    return int(match[1])
+    return None if match is None else int(match[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +48,12 @@ class StepDirectories:
 
     def path(self, step: int) -> str:
         """The directory of a step."""
-        return os.path.join(self.root, name_of(step))
+        return f"{self.root}/{name_of(step)}"
 
     def checkpoints(self, step: int) -> list[str]:
         """The checkpoint directories of a step."""
         path = self.path(step)
-        return [os.path.join(path, part) for part in self.parts] or [path]
+        return [f"{path}/{part}" for part in self.parts] or [path]
 
     def listed(self) -> list[int]:
         """All steps that have a directory, committed or not, in ascending order.
@@ -88,7 +86,7 @@ class StepDirectories:
         """
         latest = 0.0
         for checkpoint in self.checkpoints(step):
-            path = os.path.join(checkpoint, _torch.METADATA_NAME)
+            path = f"{checkpoint}/{_torch.METADATA_NAME}"
             try:
                 latest = max(latest, os.stat(path).st_mtime)
             except (FileNotFoundError, NotADirectoryError):
