@@ -10,23 +10,21 @@ from __future__ import annotations
 import logging
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from typing_extensions import Self
 
 from nostall._engine import default_engine
 from nostall._manager.arguments import better_of, interval_of, numbers_of, policies_of
 from nostall._manager.choosing import agreed, choose_step, together
-from nostall._manager.contents import PerRank, Restoration, capture, in_parts, require_state
+from nostall._manager.contents import PerRank, capture, in_parts, require_state
 from nostall._manager.handles import SaveHandle
 from nostall._manager.pending import FailingPlanner, PendingSaves
 from nostall._manager.policies import (
@@ -38,6 +36,7 @@ from nostall._manager.policies import (
     StepRecord,
     best_first,
 )
+from nostall._manager.restoring import Restoration, load
 from nostall._manager.retention import Records, Retention
 from nostall._manager.steps import StepDirectories, require_parts
 from nostall._ranks.group import Coordination, coordination_for, require_members
@@ -62,8 +61,6 @@ __all__ = [
 
 _log = logging.getLogger("nostall")
 _REMOVAL_AT_CLOSE_S = 30.0
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,9 +193,9 @@ class CheckpointManager:
         waits until rank 0 removes nothing; the others need no communication.
         """
         if self._highest is None:
-            self._highest = self._agreed(self._begin)
+            self._highest = agreed(self._coordination(), self._begin)
         elif step <= self._highest:
-            self._agreed(self._wait_for_removal)
+            agreed(self._coordination(), self._wait_for_removal)
         self._highest = max(self._highest, step)
 
     def _begin(self) -> int:
@@ -358,41 +355,25 @@ class CheckpointManager:
         """
         self.wait()
         coordination = self._coordination()
-        self._agreed(self._wait_for_removal)
+        agreed(coordination, self._wait_for_removal)
         with ExitStack() as hold:
-            about = self._agreed(lambda: choose_step(self._steps, step, hold))
+            about = agreed(coordination, lambda: choose_step(self._steps, step, hold))
             if about is None:
                 return None
             with together(coordination):
                 paths = self._steps.checkpoints(about.step)
                 readers = [CachedMetadataFileSystemReader(path) for path in paths]
+                metadata = [reader.read_metadata() for reader in readers]
                 restoration = Restoration(
-                    state,
-                    about,
-                    [reader.read_metadata() for reader in readers],
-                    self._steps.parts,
-                    rank=coordination.rank,
+                    state, about, metadata, self._steps.parts, rank=coordination.rank
                 )
             for reader, items in zip(readers, restoration.items, strict=True):
-                _load(items, reader, self._group)  # returns when all ranks have read
+                load(items, reader, self._group)
+            for cache, loaded in zip(self._caches, metadata, strict=True):
+                cache.set_cached_global_metadata(loaded)  # the next save may reuse its plans
         with together(coordination):
             extra = restoration.finish(rng=rng)
         return Restored(step=about.step, metrics=about.metrics, extra=extra)
 
-    # --- ranks --------------------------------------------------------------------------------
-
     def _coordination(self) -> Coordination:
         return coordination_for(self._group)
-
-    def _agreed(self, decide: Callable[[], T]) -> T:
-        """What ``decide`` returns or raises on rank 0, on every rank. Collective."""
-        return agreed(self._coordination(), decide)
-
-
-def _load(
-    items: dict[str, Any], reader: CachedMetadataFileSystemReader, group: dist.ProcessGroup | None
-) -> None:
-    with warnings.catch_warnings():
-        # A single process is what this manager is for, too.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(items, storage_reader=reader, process_group=group)

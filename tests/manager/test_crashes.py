@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -131,7 +131,12 @@ def live(root: Path, policies: list[Policy], calls: list[str], saved: dict[int, 
         manager._retention.wait(60)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=12,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=set(Phase) - {Phase.shrink},  # which takes minutes
+)
 @given(LIVES)
 def test_no_moment_has_fewer_steps_than_promised(
     lives: list[tuple[list[Policy], list[str], int]],

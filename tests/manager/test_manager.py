@@ -102,6 +102,17 @@ def test_restoring_into_a_job_that_has_trained_on(tmp_path: Path) -> None:
     manager.close()
 
 
+def test_the_first_save_after_a_resume_reuses_its_plan(tmp_path: Path) -> None:
+    """As far as the structure is the same."""
+    with CheckpointManager(tmp_path) as manager:
+        saved(manager, 1)
+    with CheckpointManager(tmp_path) as resumed:
+        resumed.restore(numbered(0))
+        saved(resumed, 2)
+        assert resumed._caches[0].verified_loaded
+        assert nostall.verify(resumed.path(2)).ok
+
+
 def test_generators_can_be_left_alone(tmp_path: Path) -> None:
     """An evaluation restores weights without another sequence of random numbers."""
     with CheckpointManager(tmp_path) as manager:
