@@ -33,9 +33,8 @@ class StepRecord:
 class Policy(Protocol):
     """Names the steps that have to stay."""
 
-    @property
-    def reads_metrics(self) -> bool:
-        """Whether it looks at ``metrics``, which must be read from storage."""
+    reads_metrics: ClassVar[bool]
+    """Whether it looks at ``metrics``, which must be read from storage."""
 
     def keeps(self, records: Sequence[StepRecord]) -> Collection[int]:
         """The steps to keep.
@@ -48,7 +47,7 @@ class Policy(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class KeepLatest:
+class KeepLatest(Policy):
     """Keeps the ``n`` highest steps.
 
     Raises:
@@ -67,7 +66,7 @@ class KeepLatest:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepBest:
+class KeepBest(Policy):
     """Keeps the ``n`` steps with the best value of a metric; of equal ones, the higher steps.
 
     Steps without the metric, or with NaN, are not kept by this policy.
@@ -91,7 +90,7 @@ class KeepBest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeepEvery:
+class KeepEvery(Policy):
     """Keeps every step that is a multiple of ``steps``, or one step per ``seconds``.
 
     With ``seconds``, the lowest step stays, and each next one that was committed at least so many
