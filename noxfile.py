@@ -230,6 +230,14 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def soak_manager(session: nox.Session) -> None:
+    """Kill trainers that use a manager, 1,000 times unless arguments say otherwise."""
+    install_group(session, "test")
+    install_package(session)
+    session.run("python", "-W", "ignore", "tests/stress/manager_soak.py", *session.posargs)
+
+
+@nox.session
 def matrix(session: nox.Session) -> None:
     """Run every cell of the fault matrix, or what arguments after `--` say."""
     install_group(session, "test")

@@ -39,6 +39,11 @@ if TYPE_CHECKING:
     from nostall.integrity import is_complete as is_complete
     from nostall.integrity import latest_complete as latest_complete
     from nostall.integrity import verify as verify
+    from nostall.manager import CheckpointManager as CheckpointManager
+    from nostall.manager import KeepBest as KeepBest
+    from nostall.manager import KeepEvery as KeepEvery
+    from nostall.manager import KeepLatest as KeepLatest
+    from nostall.manager import PerRank as PerRank
     from nostall.options import EngineOptions as EngineOptions
     from nostall.removal import remove_checkpoint as remove_checkpoint
     from nostall.state_dict_saver import (
@@ -52,8 +57,13 @@ _HOME = {
     "AsyncCallsQueue": "core",
     "AsyncRequest": "core",
     "CachedMetadataFileSystemReader": "cached_metadata_filesystem_reader",
+    "CheckpointManager": "manager",
     "EngineOptions": "options",
     "FileSystemWriterAsync": "filesystem_async",
+    "KeepBest": "manager",
+    "KeepEvery": "manager",
+    "KeepLatest": "manager",
+    "PerRank": "manager",
     "SaveStats": "stats",
     "SaveStatus": "_model.progress",
     "TorchAsyncCheckpoint": "torch_ckpt",
@@ -77,6 +87,7 @@ _MODULES = (
     "errors",
     "filesystem_async",
     "integrity",
+    "manager",
     "options",
     "removal",
     "state_dict_saver",

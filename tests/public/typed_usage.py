@@ -20,6 +20,7 @@ from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemRe
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import Verification
+from nostall.manager import Restored
 from nostall.state_dict_saver import (
     CheckpointMetadataCache,
     save_state_dict_async_finalize,
@@ -128,6 +129,21 @@ def looking(path: Path) -> None:
     reader = nostall.CachedMetadataFileSystemReader(path, cache_metadata=False)
     assert_type(reader, CachedMetadataFileSystemReader)
     dcp.load(STATE, storage_reader=reader)
+
+
+def managing(root: Path) -> None:
+    keep = [nostall.KeepLatest(2), nostall.KeepBest(1, "loss"), nostall.KeepEvery(steps=100)]
+    with nostall.CheckpointManager(root, keep=keep, save_every=10) as manager:
+        restored = manager.restore(STATE)
+        assert_type(restored, Restored | None)
+        assert_type(manager.should_save(10), bool)
+        handle = manager.save(10, STATE, metrics={"loss": 0.5}, extra={"note": 1})
+        assert_type(handle.done, bool)
+        assert_type(handle.result(timeout=60.0), str)
+        assert_type(handle.stats, SaveStats | None)
+        assert_type(manager.all_steps(), list[int])
+        assert_type(manager.best_step("loss"), int | None)
+        manager.wait()
 
 
 def engine() -> None:

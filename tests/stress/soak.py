@@ -31,6 +31,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -110,6 +111,8 @@ class Life:
 
     root: Path
     first: int
+    program: Callable[[int, Path, Path, int, int], None] = train
+    """What each trainer does: with its rank, the root, a store, the first save and a pipe."""
     trainers: list[int] = field(default_factory=list)
     pipes: list[int] = field(default_factory=list)
     writers: dict[int, list[int]] = field(default_factory=dict)
@@ -126,7 +129,7 @@ class Life:
             reading, writing = os.pipe()
             pid = os.fork()
             if pid == 0:
-                _be_trainer(rank, self.root, store, self.first, writing)
+                _be_trainer(self.program, rank, self.root, store, self.first, writing)
             os.close(writing)
             self.trainers.append(pid)
             self.pipes.append(reading)
@@ -198,9 +201,16 @@ class Life:
             psutil.wait_procs([psutil.Process(pid) for pid in left if psutil.pid_exists(pid)], 0.05)
 
 
-def _be_trainer(rank: int, root: Path, store: Path, first: int, tell: int) -> NoReturn:
+def _be_trainer(
+    program: Callable[[int, Path, Path, int, int], None],
+    rank: int,
+    root: Path,
+    store: Path,
+    first: int,
+    tell: int,
+) -> NoReturn:
     try:
-        train(rank, root, store, first, tell)
+        program(rank, root, store, first, tell)
     except BaseException:
         why = traceback.format_exc()[-2000:]
         os.write(tell, (json.dumps({"died": why, "rank": rank}) + "\n").encode())

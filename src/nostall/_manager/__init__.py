@@ -1,0 +1,1 @@
+"""Parts of the manager: policies, directories, contents of a step, removal."""

@@ -1,0 +1,69 @@
+"""Arguments of a manager, checked and brought into one form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+
+from nostall._manager.policies import Better, KeepBest, Policy, require_better
+from nostall.errors import OptionError
+from nostall.options import require_integer
+
+
+def policies_of(keep: Policy | Iterable[Policy] | None) -> tuple[Policy, ...]:
+    """One policy, several or none.
+
+    Raises:
+        OptionError: An object is not a policy.
+    """
+    if keep is None:
+        return ()
+    policies = tuple(keep) if isinstance(keep, Iterable) else (keep,)
+    for policy in policies:
+        if not hasattr(policy, "keeps"):
+            raise OptionError(
+                f"keep has an object of type {type(policy).__name__}",
+                hint="use KeepLatest, KeepBest, KeepEvery, or an object with their methods",
+            )
+    return policies
+
+
+def interval_of(save_every: int | timedelta | None) -> int | timedelta | None:
+    """Steps or a time between two saves.
+
+    Raises:
+        OptionError: It is not positive.
+    """
+    if save_every is None or (isinstance(save_every, timedelta) and save_every > timedelta(0)):
+        return save_every
+    return require_integer("save_every", save_every, at_least=1)
+
+
+def better_of(policies: Iterable[Policy], metrics: Mapping[str, Better]) -> dict[str, Better]:
+    """Which value of a metric is better: as ``metrics`` says, or as all policies agree.
+
+    Raises:
+        OptionError: A mode is unknown.
+    """
+    for mode in metrics.values():
+        require_better(mode)
+    best = [policy for policy in policies if isinstance(policy, KeepBest)]
+    modes = {(policy.metric, policy.mode) for policy in best}
+    agreed = {name: mode for name, mode in modes if len([m for n, m in modes if n == name]) == 1}
+    return {**agreed, **metrics}
+
+
+def numbers_of(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics as Python numbers, also from NumPy and from tensors of one element; without NaN.
+
+    Raises:
+        OptionError: A value is not a number.
+    """
+    try:
+        numbers = {str(name): float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise OptionError(
+            f"metrics={metrics!r:.200} is not possible: {error}", hint='use {"loss": 0.5}'
+        ) from error
+    return {name: value for name, value in numbers.items() if not math.isnan(value)}

@@ -1,0 +1,214 @@
+"""What a step holds besides the tensors of the state, and how it gets there.
+
+Two items are added to the state, so that they are committed with it:
+
+* ``nostall.about``, by rank 0: step and metrics as JSON. It is read without the rest.
+* ``nostall.rank-<n>``, by every rank: one pickle of the user's ``extra``, the states of random
+  number generators, and the state of each *exact* object, in which tensors are references to items.
+
+Both are tensors of bytes, padded, so that their shapes, and with them the plan, rarely change.
+
+DCP flattens a state dict and loses what does not fit: keys that are integers, empty dictionaries,
+counters, tensors that the object of a new process does not have yet. So optimizers, schedulers and
+other objects get exactly what they returned. Modules, and objects whose tensors are distributed,
+are loaded as stock does it: into the structure they have now, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from nostall import _torch
+from nostall._manager.rng import rng_states
+from nostall._storage.posix_files import PosixFiles
+from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
+from nostall.errors import DamagedCheckpointError, OptionError
+
+ABOUT = "nostall.about"
+_RESERVED = "nostall"
+_PADDING_NBYTES = 4096
+_FORMAT = 1
+
+
+class PerRank:
+    """Marks an object in a state whose state differs between ranks, such as a data loader.
+
+    Other objects are taken to have the same state on all ranks, or distributed tensors. The state
+    is pickled whole, so it should be small. It can be restored on as many ranks as saved it.
+
+    Args:
+        stateful: An object with ``state_dict`` and ``load_state_dict``.
+    """
+
+    def __init__(self, stateful: Stateful) -> None:
+        if not isinstance(stateful, Stateful):
+            raise OptionError(
+                f"PerRank got an object of type {type(stateful).__name__}",
+                hint="pass an object with state_dict and load_state_dict",
+            )
+        self.stateful = stateful
+
+
+def require_state(state: object, parts: tuple[str, ...]) -> None:
+    """Require that a state can be saved.
+
+    Raises:
+        OptionError: It is not a mapping, has a key that is not a string or is reserved, or lacks
+            a part.
+    """
+    if not isinstance(state, Mapping):
+        raise OptionError(
+            f"the state is an object of type {type(state).__name__}",
+            hint='pass a dictionary, such as {"model": model, "optimizer": optimizer}',
+        )
+    for key in state:
+        if not isinstance(key, str) or key.split(".")[0] == _RESERVED:
+            raise OptionError(f"the key {key!r} is not possible", hint="use another string")
+    missing = [part for part in parts if part not in state]
+    if missing:
+        raise OptionError(f"the state lacks the parts {missing}", hint="pass all parts")
+
+
+# --- saving ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """The description of a step."""
+
+    step: int
+    metrics: Mapping[str, float]
+    exact: frozenset[str] = frozenset()
+    """Keys of the objects that get exactly what they returned."""
+
+
+def capture(
+    state: Mapping[str, Any], step: int, metrics: Mapping[str, float], extra: object, *, rank: int
+) -> dict[str, Any]:
+    """The state dict to save; objects are asked for their state now.
+
+    Args:
+        state: Objects, tensors and plain values by name.
+        step: The step.
+        metrics: Its metrics.
+        extra: Anything that can be pickled.
+        rank: This rank; rank 0 adds the description.
+
+    Raises:
+        Exception: Whatever an object raises when it is asked, or cannot be pickled with.
+    """
+    items: dict[str, Any] = {}
+    exact: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, PerRank):
+            exact[key] = value.stateful.state_dict()
+            continue
+        items[key] = value.state_dict() if isinstance(value, Stateful) else value
+        if _is_exact(value, items[key]):
+            exact[key] = items[key]
+    named = {key: exact[key] for key in exact if key in items}
+    content = {"extra": extra, "rng": rng_states(), "objects": exact}
+    items[key_of_rank(rank)] = _as_tensor(_pickled(content, named))
+    if rank == 0:
+        about = {"format": _FORMAT, "step": step, "metrics": metrics, "exact": sorted(exact)}
+        items[ABOUT] = _as_tensor(json.dumps(about).encode())
+    return items
+
+
+def index_of_part(key: str, parts: tuple[str, ...]) -> int:
+    """The part that an item belongs to: that of its name, or the last one."""
+    return parts.index(key) if key in parts else max(0, len(parts) - 1)
+
+
+def in_parts(items: Mapping[str, Any], parts: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The state dict of each part."""
+    divided: list[dict[str, Any]] = [{} for _ in parts or ("",)]
+    for key, value in items.items():
+        divided[index_of_part(key, parts)][key] = value
+    return divided
+
+
+def _is_exact(value: object, state: object) -> bool:
+    """Whether an object gets exactly what it returned, instead of its present structure."""
+    if not isinstance(value, Stateful) or isinstance(value, torch.nn.Module):
+        return False
+    if isinstance(value, torch.optim.Optimizer):
+        return True
+    leaves = _torch.flatten_state_dict({"": state})[0].values()
+    return not any(isinstance(leaf, DTensor | _torch.ShardedTensor) for leaf in leaves)
+
+
+def key_of_rank(rank: int) -> str:
+    """The name of a rank's own item."""
+    return f"nostall.rank-{rank}"
+
+
+def _as_tensor(content: bytes) -> torch.Tensor:
+    padded = bytearray(content.ljust(-(-len(content) // _PADDING_NBYTES) * _PADDING_NBYTES))
+    return torch.frombuffer(padded, dtype=torch.uint8)
+
+
+def _pickled(content: object, named: Mapping[str, Any]) -> bytes:
+    """A pickle in which the tensors of ``named`` are references to items of these names."""
+    flat, _ = _torch.flatten_state_dict(dict(named))
+    names = {id(leaf): name for name, leaf in flat.items() if isinstance(leaf, torch.Tensor)}
+    stream = io.BytesIO()
+    _Pickler(stream, names).dump(content)
+    return stream.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, names: Mapping[int, str]) -> None:
+        super().__init__(stream)
+        self._names = names
+
+    def persistent_id(self, value: Any) -> str | None:
+        return self._names.get(id(value)) if isinstance(value, torch.Tensor) else None
+
+
+# --- descriptions ---------------------------------------------------------------------------------
+
+
+def read_about(directory: str) -> About | None:
+    """The description of a step from one of its checkpoints; ``None`` if it has none.
+
+    Reads the metadata and that item, without torch's load planner: its global switch of naming
+    would disturb a save on another thread.
+
+    Raises:
+        OSError: Storage does not answer.
+        NostallError: The checkpoint is damaged.
+    """
+    metadata = CachedMetadataFileSystemReader(directory, cache_metadata=False).read_metadata()
+    info = (metadata.storage_data or {}).get(MetadataIndex(ABOUT, torch.Size([0])))
+    if info is None:
+        return None
+    source = PosixFiles(directory).open(info.relative_path)
+    try:
+        content = bytearray(info.length)
+        source.read_into(info.offset, memoryview(content))
+    finally:
+        source.close()
+    try:
+        tensor = torch.load(io.BytesIO(content), weights_only=True)
+        plain = json.loads(bytes(tensor.tolist()))
+        metrics = {str(name): float(value) for name, value in plain["metrics"].items()}
+        return About(
+            step=int(plain["step"]), metrics=metrics, exact=frozenset(map(str, plain["exact"]))
+        )
+    except Exception as error:  # the bytes may be anything
+        raise DamagedCheckpointError(
+            f"the description of the step cannot be read: {error!r:.200}",
+            phase="read",
+            path=PosixFiles(directory).where(info.relative_path),
+        ) from error

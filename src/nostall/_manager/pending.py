@@ -1,0 +1,152 @@
+"""The saves of a manager that are under way: a queue, and the handle of each of its requests."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from nostall._manager.handles import SaveHandle
+from nostall._manager.retention import Activity
+from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.errors import SaveAbortedError
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.state_dict_saver import (
+    CheckpointMetadataCache,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+
+
+class FailingPlanner(DefaultSavePlanner):
+    """Raises an error of this rank where all ranks learn of it."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    def set_up_planner(self, *_args: Any, **_kwargs: Any) -> None:
+        raise self._error
+
+
+class PendingSaves:
+    """Saves that are scheduled and neither committed nor failed.
+
+    Args:
+        process_group: The ranks that save together.
+        on_commit: Called on every rank when all checkpoints of a step are committed.
+    """
+
+    def __init__(
+        self, process_group: dist.ProcessGroup | None, on_commit: Callable[[], object]
+    ) -> None:
+        self._group = process_group
+        self._queue = AsyncCallsQueue(process_group=process_group)
+        self._requests: deque[SaveHandle] = deque()
+        """The save of each request, in order; a step in parts has several requests."""
+        self._on_commit = on_commit
+        self.activity = Activity()
+        """Replaced, never changed: another thread reads it."""
+
+    def schedule(
+        self,
+        handle: SaveHandle,
+        writer: FileSystemWriterAsync,
+        state_dict: dict[str, Any],
+        planner: DefaultSavePlanner,
+        cache: CheckpointMetadataCache,
+    ) -> None:
+        """Plan and start one checkpoint of a step. Collective.
+
+        Raises:
+            CheckpointException: A rank could not plan; raised on every rank.
+        """
+        planned = save_state_dict_async_plan(
+            state_dict,
+            writer,
+            self._group,
+            planner=planner,
+            enable_cache=True,
+            metadata_cache=cache,
+        )
+        save_fn, preload_fn, arguments = writer.get_save_function_and_args()
+        finalize: list[Callable[[], Any]] = [
+            partial(save_state_dict_async_finalize, *planned),
+            partial(self._note_committed, handle),
+        ]
+        self._requests.append(handle)
+        self._note_activity(self.activity.last)
+        with self._settled():
+            self._queue.schedule_async_request(
+                AsyncRequest(save_fn, arguments, finalize, preload_fn=preload_fn)
+            )
+
+    def poll(self) -> None:
+        """Commit what all ranks have written. Collective.
+
+        Raises:
+            CheckpointException: A save failed on some rank; raised on every rank.
+        """
+        with self._settled():
+            self._queue.poll()
+
+    def wait(self, timeout: float | None) -> None:
+        """Wait until nothing is scheduled. Collective.
+
+        Raises:
+            CheckpointException: A save failed on some rank: the first error, after all saves.
+            SaveTimeoutError: Some rank was not done within ``timeout`` seconds.
+        """
+        first: CheckpointException | None = None
+        while before := self._queue.pending:
+            try:
+                with self._settled():
+                    self._queue.wait(timeout)
+            except CheckpointException as error:
+                if self._queue.pending == before:
+                    raise
+                first = first or error
+        if first is not None:
+            raise first
+
+    def finish_after(self, kind: Any, error: BaseException, trace: Any) -> None:
+        """Commit what can be committed after an exception, as the queue does; abort the rest."""
+        with self._settled():
+            self._queue.__exit__(kind, error, trace)
+
+    def close(self) -> None:
+        """Abort what is still scheduled, and end the queue's processes. Idempotent."""
+        with self._settled():
+            self._queue.close(abort=True)
+
+    def _note_committed(self, handle: SaveHandle) -> None:
+        self._requests.remove(handle)
+        is_whole = handle.commit_part()
+        self._note_activity(handle.step if is_whole else self.activity.last)
+        if is_whole:
+            self._on_commit()
+
+    def _note_activity(self, last: int | None) -> None:
+        in_flight = frozenset(handle.step for handle in self._requests)
+        self.activity = Activity(in_flight=in_flight, last=last)
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """After the block, fail the saves whose requests the queue no longer has."""
+        try:
+            yield
+        except BaseException as error:
+            self._fail_lost(error)
+            raise
+        self._fail_lost(SaveAbortedError("the save was aborted", phase="write"))
+
+    def _fail_lost(self, error: BaseException) -> None:
+        while len(self._requests) > self._queue.pending:
+            self._requests.popleft().fail(error)
+        self._note_activity(self.activity.last)

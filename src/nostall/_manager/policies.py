@@ -1,0 +1,172 @@
+"""Which steps stay: small frozen policies, combined by *any keeps*.
+
+Pure: a policy sees the committed steps and names those that it keeps. What no policy keeps is
+removed, except for the steps that :func:`steps_to_keep` protects whatever the policies say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import ClassVar, Literal, Protocol
+
+from nostall.errors import OptionError
+from nostall.options import is_possible_wait, require_integer
+
+Better = Literal["min", "max"]
+"""Whether the lowest or the highest value of a metric is the best."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """A committed step."""
+
+    step: int
+    committed_at_s: float
+    """Seconds since the epoch, by the clock of the storage."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The metrics that were saved with it; empty if no policy reads metrics."""
+
+
+class Policy(Protocol):
+    """Names the steps that have to stay."""
+
+    reads_metrics: ClassVar[bool]
+    """Whether it looks at ``metrics``, which must be read from storage."""
+
+    def keeps(self, records: Sequence[StepRecord]) -> Collection[int]:
+        """The steps to keep.
+
+        A step that is not kept must not be kept later: it may be gone.
+
+        Args:
+            records: All committed steps, in ascending order.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLatest(Policy):
+    """Keeps the ``n`` highest steps.
+
+    Raises:
+        OptionError: ``n`` is less than 1.
+    """
+
+    n: int
+    reads_metrics: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        require_integer("n", self.n, at_least=1)
+
+    def keeps(self, records: Sequence[StepRecord]) -> Collection[int]:
+        """The ``n`` highest steps."""
+        return {record.step for record in records[-self.n :]}
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest(Policy):
+    """Keeps the ``n`` steps with the best value of a metric; of equal ones, the higher steps.
+
+    Steps without the metric, or with NaN, are not kept by this policy.
+
+    Raises:
+        OptionError: ``n`` is less than 1, or ``mode`` is neither ``"min"`` nor ``"max"``.
+    """
+
+    n: int
+    metric: str
+    mode: Better = "min"
+    reads_metrics: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require_integer("n", self.n, at_least=1)
+        require_better(self.mode)
+
+    def keeps(self, records: Sequence[StepRecord]) -> Collection[int]:
+        """The ``n`` best steps."""
+        return set(islice(best_first(records, self.metric, self.mode), self.n))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepEvery(Policy):
+    """Keeps every step that is a multiple of ``steps``, or one step per ``seconds``.
+
+    With ``seconds``, the lowest step stays, and each next one that was committed at least so many
+    seconds after the last that stays.
+
+    Raises:
+        OptionError: Not exactly one of them is given, or it is not positive.
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+    reads_metrics: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.seconds is None):
+            raise OptionError("KeepEvery needs steps or seconds", hint="pass one of them")
+        if self.steps is not None:
+            require_integer("steps", self.steps, at_least=1)
+        elif not is_possible_wait(self.seconds) or not self.seconds:
+            raise OptionError(f"seconds={self.seconds!r} is not possible", hint="use seconds > 0")
+
+    def keeps(self, records: Sequence[StepRecord]) -> Collection[int]:
+        """The steps at these distances."""
+        if self.steps is not None:
+            return {record.step for record in records if record.step % self.steps == 0}
+        kept, next_s = set(), -math.inf
+        for record in records:
+            if record.committed_at_s >= next_s:
+                kept.add(record.step)
+                next_s = record.committed_at_s + (self.seconds or 0.0)
+        return kept
+
+
+def require_better(mode: object) -> None:
+    """Require that a mode is known.
+
+    Raises:
+        OptionError: It is neither ``"min"`` nor ``"max"``.
+    """
+    if mode not in ("min", "max"):
+        raise OptionError(f"mode={mode!r} is not possible", hint='use "min" or "max"')
+
+
+def best_first(records: Iterable[StepRecord], metric: str, mode: Better) -> list[int]:
+    """The steps that have the metric, the best first; of equal ones, the higher step first."""
+    sign = 1.0 if mode == "min" else -1.0
+    values = [
+        (sign * record.metrics[metric], -record.step)
+        for record in records
+        if not math.isnan(record.metrics.get(metric, math.nan))
+    ]
+    return [-step for _, step in sorted(values)]
+
+
+def steps_to_keep(
+    records: Sequence[StepRecord],
+    policies: Sequence[Policy],
+    *,
+    least: int,
+    protected: Set[int] = frozenset(),
+) -> set[int]:
+    """The steps that stay: those that any policy keeps, and those that must stay.
+
+    Args:
+        records: All committed steps, in ascending order.
+        policies: Without any, every step stays.
+        least: How many stay at least, the highest ones if policies keep fewer; 1 or more.
+        protected: Steps that stay whatever the policies say.
+    """
+    steps = [record.step for record in records]
+    if not policies:
+        return set(steps)
+    wanted = set(protected).union(*(policy.keeps(records) for policy in policies))
+    kept = wanted.intersection(steps) | set(steps[-1:])
+    for step in reversed(steps):
+        if len(kept) >= least:
+            break
+        kept.add(step)
+    return kept

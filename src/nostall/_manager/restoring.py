@@ -1,0 +1,170 @@
+"""A step that is restored: what to load into, and what to do with it; see :mod:`contents`."""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+import warnings
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import StorageReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
+
+from nostall import _torch
+from nostall._manager.contents import About, PerRank, index_of_part, key_of_rank
+from nostall._manager.rng import set_rng_states
+from nostall.errors import DamagedCheckpointError, OptionError
+
+_log = logging.getLogger("nostall")
+
+
+def load(
+    items: dict[str, Any], reader: StorageReader, process_group: dist.ProcessGroup | None
+) -> None:
+    """``dcp.load``, without its warning that there is a single process. Collective.
+
+    Returns when all ranks have read.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(items, storage_reader=reader, process_group=process_group)
+
+
+class Restoration:
+    """Restores a state from one step: what to load, and what to do with it.
+
+    Args:
+        state: Objects, tensors and plain values by name; loaded values replace plain ones.
+        about: The description of the step.
+        metadata: That of each checkpoint of the step.
+        parts: Names of the parts.
+        rank: This rank.
+
+    Raises:
+        OptionError: The state of an object on this rank was not saved.
+    """
+
+    def __init__(
+        self,
+        state: MutableMapping[str, Any],
+        about: About,
+        metadata: Sequence[Metadata],
+        parts: tuple[str, ...],
+        *,
+        rank: int,
+    ) -> None:
+        self._state = state
+        self._exact = about.exact
+        self._parts = parts
+        self._metadata = metadata
+        last = metadata[-1].state_dict_metadata
+        self._has_own = key_of_rank(rank) in last
+        key = key_of_rank(rank if self._has_own else 0)
+        self._content = bytearray(_bytes_metadata(last, key).size.numel())
+        self.items: list[dict[str, Any]] = [{} for _ in metadata]
+        """The state dict to load into, for each checkpoint."""
+        self.items[-1][key] = torch.frombuffer(self._content, dtype=torch.uint8)
+        for name, value in state.items():
+            self._add(name, value)
+
+    def _add(self, key: str, value: object) -> None:
+        if isinstance(value, PerRank):
+            self._require_own(key)
+            return
+        number = index_of_part(key, self._parts)
+        present = value.state_dict() if isinstance(value, Stateful) else value
+        if key in self._exact:
+            self.items[number].update(self._templates(key, value, present, number))
+        else:
+            self.items[number][key] = present
+
+    def _require_own(self, key: str) -> None:
+        if not self._has_own:
+            raise OptionError(
+                f"the state of {key!r} differs between ranks, and fewer ranks have saved it",
+                hint="restore it on as many ranks, or leave it out",
+            )
+        if key not in self._exact:
+            raise OptionError(f"the step has no state of {key!r} per rank", hint="leave it out")
+
+    def _templates(
+        self, key: str, value: object, present: object, number: int
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """A tensor for each saved one of an exact object: the present one, or a new one."""
+        flat, _ = _torch.flatten_state_dict({key: present})
+        metadata = self._metadata[number]
+        for name, entry in metadata.state_dict_metadata.items():
+            path = (metadata.planner_data or {}).get(name, ())
+            if path[:1] == (key,) and isinstance(entry, TensorStorageMetadata):
+                yield name, _template(entry, flat.get(name), _parameter_of(value, path))
+
+    def finish(self, *, rng: bool) -> object:
+        """Hand the loaded values to the objects of the state; returns ``extra``.
+
+        Args:
+            rng: Whether to set the random number generators.
+        """
+        loaded = ChainMap(*self.items)
+        content = _Unpickler(io.BytesIO(self._content), loaded).load()
+        for key, value in list(self._state.items()):
+            restored = content["objects"][key] if key in self._exact else loaded[key]
+            target = value.stateful if isinstance(value, PerRank) else value
+            if isinstance(target, Stateful):
+                target.load_state_dict(restored)
+            else:
+                self._state[key] = restored
+        if rng and self._has_own:  # last, as objects may draw numbers
+            set_rng_states(content["rng"])
+        elif rng:
+            _log.warning("fewer ranks have saved this step: generators keep their states")
+        return content["extra"]
+
+
+def _bytes_metadata(saved: Mapping[str, Any], key: str) -> TensorStorageMetadata:
+    entry = saved.get(key)
+    if not isinstance(entry, TensorStorageMetadata):
+        raise DamagedCheckpointError(f"the step has no item {key!r}", phase="read")
+    return entry
+
+
+def _template(
+    entry: TensorStorageMetadata, present: object, parameter: torch.Tensor | None
+) -> torch.Tensor:
+    """The tensor to load an item into.
+
+    Args:
+        entry: The saved tensor.
+        present: What the object has under this name, if anything.
+        parameter: The optimizer's parameter that it belongs to, if any: it has the same placement.
+    """
+    dtype = entry.properties.dtype
+    if isinstance(present, torch.Tensor) and (present.shape, present.dtype) == (entry.size, dtype):
+        return present
+    if parameter is not None and parameter.shape == entry.size:
+        return torch.empty_like(parameter, dtype=dtype)
+    return torch.empty(entry.size, dtype=dtype)
+
+
+def _parameter_of(value: object, path: tuple[Any, ...]) -> torch.Tensor | None:
+    """The parameter to which an optimizer's tensor at ``(key, "state", number, name)`` belongs."""
+    if not isinstance(value, torch.optim.Optimizer) or path[1:2] != ("state",) or len(path) < 4:
+        return None
+    parameters = [each for group in value.param_groups for each in group["params"]]
+    number = int(path[2]) if str(path[2]).isdecimal() else len(parameters)
+    return parameters[number] if number < len(parameters) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, tensors: Mapping[str, Any]) -> None:
+        super().__init__(stream)
+        self._tensors = tensors
+
+    def persistent_load(self, name: Any) -> Any:
+        return self._tensors[name]

@@ -1,0 +1,171 @@
+"""Removal of steps that no policy keeps, in the background of one rank.
+
+A pass begins when a step was committed. It reads what is committed, decides once, and looks again
+before each removal whether a save has begun or a reader holds the step. What it cannot remove now,
+a later pass removes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from nostall._manager.contents import read_about
+from nostall._manager.policies import Policy, StepRecord, steps_to_keep
+from nostall._manager.steps import StepDirectories, held
+from nostall._storage.deadlines import start_apart
+from nostall.errors import DamagedCheckpointError, SaveTimeoutError, UntrustedMetadataError
+
+_log = logging.getLogger("nostall")
+
+_LEAST_WHILE_SAVING = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What a manager does at present."""
+
+    in_flight: frozenset[int] = frozenset()
+    """Steps of saves that are not committed and have not failed."""
+    last: int | None = None
+    """The step that was committed last; not the highest one after a return to an earlier step."""
+
+
+class Records:
+    """Reads committed steps, and their metrics once."""
+
+    def __init__(self, steps: StepDirectories) -> None:
+        self._steps = steps
+        self._metrics: dict[tuple[int, float], Mapping[str, float]] = {}
+
+    def read(self, *, with_metrics: bool) -> list[StepRecord]:
+        """The committed steps, in ascending order.
+
+        Raises:
+            OSError: Storage does not answer.
+        """
+        times = [(step, self._steps.committed_at_s(step)) for step in self._steps.listed()]
+        found = [(step, at_s) for step, at_s in times if at_s is not None]
+        if not with_metrics:
+            return [StepRecord(step=step, committed_at_s=at_s) for step, at_s in found]
+        known, self._metrics = self._metrics, {}
+        for each in found:
+            self._metrics[each] = known[each] if each in known else self._metrics_of(each[0])
+        return [
+            StepRecord(step=step, committed_at_s=at_s, metrics=self._metrics[step, at_s])
+            for step, at_s in found
+        ]
+
+    def _metrics_of(self, step: int) -> Mapping[str, float]:
+        """The metrics of a step; none if another program saved it, or it is damaged or gone."""
+        try:
+            about = read_about(self._steps.checkpoints(step)[-1])
+        except (DamagedCheckpointError, UntrustedMetadataError, FileNotFoundError) as error:
+            _log.warning("step %d: its metrics cannot be read: %s", step, error)
+            return {}
+        return {} if about is None else about.metrics
+
+
+class Retention:
+    """Removes steps below one directory, on a thread of its own.
+
+    Args:
+        steps: The directories.
+        policies: What stays; everything if there are none.
+        activity: What the manager does at present; called from that thread.
+    """
+
+    def __init__(
+        self,
+        steps: StepDirectories,
+        policies: Sequence[Policy],
+        activity: Callable[[], Activity],
+    ) -> None:
+        self._steps = steps
+        self._policies = policies
+        self._activity = activity
+        self._records = Records(steps)
+        self._changed = threading.Condition()
+        self._is_wanted = self._is_running = False
+
+    def start(self) -> None:
+        """Begin a pass, or another one after the present one."""
+        if not self._policies:
+            return
+        with self._changed:
+            self._is_wanted = True
+            if self._is_running:
+                return
+            self._is_running = True
+        start_apart("nostall-retention", self._run)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until no pass runs.
+
+        Raises:
+            SaveTimeoutError: One still runs after ``timeout_s`` seconds.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._is_running, timeout_s):
+                raise SaveTimeoutError(
+                    f"steps were not removed within {timeout_s:g} s",
+                    phase="remove",
+                    path=self._steps.root,
+                    hint="storage hangs, or is slow to remove files",
+                )
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._is_wanted:
+                    self._is_running = False
+                    self._changed.notify_all()
+                    return
+                self._is_wanted = False
+            try:
+                self.run_pass()
+            except Exception as error:  # nothing is lost; the next commit begins another pass
+                _log.warning("steps were not removed below %s: %s", self._steps.root, error)
+
+    def run_pass(self) -> list[int]:
+        """Remove what no policy keeps, lowest step first; the removed steps."""
+        reads_metrics = any(policy.reads_metrics for policy in self._policies)
+        records = self._records.read(with_metrics=reads_metrics)
+        kept = steps_to_keep(
+            records,
+            self._policies,
+            least=_least(self._activity()),
+            protected=_protected(self._activity()),
+        )
+        left = {record.step for record in records}
+        removed = []
+        for step in sorted(left - kept):
+            if self._is_free(step, left) and self._remove(step):
+                left.discard(step)
+                removed.append(step)
+        return removed
+
+    def _is_free(self, step: int, left: Set[int]) -> bool:
+        """Whether a step may still go: a save may have begun since the decision."""
+        activity = self._activity()
+        return len(left) > _least(activity) and step not in _protected(activity)
+
+    def _remove(self, step: int) -> bool:
+        """Remove a step, unless a reader holds it."""
+        with held(self._steps.path(step), to_remove=True) as is_ours:
+            if not is_ours:
+                _log.info("step %d stays for now: it is being read", step)
+                return False
+            self._steps.remove(step)
+        _log.info("removed path=%s", self._steps.path(step))
+        return True
+
+
+def _least(activity: Activity) -> int:
+    return _LEAST_WHILE_SAVING if activity.in_flight else 1
+
+
+def _protected(activity: Activity) -> frozenset[int]:
+    return activity.in_flight if activity.last is None else activity.in_flight | {activity.last}

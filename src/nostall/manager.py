@@ -1,0 +1,379 @@
+"""A manager of the checkpoints of one training job: when to save, what to keep, where to resume.
+
+One job saves below one directory at a time; any number of processes may read. All methods that say
+"Collective" are called on every rank of the group, in the same order; rank 0 decides for all, and
+its errors reach all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from typing_extensions import Self
+
+from nostall._engine import default_engine
+from nostall._manager.arguments import better_of, interval_of, numbers_of, policies_of
+from nostall._manager.choosing import agreed, choose_step, together
+from nostall._manager.contents import PerRank, capture, in_parts, require_state
+from nostall._manager.handles import SaveHandle
+from nostall._manager.pending import FailingPlanner, PendingSaves
+from nostall._manager.policies import (
+    Better,
+    KeepBest,
+    KeepEvery,
+    KeepLatest,
+    Policy,
+    StepRecord,
+    best_first,
+)
+from nostall._manager.restoring import Restoration, load
+from nostall._manager.retention import Records, Retention
+from nostall._manager.steps import StepDirectories, require_parts
+from nostall._ranks.group import Coordination, coordination_for, require_members
+from nostall._storage.destination import absolute, require_file_system, require_possible
+from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
+from nostall.errors import OptionError, SaveTimeoutError
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import require_integer
+from nostall.state_dict_saver import CheckpointMetadataCache
+
+__all__ = [
+    "CheckpointManager",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLatest",
+    "PerRank",
+    "Policy",
+    "Restored",
+    "SaveHandle",
+    "StepRecord",
+]
+
+_log = logging.getLogger("nostall")
+_REMOVAL_AT_CLOSE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What :meth:`CheckpointManager.restore` has restored."""
+
+    step: int
+    metrics: Mapping[str, float]
+    extra: Any
+    """What this rank passed as ``extra``; rank 0's if fewer ranks have saved the step."""
+
+
+class CheckpointManager:
+    """Saves, lists, restores and removes the steps of a training job.
+
+    As a context manager it commits pending saves when the block ends; after an exception as
+    :class:`~nostall.core.AsyncCallsQueue` does.
+
+    Args:
+        root: Directory of the steps' directories, ``step-000000100`` and so on.
+        keep: A policy, or several: a step stays if any of them keeps it. All steps stay without.
+        save_every: Steps, or a time, between two saves, for :meth:`should_save`.
+        metrics: Which value of a metric is better, ``"min"`` or ``"max"``, for :meth:`best_step`;
+            in addition to those of ``KeepBest`` policies.
+        parts: Keys of the state that get a checkpoint of their own, ``step-000000100/<key>``.
+            Everything else goes to the last part. A step is committed when all its parts are.
+        process_group: The ranks that save together; the default group if ``None``.
+        writer: Makes the writer of a directory, such as
+            ``partial(FileSystemWriterAsync, thread_count=4)``.
+
+    Raises:
+        OptionError: An argument is not possible.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep: Policy | Iterable[Policy] | None = None,
+        save_every: int | timedelta | None = None,
+        metrics: Mapping[str, Better] | None = None,
+        parts: Sequence[str] = (),
+        process_group: dist.ProcessGroup | None = None,
+        writer: Callable[[str], FileSystemWriterAsync] = FileSystemWriterAsync,
+    ) -> None:
+        require_possible(root)
+        require_file_system(root)
+        require_members(process_group, 0)
+        policies = policies_of(keep)
+        self._save_every = interval_of(save_every)
+        self._better = better_of(policies, metrics or {})
+        self._steps = StepDirectories(str(absolute(root)), require_parts(parts))
+        self._records = Records(self._steps)
+        self._group = process_group
+        self._make_writer = writer
+        self._caches = [CheckpointMetadataCache() for _ in self._steps.checkpoints(0)]
+        self._pending = PendingSaves(process_group, self._on_commit)
+        self._retention = Retention(self._steps, policies, lambda: self._pending.activity)
+        self._highest: int | None = None
+        """The highest step that has a directory, known alike on all ranks; ``None`` before the
+        first save."""
+        self._saved_at_s = time.monotonic()
+
+    # --- saving -------------------------------------------------------------------------------
+
+    def should_save(self, step: int) -> bool:
+        """Whether to save this step. Commits the saves that are done, as :meth:`poll` does.
+
+        Collective: call it after every step. With a time as ``save_every``, rank 0's clock decides.
+
+        Raises:
+            CheckpointException: An earlier save failed on some rank; raised on every rank.
+            OptionError: The manager has no ``save_every``.
+        """
+        self.poll()
+        if self._save_every is None:
+            raise OptionError("save_every was not given", hint="pass it, or decide in the loop")
+        if isinstance(self._save_every, int):
+            return step > 0 and step % self._save_every == 0
+        coordination = self._coordination()
+        is_time = time.monotonic() - self._saved_at_s >= self._save_every.total_seconds()
+        return coordination.maximum([int(is_time and coordination.is_coordinator)]) == [1]
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
+        extra: object = None,
+    ) -> SaveHandle:
+        """Save a step in the background. Collective.
+
+        When it returns, everything may be changed, tensors as ``staging`` of the writer says. A
+        step that is committed already is replaced at one instant.
+
+        Args:
+            step: The number of finished steps, for example; 0 or more.
+            state: By name: objects with ``state_dict`` and ``load_state_dict``, tensors (also
+                distributed ones), plain values, nested dictionaries and lists of these.
+            metrics: Numbers by which steps are compared; those of rank 0 count.
+            extra: Anything that can be pickled; each rank has its own.
+
+        Raises:
+            CheckpointException: A rank could not plan this save, or an earlier save failed; raised
+                on every rank.
+            OptionError: An argument is not possible.
+        """
+        step = require_integer("step", step, at_least=0)
+        numbers = numbers_of(metrics or {})
+        require_state(state, self._steps.parts)
+        self.poll()
+        self._enter(step)
+        paths = self._steps.checkpoints(step)
+        writers = [self._make_writer(path) for path in paths]
+        handle = SaveHandle(step, self._steps.path(step), writers, self.wait)
+        planner, items = self._captured(state, step, numbers, extra)
+        try:
+            for writer, part, cache in zip(writers, items, self._caches, strict=True):
+                self._pending.schedule(handle, writer, part, planner(), cache)
+        except BaseException as error:
+            handle.fail(error)
+            raise
+        self._saved_at_s = time.monotonic()
+        return handle
+
+    def _enter(self, step: int) -> None:
+        """Before a save: nothing of an earlier save of the step is being removed. Collective.
+
+        Other ranks may write as soon as they enter a save. So a step that may have a directory
+        waits until rank 0 removes nothing; the others need no communication.
+        """
+        if self._highest is None:
+            self._highest = agreed(self._coordination(), self._begin)
+        elif step <= self._highest:
+            agreed(self._coordination(), self._wait_for_removal)
+        self._highest = max(self._highest, step)
+
+    def _begin(self) -> int:
+        """Before the first save: remove what a crash has left; the highest step, or -1."""
+        removed = self._steps.remove_unfinished()
+        if removed:
+            _log.warning("removed unfinished steps %s below %s", removed, self._steps.root)
+        return max(self._steps.listed(), default=-1)
+
+    def _captured(
+        self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float], extra: object
+    ) -> tuple[Callable[[], DefaultSavePlanner], list[dict[str, Any]]]:
+        """The planner and the state dict of each part; after an error, a planner that raises it.
+
+        Other ranks are about to plan, and learn of the error there.
+        """
+        rank = self._coordination().rank
+        try:
+            items = capture(state, step, metrics, extra, rank=rank)
+        except Exception as error:  # of users' objects; raised on every rank
+            return partial(FailingPlanner, error), [{} for _ in self._caches]
+        return DefaultSavePlanner, in_parts(items, self._steps.parts)
+
+    def _on_commit(self) -> None:
+        if self._coordination().is_coordinator:
+            self._retention.start()
+
+    def _wait_for_removal(self) -> None:
+        self._retention.wait(default_engine().options.save_timeout_s)
+
+    # --- waiting ------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Commit the saves that all ranks have written, without waiting. Collective.
+
+        Raises:
+            CheckpointException: A save failed on some rank; raised on every rank. Its step has no
+                checkpoint, or still the one that it had.
+        """
+        self._pending.poll()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until all saves are committed or have failed. Collective.
+
+        Args:
+            timeout: Longest wait for this rank's files, in seconds; ``None`` for
+                ``EngineOptions.save_timeout_s``.
+
+        Raises:
+            CheckpointException: A save failed on some rank; the first error, on every rank, after
+                all saves are done.
+            SaveTimeoutError: Some rank was not done within ``timeout`` seconds; saves go on.
+        """
+        self._pending.wait(timeout)
+
+    def close(self) -> None:
+        """Wait for all saves, and up to 30 s for the removal of steps. Idempotent. Collective.
+
+        The manager can be used again.
+
+        Raises:
+            CheckpointException: A save failed on some rank; later ones were finished.
+        """
+        try:
+            self.wait()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """End the queue; saves that it still has are aborted."""
+        self._pending.close()
+        try:
+            self._retention.wait(_REMOVAL_AT_CLOSE_S)
+        except SaveTimeoutError as error:
+            _log.warning("%s", error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self._pending.finish_after(kind, error, trace)
+        finally:
+            self._end()
+
+    # --- looking ------------------------------------------------------------------------------
+
+    def path(self, step: int) -> str:
+        """The directory of a step, whether it exists or not."""
+        return self._steps.path(step)
+
+    def all_steps(self) -> list[int]:
+        """The committed steps in ascending order, as this rank sees them now.
+
+        Raises:
+            ReadError: Storage does not answer.
+        """
+        return self._steps.committed()
+
+    def latest_step(self) -> int | None:
+        """The highest committed step, as this rank sees it now; ``None`` without any.
+
+        Raises:
+            ReadError: Storage does not answer.
+        """
+        return self._steps.latest()
+
+    def best_step(self, metric: str | None = None) -> int | None:
+        """The committed step with the best value of a metric; ``None`` if no step has it.
+
+        Args:
+            metric: Its name; may be left out if the manager knows of one only.
+
+        Raises:
+            OptionError: It is not known which value of this metric is better.
+            ReadError: Storage does not answer.
+        """
+        if metric is None and len(self._better) == 1:
+            (metric,) = self._better
+        if metric is None or metric not in self._better:
+            raise OptionError(
+                f"metric={metric!r} is not one of {sorted(self._better)}",
+                hint='name it in metrics={"loss": "min"} of the manager',
+            )
+        records = self._records.read(with_metrics=True)
+        return next(iter(best_first(records, metric, self._better[metric])), None)
+
+    # --- restoring ----------------------------------------------------------------------------
+
+    def restore(
+        self, state: MutableMapping[str, Any], step: int | None = None, *, rng: bool = True
+    ) -> Restored | None:
+        """Restore a step into a state, after waiting for pending saves. Collective.
+
+        Objects get their state by ``load_state_dict``; tensors are loaded in place; other values
+        are replaced in ``state``. Pickles in the checkpoint are executed, as ``dcp.load`` does it.
+
+        Args:
+            state: As for :meth:`save`; it may lack keys of the step.
+            step: The step; by default the highest complete one. Higher ones that are damaged are
+                skipped with a warning.
+            rng: Whether to set the random number generators of Python, NumPy, torch and the current
+                accelerator to what they were on this rank.
+
+        Returns:
+            What was restored; ``None`` if there is no step to restore by default.
+
+        Raises:
+            ReadError: The step does not exist or is not complete; or storage does not answer.
+            UnknownMetadataError: No step is known to be complete, and one is not understood.
+            DamagedCheckpointError: Another program saved the step.
+            CheckpointException: A rank could not read it.
+            OptionError: The state of an object on this rank was not saved.
+        """
+        self.wait()
+        coordination = self._coordination()
+        agreed(coordination, self._wait_for_removal)
+        with ExitStack() as hold:
+            about = agreed(coordination, lambda: choose_step(self._steps, step, hold))
+            if about is None:
+                return None
+            with together(coordination):
+                paths = self._steps.checkpoints(about.step)
+                readers = [CachedMetadataFileSystemReader(path) for path in paths]
+                metadata = [reader.read_metadata() for reader in readers]
+                restoration = Restoration(
+                    state, about, metadata, self._steps.parts, rank=coordination.rank
+                )
+            for reader, items in zip(readers, restoration.items, strict=True):
+                load(items, reader, self._group)
+            for cache, loaded in zip(self._caches, metadata, strict=True):
+                cache.set_cached_global_metadata(loaded)  # the next save may reuse its plans
+        with together(coordination):
+            extra = restoration.finish(rng=rng)
+        return Restored(step=about.step, metrics=about.metrics, extra=extra)
+
+    def _coordination(self) -> Coordination:
+        return coordination_for(self._group)

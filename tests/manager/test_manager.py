@@ -1,0 +1,562 @@
+"""The manager in one process: what it saves, finds, restores and removes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+import nostall
+from nostall import CheckpointManager, KeepBest, KeepEvery, KeepLatest, PerRank
+from nostall._manager.steps import held
+from nostall.core import abort_all
+from nostall.errors import (
+    DamagedCheckpointError,
+    OptionError,
+    ReadError,
+    SaveAbortedError,
+    SaveTimeoutError,
+    UnknownMetadataError,
+)
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.testing import Fault, Hold, inject
+from support.training import Job, disturb
+from support.waiting import wait_until
+
+NAMES = "step-%09d"
+
+
+class OfAnotherPlanner:
+    """What nostall does not know."""
+
+
+def numbered(step: int) -> dict[str, Any]:
+    return {"weight": torch.full((100,), float(step))}
+
+
+def saved(manager: CheckpointManager, *steps: int, **arguments: Any) -> None:
+    for step in steps:
+        manager.save(step, numbered(step), **arguments).result()
+
+
+def is_step(state: dict[str, Any], step: int) -> bool:
+    return torch.equal(state["weight"], torch.full((100,), float(step)))
+
+
+@contextmanager
+def stopped() -> Iterator[Hold]:
+    """The save that is scheduled in the block stops before it writes."""
+    with Hold() as hold, inject(hold.fault):
+        yield hold
+
+
+# --- resuming -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [(), ("model", "optimizer")], ids=["whole", "parts"])
+def test_a_resumed_run_continues_as_if_it_had_not_ended(
+    tmp_path: Path, parts: tuple[str, ...]
+) -> None:
+    """Losses are equal bit by bit: model, optimizer, schedule, data, and all generators."""
+    job = Job()
+    job.train(4)
+    with CheckpointManager(tmp_path, parts=parts) as manager:
+        manager.save(4, job.state, metrics={"loss": 0.5}, extra={"note": [1, (2, 3)]})
+        expected = job.train(5)
+    disturb()
+    resumed = Job()
+    restored = CheckpointManager(tmp_path, parts=parts).restore(resumed.state)
+    assert restored is not None
+    assert (restored.step, restored.metrics) == (4, {"loss": 0.5})
+    assert restored.extra == {"note": [1, (2, 3)]}
+    assert resumed.state["epoch"] == 4
+    assert resumed.train(5) == expected
+    assert resumed.scheduler.state_dict() == job.scheduler.state_dict()
+
+
+def test_restoring_into_a_job_that_has_trained_on(tmp_path: Path) -> None:
+    """A return to an earlier step in the same process: present tensors take the saved values."""
+    job = Job()
+    manager = CheckpointManager(tmp_path)
+    job.train(2)
+    manager.save(2, job.state)
+    expected = job.train(3)
+    manager.save(5, job.state)
+    assert manager.restore(job.state, step=2) is not None
+    assert job.train(3) == expected
+    manager.close()
+
+
+def test_the_first_save_after_a_resume_reuses_its_plan(tmp_path: Path) -> None:
+    """As far as the structure is the same."""
+    with CheckpointManager(tmp_path) as manager:
+        saved(manager, 1)
+    with CheckpointManager(tmp_path) as resumed:
+        resumed.restore(numbered(0))
+        saved(resumed, 2)
+        assert resumed._caches[0].verified_loaded
+        assert nostall.verify(resumed.path(2)).ok
+
+
+def test_generators_can_be_left_alone(tmp_path: Path) -> None:
+    """An evaluation restores weights without another sequence of random numbers."""
+    with CheckpointManager(tmp_path) as manager:
+        saved(manager, 1)
+        before = torch.get_rng_state()
+        torch.rand(1)
+        manager.restore(numbered(0), rng=False)
+        assert not torch.equal(torch.get_rng_state(), before)
+        manager.restore(numbered(0))
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_optimizer_without_a_step_stays_so(tmp_path: Path) -> None:
+    """Saving and restoring do not begin its state, and replace one that has begun."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(0, Job().state).result()
+        job = Job()
+        job.train(1)
+        manager.restore(job.state)
+    assert job.optimizer.state_dict()["state"] == {}
+
+
+def test_stock_loads_what_a_manager_has_saved(tmp_path: Path) -> None:
+    """Tensors have the names that ``dcp.save`` gives them."""
+    job = Job()
+    job.train(2)
+    with CheckpointManager(tmp_path) as manager:
+        path = manager.save(2, job.state).result()
+    assert path == str(tmp_path / (NAMES % 2))
+    assert nostall.verify(path).ok
+    loaded = {"model": Job().model.state_dict(), "optimizer": Job().optimizer.state_dict()}
+    loaded["optimizer"]["state"] = {
+        "0": {"exp_avg": torch.zeros_like(next(job.model.parameters()))}
+    }
+    dcp.load(loaded, checkpoint_id=path)
+    assert torch.equal(loaded["model"]["0.weight"], job.model.state_dict()["0.weight"])
+    moments = job.optimizer.state_dict()["state"][0]["exp_avg"]
+    assert torch.equal(loaded["optimizer"]["state"]["0"]["exp_avg"], moments)
+
+
+def test_the_snapshot_is_taken_in_the_call(tmp_path: Path) -> None:
+    """What changes after the call is not saved: tensors, objects, extra, generators."""
+    job = Job()
+    extra = {"seen": [1]}
+    with CheckpointManager(tmp_path) as manager:
+        with stopped() as hold:
+            handle = manager.save(1, job.state, extra=extra)
+            hold.wait_reached()
+            expected = job.train(3)
+            extra["seen"].append(2)
+            hold.release()
+            handle.result()
+        resumed = Job()
+        restored = manager.restore(resumed.state)
+        assert restored is not None
+        assert restored.extra == {"seen": [1]}
+        assert resumed.train(3) == expected
+
+
+# --- which step -----------------------------------------------------------------------------------
+
+
+def test_only_committed_steps_count(tmp_path: Path) -> None:
+    """A directory without metadata, a failed save and a foreign name are not steps."""
+    manager = CheckpointManager(tmp_path)
+    assert (manager.latest_step(), manager.all_steps()) == (None, [])
+    assert manager.restore(numbered(0)) is None
+    saved(manager, 10, 20)
+    (tmp_path / (NAMES % 30)).mkdir()
+    (tmp_path / (NAMES % 30) / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "step-40").mkdir()
+    assert (manager.latest_step(), manager.all_steps()) == (20, [10, 20])
+    state = numbered(0)
+    restored = manager.restore(state)
+    assert restored is not None
+    assert restored.step == 20
+    assert is_step(state, 20)
+    manager.close()
+
+
+def test_a_damaged_newest_step_is_skipped_and_a_named_one_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Resuming falls back with a warning; an explicit step fails, and says what there is."""
+    manager = CheckpointManager(tmp_path)
+    saved(manager, 1, 2)
+    os.truncate(tmp_path / (NAMES % 2) / "__0_0.distcp", 10)
+    restored = manager.restore(numbered(0))
+    assert restored is not None
+    assert restored.step == 1
+    assert "step 2 is skipped" in caplog.text
+    for step in (2, 3):
+        with pytest.raises(ReadError, match=f"step {step} has no complete checkpoint"):
+            manager.restore(numbered(0), step=step)
+    manager.close()
+
+
+def test_a_step_that_is_not_understood_is_not_taken_for_none(tmp_path: Path) -> None:
+    """A job must not start from scratch because a newer torch wrote its only checkpoint."""
+    (tmp_path / (NAMES % 1)).mkdir(parents=True)
+    metadata = Metadata({}, planner_data=OfAnotherPlanner(), storage_data={})
+    (tmp_path / (NAMES % 1) / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UnknownMetadataError):
+        CheckpointManager(tmp_path).restore(numbered(0))
+
+
+def test_a_step_of_another_program_is_named(tmp_path: Path) -> None:
+    """It has no description, and the error says how to load it."""
+    dcp.save(numbered(1), storage_writer=FileSystemWriterAsync(tmp_path / (NAMES % 1)))
+    with pytest.raises(DamagedCheckpointError, match=r"checkpoint\.load"):
+        CheckpointManager(tmp_path).restore(numbered(0))
+
+
+def test_best_step(tmp_path: Path) -> None:
+    """By the metrics that were committed with each step, in a new process, too."""
+    with CheckpointManager(tmp_path) as manager:
+        for step, loss in ((1, 0.5), (2, 0.25), (3, 0.75), (4, float("nan"))):
+            saved(manager, step, metrics={"loss": torch.tensor(loss), "steps": step})
+        saved(manager, 5)
+    looking = CheckpointManager(tmp_path, metrics={"loss": "min", "steps": "max"})
+    assert (looking.best_step("loss"), looking.best_step("steps")) == (2, 4)
+    assert CheckpointManager(tmp_path, keep=KeepBest(1, "loss", "max")).best_step() == 3
+    for metric in (None, "accuracy"):
+        with pytest.raises(OptionError):
+            looking.best_step(metric)
+
+
+def test_a_step_in_parts_counts_when_all_parts_are_there(tmp_path: Path) -> None:
+    """Whoever wrote them; one part alone is unfinished."""
+    for step, parts in ((1, ("model", "optimizer")), (2, ("model",))):
+        for part in parts:
+            path = tmp_path / (NAMES % step) / part
+            dcp.save(numbered(step), storage_writer=FileSystemWriterAsync(path))
+    assert CheckpointManager(tmp_path, parts=("model", "optimizer")).all_steps() == [1]
+    assert CheckpointManager(tmp_path).all_steps() == []
+
+
+# --- saving ---------------------------------------------------------------------------------------
+
+
+def test_should_save_after_steps_or_seconds(tmp_path: Path) -> None:
+    """And it commits what is done, so that a loop needs no other call."""
+    manager = CheckpointManager(tmp_path, save_every=10)
+    assert [step for step in range(31) if manager.should_save(step)] == [10, 20, 30]
+    handle = manager.save(30, numbered(30))
+    step = 30
+    while not handle.done:
+        step += 1
+        manager.should_save(step)
+    assert manager.all_steps() == [30]
+    manager.close()
+    timed = CheckpointManager(tmp_path, save_every=timedelta(seconds=50))
+    with patch("nostall.manager.time.monotonic", return_value=1e12):
+        assert timed.should_save(1)
+        saved(timed, 1)
+        assert not timed.should_save(2)
+    with pytest.raises(OptionError):
+        CheckpointManager(tmp_path).should_save(1)
+    timed.close()
+
+
+def test_a_handle_tells_how_its_save_goes(tmp_path: Path) -> None:
+    """Its state, its directory, its figures; a wait has a deadline."""
+    with CheckpointManager(tmp_path) as manager:
+        with stopped() as hold:
+            handle = manager.save(7, numbered(7))
+            handle.wait_staged()
+            hold.wait_reached()
+            assert not handle.done
+            assert (handle.step, handle.path) == (7, manager.path(7))
+            with pytest.raises(SaveTimeoutError):
+                handle.result(timeout=0.01)
+            assert manager.all_steps() == []
+            hold.release()
+            assert handle.result(timeout=60) == handle.path
+        assert handle.done
+        assert handle.stats is not None
+        assert handle.stats.nbytes > 400
+        assert "committed" in repr(handle)
+
+
+def test_a_failed_save_is_raised_and_costs_nothing_else(tmp_path: Path) -> None:
+    """Its error is raised once by the loop, and by its handle; saves before and after it stay."""
+    manager = CheckpointManager(tmp_path, keep=KeepLatest(1))
+    saved(manager, 1)
+    with inject(Fault.errno("chunk", errno.ENOSPC)):
+        failing = manager.save(2, numbered(2))
+        with pytest.raises(CheckpointException, match="No space"):
+            manager.wait()
+    with pytest.raises(CheckpointException, match="No space"):
+        failing.result()
+    assert failing.done
+    assert manager.all_steps() == [1]
+    saved(manager, 3)
+    manager.close()
+    assert manager.all_steps() == [3]
+
+
+def test_an_object_that_cannot_be_saved_is_an_error_of_the_save(tmp_path: Path) -> None:
+    """On every rank, with its cause; the manager goes on."""
+
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            raise ZeroDivisionError("broken")
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError
+
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(CheckpointException, match="ZeroDivisionError: broken"):
+            manager.save(1, {"broken": Broken()})
+        saved(manager, 2)
+        assert manager.all_steps() == [2]
+
+
+def test_a_step_saved_twice_is_the_second_one(tmp_path: Path) -> None:
+    """It is replaced at one instant: until then, the first is there."""
+    with CheckpointManager(tmp_path) as manager:
+        saved(manager, 1, metrics={"loss": 1.0})
+        with stopped() as hold:
+            again = manager.save(1, {"weight": torch.zeros(100)}, metrics={"loss": 2.0})
+            hold.wait_reached()
+            state = numbered(0)
+            reader = CheckpointManager(tmp_path)
+            first = reader.restore(state)
+            assert first is not None
+            assert (first.metrics, is_step(state, 1)) == ({"loss": 1.0}, True)
+            hold.release()
+            again.result()
+        second = manager.restore(state)
+        assert second is not None
+        assert (second.metrics, is_step(state, 0)) == ({"loss": 2.0}, True)
+
+
+def test_leaving_the_block_commits(tmp_path: Path) -> None:
+    """Also with an exception, which is the one that is raised."""
+    with suppress(ZeroDivisionError), CheckpointManager(tmp_path) as manager:
+        manager.save(1, numbered(1))
+        raise ZeroDivisionError
+    assert CheckpointManager(tmp_path).all_steps() == [1]
+
+
+def test_an_abort_from_elsewhere_fails_the_save(tmp_path: Path) -> None:
+    """And not a later one."""
+    with CheckpointManager(tmp_path) as manager:
+        with stopped() as hold:
+            handle = manager.save(1, numbered(1))
+            hold.wait_reached()
+            abort_all()
+            hold.release()
+        later = manager.save(2, numbered(2))
+        with pytest.raises(SaveAbortedError):
+            handle.result()
+        assert later.result() == manager.path(2)
+        assert manager.all_steps() == [2]
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [("", 0), ("os.kill(os.getpid(), signal.SIGTERM); manager.poll(); time.sleep(60)", 143)],
+    ids=["the interpreter ends", "SIGTERM"],
+)
+def test_pending_saves_are_committed_at_the_end(tmp_path: Path, ending: str, status: int) -> None:
+    """Without ``close()``; with ``drain_on_sigterm`` after SIGTERM, too."""
+    program = f"""
+import os, signal, time, torch, nostall
+nostall.drain_on_sigterm()
+manager = nostall.CheckpointManager({str(tmp_path)!r}, keep=nostall.KeepLatest(1))
+for step in (1, 2):
+    manager.save(step, {{"weight": torch.full((100,), float(step))}})
+{ending}
+"""
+    run = subprocess.run([sys.executable, "-c", program], timeout=100, check=False)
+    assert run.returncode == status
+    state = numbered(0)
+    restored = CheckpointManager(tmp_path).restore(state)
+    assert restored is not None
+    assert is_step(state, restored.step)
+    assert restored.step == 2
+
+
+REFUSED: dict[str, Callable[[Path], object]] = {
+    "empty root": lambda root: CheckpointManager(""),
+    "object store": lambda root: CheckpointManager("s3://bucket/root"),
+    "policy": lambda root: CheckpointManager(root, keep=3),  # type: ignore[arg-type]
+    "interval": lambda root: CheckpointManager(root, save_every=0),
+    "time": lambda root: CheckpointManager(root, save_every=timedelta(0)),
+    "mode": lambda root: CheckpointManager(root, metrics={"loss": "least"}),  # type: ignore[dict-item]
+    "parts twice": lambda root: CheckpointManager(root, parts=("a", "a")),
+    "part outside": lambda root: CheckpointManager(root, parts=("../a",)),
+    "missing part": lambda root: CheckpointManager(root, parts=("a",)).save(1, {"b": 1}),
+    "step": lambda root: CheckpointManager(root).save(-1, {}),
+    "state": lambda root: CheckpointManager(root).save(1, [1]),  # type: ignore[arg-type]
+    "reserved key": lambda root: CheckpointManager(root).save(1, {"nostall.x": 1}),
+    "metric": lambda root: CheckpointManager(root).save(1, {}, metrics={"loss": "low"}),  # type: ignore[dict-item]
+    "per rank": lambda root: PerRank(3),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_impossible_arguments_are_refused(tmp_path: Path, what: str) -> None:
+    """In the caller's frame, before anything is written."""
+    with pytest.raises(OptionError):
+        REFUSED[what](tmp_path / "root")
+    assert not (tmp_path / "root").exists()
+
+
+# --- removal --------------------------------------------------------------------------------------
+
+
+def test_steps_that_no_policy_keeps_are_removed(tmp_path: Path) -> None:
+    """Any policy keeps a step; files are gone, too."""
+    keep = (KeepLatest(2), KeepBest(1, "loss"), KeepEvery(steps=4))
+    with CheckpointManager(tmp_path, keep=keep) as manager:
+        for step, loss in enumerate((0.9, 0.1, 0.5, 0.4, 0.3, 0.2, 0.3, 0.4, 0.5), start=1):
+            saved(manager, step, metrics={"loss": loss})
+    assert manager.all_steps() == [2, 4, 8, 9]
+    assert sorted(os.listdir(tmp_path)) == [NAMES % step for step in (2, 4, 8, 9)]
+
+
+def test_nothing_is_removed_before_the_next_commit(tmp_path: Path) -> None:
+    """While a save is under way, two committed steps stay, whatever policies say."""
+    manager = CheckpointManager(tmp_path, keep=KeepLatest(1))
+    saved(manager, 1)
+    with stopped() as hold:
+        manager.save(2, numbered(2))
+        hold.wait_reached()
+        assert manager.all_steps() == [1]
+        hold.release()
+        manager.wait()
+    with stopped() as hold:
+        manager.save(3, numbered(3))
+        hold.wait_reached()
+        manager._retention.run_pass()
+        assert len(manager.all_steps()) >= 1
+        assert 2 in manager.all_steps()
+        hold.release()
+    manager.close()
+    assert manager.all_steps() == [3]
+
+
+def test_two_steps_stay_while_a_save_is_under_way(tmp_path: Path) -> None:
+    """Even if a pass runs in that moment."""
+    keeping = CheckpointManager(tmp_path)
+    saved(keeping, 1, 2, 3)
+    manager = CheckpointManager(tmp_path, keep=KeepLatest(1))
+    with stopped() as hold:
+        manager.save(4, numbered(4))
+        hold.wait_reached()
+        assert manager._retention.run_pass() == [1]
+        assert manager.all_steps() == [2, 3]
+        hold.release()
+        manager.close()
+    assert manager.all_steps() == [4]
+
+
+def test_a_step_that_is_being_read_stays(tmp_path: Path) -> None:
+    """A reader in another process holds it; a later pass removes it."""
+    manager = CheckpointManager(tmp_path, keep=KeepLatest(1))
+    saved(manager, 1)
+    with held(manager.path(1)) as is_held:
+        assert is_held
+        saved(manager, 2)
+        wait_until(lambda: not manager._retention._is_running)
+        assert manager.all_steps() == [1, 2]
+    saved(manager, 3)
+    manager.close()
+    assert manager.all_steps() == [3]
+
+
+def test_the_last_committed_step_stays_after_a_return_to_an_earlier_one(tmp_path: Path) -> None:
+    """It is not the highest one; a job that goes back must not lose what it saves."""
+    with CheckpointManager(tmp_path) as manager:
+        saved(manager, 10, 20, 30)
+    with CheckpointManager(tmp_path, keep=KeepLatest(2)) as manager:
+        manager.restore(numbered(0), step=10)
+        saved(manager, 11)
+    assert manager.all_steps() == [11, 20, 30]
+
+
+def test_what_a_crash_has_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
+    """Unfinished steps and removals; a manager that only reads removes nothing."""
+    with CheckpointManager(tmp_path) as manager:
+        saved(manager, 1)
+    half = tmp_path / (NAMES % 2)
+    half.mkdir()
+    (half / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / (NAMES % 3)).mkdir()
+    (tmp_path / (NAMES % 3) / "notes.txt").write_text("not of a checkpoint")
+    with CheckpointManager(tmp_path) as manager:
+        manager.restore(numbered(0))
+        assert half.exists()
+        saved(manager, 4)
+    assert not half.exists()
+    assert (tmp_path / (NAMES % 3) / "notes.txt").exists()
+    assert manager.all_steps() == [1, 4]
+
+
+def test_a_removal_that_fails_is_not_an_error_of_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged, and tried again after the next commit."""
+    manager = CheckpointManager(tmp_path, keep=KeepLatest(1))
+    saved(manager, 1)
+    with patch("nostall._manager.steps.remove_checkpoint", side_effect=OSError(5, "bad disk")):
+        saved(manager, 2)
+        wait_until(lambda: not manager._retention._is_running)
+    assert "bad disk" in caplog.text
+    saved(manager, 3)
+    manager.close()
+    assert manager.all_steps() == [3]
+
+
+def test_parts_are_removed_together(tmp_path: Path) -> None:
+    """Nothing is left of a step in parts."""
+    parts = ("weight", "other")
+    manager = CheckpointManager(tmp_path, parts=parts, keep=KeepLatest(1))
+    for step in (1, 2):
+        manager.save(step, {**numbered(step), "other": step, "third": 3}).result()
+    manager.close()
+    assert os.listdir(tmp_path) == [NAMES % 2]
+    state = {**numbered(0), "other": 0}
+    manager.restore(state)
+    assert (is_step(state, 2), state["other"]) == (True, 2)
+
+
+# --- size -----------------------------------------------------------------------------------------
+
+
+def test_listing_opens_no_file(tmp_path: Path) -> None:
+    """Of a thousand steps only names and the status of metadata files are read."""
+    for step in range(1000):
+        path = tmp_path / (NAMES % step)
+        path.mkdir()
+        (path / ".metadata").touch()
+    manager = CheckpointManager(tmp_path)
+    with patch("builtins.open", side_effect=AssertionError), patch("os.open", side_effect=OSError):
+        assert manager.all_steps() == list(range(1000))
+        assert manager.latest_step() == 999
+
+
+def test_a_writer_of_ones_own(tmp_path: Path) -> None:
+    """Its options are those of every save."""
+    writer = partial(FileSystemWriterAsync, thread_count=3, staging="overlapped")
+    with CheckpointManager(tmp_path, writer=writer) as manager:
+        path = manager.save(1, {f"w{each}": torch.ones(9) for each in range(9)}).result()
+    assert len([name for name in os.listdir(path) if name.endswith(".distcp")]) == 3

@@ -1,0 +1,115 @@
+"""The manager on real ranks: one decides, all learn of errors, each has its own state back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nostall import CheckpointManager, KeepLatest, PerRank
+from support.ranks import RanksFailed, run_ranks, run_script
+from support.training import Job
+
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the ranks have left."""
+    return tmp_path_factory.mktemp("managing")
+
+
+@pytest.fixture(scope="module")
+def found(out: Path) -> Found:
+    """What each of two ranks reports; one start for all scenarios."""
+    return run_ranks(2, "managing:everything", out)
+
+
+def test_each_rank_continues_with_its_own_state(found: Found) -> None:
+    """Extra, data and generators are those of the rank."""
+    for rank, facts in enumerate(each["resumed"] for each in found):
+        assert facts["extra"] == f"of rank {rank}"
+        assert facts["drawn"] == 2
+    assert found[0]["resumed"]["random"] != found[1]["resumed"]["random"]
+    assert found[0]["resumed"]["torch"] != found[1]["resumed"]["torch"]
+    assert found[0]["resumed"]["loader"] != found[1]["resumed"]["loader"]
+
+
+@pytest.mark.parametrize("way", ["objects", "names"])
+def test_sharded_jobs_continue_equally(found: Found, way: str) -> None:
+    """FSDP2, into new objects whose optimizer has not begun: losses are equal bit by bit."""
+    for each in found:
+        losses, expected = each["sharded"][way]
+        assert losses == expected
+
+
+@pytest.mark.parametrize("when", ["first", "later", "write", "handle", "restore"])
+def test_a_failure_on_one_rank_is_an_error_on_all(found: Found, when: str) -> None:
+    """Of an object when saving, of storage, of an object when restoring."""
+    for each in found:
+        error = each["failing"][when]
+        assert error != "none"
+        assert ("No space" if when in ("write", "handle") else "broken") in error
+
+
+def test_a_failure_costs_one_step(found: Found) -> None:
+    """Later saves are committed, and policies count these."""
+    assert {each["failing"]["steps"] for each in found} == {"[6]"}
+
+
+def test_rank_0_chooses_the_step(found: Found) -> None:
+    """Others do not look, and its errors are theirs."""
+    for each in found:
+        assert each["unreadable"]["none"]
+        assert each["unreadable"]["named"].startswith("ReadError: step 7 has no complete")
+        assert each["unreadable"]["step"] == 1
+
+
+def test_a_step_that_is_being_removed_can_be_saved_again(found: Found) -> None:
+    """Files of the new save are not removed with the old ones."""
+    for each in found:
+        assert each["saved_again"]["restored"] == 6
+        assert each["saved_again"]["steps"][-1] == 6
+
+
+def test_on_more_ranks_than_have_saved(found: Found) -> None:
+    """Everything but what differs between ranks; the lack of that is an error on all."""
+    for rank, each in enumerate(facts["on_more_ranks"] for facts in found):
+        assert each["extra"] == "of rank 0"
+        assert each["keeps its generators"] == (rank == 1)
+        assert each["loader"] != "none"
+    assert "'loader' differs between ranks" in found[1]["on_more_ranks"]["loader"]
+
+
+def test_on_fewer_ranks_than_have_saved(found: Found, out: Path) -> None:
+    """One process restores what two ranks have saved."""
+    job = Job(0, wraps=PerRank)
+    restored = CheckpointManager(out / "resumed").restore(job.state)
+    assert restored is not None
+    assert (restored.extra, job.loader.drawn, job.state["epoch"]) == ("of rank 0", 2, 2)
+
+
+def test_a_killed_job_resumes_from_the_last_commit(tmp_path: Path) -> None:
+    """SIGKILL of all ranks in the middle of a save; the next job tidies up."""
+    with pytest.raises(RanksFailed):
+        run_ranks(2, "managing:killed", tmp_path)
+    root = tmp_path / "root"
+    assert sorted(os.listdir(root)) == ["step-000000001", "step-000000002"]
+    state = {f"of {rank}": torch.full((9,), -1.0) for rank in range(2)}
+    with CheckpointManager(root, keep=KeepLatest(1)) as manager:
+        restored = manager.restore(state)
+        assert restored is not None
+        assert restored.step == 1
+        assert [tensor.unique().tolist() for tensor in state.values()] == [[0.0], [1.0]]
+        manager.save(3, state)
+    assert os.listdir(root) == ["step-000000003"]
+
+
+def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
+    """Some kills of trainers and writers; ``nox -s soak_manager`` makes a thousand."""
+    done = run_script("stress/manager_soak.py", "--kills", "3", cwd=tmp_path, timeout_s=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert '"violations": 0' in done.stdout

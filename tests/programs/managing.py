@@ -1,0 +1,237 @@
+"""Ranks that save and restore with a manager."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from nostall import CheckpointManager, KeepLatest, PerRank
+from nostall._manager import steps
+from nostall.errors import NostallError
+from nostall.testing import Fault, Hold, inject
+from support.training import Job, disturb
+
+Facts = dict[str, Any]
+
+
+def everything(out: Path) -> Facts:
+    """All of the following, in directories of their own."""
+    scenarios: list[Callable[[Path], Any]] = [
+        resumed,
+        sharded,
+        failing,
+        unreadable,
+        saved_again,
+        on_more_ranks,
+    ]
+    found = {}
+    for scenario in scenarios:
+        (out / scenario.__name__).mkdir(exist_ok=True)
+        dist.barrier()
+        found[scenario.__name__] = scenario(out / scenario.__name__)
+    return found
+
+
+def resumed(out: Path) -> Facts:
+    """Data and generators differ between the ranks; a resumed job continues with those."""
+    rank = dist.get_rank()
+    job = Job(rank, wraps=PerRank)
+    random.seed(rank)
+    torch.manual_seed(rank)
+    with CheckpointManager(out) as manager:
+        job.train(2)
+        manager.save(2, job.state, extra=f"of rank {rank}")
+    disturb()
+    again = Job(rank, wraps=PerRank)
+    restored = CheckpointManager(out).restore(again.state)
+    assert restored is not None
+    return {
+        "extra": restored.extra,
+        "drawn": again.loader.drawn,
+        "random": random.random(),
+        "torch": torch.rand(1).item(),
+        "loader": again.loader.draw().sum().item(),
+    }
+
+
+# --- sharded --------------------------------------------------------------------------------------
+
+
+class App:
+    """Model and optimizer by parameter names, as torch's documentation recommends it."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> Facts:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: Facts) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+
+def _sharded(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps_: int) -> list[float]:
+    losses = []
+    for step in range(steps_):
+        loss = model(torch.full((2, 6), float(step + 1))).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _state_of(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Facts:
+    if name == "objects":
+        return {"model": model, "optimizer": optimizer}
+    return {"app": App(model, optimizer)}
+
+
+def sharded(out: Path) -> Facts:
+    """Objects as they are, and by names: a new job with other weights continues equally."""
+    found = {}
+    for name in ("objects", "names"):
+        model, optimizer = _sharded(0)
+        _train(model, optimizer, 2)
+        with CheckpointManager(out / name) as manager:
+            manager.save(2, _state_of(name, model, optimizer))
+            expected = _train(model, optimizer, 3)
+            other = _sharded(1)
+            manager.restore(_state_of(name, *other))
+        found[name] = [_train(*other, 3), expected]
+    return found
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+class _Broken:
+    def state_dict(self) -> Facts:
+        raise ZeroDivisionError("broken")
+
+    def load_state_dict(self, state: Facts) -> None:
+        raise ZeroDivisionError("broken")
+
+
+def _error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (CheckpointException, NostallError, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def failing(out: Path) -> Facts:
+    """What fails on rank 1 is an error on both, and the next save succeeds."""
+    rank = dist.get_rank()
+    state: Facts = {f"of {rank}": torch.full((9,), float(rank))}
+    broken: Facts = {**state, "object": _Broken()} if rank == 1 else state
+    faults = [Fault.errno("chunk", 28)] if rank == 1 else []
+    manager = CheckpointManager(out, keep=KeepLatest(1), save_every=1)
+    found = {"first": _error_of(lambda: manager.save(1, broken))}
+    for step in (1, 2, 3):  # so that plans are known, and ranks plan alone
+        manager.save(step, state).result()
+    found["later"] = _error_of(lambda: manager.save(4, broken).result())
+    with inject(*faults):
+        handle = manager.save(5, state)
+        found["write"] = _error_of(manager.wait)
+    found["handle"] = _error_of(handle.result)
+    manager.save(6, state).result()
+    manager.close()
+    found["steps"] = str(manager.all_steps())
+    found["restore"] = _error_of(lambda: manager.restore(broken))
+    return found
+
+
+def unreadable(out: Path) -> Facts:
+    """Rank 0 looks, and its errors are those of all ranks."""
+    manager = CheckpointManager(out)
+    found = {
+        "none": manager.restore({}) is None,
+        "named": _error_of(lambda: manager.restore({}, 7)),
+    }
+    manager.save(1, {"weight": torch.ones(3)}).result()
+    # Rank 1 cannot list the directory.
+    blind = patch.object(steps.StepDirectories, "listed", side_effect=AssertionError)
+    with blind if dist.get_rank() == 1 else nullcontext():
+        restored = manager.restore({"weight": torch.zeros(3)})
+    assert restored is not None
+    manager.close()
+    return {**found, "step": restored.step}
+
+
+def saved_again(out: Path) -> Facts:
+    """A step that rank 0 is removing is saved again: the removal comes first."""
+    state: Facts = {f"of {dist.get_rank()}": torch.full((9,), float(dist.get_rank()))}
+    for step in (1, 2, 3):
+        with CheckpointManager(out) as keeping:
+            keeping.save(step, state)
+    manager = CheckpointManager(out, keep=KeepLatest(1))
+    for step in (4, 1, 5, 2, 6):
+        manager.save(step, state)
+        manager.wait()
+    manager.close()
+    restored = manager.restore(state)
+    assert restored is not None
+    return {"steps": manager.all_steps(), "restored": restored.step}
+
+
+def on_more_ranks(out: Path) -> Facts:
+    """What rank 0 has saved alone, restored on both."""
+    rank = dist.get_rank()
+    alone = dist.new_group([0])
+    if rank == 0:
+        with CheckpointManager(out, process_group=alone) as manager:
+            manager.save(2, Job(rank, wraps=PerRank).state, extra="of rank 0")
+    dist.barrier()
+    job = Job(rank, wraps=PerRank)
+    random.seed(rank)
+    before = random.getstate()
+    found = {"loader": _error_of(lambda: CheckpointManager(out).restore(job.state))}
+    del job.state["loader"]
+    restored = CheckpointManager(out).restore(job.state)
+    assert restored is not None
+    kept = random.getstate() == before
+    return {**found, "extra": restored.extra, "keeps its generators": kept}
+
+
+# --- killed ---------------------------------------------------------------------------------------
+
+
+def killed(out: Path) -> None:
+    """Both ranks are killed while the second save is being written."""
+    rank = dist.get_rank()
+    state: Facts = {f"of {rank}": torch.full((9,), float(rank))}
+    manager = CheckpointManager(out / "root")
+    manager.save(1, state).result()
+    with Hold() as hold, inject(hold.fault):
+        manager.save(2, state)
+        hold.wait_reached()
+        dist.barrier()
+        os.kill(os.getpid(), 9)
