@@ -64,6 +64,7 @@ _MODULES = (
     "errors",
     "filesystem_async",
     "integrity",
+    "nvrx_alias",
     "options",
     "removal",
     "state_dict_saver",
