@@ -97,7 +97,7 @@ def _put_aliases() -> None:
 
 
 def _utils() -> ModuleType:
-    """The functions of nostall, over the others of an installed NVRx, whose other parts use them."""
+    """Functions of nostall, over the others of an installed NVRx, whose other parts use them."""
     ours = checkpointing_utils
     if _spec_of(_UTILS) is None:
         return ours

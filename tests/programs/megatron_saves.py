@@ -81,6 +81,17 @@ class Megatron:
             if not value
         ]
 
+    def metadata(self, path: Path) -> Any:
+        """The metadata that Megatron keeps after it has loaded a checkpoint."""
+        state = {"shared": self.state(0)["shared"]}
+        if not hasattr(self.strategies, "get_async_strategy"):
+            reader = self.strategies.TorchDistLoadShardedStrategy()
+            reader.load(state, path)
+        else:
+            reader = self.strategies.TorchDistLoadShardedStrategy(cache_metadata=True)
+            reader.load(state, path, async_strategy="nvrx")
+        return reader.cached_global_metadata
+
     def strategy(self) -> Any:
         """A strategy that assumes a constant structure."""
         return self.strategies.TorchDistSaveShardedStrategy(
@@ -97,9 +108,7 @@ def constant_structure(found: Megatron, out: Path, *, persistent: bool) -> Facts
         finalized += queue.maybe_finalize_async_calls(blocking=True)
         wrong += found.wrong(out / str(seed), seed)
     again = found.strategy()
-    reader = found.strategies.TorchDistLoadShardedStrategy()
-    reader.load({"shared": found.state(0)["shared"]}, out / "4")
-    again.cached_global_metadata = reader.cached_global_metadata
+    again.cached_global_metadata = found.metadata(out / "4")
     queue.schedule_async_request(found.save(out / "resumed", 5, again))
     queue.maybe_finalize_async_calls(blocking=True)
     queue.close()
