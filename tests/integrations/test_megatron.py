@@ -84,6 +84,7 @@ def test_checkpoints_of_megatron_0_15_can_be_read(
     dcp.save({"a": torch.arange(3)}, storage_writer=dcp.FileSystemWriter(tmp_path))
     metadata = read_metadata(tmp_path)
     with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "megatron", ModuleType("megatron"))
         patched.setitem(sys.modules, home.__name__, home)
         for name, base in (("MCoreMetadata", Metadata), ("MCoreSavePlan", SavePlan)):
             made: Any = make_dataclass(name, extra, bases=(base,), frozen=base is SavePlan)
