@@ -375,8 +375,8 @@ class AsyncCallsQueue:
         """Finalise all scheduled requests, or abort them; then end worker processes. Idempotent.
 
         Without ``abort`` this is collective while requests are pending. An aborted request is never
-        finalised. The queue can be used again; indices start again at 0 unless requests were
-        aborted, so that no index of an aborted request is used twice.
+        finalised. The queue can be used again. Indices start at 0 again, except after an abort, so
+        that no index of an aborted request is used twice.
 
         Args:
             abort: Abort all requests, without waiting.
@@ -387,6 +387,12 @@ class AsyncCallsQueue:
             SaveTimeoutError: Some rank was not done within ``timeout`` seconds.
             CheckpointException: A request failed on some rank; later requests are aborted.
         """
+        self._close(abort=abort, timeout=timeout)
+        if not abort:  # the differences, which ranks compare, stay
+            self._first_index -= self._next_index
+            self._next_index = 0
+
+    def _close(self, *, abort: bool, timeout: float | None = None) -> None:
         try:
             if not abort:
                 self._wait(timeout, hint="all scheduled requests were aborted")
@@ -396,9 +402,6 @@ class AsyncCallsQueue:
             self._is_in_use = False
             if abort or calls:
                 self._first_index = self._next_index
-            else:  # the differences, which ranks compare, stay
-                self._first_index -= self._next_index
-                self._next_index = 0
             self._caller.close(abort=abort or bool(calls))
 
     def abandon_after_fork(self) -> None:
@@ -412,7 +415,7 @@ class AsyncCallsQueue:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or (isinstance(error, SystemExit) and preemption.is_ending):
-            self.close()
+            self._close(abort=False)
             return
         try:
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
 import sys
 from dataclasses import make_dataclass
 from importlib.metadata import version
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
+from programs.megatron_saves import code_blocks
 from support.ranks import run_ranks
 from support.states import read_metadata
 
@@ -98,6 +100,25 @@ def test_checkpoints_of_megatron_0_15_can_be_read(
     dcp.load(loaded, storage_reader=reader)
     assert loaded["a"].tolist() == [0, 1, 2]
     assert vars(reader.read_metadata())["mcore_data"] == {"a": {"shape": (3,)}}
+
+
+@needs_megatron
+def test_the_documented_loop_runs(tmp_path: Path) -> None:
+    """The code of docs/megatron.md, pasted after a sharded state dict, on two ranks."""
+    for facts in run_ranks(2, "megatron_saves:documented", tmp_path):
+        committed = [f"checkpoints/{step}/metadata.json" for step in (10, 20, 30)]
+        assert facts == {"step": 7, "committed": committed}
+
+
+@pytest.mark.skipif(HAS_NVRX, reason="it is for machines without nvidia-resiliency-ext")
+def test_the_documented_nvrx_program_runs(tmp_path: Path) -> None:
+    """The code of docs/megatron.md for programs that were written for NVRx."""
+    program = tmp_path / "program.py"
+    program.write_text(code_blocks()[2])
+    command = [sys.executable, "-W", "error", str(program)]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=100, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert torch.load(tmp_path / "weights.pt")["weight"].tolist() == [1, 1, 1]
 
 
 @needs_nvrx

@@ -171,12 +171,16 @@ def test_a_request_of_another_class_is_taken_by_its_fields(tmp_path: Path) -> No
 
 
 def test_indices_start_again_after_a_close() -> None:
-    """``close()`` ends a sequence; the next request is number 0 again."""
+    """``close()`` ends a sequence; the next request is number 0 again. An abort does not."""
     queue = AsyncCallsQueue()
     for _ in range(2):
         assert [queue.schedule_async_request(nothing()) for _ in range(3)] == [0, 1, 2]
         assert queue.wait() == [0, 1, 2]
         queue.close()
+    queue.schedule_async_request(nothing())
+    queue.close(abort=True)
+    assert queue.schedule_async_request(nothing()) == 1
+    queue.close()
 
 
 # --- aborting -------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import glob
+import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -144,6 +147,25 @@ def worker_killed(found: Megatron, out: Path) -> Facts:
     queue.maybe_finalize_async_calls(blocking=True)
     queue.close()
     return {"failed": failed, "left": left, "wrong": found.wrong(out / "after", 2)}
+
+
+def documented(out: Path) -> Facts:
+    """The code of docs/megatron.md for Megatron-core, after a state dict."""
+    adapting, saving, _ = code_blocks()
+    os.chdir(out)
+    namespace: Facts = {}
+    exec(adapting, namespace)
+    found = Megatron("adapter")
+    namespace["sharded_state_dict"] = lambda: found.state(7)
+    exec(saving, namespace)
+    state = namespace["state"]
+    return {"step": state["step"], "committed": sorted(glob.glob("checkpoints/*/metadata.json"))}
+
+
+def code_blocks() -> list[str]:
+    """The Python of docs/megatron.md."""
+    text = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 def two_ranks(out: Path, how: str) -> Facts:
