@@ -33,6 +33,11 @@ RUNTIME_REQUIREMENTS = {"torch", "psutil", "typing-extensions"}
 NEWEST = {"torch": "2.15.0"}
 """The newest of what the library needs that it is known to work with."""
 
+OLDEST_MEGATRON = "0.16.1"
+MEGATRON = {OLDEST_MEGATRON: (), "0.17.1": (), "0.19.2": ("triton==3.9.0",)}
+"""Versions of Megatron-core, and what they import without declaring it."""
+NVRX = "nvidia-resiliency-ext==0.4.1"
+
 IMPORT_CHECK = """
 import sys, nostall
 assert "torch" not in sys.modules, "import nostall imported torch"
@@ -178,6 +183,30 @@ def torchao(session: nox.Session) -> None:
     session.run(
         "pytest", "tests/public/test_torchao.py", "tests/save/test_values.py", *session.posargs
     )
+
+
+@nox.session
+def megatron(session: nox.Session) -> None:
+    """Save with Megatron-core; arguments after `--` go to pytest, `measure` compares the cost."""
+    install_group(session, "megatron")
+    install_package(session)
+    for version, needed in MEGATRON.items():
+        if needed:
+            install(session, *needed)
+        folder = Path(session.create_tmp()).resolve() / version
+        # Not in the environment: the versions exclude each other, and the newer ones declare a
+        # newer Python than they need.
+        only = ("--only-binary=:all:", "--python-version", "3.12", "--no-deps")
+        wanted = (f"megatron-core=={version}", NVRX)
+        if not folder.exists():
+            session.install("-q", *only, "--target", str(folder), *wanted)
+        session.env["PYTHONPATH"] = str(folder)
+        if session.posargs != ["measure"]:
+            session.run("pytest", "tests/integrations/test_megatron.py", *session.posargs)
+        elif version != OLDEST_MEGATRON:  # its saves cannot be compared in one process
+            ranks = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+            program = "tests/stress/megatron_blocked.py"
+            session.run("python", "-W", "ignore", "-m", *ranks, program, session.create_tmp())
 
 
 @nox.session

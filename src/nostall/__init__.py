@@ -88,6 +88,7 @@ _MODULES = (
     "filesystem_async",
     "integrity",
     "manager",
+    "nvrx_alias",
     "options",
     "removal",
     "state_dict_saver",

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -24,6 +24,7 @@ from typing_extensions import Self
 
 from nostall._engine import default_engine
 from nostall._model.jobs import Failure
+from nostall._model.keywords import also_named
 from nostall._model.lifecycle import State
 from nostall._queue.at_exit import (
     FAILURE_STATUS,
@@ -57,6 +58,7 @@ from nostall.errors import OptionError, RankLostError, SaveAbortedError, SaveTim
 from nostall.options import EngineOptions, is_possible_wait
 
 __all__ = [
+    "ActiveCall",
     "AsyncCaller",
     "AsyncCallsQueue",
     "AsyncRequest",
@@ -77,6 +79,14 @@ it."""
 
 
 _scheduled = Scheduled()
+
+
+class ActiveCall(NamedTuple):
+    """A scheduled request that is not finalised, in the form that frameworks unpack."""
+
+    idx: int
+    async_caller: AsyncCaller
+    async_request: AsyncRequest
 
 
 class AsyncCallsQueue:
@@ -122,6 +132,7 @@ class AsyncCallsQueue:
             )
         _require_possible(cpu_priority, io_priority, sigterm_timeout)
         kind = PersistentAsyncCaller if persistent else TemporalAsyncCaller
+        self._is_persistent, self._is_in_use = persistent, False
         self._caller = kind(is_daemon, cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode)
         self._process_group = process_group
         self._on_error = on_error
@@ -132,7 +143,8 @@ class AsyncCallsQueue:
         """Clock reading when the queue's first request last changed."""
         self._next_index = 0
         self._first_index = 0
-        """Index of the first request since the queue was created or aborted; may differ by rank."""
+        """Index of the first request since the queue was created or aborted, counted from the last
+        time when indices started again; may differ by rank."""
         _live_queues.add(self)
 
     @classmethod
@@ -153,23 +165,40 @@ class AsyncCallsQueue:
         engine.set_priority(asked_priority(cpu_priority), io_priority)
         engine.warmup(0, timeout_s=sigterm_timeout)
 
+    @classmethod
+    def get_instances(cls) -> list[AsyncCallsQueue]:
+        """The queues of this process."""
+        return list(_live_queues)
+
+    @property
+    def async_calls(self) -> deque[ActiveCall]:
+        """The requests that are scheduled and not finalised."""
+        return deque(
+            ActiveCall(call.request.call_idx, self._caller, call.request)
+            for call in list(self._calls)
+        )
+
+    @property
+    def persistent_caller(self) -> AsyncCaller | None:
+        """The caller, from the first request until :meth:`close`; ``None`` if not persistent."""
+        return self._caller if self._is_persistent and self._is_in_use else None
+
+    @also_named(request="async_request")
     def schedule_async_request(self, request: AsyncRequest) -> int:
         """Take the snapshot, start the request and return its index.
 
+        Requests of other classes are taken by their fields, of which the first three are needed.
         The trainer may then change its tensors. A failure to take the snapshot is raised on every
         rank when the request is finalised.
 
         Raises:
             StagingError: A callable that is not nostall's own cannot be sent to another process.
-            OptionError: ``request`` is not an ``AsyncRequest``.
+            OptionError: ``request`` is not a request.
         """
-        if not isinstance(request, AsyncRequest):
-            raise OptionError(
-                f"an object of type {type(request).__name__} cannot be scheduled",
-                hint="pass an AsyncRequest",
-            )
+        request = AsyncRequest.of(request)
         with preemption.deferred():
             index = self._next_index
+            self._is_in_use = True
             with self._counting():
                 call = self._caller.begin(request.freeze()._replace(call_idx=index))
                 self._next_index += 1
@@ -346,7 +375,8 @@ class AsyncCallsQueue:
         """Finalise all scheduled requests, or abort them; then end worker processes. Idempotent.
 
         Without ``abort`` this is collective while requests are pending. An aborted request is never
-        finalised. The queue can be used again.
+        finalised. The queue can be used again. Indices start at 0 again, except after an abort, so
+        that no index of an aborted request is used twice.
 
         Args:
             abort: Abort all requests, without waiting.
@@ -357,12 +387,19 @@ class AsyncCallsQueue:
             SaveTimeoutError: Some rank was not done within ``timeout`` seconds.
             CheckpointException: A request failed on some rank; later requests are aborted.
         """
+        self._close(abort=abort, timeout=timeout)
+        if not abort:  # the differences, which ranks compare, stay
+            self._first_index -= self._next_index
+            self._next_index = 0
+
+    def _close(self, *, abort: bool, timeout: float | None = None) -> None:
         try:
             if not abort:
                 self._wait(timeout, hint="all scheduled requests were aborted")
         finally:
             calls, self._calls = self._calls, deque()
             _unfinished.pop(self, None)
+            self._is_in_use = False
             if abort or calls:
                 self._first_index = self._next_index
             self._caller.close(abort=abort or bool(calls))
@@ -378,7 +415,7 @@ class AsyncCallsQueue:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or (isinstance(error, SystemExit) and preemption.is_ending):
-            self.close()
+            self._close(abort=False)
             return
         try:
             try:

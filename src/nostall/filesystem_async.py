@@ -49,7 +49,19 @@ __all__ = ["FileSystemWriterAsync", "get_write_results_queue"]
 _PROCESSES_FOR_MULTIPROC_IO = 2
 _MSC_PREFIX = "msc://"
 
-_results_queue: queue.SimpleQueue[Any] | None = None
+
+class _NoManager:
+    """In the place of the process that serves a queue of ``multiprocessing``."""
+
+    def shutdown(self) -> None:
+        """Do nothing: there is no process."""
+
+
+class _ResultsQueue(queue.SimpleQueue[Any]):
+    _manager = _NoManager()
+
+
+_results_queue: _ResultsQueue | None = None
 """Frameworks look for it; each save of nostall has its own channel instead."""
 
 
@@ -64,10 +76,13 @@ def _rank_among_peers() -> int | None:
 
 
 def get_write_results_queue(mp_mode: str = "spawn") -> queue.SimpleQueue[Any]:
-    """The process-wide queue that frameworks look for; ``mp_mode`` has no effect."""
+    """The process-wide queue that frameworks look for; ``mp_mode`` has no effect.
+
+    Frameworks end its ``_manager`` before they start again; the queue can be used afterwards.
+    """
     global _results_queue
     if _results_queue is None:
-        _results_queue = queue.SimpleQueue()
+        _results_queue = _ResultsQueue()
     return _results_queue
 
 
@@ -287,6 +302,10 @@ class FileSystemWriterAsync(FileSystemWriter):
     def storage_meta(self) -> StorageMeta | None:
         """What DCP stores beside the items: the path and the identifier of this save."""
         return super().storage_meta()
+
+    @classmethod
+    def cleanup_tensor_caches(cls) -> None:
+        """Do nothing: no tensor of a state dict is kept between saves."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

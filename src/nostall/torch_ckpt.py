@@ -234,6 +234,9 @@ class TorchAsyncCheckpoint:
         persistent_queue: Accepted for compatibility; the writer process is always kept.
     """
 
+    save = staticmethod(torch.save)
+    """The function that :meth:`async_save` replaces, for saves in the foreground."""
+
     def __init__(self, persistent_queue: bool = True) -> None:
         self._queue = AsyncCallsQueue(persistent=persistent_queue)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,7 @@ import nostall
 from cli.conftest import Run
 from nostall._cli.listing import Listed, State
 from nostall._cli.prune import why_kept
-from nostall._cli.retention import parse_policies
+from nostall._cli.retention import parse_rules, reasons
 from support.states import save_stock_way
 
 
@@ -156,22 +157,30 @@ POLICIES = st.lists(
 @given(CHECKPOINTS, POLICIES)
 def test_the_newest_complete_one_always_stays(checkpoints: list[Listed], text: str) -> None:
     """As do the promised number, and everything that is not complete."""
-    policies = parse_policies(text)
-    kept = why_kept(checkpoints, policies, set())
+    rules = parse_rules(text)
+    kept = why_kept(checkpoints, rules, set())
     complete = [each for each in checkpoints if each.state is State.COMPLETE]
     assert not complete or max(each.at_s for each in complete) in {
         each.at_s for each in complete if each.path in kept
     }
     assert all(each.path in kept for each in checkpoints if each.state is not State.COMPLETE)
-    for policy in policies:
-        assert all(each.path in kept for each in policy.kept(complete))
+    steps = sorted({each.step for each in complete if each.step is not None})
+    for kind, _, value in (rule.text.partition("=") for rule in rules):
+        promised = {
+            "latest": steps[-int(value.rstrip("h")) :],
+            "every": [] if value.endswith("h") else [s for s in steps if s % int(value) == 0],
+        }[kind]
+        assert all(each.path in kept for each in complete if each.step in promised)
 
 
 @given(CHECKPOINTS, st.integers(1, 20))
 def test_no_gap_is_longer_than_asked(checkpoints: list[Listed], hours: int) -> None:
     """Of any two neighbours that are kept by time, none in between is an interval from both."""
-    (policy,) = parse_policies(f"every={hours}h")
-    kept = list(policy.kept(checkpoints))
+    checkpoints = [
+        dataclasses.replace(each, name=f"step{step}") for step, each in enumerate(checkpoints)
+    ]
+    paths = reasons(checkpoints, parse_rules(f"every={hours}h"))
+    kept = [each for each in checkpoints if each.path in paths]
     assert kept[:1] == checkpoints[:1]
     for one, other in pairwise(kept):
         assert other.at_s - one.at_s >= hours * 3600

@@ -17,7 +17,7 @@ from nostall._cli.listing import (
     newest_complete,
 )
 from nostall._cli.output import counted, print_error, print_json, print_table
-from nostall._cli.retention import Policy, parse_policies, reasons
+from nostall._cli.retention import Rule, parse_rules, reasons
 from nostall.errors import NostallError
 
 
@@ -33,12 +33,12 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("root", metavar="ROOT", help="directory of checkpoint directories")
     parser.add_argument(
         *("--keep",),
-        type=checked(parse_policies),
+        type=checked(parse_rules),
         action="append",
         required=True,
         metavar="POLICIES",
-        help="latest=N: the last N; every=N: steps that are multiples of N; every=6h: one in 6"
-        " hours (s, m, h, d); separated by commas, any of them keeps a checkpoint",
+        help="latest=N: the N highest steps; every=N: steps that are multiples of N; every=6h: one"
+        " in 6 hours (s, m, h, d); separated by commas, any of them keeps a checkpoint",
     )
     parser.add_argument("--delete", action="store_true", help="remove, instead of a dry run")
     add_json(parser)
@@ -48,8 +48,8 @@ def add_to(commands: Commands) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Print what is kept and why; remove the rest with ``--delete``."""
     checkpoints = list_checkpoints(parsed.root)
-    policies = [policy for given in parsed.keep for policy in given]
-    kept = why_kept(checkpoints, policies, linked_from(parsed.root))
+    rules = [rule for given in parsed.keep for rule in given]
+    kept = why_kept(checkpoints, rules, linked_from(parsed.root))
     removable = [each for each in checkpoints if each.path not in kept]
     failed = _remove(removable, newest_complete(checkpoints)) if parsed.delete else []
     if parsed.json:
@@ -60,20 +60,20 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def why_kept(
-    checkpoints: Sequence[Listed], policies: Sequence[Policy], linked: set[str]
+    checkpoints: Sequence[Listed], rules: Sequence[Rule], linked: set[str]
 ) -> dict[str, str]:
     """The checkpoints that stay, by path, with the reason.
 
     Args:
         checkpoints: Oldest first.
-        policies: Any of them keeps a checkpoint.
+        rules: Any of them keeps a checkpoint.
         linked: Real paths that are in use under another name.
     """
     newest = newest_complete(checkpoints)
     candidates = [
         each for each in checkpoints if each.state is State.COMPLETE and each.step is not None
     ]
-    kept = {path: ", ".join(why) for path, why in reasons(candidates, policies).items()}
+    kept = {path: ", ".join(why) for path, why in reasons(candidates, rules).items()}
     for each in checkpoints:
         if each.state is not State.COMPLETE:
             kept[each.path] = each.state.value

@@ -1,13 +1,13 @@
-"""Which checkpoints ``prune`` keeps: policies, of which any one suffices. No I/O, no torch."""
+"""Which checkpoints ``prune`` keeps: the manager's policies, from text. No I/O, no torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from nostall._cli.listing import Listed
+from nostall._manager.policies import KeepEvery, KeepLatest, Policy, StepRecord
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _INTERVAL = re.compile(r"(\d+)([smhd])")
@@ -15,83 +15,50 @@ _USAGE = "write latest=3, every=1000 (steps) or every=6h (s, m, h or d), separat
 
 
 @dataclass(frozen=True, slots=True)
-class KeepLatest:
-    """Keeps the last ``count`` checkpoints."""
+class Rule:
+    """A policy, and the text that it was given by."""
 
-    count: int
-
-    def kept(self, checkpoints: Sequence[Listed]) -> Sequence[Listed]:
-        """Those kept of the checkpoints, which are given oldest first."""
-        return checkpoints[-self.count :]
-
-    def __str__(self) -> str:
-        return f"latest={self.count}"
-
-
-@dataclass(frozen=True, slots=True)
-class KeepEverySteps:
-    """Keeps the checkpoints whose step is a multiple of ``steps``."""
-
-    steps: int
-
-    def kept(self, checkpoints: Sequence[Listed]) -> Sequence[Listed]:
-        """As :meth:`KeepLatest.kept`."""
-        return [each for each in checkpoints if (each.step or 0) % self.steps == 0]
-
-    def __str__(self) -> str:
-        return f"every={self.steps}"
-
-
-@dataclass(frozen=True, slots=True)
-class KeepEverySeconds:
-    """Keeps the first checkpoint, and each that is ``seconds`` younger than the last one kept."""
-
-    seconds: int
     text: str
-
-    def kept(self, checkpoints: Sequence[Listed]) -> Sequence[Listed]:
-        """As :meth:`KeepLatest.kept`."""
-        chosen: list[Listed] = []
-        for each in checkpoints:
-            if not chosen or each.at_s - chosen[-1].at_s >= self.seconds:
-                chosen.append(each)
-        return chosen
-
-    def __str__(self) -> str:
-        return f"every={self.text}"
+    policy: Policy
 
 
-Policy: TypeAlias = KeepLatest | KeepEverySteps | KeepEverySeconds
-
-
-def parse_policies(text: str) -> tuple[Policy, ...]:
-    """Policies from ``latest=3,every=1000``.
+def parse_rules(text: str) -> tuple[Rule, ...]:
+    """Rules from ``latest=3,every=1000``.
 
     Raises:
         ValueError: The text has another form.
     """
-    return tuple(_policy(part.strip()) for part in text.split(","))
+    parts = [part.strip() for part in text.split(",")]
+    return tuple(Rule(part, _policy(part)) for part in parts)
 
 
 def _policy(text: str) -> Policy:
     kind, _, value = text.partition("=")
     interval = _INTERVAL.fullmatch(value)
     if kind == "every" and interval is not None and int(interval[1]):
-        return KeepEverySeconds(int(interval[1]) * _UNITS_S[interval[2]], value)
+        return KeepEvery(seconds=int(interval[1]) * _UNITS_S[interval[2]])
     if kind in ("latest", "every") and value.isascii() and value.isdecimal() and int(value):
-        return KeepLatest(int(value)) if kind == "latest" else KeepEverySteps(int(value))
+        return KeepLatest(int(value)) if kind == "latest" else KeepEvery(steps=int(value))
     raise ValueError(f"{text!r} is not a policy; {_USAGE}")
 
 
-def reasons(checkpoints: Sequence[Listed], policies: Sequence[Policy]) -> dict[str, list[str]]:
-    """For each checkpoint that a policy keeps, by path, the policies that do.
+def reasons(checkpoints: Sequence[Listed], rules: Sequence[Rule]) -> dict[str, list[str]]:
+    """For each checkpoint that a rule keeps, by path, the rules that do.
 
     Args:
-        checkpoints: Complete checkpoints with a step, oldest first.
-        policies: Any of them keeps a checkpoint.
+        checkpoints: Complete checkpoints; those without a step are not kept by a rule.
+        rules: Any of them keeps a checkpoint.
     """
+    # Of two checkpoints of one step, the later one says when the step was committed.
+    times = {each.step: each.at_s for each in sorted(checkpoints, key=lambda each: each.at_s)}
+    records = [
+        StepRecord(step=step, committed_at_s=at_s)
+        for step, at_s in sorted((step, at_s) for step, at_s in times.items() if step is not None)
+    ]
     kept: dict[str, list[str]] = {}
-    for policy in policies:
-        for each in policy.kept(checkpoints):
-            kept.setdefault(each.path, []).append(str(policy))
+    for rule in rules:
+        steps = rule.policy.keeps(records)
+        for each in checkpoints:
+            if each.step in steps:
+                kept.setdefault(each.path, []).append(rule.text)
     return kept

@@ -27,6 +27,7 @@ from nostall import _torch
 from nostall._commit.guarded_program import HINT, Check, guarded
 from nostall.errors import UnknownMetadataError
 
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _MOST_TUPLE_PARTS = 1000
 """Counts a shared part once per reference; also limits the nesting of tuples."""
 _MOST_DIMENSIONS = 64
@@ -280,6 +281,9 @@ def _known() -> dict[tuple[str, str], Any]:
         known[function.__module__, function.__name__] = _of_simple(function)
     known["torch", "Size"] = _size
     known["collections", "OrderedDict"] = _ordered
+    # Megatron-core 0.15 and older: as the declared ones, with one more attribute.
+    known[_MEGATRON, "MCoreMetadata"] = metadata.Metadata
+    known[_MEGATRON, "MCoreSavePlan"] = planner.SavePlan
     for module in ("pathlib", "pathlib._local"):
         for name in ("Path", "PosixPath", "PurePath", "PurePosixPath"):
             known[module, name] = _path

@@ -72,7 +72,7 @@ class AsyncCaller(ABC):
         Raises:
             StagingError: The request cannot be sent to another process.
         """
-        self.begin(async_req)
+        self.begin(AsyncRequest.of(async_req))
 
     def begin(self, request: AsyncRequest) -> Call:
         """As :meth:`schedule_async_call`; returns the call."""

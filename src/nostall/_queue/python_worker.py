@@ -38,9 +38,17 @@ Outcome = Failure | None
 """``None`` if the function returned."""
 
 _ENTRY = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
-    " from nostall._queue.python_worker import serve; serve(int(sys.argv[2]), int(sys.argv[3]))"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); {}"
+    "from nostall._queue.python_worker import serve; serve(int(sys.argv[2]), int(sys.argv[3]))"
 )
+
+_preparations: list[str] = []
+
+
+def prepare_new_workers(statement: str) -> None:
+    """Let each process that starts from now on run a Python statement first. Idempotent."""
+    if statement not in _preparations:
+        _preparations.append(statement)
 
 
 class _Travelling:
@@ -91,8 +99,9 @@ class PythonWorker(ChildProcess[Outcome]):
     ) -> None:
         self._sigterm_timeout_s = sigterm_timeout_s
         self._calls = 0
+        entry = _ENTRY.format("".join(f"{each}; " for each in _preparations))
         super().__init__(
-            ["-c", _ENTRY, json.dumps(sys.path)], cpu_priority=cpu_priority, io_priority=io_priority
+            ["-c", entry, json.dumps(sys.path)], cpu_priority=cpu_priority, io_priority=io_priority
         )
 
     def submit(self, call_fd: int) -> Future[Outcome]:

@@ -27,6 +27,25 @@ class AsyncRequest(NamedTuple):
     is_frozen: bool = False
     call_idx: int = 0
 
+    @classmethod
+    def of(cls, request: object) -> AsyncRequest:
+        """A request of any class, taken by its fields; all but the first three may be missing.
+
+        Raises:
+            OptionError: It lacks one of the first three.
+        """
+        if isinstance(request, cls):
+            return request
+        fields = {name: getattr(request, name) for name in cls._fields if hasattr(request, name)}
+        missing = [name for name in cls._fields[:3] if name not in fields]
+        if missing:
+            raise OptionError(
+                f"an object of type {type(request).__name__} cannot be scheduled: it has no"
+                f" {missing[0]}",
+                hint="pass an AsyncRequest, or an object with its fields",
+            )
+        return cls(**fields)
+
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
         """Append a finalize function.
 

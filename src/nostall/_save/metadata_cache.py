@@ -8,6 +8,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from nostall._commit.known_results import KnownResults
+from nostall._model.keywords import also_named
 from nostall._plan.cache import CachedPlans, same_plan
 from nostall._plan.together import PlanMemory
 from nostall._save.session import KnownSave
@@ -32,6 +33,7 @@ class CheckpointMetadataCache(PlanMemory):
         self.known_results = KnownResults()
         """On the coordinator, the results of all ranks."""
 
+    @also_named(metadata="cached_global_metadata")
     def set_cached_global_metadata(self, metadata: Metadata | None) -> None:
         """Adopt a loaded checkpoint's metadata: the first save after it may reuse its plan."""
         self.adopt_loaded(metadata)

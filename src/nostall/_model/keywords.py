@@ -1,0 +1,26 @@
+"""Second names of keyword arguments, for callers of functions that were written elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def also_named(**other_names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Let callers pass a parameter by another keyword, too: ``also_named(ours="theirs")``."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> T:
+            for ours, theirs in other_names.items():
+                if theirs in kwargs:
+                    kwargs[ours] = kwargs.pop(theirs)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate

@@ -1,0 +1,1 @@
+"""Functions of nvidia-resiliency-ext beside its checkpointing that frameworks import."""

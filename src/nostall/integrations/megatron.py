@@ -1,0 +1,140 @@
+"""Megatron-core's distributed checkpoints (``torch_dist``) saved by nostall.
+
+Megatron-core 0.17 and newer take their asynchronous saves from nvidia-resiliency-ext, so
+:func:`install` puts nostall under its names (:mod:`nostall.nvrx_alias`). Megatron-core 0.16 has
+classes of its own for that, which :func:`install` replaces.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+from nostall import core, nvrx_alias, state_dict_saver
+from nostall._plan.together import with_local_plans
+from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
+from nostall.errors import OptionError
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.state_dict_saver import CheckpointMetadataCache, save_state_dict_async_finalize
+
+__all__ = ["install"]
+
+_STRATEGIES = "megatron.core.dist_checkpointing.strategies"
+_Planned = tuple[FileSystemWriterAsync, Metadata | None, Any]
+
+
+def install() -> None:
+    """Let Megatron-core save through nostall, in this process. Idempotent.
+
+    Call it before Megatron-core is imported. Save and load with Megatron's own functions then.
+
+    Raises:
+        OptionError: Megatron-core is not installed; or nvidia-resiliency-ext was imported before.
+    """
+    if _takes_saves_from_nvrx():
+        nvrx_alias.install(force=True)
+    else:
+        _replace_own()
+
+
+def _takes_saves_from_nvrx() -> bool:
+    """Whether this Megatron-core is 0.17 or newer; does not import it."""
+    try:
+        spec = find_spec("megatron.core")
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None:
+        raise OptionError("megatron-core is not installed", hint="pip install megatron-core")
+    module = os.path.join("dist_checkpointing", "strategies", "nvrx.py")
+    folders = spec.submodule_search_locations or ()
+    return any(os.path.exists(os.path.join(folder, module)) for folder in folders)
+
+
+def _replace_own() -> None:
+    """Put nostall's classes and functions where modules of Megatron have their own."""
+    replacements: dict[int, tuple[Any, Any]] = {}
+    for name, ours in _OURS.items():
+        module, _, attribute = name.partition(".")
+        theirs = getattr(import_module(f"{_STRATEGIES}.{module}"), attribute)
+        replacements[id(theirs)] = theirs, ours
+    for name, importer in list(sys.modules.items()):
+        if name.partition(".")[0] != "megatron":
+            continue
+        for attribute, value in list(vars(importer).items()):
+            if id(value) in replacements:
+                setattr(importer, attribute, replacements[id(value)][1])
+
+
+def _save_state_dict_async_plan(
+    state_dict: dict[str, Any],
+    storage_writer: FileSystemWriterAsync,
+    process_group: dist.ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    planner: SavePlanner | None = None,
+    cached_ckpt_structure: tuple[Any, Any, bool] | None = None,
+    loaded_all_plans: list[SavePlan] | None = None,
+) -> tuple[_Planned, CheckpointMetadataCache | None, None, bool, bool]:
+    """Plan a save, with the arguments and results of Megatron-core 0.16. Collective.
+
+    Args:
+        state_dict: The state dict to save.
+        storage_writer: A new writer for this checkpoint.
+        process_group: The ranks that save together; the default group if ``None``.
+        coordinator_rank: Rank within that group that publishes the metadata.
+        planner: DCP's default planner if ``None``.
+        cached_ckpt_structure: What the last save has returned as its second, third and fourth
+            result; ``None`` for no cache. Megatron keeps it without looking into it.
+        loaded_all_plans: All ranks' plans from a loaded checkpoint.
+
+    Returns:
+        The arguments of ``save_state_dict_async_finalize``; the cache, in the place of a plan;
+        ``None``; whether the cached plan, and whether the loaded plans are valid for this save.
+    """
+    cache = _cache_in(cached_ckpt_structure, loaded_all_plans)
+    planned = state_dict_saver.save_state_dict_async_plan(
+        state_dict,
+        storage_writer,
+        process_group,
+        coordinator_rank,
+        planner=planner,
+        enable_cache=cache is not None,
+        metadata_cache=cache,
+    )
+    validated, loaded = (False, False) if cache is None else cache.get_metadata_caching_status()
+    return planned, cache, None, validated, loaded
+
+
+def _cache_in(
+    structure: tuple[Any, Any, bool] | None, loaded: list[SavePlan] | None
+) -> CheckpointMetadataCache | None:
+    if structure is None:
+        return None
+    if isinstance(structure[0], CheckpointMetadataCache):
+        return structure[0]
+    cache = CheckpointMetadataCache()
+    if loaded is not None:
+        cache.set_cached_global_metadata(with_local_plans(Metadata({}), loaded))
+    return cache
+
+
+_OURS: dict[str, Any] = {
+    "async_utils.AsyncCaller": core.AsyncCaller,
+    "async_utils.AsyncCallsQueue": core.AsyncCallsQueue,
+    "async_utils.AsyncRequest": core.AsyncRequest,
+    "async_utils.PersistentAsyncCaller": core.PersistentAsyncCaller,
+    "async_utils.TemporalAsyncCaller": core.TemporalAsyncCaller,
+    "cached_metadata_filesystem_reader.CachedMetadataFileSystemReader": (
+        CachedMetadataFileSystemReader
+    ),
+    "filesystem_async.FileSystemWriterAsync": FileSystemWriterAsync,
+    "state_dict_saver.save_state_dict_async_finalize": save_state_dict_async_finalize,
+    "state_dict_saver.save_state_dict_async_plan": _save_state_dict_async_plan,
+}
+"""By module and name of Megatron-core 0.16."""

@@ -1,0 +1,160 @@
+"""nostall under the module names of nvidia-resiliency-ext (NVRx), for frameworks that import those.
+
+:func:`install` is the only way to switch it on, before anything imports NVRx's asynchronous
+checkpointing. For a script that is not to be changed::
+
+    python -m nostall.nvrx_alias SCRIPT [ARGUMENT ...]
+    torchrun --nproc-per-node 8 -m nostall.nvrx_alias SCRIPT [ARGUMENT ...]
+
+An alias is nostall's own module, not a copy. Other parts of an installed NVRx (local checkpointing,
+fault tolerance, in-process restart) stay its own, and find nostall's modules where they import
+``async_ckpt``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+from nostall import core
+from nostall._nvrx import checkpointing_utils
+from nostall._queue.python_worker import prepare_new_workers
+from nostall.errors import OptionError
+
+__all__ = ["install", "main"]
+
+_ROOT = "nvidia_resiliency_ext"
+_CHECKPOINTING = f"{_ROOT}.checkpointing"
+_ASYNC = f"{_CHECKPOINTING}.async_ckpt"
+_UTILS = f"{_CHECKPOINTING}.utils"
+_MODULES = (
+    "cached_metadata_filesystem_reader",
+    "core",
+    "filesystem_async",
+    "state_dict_saver",
+    "torch_ckpt",
+)
+_VERSION = "0.7.0"
+"""The release whose names these are (commit d8686d9). Megatron-core asks for 0.6.0 at least."""
+_USAGE = "usage: python -m nostall.nvrx_alias SCRIPT [ARGUMENT ...]"
+
+
+def install(force: bool = False) -> None:  # noqa: FBT001, FBT002  # an established signature
+    """Let imports of NVRx's asynchronous checkpointing find nostall, in this process. Idempotent.
+
+    These are ``nvidia_resiliency_ext.checkpointing.async_ckpt`` with its modules ``core``,
+    ``filesystem_async``, ``state_dict_saver``, ``torch_ckpt`` and
+    ``cached_metadata_filesystem_reader``, and the functions of
+    ``nvidia_resiliency_ext.checkpointing.utils``. ``nvidia_resiliency_ext.__version__`` is at least
+    "0.7.0". Processes that ``multiprocessing`` spawns have to call this, too; nostall's own need
+    not.
+
+    Args:
+        force: Use nostall also if NVRx's asynchronous checkpointing is installed.
+
+    Raises:
+        OptionError: NVRx's modules were imported before, so their importers would keep them; or
+            they are installed, and ``force`` is false.
+    """
+    if sys.modules.get(f"{_ASYNC}.core") is core:
+        return
+    installed = _spec_of(f"{_ASYNC}.core")
+    imported = sorted(name for name in sys.modules if name.startswith(f"{_ASYNC}."))
+    if imported:
+        raise OptionError(
+            f"{imported[0]} was imported before nostall.nvrx_alias.install(), so its importers"
+            " would keep using it",
+            hint="call install() before anything imports it, or start the program with"
+            " `python -m nostall.nvrx_alias`",
+        )
+    if installed is not None and not force:
+        raise OptionError(
+            f"nvidia-resiliency-ext is installed at {installed.origin}",
+            hint="call install(force=True) to use nostall in place of its async_ckpt",
+        )
+    _put_aliases()
+    # A function that others send to nostall's Python worker may come from a module that imports
+    # these names.
+    prepare_new_workers("from nostall import nvrx_alias; nvrx_alias.install(force=True)")
+
+
+def _put_aliases() -> None:
+    root = _package(_ROOT)
+    own_version = getattr(root, "__version__", "")
+    if _numbers(own_version) < _numbers(_VERSION):
+        vars(root)["__version__"] = _VERSION
+    _package(_CHECKPOINTING)
+    _put(_ASYNC, _new_package(_ASYNC))
+    for name in _MODULES:
+        _put(f"{_ASYNC}.{name}", import_module(f"nostall.{name}"))
+    _put(_UTILS, _utils())
+
+
+def _utils() -> ModuleType:
+    """Functions of nostall, over the others of an installed NVRx, whose other parts use them."""
+    ours = checkpointing_utils
+    if _spec_of(_UTILS) is None:
+        return ours
+    theirs = import_module(_UTILS)
+    both = ModuleType(_UTILS, theirs.__doc__)
+    vars(both).update(vars(theirs))
+    vars(both).update({name: getattr(ours, name) for name in (*ours.__all__, "_disable_gc")})
+    return both
+
+
+def _spec_of(name: str) -> ModuleSpec | None:
+    """How a module would be imported; ``None`` if it or one of its packages is not installed."""
+    try:
+        return find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            return None
+        raise
+
+
+def _package(name: str) -> ModuleType:
+    """An installed package, or an empty one of this name."""
+    if name in sys.modules or _spec_of(name) is not None:
+        return import_module(name)
+    return _put(name, _new_package(name))
+
+
+def _new_package(name: str) -> ModuleType:
+    made = ModuleType(name, "Names of nvidia-resiliency-ext that nostall provides.")
+    made.__spec__ = ModuleSpec(name, None, is_package=True)
+    made.__path__ = []
+    return made
+
+
+def _put(name: str, module: ModuleType) -> ModuleType:
+    sys.modules[name] = module
+    package, _, leaf = name.rpartition(".")
+    if package:
+        setattr(sys.modules[package], leaf, module)
+    return module
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)[:3]]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a script as ``python SCRIPT [ARGUMENT ...]`` does, with the aliases installed."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help"):
+        sys.exit(_USAGE)
+    install(force=True)
+    sys.argv = list(arguments)
+    if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
+        sys.path[0] = os.path.dirname(os.path.realpath(arguments[0]))
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Megatron-core saves through nostall, an installed NVRx works beside it: ``nox -s megatron``."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from dataclasses import make_dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
+from programs.megatron_saves import code_blocks
+from support.ranks import run_ranks
+from support.states import read_metadata
+
+HAS_MEGATRON = find_spec("megatron") is not None
+HAS_NVRX = find_spec("nvidia_resiliency_ext") is not None
+HOWS = ["adapter"]
+if HAS_MEGATRON and not version("megatron-core").startswith("0.16."):
+    HOWS.append("alias")
+needs_megatron = pytest.mark.skipif(not HAS_MEGATRON, reason="needs megatron-core")
+needs_nvrx = pytest.mark.skipif(not HAS_NVRX, reason="needs nvidia-resiliency-ext")
+Facts = dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=HOWS)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
+    """What ``megatron_saves.two_ranks`` found on each rank."""
+    out = tmp_path_factory.mktemp("megatron")
+    return run_ranks(2, "megatron_saves:two_ranks", out, request.param, timeout_s=300)
+
+
+@needs_megatron
+@pytest.mark.parametrize("caller", ["persistent", "temporal"])
+def test_megatron_saves_through_nostall_and_loads_what_it_saved(
+    caller: str, found: list[Facts]
+) -> None:
+    """``async_sharded_save=True`` and ``dist_checkpointing.load``, with both kinds of callers.
+
+    Tensors, replicas, objects of one rank and common values come back.
+    """
+    for facts in found:
+        assert facts["writer"]
+        said = facts[caller]
+        assert said["finalized"] == [0, 1, 2, 3]
+        assert said["wrong"] == []
+        assert {".metadata", "metadata.json", "__0_0.distcp"} <= set(said["files"])
+
+
+@needs_megatron
+@pytest.mark.parametrize("caller", ["persistent", "temporal"])
+def test_megatron_reuses_plans_of_a_constant_structure(caller: str, found: list[Facts]) -> None:
+    """Those of the saves before, and after a resume those of the loaded checkpoint."""
+    for facts in found:
+        (validated, _), (_, loaded) = facts[caller]["reused"]
+        assert validated
+        assert loaded
+
+
+@needs_megatron
+def test_a_killed_worker_fails_megatrons_save_on_every_rank(found: list[Facts]) -> None:
+    """Neither ``.metadata`` nor ``metadata.json`` is written; the next save works."""
+    for facts in found:
+        said = facts["killed"]
+        assert said["failed"] == [1]
+        assert set(said["left"]) <= {"common.pt"}
+        assert said["wrong"] == []
+
+
+def test_checkpoints_of_megatron_0_15_can_be_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Their metadata and plans are of Megatron's own classes, which it no longer has."""
+    home = ModuleType("megatron.core.dist_checkpointing.strategies.torch")
+    extra = [("mcore_data", Any, None)]
+    dcp.save({"a": torch.arange(3)}, storage_writer=dcp.FileSystemWriter(tmp_path))
+    metadata = read_metadata(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "megatron", ModuleType("megatron"))
+        patched.setitem(sys.modules, home.__name__, home)
+        for name, base in (("MCoreMetadata", Metadata), ("MCoreSavePlan", SavePlan)):
+            made: Any = make_dataclass(name, extra, bases=(base,), frozen=base is SavePlan)
+            made.__module__ = home.__name__
+            setattr(home, name, made)
+        theirs = home.MCoreMetadata(**vars(metadata), mcore_data={"a": {"shape": (3,)}})
+        theirs.all_local_plans = [home.MCoreSavePlan([], mcore_data={})]
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(theirs))
+    loaded = {"a": torch.zeros(3, dtype=torch.int64)}
+    reader = CachedMetadataFileSystemReader(tmp_path)
+    dcp.load(loaded, storage_reader=reader)
+    assert loaded["a"].tolist() == [0, 1, 2]
+    assert vars(reader.read_metadata())["mcore_data"] == {"a": {"shape": (3,)}}
+
+
+@needs_megatron
+def test_the_documented_loop_runs(tmp_path: Path) -> None:
+    """The code of docs/megatron.md, pasted after a sharded state dict, on two ranks."""
+    for facts in run_ranks(2, "megatron_saves:documented", tmp_path):
+        committed = [f"checkpoints/{step}/metadata.json" for step in (10, 20, 30)]
+        assert facts == {"step": 7, "committed": committed}
+
+
+@pytest.mark.skipif(HAS_NVRX, reason="it is for machines without nvidia-resiliency-ext")
+def test_the_documented_nvrx_program_runs(tmp_path: Path) -> None:
+    """The code of docs/megatron.md for programs that were written for NVRx."""
+    program = tmp_path / "program.py"
+    program.write_text(code_blocks()[2])
+    command = [sys.executable, "-W", "error", str(program)]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=100, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert torch.load(tmp_path / "weights.pt")["weight"].tolist() == [1, 1, 1]
+
+
+@needs_nvrx
+def test_local_checkpoints_of_an_installed_nvrx_work_beside_nostall(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Its requests and nostall's go through one queue, with both kinds of callers."""
+    for facts in run_ranks(2, "nvrx_local:beside", tmp_path_factory.mktemp("local")):
+        assert facts["core"] == "nostall.core"
+        for persistent in (True, False):
+            said = facts[f"persistent {persistent}"]
+            assert said["latest"] == [1, 2]
+            assert said["loaded"] == [2, 2]
+            assert said["is mine"]
+            assert said["complete"] == [f"global {persistent} 1", f"global {persistent} 2"]

@@ -1,0 +1,179 @@
+"""Ranks that save and load with Megatron-core's own functions, through nostall."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from nostall import nvrx_alias
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.integrations import megatron as adapter
+from nostall.testing import Fault, inject
+
+Facts = dict[str, Any]
+_INSTALL: dict[str, Callable[[], None]] = {
+    "adapter": adapter.install,
+    "alias": lambda: nvrx_alias.install(force=True),
+}
+
+
+class Megatron:
+    """The installed Megatron-core, with nostall in it."""
+
+    def __init__(self, how: str) -> None:
+        _INSTALL[how]()
+        _INSTALL[how]()  # twice is once
+        from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.strategies import torch as strategies
+
+        self.checkpointing = dist_checkpointing
+        self.strategies = strategies
+        if hasattr(strategies, "get_async_strategy"):  # from 0.17 on
+            _, modules = strategies.get_async_strategy("nvrx")
+            self.queue, self.writer = modules["AsyncCallsQueue"], modules["FileSystemWriterAsync"]
+        else:
+            from megatron.core.dist_checkpointing.strategies import async_utils
+
+            self.queue, self.writer = async_utils.AsyncCallsQueue, strategies.FileSystemWriterAsync
+
+    def state(self, seed: int) -> Facts:
+        """A sharded state dict: shards, a replica, an object of each rank, and common values."""
+        mapping = self.checkpointing.mapping
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        sharded = mapping.ShardedTensor.from_rank_offsets
+        mine = torch.full((8, 5), float(seed)) + torch.arange(5.0) + rank
+        return {
+            "weight": sharded("weight", mine, (0, rank, world_size)),
+            "shared": sharded("shared", torch.full((7,), float(seed)), replica_id=rank),
+            "object": mapping.ShardedObject(
+                "object", {"rank": rank, "seed": seed}, (world_size,), (rank,)
+            ),
+            "step": seed,
+        }
+
+    def save(self, path: Path, seed: int, strategy: Any) -> Any:
+        """A request to save the state; schedule it."""
+        if dist.get_rank() == 0:
+            path.mkdir(parents=True)
+        dist.barrier()
+        return self.checkpointing.save(
+            self.state(seed), str(path), strategy, async_sharded_save=True
+        )
+
+    def wrong(self, path: Path, seed: int) -> list[str]:
+        """What differs from the state of ``seed`` in a checkpoint that Megatron loads."""
+        loaded = self.checkpointing.load(self.state(0), str(path))
+        expected = self.state(seed)
+        return [
+            name
+            for name, value in (
+                ("weight", torch.equal(loaded["weight"], expected["weight"].data)),
+                ("shared", torch.equal(loaded["shared"], expected["shared"].data)),
+                ("object", loaded["object"] == expected["object"].data),
+                ("step", loaded["step"] == seed),
+            )
+            if not value
+        ]
+
+    def metadata(self, path: Path) -> Any:
+        """The metadata that Megatron keeps after it has loaded a checkpoint."""
+        state = {"shared": self.state(0)["shared"]}
+        if not hasattr(self.strategies, "get_async_strategy"):
+            reader = self.strategies.TorchDistLoadShardedStrategy()
+            reader.load(state, path)
+        else:
+            reader = self.strategies.TorchDistLoadShardedStrategy(cache_metadata=True)
+            reader.load(state, path, async_strategy="nvrx")
+        return reader.cached_global_metadata
+
+    def strategy(self) -> Any:
+        """A strategy that assumes a constant structure."""
+        return self.strategies.TorchDistSaveShardedStrategy(
+            "torch_dist", 1, thread_count=2, cached_metadata=True
+        )
+
+
+def constant_structure(found: Megatron, out: Path, *, persistent: bool) -> Facts:
+    """Four saves of one structure; then a new strategy, as after a resume, makes one more."""
+    queue, strategy = found.queue(persistent=persistent), found.strategy()
+    wrong, finalized = [], []
+    for seed in range(1, 5):
+        queue.schedule_async_request(found.save(out / str(seed), seed, strategy))
+        finalized += queue.maybe_finalize_async_calls(blocking=True)
+        wrong += found.wrong(out / str(seed), seed)
+    again = found.strategy()
+    again.cached_global_metadata = found.metadata(out / "4")
+    queue.schedule_async_request(found.save(out / "resumed", 5, again))
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    return {
+        "finalized": finalized,
+        "wrong": wrong + found.wrong(out / "resumed", 5),
+        "files": sorted(path.name for path in (out / "4").iterdir()),
+        "reused": [_was_reused(each) for each in (strategy, again)],
+    }
+
+
+def _was_reused(strategy: Any) -> list[bool]:
+    cache = getattr(strategy, "_metadata_cache", None)  # from 0.17 on
+    if cache is not None:
+        return list(cache.get_metadata_caching_status())
+    return [strategy.validated_cache_reuse, strategy.validated_loaded_metadata_reuse]
+
+
+def worker_killed(found: Megatron, out: Path) -> Facts:
+    """The writer process of rank 1 is killed; the next save starts a new one."""
+    queue, strategy = found.queue(persistent=True), found.strategy()
+    faults = [Fault.kill("chunk", signal.SIGKILL)] if dist.get_rank() == 1 else []
+    with inject(*faults):
+        queue.schedule_async_request(found.save(out / "killed", 1, strategy))
+    try:
+        queue.maybe_finalize_async_calls(blocking=True)
+        failed: list[int] = []
+    except CheckpointException as error:
+        failed = sorted(error.failures)
+    dist.barrier()
+    left = sorted(path.name for path in (out / "killed").iterdir())
+    queue.schedule_async_request(found.save(out / "after", 2, strategy))
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    return {"failed": failed, "left": left, "wrong": found.wrong(out / "after", 2)}
+
+
+def documented(out: Path) -> Facts:
+    """The code of docs/megatron.md for Megatron-core, after a state dict."""
+    adapting, saving, _ = code_blocks()
+    os.chdir(out)
+    namespace: Facts = {}
+    exec(adapting, namespace)
+    found = Megatron("adapter")
+    namespace["sharded_state_dict"] = lambda: found.state(7)
+    exec(saving, namespace)
+    state = namespace["state"]
+    return {"step": state["step"], "committed": sorted(glob.glob("checkpoints/*/metadata.json"))}
+
+
+def code_blocks() -> list[str]:
+    """The Python of docs/megatron.md."""
+    text = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def two_ranks(out: Path, how: str) -> Facts:
+    """All scenarios, with nostall installed as ``how`` says."""
+    found = Megatron(how)
+    return {
+        "writer": found.writer is FileSystemWriterAsync,
+        "persistent": constant_structure(found, out / "persistent", persistent=True),
+        "temporal": constant_structure(found, out / "temporal", persistent=False),
+        "killed": worker_killed(found, out / "killed"),
+    }

@@ -1,0 +1,77 @@
+"""Ranks that use names and behaviours of NVRx."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nostall.core import AsyncCallsQueue, AsyncRequest, abort_nvrx_checkpoint
+from nostall.errors import SaveAbortedError
+from nostall.testing import Hold, inject
+from programs.entry_points import State, loaded_wrong
+from support.states import schedule
+from support.waiting import stands_in, wait_until
+
+Facts = dict[str, Any]
+
+
+def _state(seed: int) -> State:
+    return {f"own {dist.get_rank()}": torch.full((1000,), float(seed))}
+
+
+def closed_on_one_rank(out: Path) -> Facts:
+    """Rank 1 closes its queue between two requests."""
+    del out
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(AsyncRequest(None, [], []))
+    queue.wait()
+    if dist.get_rank() == 1:
+        queue.close()
+    index = queue.schedule_async_request(AsyncRequest(None, [], []))
+    finalized = queue.wait() == [index]
+    queue.close()
+    return {"index": index, "finalized": finalized}
+
+
+def restarted_in_process(out: Path) -> Facts:
+    """A thread aborts everything while the main thread waits for a save."""
+    queue, error = AsyncCallsQueue(), "none"
+
+    def monitor() -> None:
+        hold.wait_reached()
+        waits_in = AsyncCallsQueue.maybe_finalize_async_calls
+        wait_until(lambda: stands_in(threading.main_thread(), waits_in))
+        abort_nvrx_checkpoint()
+
+    with Hold("report") as hold:
+        with inject(hold.fault):
+            schedule(queue, out / "aborted", _state(1))
+        aborting = threading.Thread(target=monitor)
+        aborting.start()
+        try:
+            queue.maybe_finalize_async_calls(blocking=True)
+        except SaveAbortedError as raised:
+            error = type(raised).__name__
+        aborting.join()
+    dist.barrier()
+    left = sorted(path.name for path in (out / "aborted").iterdir())
+    schedule(queue, out / "after", _state(2))
+    queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    return {
+        "error": error,
+        "left": left,
+        "wrong": loaded_wrong(out / "after", _state(2), _state(0)),
+    }
+
+
+def two_ranks(out: Path) -> dict[str, Facts]:
+    """All scenarios for two ranks."""
+    return {
+        scenario.__name__: scenario(out / scenario.__name__)
+        for scenario in (closed_on_one_rank, restarted_in_process)
+    }
