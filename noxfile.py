@@ -178,6 +178,20 @@ def torchao(session: nox.Session) -> None:
     )
 
 
+def run_framework(session: nox.Session, name: str) -> None:
+    """Run an adapter's tests with the real framework, then measure both side by side."""
+    install_group(session, name)
+    install_package(session, extra="fast")
+    session.run("pytest", f"tests/integrations/test_{name}.py", *session.posargs)
+    session.run("python", "-W", "ignore", f"tests/integrations/measure_{name}.py")
+
+
+@nox.session
+def lightning(session: nox.Session) -> None:
+    """Run the tests that need Lightning, and measure; arguments after `--` go to pytest."""
+    run_framework(session, "lightning")
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check format, rules, and which module may import which; nothing is imported."""

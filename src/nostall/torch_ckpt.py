@@ -237,6 +237,11 @@ class TorchAsyncCheckpoint:
     def __init__(self, persistent_queue: bool = True) -> None:
         self._queue = AsyncCallsQueue(persistent=persistent_queue)
 
+    @property
+    def pending(self) -> int:
+        """Number of saves that are not finalised."""
+        return self._queue.pending
+
     def async_save(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
         """As ``torch.save(state_dict, path, ...)``, writing in the background; creates directories.
 
