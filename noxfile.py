@@ -193,6 +193,13 @@ def lightning(session: nox.Session) -> None:
 
 
 @nox.session
+def torchtitan(session: nox.Session) -> None:
+    """Run the tests that need torchtitan, and measure; arguments after `--` go to pytest."""
+    install(session, "--no-deps", "torchtitan")  # its data sets and loggers are not needed
+    run_framework(session, "torchtitan")
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check format, rules, and which module may import which; nothing is imported."""
     install_group(session, "lint")

@@ -40,8 +40,11 @@ class Blocked:
         self._steps += 1
 
     def milliseconds(self) -> list[float]:
-        """For each save after the first ones, the time that it has taken from training."""
-        return [1000 * seconds for seconds in self._blocked_s[1 + WARM_UP :]]
+        """For each save after the first ones, the time that it has taken from training.
+
+        The last save is not counted: no step follows it.
+        """
+        return [1000 * seconds for seconds in self._blocked_s[1 + WARM_UP : -1]]
 
 
 def report(what: str, found: Mapping[str, Sequence[float]]) -> None:
