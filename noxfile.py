@@ -185,6 +185,27 @@ def torchao(session: nox.Session) -> None:
     )
 
 
+def run_framework(session: nox.Session, name: str) -> None:
+    """Run an adapter's tests with the real framework, then measure both side by side."""
+    install_group(session, name)
+    install_package(session, extra="fast")
+    session.run("pytest", f"tests/integrations/test_{name}.py", *session.posargs)
+    session.run("python", "-W", "ignore", f"tests/integrations/measure_{name}.py")
+
+
+@nox.session
+def lightning(session: nox.Session) -> None:
+    """Run the tests that need Lightning, and measure; arguments after `--` go to pytest."""
+    run_framework(session, "lightning")
+
+
+@nox.session
+def torchtitan(session: nox.Session) -> None:
+    """Run the tests that need torchtitan, and measure; arguments after `--` go to pytest."""
+    install(session, "--no-deps", "torchtitan")  # its data sets and loggers are not needed
+    run_framework(session, "torchtitan")
+
+
 @nox.session
 def megatron(session: nox.Session) -> None:
     """Save with Megatron-core; arguments after `--` go to pytest, `measure` compares the cost."""

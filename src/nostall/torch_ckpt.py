@@ -240,6 +240,11 @@ class TorchAsyncCheckpoint:
     def __init__(self, persistent_queue: bool = True) -> None:
         self._queue = AsyncCallsQueue(persistent=persistent_queue)
 
+    @property
+    def pending(self) -> int:
+        """Number of saves that are not finalised."""
+        return self._queue.pending
+
     if TYPE_CHECKING:
         # The arguments of torch.save, behind the signature that frameworks inspect.
         def async_save(

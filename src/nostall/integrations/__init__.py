@@ -1,3 +1,3 @@
-"""Adapters for frameworks, one module each; a framework is imported when its adapter is used."""
+"""Adapters for training frameworks, a module each; importing one imports its framework."""
 
 __all__: list[str] = []

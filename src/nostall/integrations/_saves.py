@@ -1,0 +1,161 @@
+"""What adapters share: saves that are committed by polling, and removals that wait for commits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch.distributed.checkpoint import DefaultSavePlanner
+
+from nostall._engine import default_engine
+from nostall._ranks.agreement import PATIENCE_S, share_failure
+from nostall._ranks.group import coordination_for
+from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.state_dict_saver import (
+    CheckpointMetadataCache,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+
+
+def missing(adapter: str, package: str, error: ImportError) -> ImportError:
+    """The error for a framework that cannot be imported, in one line."""
+    return ModuleNotFoundError(
+        f"nostall.integrations.{adapter} needs {package}: pip install {package} ({error})",
+        name=package,
+    )
+
+
+class Removals:
+    """Removals by a framework's rotation, each delayed until the saves before it are committed.
+
+    A framework that saves and then removes an older checkpoint expects the new one to exist. Here
+    it is still being written, and the older one may be the newest committed checkpoint.
+
+    Args:
+        remove: Removes a path.
+    """
+
+    def __init__(self, remove: Callable[[str], None]) -> None:
+        self._remove = remove
+        self._scheduled = 0
+        """Number of saves so far."""
+        self._due: dict[str, int] = {}
+        """By path, the number of saves that are over before it is removed."""
+
+    def save_scheduled(self, path: str) -> None:
+        """Count a save; its own path is no longer to be removed."""
+        self._scheduled += 1
+        self._due.pop(path, None)
+
+    def add(self, path: str) -> None:
+        """Remove a path when the saves scheduled so far are committed."""
+        self._due[path] = self._scheduled
+
+    def save_failed(self) -> None:
+        """Wait for another save: the one that the removals have waited for is not committed."""
+        self._due = dict.fromkeys(self._due, self._scheduled + 1)
+
+    def run(self, *, pending: int) -> None:
+        """Remove what is due.
+
+        Args:
+            pending: Number of saves that are not finalised yet.
+        """
+        is_over = self._scheduled - pending
+        for path in [path for path, due in self._due.items() if due <= is_over]:
+            del self._due[path]
+            self._remove(path)
+
+
+class Saves:
+    r"""The saves of a training loop: one after the other in the background, committed by polling.
+
+    Plans are cached, so that from the third save of a structure on nothing is communicated before
+    the commit. Every method is collective: call it on every rank, in the same order.
+
+    Args:
+        remove: Removes a checkpoint; see :class:`Removals`.
+        \*\*writer_options: Those of :class:`nostall.FileSystemWriterAsync`.
+    """
+
+    def __init__(self, remove: Callable[[str], None], **writer_options: Any) -> None:
+        self._queue = AsyncCallsQueue()
+        self._cache = CheckpointMetadataCache()
+        self._removals = Removals(remove)
+        self._writer_options = writer_options
+
+    def save(
+        self, state: dict[str, Any], path: str, *, before_commit: Callable[[], None] | None = None
+    ) -> None:
+        """Begin a save; tensors may be changed when this returns.
+
+        Args:
+            state: The state dict; a new one for each save.
+            path: Checkpoint directory.
+            before_commit: Called on each rank right before the commit. If it raises on one rank,
+                the save fails on all ranks.
+
+        Raises:
+            CheckpointException: The save, or an earlier one, has failed.
+        """
+        self.poll()
+        writer = FileSystemWriterAsync(path, **self._writer_options)
+        planned = save_state_dict_async_plan(
+            state,
+            writer,
+            planner=DefaultSavePlanner(),
+            enable_cache=True,
+            metadata_cache=self._cache,
+        )
+        save_fn, preload_fn, args = writer.get_save_function_and_args()
+        finalize: list[Callable[[], None]] = [partial(save_state_dict_async_finalize, *planned)]
+        if before_commit is not None:
+            finalize.insert(0, partial(_together, before_commit))
+        request = AsyncRequest(save_fn, args, finalize, preload_fn=preload_fn)
+        self._queue.schedule_async_request(request)
+        self._removals.save_scheduled(path)
+
+    def remove(self, path: str) -> None:
+        """Remove a checkpoint when the saves before this call are committed."""
+        self._removals.add(path)
+        self.poll()
+
+    def poll(self, *, wait: bool = False) -> None:
+        """Commit the saves that are done on all ranks; with ``wait``, all of them.
+
+        Raises:
+            CheckpointException: A save has failed; raised on every rank.
+        """
+        try:
+            self._queue.maybe_finalize_async_calls(blocking=wait)
+        except BaseException:  # passed on; CheckpointException is not an Exception
+            self._removals.save_failed()
+            raise
+        self._removals.run(pending=self._queue.pending)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Commit all saves and end worker processes.
+
+        Args:
+            error: The exception that ends training. Saves are then committed only if all ranks are
+                here within seconds; see :class:`nostall.AsyncCallsQueue`.
+        """
+        if error is not None:
+            self._queue.__exit__(type(error), error, error.__traceback__)
+            return
+        self.poll(wait=True)
+        self._queue.close()
+
+
+def _together(act: Callable[[], None]) -> None:
+    """Call a function on every rank; an error of one rank is raised on all."""
+    error: Exception | None = None
+    try:
+        act()
+    except Exception as raised:  # of the framework's or of storage: shared below
+        error = raised
+    timeout_s = default_engine().options.save_timeout_s + PATIENCE_S
+    share_failure(error, coordination_for(None), timeout_s=timeout_s)

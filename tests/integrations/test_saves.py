@@ -1,0 +1,88 @@
+"""What adapters share: commits by polling, and removals that wait for them."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from nostall.integrations._saves import Saves
+from nostall.integrity import is_complete
+from nostall.removal import remove_checkpoint
+from nostall.testing import Fault, Hold, inject
+from support.ranks import run_ranks
+
+
+@pytest.fixture
+def saves() -> Iterator[Saves]:
+    opened = Saves(remove_checkpoint)
+    yield opened
+    opened.close()
+
+
+def _state(step: int) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((100,), float(step))}
+
+
+def test_a_removal_waits_for_the_saves_before_it(tmp_path: Path, saves: Saves) -> None:
+    """At no moment is there no committed checkpoint."""
+    older, newer = str(tmp_path / "older"), str(tmp_path / "newer")
+    saves.save(_state(1), older)
+    saves.poll(wait=True)
+    with Hold("chunk") as hold:
+        with inject(hold.fault):
+            saves.save(_state(2), newer)
+        hold.wait_reached()
+        saves.remove(older)
+        assert is_complete(older)
+        hold.release()
+        saves.poll(wait=True)
+    assert is_complete(newer)
+    assert not Path(older).exists()
+
+
+def test_a_failed_save_keeps_the_checkpoint_before_it(tmp_path: Path, saves: Saves) -> None:
+    """What a failed save was to replace is removed after the next one that succeeds."""
+    older, failed, newest = (str(tmp_path / name) for name in ("older", "failed", "newest"))
+    saves.save(_state(1), older)
+    saves.poll(wait=True)
+    with Hold("start") as hold:
+        with inject(hold.fault, Fault.errno("chunk", errno.ENOSPC)):
+            saves.save(_state(2), failed)
+        saves.remove(older)
+        hold.release()
+        with pytest.raises(CheckpointException, match="No space left"):
+            saves.poll(wait=True)
+    saves.poll(wait=True)
+    assert is_complete(older)
+    saves.save(_state(3), newest)
+    saves.poll(wait=True)
+    assert not Path(older).exists()
+    assert is_complete(newest)
+
+
+def test_a_checkpoint_that_is_saved_again_is_not_removed(tmp_path: Path, saves: Saves) -> None:
+    """A save to a path that waits for its removal takes the removal back."""
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    with Hold("chunk") as hold:
+        with inject(hold.fault):
+            saves.save(_state(1), first)
+        saves.remove(first)
+        hold.wait_reached()
+        hold.release()
+    saves.save(_state(2), second)
+    saves.remove(second)
+    saves.save(_state(3), second)
+    saves.poll(wait=True)
+    assert is_complete(second)
+
+
+def test_what_comes_before_a_commit_fails_it_on_every_rank(tmp_path: Path) -> None:
+    """If a rank cannot write what belongs to a checkpoint, no rank commits it, and all know."""
+    for found in run_ranks(2, "adapters:before_commit", tmp_path):
+        assert "cannot write beside it" in found["message"]
+        assert found["committed"] == ["second"]

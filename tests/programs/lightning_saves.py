@@ -1,0 +1,211 @@
+"""Training with Lightning, for one process and for ranks."""
+
+from __future__ import annotations
+
+import faulthandler
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from nostall.integrations.lightning import (
+    NostallCheckpointIO,
+    NostallModelParallelStrategy,
+)
+from support.blocked import Blocked
+
+
+class Regression(pl.LightningModule):  # type: ignore[misc]  # Lightning is not installed for mypy
+    """Two layers and Adam on four fixed batches per epoch."""
+
+    def __init__(self, width: int = 16, fails_in: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(8, width), torch.nn.ReLU(), torch.nn.Linear(width, 1)
+        )
+        self._fails_in = fails_in
+
+    def configure_model(self) -> None:
+        mesh = getattr(self, "_device_mesh", None)
+        if mesh is not None and not isinstance(next(self.parameters()), DTensor):
+            fully_shard(self.layers, mesh=mesh["data_parallel"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+        return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        if self.current_epoch == self._fails_in:
+            raise RuntimeError("the training step fails")
+        inputs, targets = batch
+        return torch.nn.functional.mse_loss(self.layers(inputs), targets)
+
+    def values(self) -> list[torch.Tensor]:
+        """This rank's part of the parameters."""
+        return [
+            (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
+            for value in self.trainer.model.parameters()
+        ]
+
+
+def trainer(out: Path, epochs: int, callbacks: tuple[Any, ...] = (), **options: Any) -> Any:
+    """A trainer that saves after every epoch and keeps the last checkpoint."""
+    keep = ModelCheckpoint(dirpath=out, filename="{epoch}", save_top_k=1)
+    return pl.Trainer(
+        **{"accelerator": "cpu", "devices": 1, "max_epochs": epochs, **options},
+        callbacks=[keep, *callbacks],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def fit(
+    out: Path, epochs: int, *, resume: Path | None = None, **options: Any
+) -> tuple[list[torch.Tensor], list[str]]:
+    """Train; returns this rank's parameters and the names of the checkpoints."""
+    model = Regression(fails_in=options.pop("fails_in", None))
+    trainer(out, epochs, **options).fit(model, ckpt_path=None if resume is None else str(resume))
+    if dist.is_initialized():
+        dist.barrier()
+    return model.values(), sorted(path.name for path in out.iterdir())
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """Whether parameters are equal bit by bit."""
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def ddp(out: Path) -> dict[str, Any]:
+    """DDP: our checkpoint, resumed by Lightning, continues an uninterrupted run."""
+    ranks: dict[str, Any] = {"strategy": "ddp", "devices": 2}
+    expected, _ = fit(out / "stock", 4, **ranks)
+    _, names = fit(out / "ours", 2, plugins=[NostallCheckpointIO()], **ranks)
+    resumed, _ = fit(out / "on", 4, resume=out / "ours" / "epoch=1.ckpt", **ranks)
+    return {"names": names, "same": same(resumed, expected)}
+
+
+def sharded(out: Path) -> dict[str, Any]:
+    """A sharded strategy: our checkpoint is resumed by ours and by Lightning's."""
+    expected, _ = fit(out / "stock", 4, strategy=ModelParallelStrategy(), devices=2)
+    _, names = fit(out / "ours", 2, **_fsdp2())
+    saved = out / "ours" / "epoch=1.ckpt"
+    files = sorted(path.name for path in saved.iterdir())
+    resumed = {
+        kind.__name__: fit(out / kind.__name__, 4, resume=saved, strategy=kind(), devices=2)[0]
+        for kind in (ModelParallelStrategy, NostallModelParallelStrategy)
+    }
+    return {
+        "names": names,
+        "files": files,
+        "same": {kind: same(values, expected) for kind, values in resumed.items()},
+    }
+
+
+def overwritten(out: Path) -> dict[str, Any]:
+    """A ``meta.pt`` of a save that a crash ended before its commit is not used."""
+    model = Regression()
+    fit(out / "one", 1, **_fsdp2())
+    fit(out / "two", 2, **_fsdp2())
+    if dist.get_rank() == 0:
+        shutil.copy(out / "two" / "epoch=1.ckpt" / "meta.pt", out / "one" / "epoch=0.ckpt")
+    dist.barrier()
+    resumed = trainer(out / "three", 3, **_fsdp2())
+    began: list[int] = []
+    resumed.callbacks.append(_Began(began))
+    resumed.fit(model, ckpt_path=str(out / "one" / "epoch=0.ckpt"))
+    return {"began": began}
+
+
+def failing(out: Path) -> dict[str, Any]:
+    """An exception in training loses no scheduled save; after it no process is left."""
+    message = ""
+    try:
+        fit(out, 3, fails_in=2, **_fsdp2())
+    except RuntimeError as error:
+        message = str(error)
+    dist.barrier()
+    return {"message": message, "files": sorted(path.name for path in out.glob("*/.metadata"))}
+
+
+def _fsdp2() -> dict[str, Any]:
+    return {"strategy": NostallModelParallelStrategy(), "devices": 2}
+
+
+class _Began(pl.Callback):  # type: ignore[misc]  # as above
+    def __init__(self, epochs: list[int]) -> None:
+        self._epochs = epochs
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self._epochs.append(trainer.current_epoch)
+
+
+# --- how long saves block -------------------------------------------------------------------------
+
+
+class _Timed(pl.Callback):  # type: ignore[misc]  # as above
+    def __init__(self) -> None:
+        self.blocked = Blocked(every=_EVERY)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.blocked.step_ends()
+
+
+_EVERY = 12
+_SAVES = 13
+
+
+class _Large(Regression):
+    """32 MiB of parameters; with Adam's states a checkpoint of 96 MiB."""
+
+    def __init__(self, timed: _Timed) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
+        self._timed = timed
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.randn(4096, 1024)), batch_size=4)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        self._timed.blocked.step_begins()
+        return torch.mean(self.layers(batch[0]).square())
+
+
+def _time(out: Path, **options: Any) -> list[float]:
+    timed = _Timed()
+    keep = ModelCheckpoint(dirpath=out, save_top_k=1, every_n_train_steps=_EVERY)
+    pl.Trainer(
+        **{"accelerator": "cpu", "devices": 1, **options},
+        max_steps=_EVERY * (_SAVES + 1),
+        callbacks=[timed, keep],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(_Large(timed))
+    return timed.blocked.milliseconds()
+
+
+def measure_files(out: Path) -> dict[str, list[float]]:
+    """One device: Lightning's default, Lightning in a thread, and ours."""
+    kinds = (TorchCheckpointIO, AsyncCheckpointIO, NostallCheckpointIO)
+    return {kind.__name__: _time(out / kind.__name__, plugins=[kind()]) for kind in kinds}
+
+
+def measure_shards(out: Path) -> dict[str, list[float]]:
+    """Two ranks, FSDP2: Lightning's default, and ours."""
+    faulthandler.cancel_dump_traceback_later()  # this takes longer than a test may
+    kinds = (ModelParallelStrategy, NostallModelParallelStrategy)
+    return {kind.__name__: _time(out / kind.__name__, strategy=kind(), devices=2) for kind in kinds}
