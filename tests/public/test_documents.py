@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import fields
@@ -14,33 +15,47 @@ from nostall._model.lifecycle import TRANSITIONS
 from nostall.options import EngineOptions
 
 ROOT = Path(__file__).resolve().parents[2]
-PREAMBLE = """
-import warnings
-import torch
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.AdamW(model.parameters())
-model(torch.ones(1, 4)).sum().backward()
-optimizer.step()
+KILLED_IN_STEP_90 = """
+import os, signal, sys, warnings
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # stock's own
+from torch.optim.optimizer import register_optimizer_step_post_hook
+program, scope, steps = open(sys.argv[1]).read(), {}, []
+def count(*_):
+    steps.append(len(steps) + 1)
+    if sys.argv[2:] and steps[-1] == 70:
+        scope["manager"].wait()  # so that there is something to resume from
+    if sys.argv[2:] and steps[-1] == 90:
+        os.kill(os.getpid(), signal.SIGKILL)
+register_optimizer_step_post_hook(count)
+exec(compile(program, sys.argv[1], "exec"), scope)
 """
 
 
-def test_code_in_the_readme_runs_in_order(tmp_path: Path) -> None:
-    """The README's Python, pasted into one script after a model, saves and loads as it says."""
+def test_the_programs_of_the_readme_run_and_resume(tmp_path: Path) -> None:
+    """The first one is killed in step 90 and started again, with the second one behind it."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    script = tmp_path / "readme.py"
-    script.write_text(PREAMBLE + "\n".join(blocks))
-    run = subprocess.run(
-        [sys.executable, "-W", "error", str(script)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    committed = {path.parent.name for path in tmp_path.glob("checkpoints/*/.metadata")}
-    assert committed == {"step-100", "final", "split-20", "split-30", "overlapped"}
+    script = tmp_path / "train.py"
+    script.write_text("\n".join(blocks))
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-W", "error", "-c", KILLED_IN_STEP_90, str(script), *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+
+    killed = run("killed")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed = run()
+    assert resumed.returncode == 0, resumed.stderr
+    first = re.match(r"resumed from (\d+)\n", resumed.stdout)
+    assert first is not None, resumed.stdout
+    assert int(first[1]) in (60, 80)
+    assert "200]" in resumed.stdout  # the last step is there
+    assert (tmp_path / "run" / "step-200" / ".metadata").exists()
 
 
 def test_lifecycle_table_in_the_architecture_is_the_one_in_the_code() -> None:
