@@ -6,12 +6,15 @@ much longer than most programs. Ranks get the environment that torchrun gives th
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import runpy
 import socket
 import sys
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
 # Loaded once, for all forked processes; steps of optimizers import the former.
 import torch._dynamo
@@ -31,8 +34,7 @@ def main() -> None:
             pid = os.fork()
             if pid == 0:
                 os.environ.update(world, RANK=str(rank), LOCAL_RANK=str(rank))
-                run(program, log=program.with_suffix(f".{rank}.log"))
-                return
+                end(run(program, log=program.with_suffix(f".{rank}.log")))
             processes.append(pid)
         for rank, pid in enumerate(processes):
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -49,7 +51,7 @@ def environment(ranks: int) -> dict[str, str]:
     return {**size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
-def run(program: Path, log: Path) -> None:
+def run(program: Path, log: Path) -> int:
     """Run one program in its directory; what it prints goes to a file."""
     with log.open("a") as stream:
         for standard in (1, 2):
@@ -60,7 +62,19 @@ def run(program: Path, log: Path) -> None:
     os.chdir(directory)
     sys.argv = [str(program)]
     sys.path[0] = str(directory)
-    runpy.run_path(str(program), run_name="__main__")
+    try:
+        runpy.run_path(str(program), run_name="__main__")
+    except BaseException:  # as an interpreter ends
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def end(status: int) -> NoReturn:
+    """End the process as an interpreter does, but for a second in which torch is taken apart."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":
