@@ -24,8 +24,8 @@ DOCS = ROOT / "docs"
 TESTED_ELSEWHERE = {"cli.md", "frameworks.md", "manager.md", "megatron.md"}
 """Pages whose code needs more than nostall, or is tested beside what it documents."""
 ON_TWO_RANKS = {"howto-parallel", "tutorial-train"}
-WARNINGS = "error,ignore:torch.distributed is disabled"
-"""The latter is what DCP says on a single rank."""
+WARNINGS = "error,ignore:torch.distributed is disabled,ignore:TypedStorage is deprecated"
+"""The latter two are what stock says on a single rank, and with torch 2.9."""
 RUNNER = ROOT / "tests" / "support" / "page_main.py"
 PREAMBLE = """
 import warnings
