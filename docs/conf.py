@@ -15,6 +15,9 @@ source_suffix = {".md": "markdown"}
 
 html_theme = "furo"
 html_title = f"nostall {release}"
+html_static_path = ["_static"]
+html_css_files = ["narrow.css"]
+html_js_files = ["narrow.js"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import textwrap
+import zlib
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -15,6 +21,13 @@ from nostall._model.lifecycle import TRANSITIONS
 from nostall.options import EngineOptions
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+TESTED_ELSEWHERE = {"cli.md", "frameworks.md", "manager.md", "megatron.md"}
+"""Pages whose code needs more than nostall, or is tested beside what it documents."""
+ON_TWO_RANKS = {"howto-parallel", "tutorial-train"}
+WARNINGS = "error,ignore:torch.distributed is disabled,ignore:TypedStorage is deprecated"
+"""The latter two are what stock says on a single rank, and with torch 2.9."""
+RUNNER = ROOT / "tests" / "support" / "page_main.py"
 KILLED_IN_STEP_90 = """
 import os, signal, sys, warnings
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # stock's own
@@ -93,3 +106,115 @@ def test_every_test_that_the_documents_name_is_there() -> None:
             missing.append((file, test))
     assert missing == []
     assert text.count("test_") > 50
+
+
+def programs() -> dict[str, str]:
+    """The Python of each page, by the name of the page or of the program on it.
+
+    A block that begins with ``# NAME.py`` is a program; all other blocks of a page are another.
+    Line numbers are those of the page.
+    """
+    found = {}
+    for page in sorted(DOCS.rglob("*.md")):
+        if page.name in TESTED_ELSEWHERE:
+            continue
+        of_page: dict[str, list[str]] = {}
+        name = "-".join(page.relative_to(DOCS).with_suffix("").parts)
+        text = page.read_text(encoding="utf-8")
+        for block in re.finditer(r"^( *)```python\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE):
+            code = textwrap.dedent(block[2])
+            own = re.match(r"# (\w+)\.py\n", code)
+            lines = of_page.setdefault(f"{name}-{own[1]}" if own else name, [])
+            lines += [""] * (text[: block.start(2)].count("\n") - len(lines))
+            lines += code.splitlines()
+        found.update({program: "\n".join(lines) for program, lines in of_page.items()})
+    return found
+
+
+PROGRAMS = programs()
+
+
+def ranks_of(program: str) -> int:
+    """The number of ranks that a program is for."""
+    return 2 if program in ON_TWO_RANKS else 1
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory in which all programs were run, that of the tutorial twice."""
+    out = tmp_path_factory.mktemp("pages")
+    for name, code in PROGRAMS.items():
+        (out / f"{name}.py").write_text(code + "\n")
+    names = [*PROGRAMS, "tutorial-train"]
+    run = subprocess.run(
+        [sys.executable, str(RUNNER), *(f"{ranks_of(name)}:{name}.py" for name in names)],
+        cwd=out,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": WARNINGS},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", sorted(PROGRAMS))
+def test_code_on_the_pages_runs(program: str, ran: Path) -> None:
+    """Every Python block of the documentation runs, after the blocks before it on its page."""
+    for rank in range(ranks_of(program)):
+        log = (ran / f"{program}.{rank}.log").read_text()
+        assert (ran / f"{program}.{rank}.status").read_text() == "0", log
+
+
+@pytest.mark.slow
+def test_the_program_of_the_tutorial_resumes(ran: Path) -> None:
+    """Started again, it continues where it ended, and prints what the page shows."""
+    shown = re.findall(r"^steps .*", (DOCS / "tutorial.md").read_text(), re.MULTILINE)
+    assert (ran / "tutorial-train.0.log").read_text().splitlines() == shown
+
+
+@pytest.mark.slow
+def test_what_the_format_page_shows_is_what_it_prints(ran: Path) -> None:
+    """docs/format.md names the files of a real checkpoint and the parts of its manifest."""
+    (shown,) = re.findall(
+        r"It prints\n\n```text\n(.*?)```", (DOCS / "format.md").read_text(), re.DOTALL
+    )
+    assert (ran / "format.0.log").read_text() == shown
+
+
+def test_the_manifest_on_the_format_page_is_consistent() -> None:
+    """Length and checksum in the footer are those of the line above it."""
+    page = (DOCS / "format.md").read_text()
+    (line, nbytes, crc32) = re.findall(
+        r"<pickle>\\n\n(.*?)\\n\n#nostall-manifest (\d{12}) (\w{8})\\n", page, re.DOTALL
+    )[0]
+    content = line.replace("\n", "").encode() + b"\n"
+    assert (len(content), f"{zlib.crc32(content):08x}") == (int(nbytes), crc32)
+    assert json.loads(content)["format"] == 1
+
+
+def messages(source: str) -> Iterator[str]:
+    """The texts in a module, except docstrings, with an ellipsis for what is inserted."""
+    tree = ast.parse(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = (each.value if isinstance(each, ast.Constant) else "…" for each in node.values)
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and id(node) not in docstrings:
+            yield re.sub(r"%(\.\d+f|[sdgr])", "…", str(node.value))
+
+
+def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
+    """Every message that docs/howto/troubleshooting.md explains is one that nostall can give."""
+    page = (DOCS / "howto" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^`(.+?)`.*\n: ", page, re.MULTILINE)
+    known = [
+        message
+        for module in (ROOT / "src").rglob("*.py")
+        for message in messages(module.read_text(encoding="utf-8"))
+    ]
+    assert [each for each in quoted if not any(each in message for message in known)] == []
+    assert len(quoted) > 40
