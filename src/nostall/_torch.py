@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from operator import attrgetter
-from typing import IO, Any, TypeAlias, cast
+from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,11 @@ from torch.utils.serialization import config
 
 from nostall.errors import UnsupportedTorchError
 from nostall.options import is_dequantized_on_save
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint._extension import (
+        StreamTransformExtension as StreamTransformExtension,
+    )
 
 # --- required private names -----------------------------------------------------------------------
 

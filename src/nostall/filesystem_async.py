@@ -41,9 +41,6 @@ from nostall.errors import OptionError
 from nostall.options import StagingMode, WriterOptions, require_switch
 from nostall.stats import SaveStats, Timeline
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint._extension import StreamTransformExtension
-
 __all__ = ["FileSystemWriterAsync", "get_write_results_queue"]
 
 _PROCESSES_FOR_MULTIPROC_IO = 2
@@ -135,7 +132,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             per_thread_copy_ahead: int = 10_000_000,
             cache_staged_state_dict: bool = False,
             overwrite: bool = True,
-            _extensions: Sequence[StreamTransformExtension] | None = None,
+            _extensions: Sequence[_torch.StreamTransformExtension] | None = None,
             serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
             *,
             staging: StagingMode = "blocking",

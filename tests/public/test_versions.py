@@ -27,8 +27,10 @@ from nostall.errors import UnsupportedTorchError
 from support.ranks import run_ranks
 
 PACKAGE = Path(nostall.__file__).parent
-OF_OTHERS = {"_exit", "_replace", "_exit_function", "_register_atexit"}
+OF_OTHERS = {"_exit", "_fields", "_replace", "_exit_function", "_register_atexit"}
 """Private names of the standard library's."""
+ADAPTERS = PACKAGE / "integrations"
+"""They need some of their frameworks' names; the sessions with the real packages notice changes."""
 
 
 # --- which private names are used -----------------------------------------------------------------
@@ -78,7 +80,7 @@ def test_private_names_of_torch_are_used_in_one_file_only() -> None:
     strays = [
         f"{path.relative_to(PACKAGE)}:{line}: {name}"
         for path, tree in trees.items()
-        if path.name != "_torch.py"
+        if path.name != "_torch.py" and path.parent != ADAPTERS
         for line, name in used_names(tree)
         if is_private(name) and name not in ours
     ]
