@@ -114,6 +114,35 @@ def test_the_first_save_after_a_resume_reuses_its_plan(tmp_path: Path) -> None:
         assert nostall.verify(resumed.path(2)).ok
 
 
+def test_dictionaries_and_lists_get_what_they_held(tmp_path: Path) -> None:
+    """Also if they are still empty in the new process; those of the caller are filled."""
+    saved_state = {
+        "best": {"loss": 0.5, "at": {"step": 3}, "none": {}},
+        "average": {"a": torch.ones(3), "b": torch.ones(2)},
+        "parts": [torch.ones(1), torch.full((1,), 2.0)],
+        "history": [1, 2],
+        "unchanged": {},
+    }
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, saved_state)
+    present = torch.zeros(3)
+    best: dict[str, Any] = {}
+    state: dict[str, Any] = {
+        "best": best,
+        "average": {"a": present},
+        "parts": [torch.zeros(1)],
+        "history": [],
+        "unchanged": {"of": "another step"},
+    }
+    CheckpointManager(tmp_path).restore(state)
+    assert best == saved_state["best"]
+    assert state["best"] is best
+    assert state["average"]["a"] is present
+    assert (present.tolist(), state["average"]["b"].tolist()) == ([1, 1, 1], [1, 1])
+    assert state["parts"] == [1, 2]
+    assert (state["history"], state["unchanged"]) == ([1, 2], {})
+
+
 def test_generators_can_be_left_alone(tmp_path: Path) -> None:
     """An evaluation restores weights without another sequence of random numbers."""
     with CheckpointManager(tmp_path) as manager:

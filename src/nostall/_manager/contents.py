@@ -11,8 +11,9 @@ Both are tensors of bytes, padded, so that their shapes, and with them the plan,
 
 DCP flattens a state dict and loses what does not fit: keys that are integers, empty dictionaries,
 counters, tensors that the object of a new process does not have yet. So optimizers, schedulers and
-other objects get exactly what they returned. Modules, and objects whose tensors are distributed,
-are loaded as stock does it: into the structure they have now, on any number of ranks.
+other objects get exactly what they returned, and dictionaries and lists what they held. Modules,
+and objects whose tensors are distributed, are loaded as stock does it: into the structure they have
+now, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def _in_parts(items: Mapping[str, Any], parts: tuple[str, ...]) -> list[dict[str
 
 def _is_exact(value: object, state: object) -> bool:
     """Whether an object gets exactly what it returned, instead of its present structure."""
-    if not isinstance(value, Stateful) or isinstance(value, torch.nn.Module):
+    if not isinstance(value, Stateful | dict | list) or isinstance(value, torch.nn.Module):
         return False
     if isinstance(value, torch.optim.Optimizer):
         return True
