@@ -17,13 +17,7 @@ from dataclasses import dataclass
 from nostall import _torch
 from nostall._manager.contents import read_about
 from nostall._storage.posix import remove_directory
-from nostall.errors import (
-    DamagedCheckpointError,
-    OptionError,
-    ReadError,
-    UnknownMetadataError,
-    UntrustedMetadataError,
-)
+from nostall.errors import NostallError, OptionError, ReadError
 from nostall.integrity import is_complete
 from nostall.removal import remove_checkpoint
 
@@ -178,9 +172,7 @@ def _parts_at(checkpoint: str) -> tuple[str, ...] | None:
     """The parts that a checkpoint was saved with; ``None`` if it does not tell."""
     try:
         about = read_about(checkpoint)
-    except (DamagedCheckpointError, UnknownMetadataError, UntrustedMetadataError):
-        return None
-    except FileNotFoundError:  # removed meanwhile, or damaged
+    except (NostallError, FileNotFoundError):  # damaged, unreadable, or removed meanwhile
         return None
     return None if about is None else about.parts
 
