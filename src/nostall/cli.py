@@ -6,6 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from pathlib import Path
 
 from nostall._cli import bench, convert, diff, inspect, latest, ls, prune, verify
 from nostall._cli.arguments import NotThere, Status
@@ -34,7 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for command in _COMMANDS:
         command.add_to(commands)
-    return _run(parser.parse_args(given, argparse.Namespace(given=given)))
+    with ExitStack() as opened:
+        for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
+            if stream is None:  # closed by the caller, as `>&-` does
+                nowhere = opened.enter_context(Path(os.devnull).open("w"))
+                opened.enter_context(redirect(nowhere))
+        return _run(parser.parse_args(given, argparse.Namespace(given=given)))
 
 
 def _run(parsed: argparse.Namespace) -> int:
@@ -57,6 +64,9 @@ def _run(parsed: argparse.Namespace) -> int:
         return Status.PIPE_CLOSED
     except (NostallError, OSError) as error:
         print_error(str(error))
+        return Status.FAILED
+    except UnicodeEncodeError as error:
+        print_error(f"{error.object!a:.200} cannot be printed as {error.encoding}")
         return Status.FAILED
     except MemoryError as error:
         print_error(str(error) or "not enough memory")

@@ -24,7 +24,7 @@ from typing_extensions import Self
 from nostall._engine import default_engine
 from nostall._manager.arguments import better_of, interval_of, numbers_of, policies_of
 from nostall._manager.choosing import agreed, choose_step, together
-from nostall._manager.contents import PerRank, capture, in_parts, require_state
+from nostall._manager.contents import PerRank, capture, require_state
 from nostall._manager.handles import SaveHandle
 from nostall._manager.pending import FailingPlanner, PendingSaves
 from nostall._manager.policies import (
@@ -154,7 +154,8 @@ class CheckpointManager:
         """Save a step in the background. Collective.
 
         When it returns, everything may be changed, tensors as ``staging`` of the writer says. A
-        step that is committed already is replaced at one instant.
+        step that is committed already is replaced at one instant; one in ``parts``, at an instant
+        each: after a crash between them it is not complete.
 
         Args:
             step: The number of finished steps, for example; 0 or more.
@@ -212,12 +213,12 @@ class CheckpointManager:
 
         Other ranks are about to plan, and learn of the error there.
         """
-        rank = self._coordination().rank
+        rank, parts = self._coordination().rank, self._steps.parts
         try:
-            items = capture(state, step, metrics, extra, rank=rank)
+            items = capture(state, step, metrics, extra, parts=parts, rank=rank)
         except Exception as error:  # of users' objects; raised on every rank
             return partial(FailingPlanner, error), [{} for _ in self._caches]
-        return DefaultSavePlanner, in_parts(items, self._steps.parts)
+        return DefaultSavePlanner, items
 
     def _on_commit(self) -> None:
         if self._coordination().is_coordinator:
@@ -351,7 +352,8 @@ class CheckpointManager:
             UnknownMetadataError: No step is known to be complete, and one is not understood.
             DamagedCheckpointError: Another program saved the step.
             CheckpointException: A rank could not read it.
-            OptionError: The state of an object on this rank was not saved.
+            OptionError: The state of an object on this rank was not saved; or steps were saved with
+                other ``parts``.
         """
         self.wait()
         coordination = self._coordination()

@@ -142,6 +142,23 @@ def test_a_full_disk_leaves_no_file(
         assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_failed_conversion_leaves_no_directory(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """It can be started again at once."""
+    torch.save(state_of(), tmp_path / "all.pt")
+
+    def fails(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nostall.FileSystemWriterAsync, "finish", fails)
+        assert run("convert", tmp_path / "all.pt", tmp_path / "new")[0] in (1, 130)
+    assert [path.name for path in tmp_path.iterdir()] == ["all.pt"]
+    assert run("convert", tmp_path / "all.pt", tmp_path / "new")[0] == 0
+
+
 def test_the_tensors_are_never_all_in_memory(tmp_path: Path) -> None:
     """96 MiB become one file in a process that may allocate 48 MiB."""
     state = {f"layer.{i}": torch.full((2 << 20,), float(i)) for i in range(12)}

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 import nostall
 from cli.conftest import Run
 from nostall._cli.output import format_age, print_table, progress
+from nostall.cli import main
 
 ENVIRONMENT = {
     **os.environ,
@@ -140,6 +141,35 @@ def test_exit_statuses(
     """2 for wrong arguments, 3 for what is not there."""
     monkeypatch.chdir(tmp_path)
     assert run(*arguments)[0] == status
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_closed_stream_is_no_error(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stream: str
+) -> None:
+    """As with ``>&-``: nothing is printed, and the status is as usual."""
+    monkeypatch.setattr(sys, stream, None)
+    assert main(["ls", str(checkpoint.parent)]) == 0
+    assert main(["verify", str(checkpoint)]) == 0
+    assert main(["ls", str(checkpoint.parent / "nowhere")]) == 3
+
+
+def test_a_name_that_cannot_be_printed_is_one_line(checkpoint: Path) -> None:
+    """A name that is not the terminal's encoding: no traceback."""
+    odd = os.fsencode(checkpoint.parent) + b"/root-\xff"
+    os.mkdir(odd)
+    os.rename(checkpoint, odd + b"/step-1")
+    for name, path in (("latest", odd), ("verify", odd + b"/step-1")):
+        done = subprocess.run(
+            [sys.executable, "-m", "nostall", name, path],
+            env={**ENVIRONMENT, "PYTHONIOENCODING": "utf-8:strict"},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+        assert "cannot be printed" in done.stderr
 
 
 def test_interrupts_end_with_one_line(

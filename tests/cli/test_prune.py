@@ -75,6 +75,34 @@ def test_what_is_not_complete_is_left(tmp_path: Path, run: Run) -> None:
     assert (tmp_path / "step-10" / "notes.txt").exists()
 
 
+def test_parts_whose_names_end_with_a_number_stay(tmp_path: Path, run: Run) -> None:
+    """``step-2/stage-0`` is not step 0; nor does a root prune the roots below it."""
+    for step in (1, 2):
+        save(tmp_path / f"step-{step}", 0, 1)
+    before = set(tmp_path.glob("*/*/.metadata"))
+    assert len(before) == 4
+    status, shown, _ = run("prune", tmp_path, "--keep", "latest=1", "--delete")
+    assert (status, "removed 0 checkpoints" in shown) == (0, True)
+    assert set(tmp_path.glob("*/*/.metadata")) == before
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_stays(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that has returned to an earlier step commits it while steps are removed."""
+    save(tmp_path, 1, 2, 3)
+    remove = nostall.removal.remove_checkpoint
+
+    def remove_and_commit(path: str) -> None:
+        remove(path)
+        save(tmp_path, 2)
+
+    monkeypatch.setattr("nostall.removal.remove_checkpoint", remove_and_commit)
+    status, _, _ = run("prune", tmp_path, "--keep", "latest=1", "--delete")
+    assert status == 1
+    assert there(tmp_path) == {"step-2", "step-3"}
+
+
 def test_files_of_others_stay(tmp_path: Path, run: Run) -> None:
     """A checkpoint directory with a file of its owner's is emptied of the checkpoint only."""
     save(tmp_path, 1, 2)

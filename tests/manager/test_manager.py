@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -111,6 +112,35 @@ def test_the_first_save_after_a_resume_reuses_its_plan(tmp_path: Path) -> None:
         saved(resumed, 2)
         assert resumed._caches[0].verified_loaded
         assert nostall.verify(resumed.path(2)).ok
+
+
+def test_dictionaries_and_lists_get_what_they_held(tmp_path: Path) -> None:
+    """Also if they are still empty in the new process; those of the caller are filled."""
+    saved_state = {
+        "best": {"loss": 0.5, "at": {"step": 3}, "none": {}},
+        "average": {"a": torch.ones(3), "b": torch.ones(2)},
+        "parts": [torch.ones(1), torch.full((1,), 2.0)],
+        "history": [1, 2],
+        "unchanged": {},
+    }
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, saved_state)
+    present = torch.zeros(3)
+    best: dict[str, Any] = {}
+    state: dict[str, Any] = {
+        "best": best,
+        "average": {"a": present},
+        "parts": [torch.zeros(1)],
+        "history": [],
+        "unchanged": {"of": "another step"},
+    }
+    CheckpointManager(tmp_path).restore(state)
+    assert best == saved_state["best"]
+    assert state["best"] is best
+    assert state["average"]["a"] is present
+    assert (present.tolist(), state["average"]["b"].tolist()) == ([1, 1, 1], [1, 1])
+    assert state["parts"] == [1, 2]
+    assert (state["history"], state["unchanged"]) == ([1, 2], {})
 
 
 def test_generators_can_be_left_alone(tmp_path: Path) -> None:
@@ -251,6 +281,60 @@ def test_a_step_in_parts_counts_when_all_parts_are_there(tmp_path: Path) -> None
 
 
 # --- saving ---------------------------------------------------------------------------------------
+
+
+def test_damaged_steps_alone_are_no_step(tmp_path: Path) -> None:
+    """Metadata that is a directory, or empty, tells of no other parts."""
+    (tmp_path / (NAMES % 1) / ".metadata").mkdir(parents=True)
+    (tmp_path / (NAMES % 2)).mkdir()
+    (tmp_path / (NAMES % 2) / ".metadata").write_bytes(b"")
+    assert CheckpointManager(tmp_path).restore(numbered(0)) is None
+
+
+def test_parts_of_different_saves_are_no_step(tmp_path: Path) -> None:
+    """A crash between the commits of two parts: never a new model with an old optimizer."""
+    parts = ("model", "optimizer")
+    states = [{part: numbered(value) for part in parts} for value in (1, 2, 3)]
+    with CheckpointManager(tmp_path, parts=parts) as manager:
+        manager.save(1, states[0])
+        manager.save(2, states[1]).result()
+        shutil.copytree(tmp_path / (NAMES % 2) / "optimizer", tmp_path / "before")
+        manager.save(2, states[2]).result()
+    shutil.rmtree(tmp_path / (NAMES % 2) / "optimizer")
+    (tmp_path / "before").rename(tmp_path / (NAMES % 2) / "optimizer")
+    restored = manager.restore(states[2])
+    assert restored is not None
+    assert restored.step == 1
+    assert all(is_step(states[2][part], 1) for part in parts)
+    with pytest.raises(ReadError, match="step 2 has no complete checkpoint"):
+        manager.restore(states[2], step=2)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (("model",), ("model", "optimizer")),
+        (("model", "optimizer"), ("model", "other")),
+        (("model", "optimizer"), ("optimizer", "model")),
+        (("model", "optimizer"), ()),
+        ((), ("model",)),
+    ],
+)
+def test_steps_in_other_parts_stay_and_are_not_taken_for_none(
+    tmp_path: Path, before: tuple[str, ...], now: tuple[str, ...]
+) -> None:
+    """A changed argument must not start training from scratch, nor remove what is there."""
+    state = {part: numbered(1) for part in ("model", "optimizer", "other")}
+    with CheckpointManager(tmp_path, parts=before) as manager:
+        manager.save(1, state)
+    with CheckpointManager(tmp_path, parts=now) as changed:
+        for step in (None, 1):
+            with pytest.raises((OptionError, ReadError)):
+                changed.restore(dict(state), step=step)
+        changed.save(2, state).result()
+    restored = CheckpointManager(tmp_path, parts=before).restore(state, step=1)
+    assert restored is not None
+    assert is_step(state["model"], 1)
 
 
 def test_should_save_after_steps_or_seconds(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,9 +26,16 @@ from nostall._cli.checkpoint import Checkpoint, Item, in_file_order, read_checkp
 from nostall._cli.nesting import nested
 from nostall._cli.output import progress
 from nostall._cli.reading import object_in, read_into, read_objects
-from nostall._storage.posix import create_new, remove_files, replace_file, sync_directory
+from nostall._storage.posix import (
+    create_new,
+    may_be_there,
+    remove_files,
+    replace_file,
+    sync_directory,
+)
 from nostall.errors import DamagedCheckpointError, NostallError, ReadError, WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.removal import remove_checkpoint
 
 _LEAST_MAPPED_NBYTES = 1 << 20
 """Smaller tensors stay in memory: a process has some 65,000 mappings."""
@@ -126,12 +134,24 @@ def to_checkpoint(source: str, target: str, *, trust: bool) -> int:
             # stock's, on each save without a process group
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             saved = dcp.save(dict(state), storage_writer=writer, no_dist=True)
-    except _torch.CheckpointException as failed:
+    except BaseException as failed:  # removed, and passed on
+        _remove_unfinished(target)
+        if not isinstance(failed, _torch.CheckpointException):
+            raise
         error, _ = next(iter(failed.failures.values()))
+        if isinstance(error, KeyboardInterrupt):
+            raise error from failed
         if isinstance(error, NostallError):
             raise error from failed
         raise NostallError(f"cannot save: {error!r:.200}", path=target) from failed
     return len(saved.state_dict_metadata)
+
+
+def _remove_unfinished(target: str) -> None:
+    """Remove what a failed save has left, but no checkpoint of another process."""
+    if os.path.isdir(target) and not may_be_there(os.path.join(target, _torch.METADATA_NAME)):
+        with suppress(NostallError):  # the save has failed, which is an error already
+            remove_checkpoint(target)
 
 
 def _load(source: str, *, trust: bool) -> Any:

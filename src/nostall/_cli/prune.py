@@ -28,7 +28,8 @@ def add_to(commands: Commands) -> None:
         help="remove checkpoints that no policy keeps; a dry run by default",
         description="Remove the complete checkpoints that no policy keeps. Always kept: the last"
         " committed complete checkpoint, whatever a symbolic link in ROOT leads to, names that do"
-        " not end with a step, and everything that is not complete.",
+        " not end with a step, everything that is not complete, and everything that is not directly"
+        " in ROOT.",
     )
     parser.add_argument("root", metavar="ROOT", help="directory of checkpoint directories")
     parser.add_argument(
@@ -71,12 +72,16 @@ def why_kept(
     """
     newest = newest_complete(checkpoints)
     candidates = [
-        each for each in checkpoints if each.state is State.COMPLETE and each.step is not None
+        each
+        for each in checkpoints
+        if each.state is State.COMPLETE and each.step is not None and not _is_inside(each)
     ]
     kept = {path: ", ".join(why) for path, why in reasons(candidates, rules).items()}
     for each in checkpoints:
         if each.state is not State.COMPLETE:
             kept[each.path] = each.state.value
+        elif _is_inside(each):
+            kept[each.path] = "inside of another directory"
         elif each.step is None:
             kept[each.path] = "no step in its name"
         elif os.path.realpath(each.path) in linked:
@@ -84,6 +89,17 @@ def why_kept(
     if newest is not None:
         kept.setdefault(newest.path, "the last complete one")
     return kept
+
+
+def _is_inside(each: Listed) -> bool:
+    """Whether it is a part of a step, or one of another root: the number ends no step of ROOT."""
+    return os.sep in each.name
+
+
+def _unchanged(each: Listed) -> bool:
+    """Whether it is still the checkpoint that was listed, and no save has replaced it."""
+    now = look_at(each.path)
+    return now is not None and (now.state, now.at_s) == (each.state, each.at_s)
 
 
 def _remove(removable: Sequence[Listed], newest: Listed | None) -> list[str]:
@@ -97,7 +113,8 @@ def _remove(removable: Sequence[Listed], newest: Listed | None) -> list[str]:
             print_error("stopped: the last complete checkpoint is not complete any more")
             return [left.path for left in removable[position:]]
         try:
-            remove_checkpoint(each.path)
+            if _unchanged(each):
+                remove_checkpoint(each.path)
         except NostallError as error:
             print_error(str(error))
     return [each.path for each in removable if look_at(each.path) is not None]

@@ -66,41 +66,50 @@ def choose_step(steps: StepDirectories, step: int | None, hold: ExitStack) -> Ab
         ReadError: ``step`` has no complete checkpoint; or storage does not answer.
         UnknownMetadataError: No step is known to be complete, and one is not understood.
         DamagedCheckpointError: Another program saved the step.
+        OptionError: The step was saved with other parts; or there is none with these.
     """
     if step is not None:
-        if not _is_readable(steps, step, hold):
+        about = _described(steps, step, hold)
+        if about is None:
             raise ReadError(
                 f"step {step} has no complete checkpoint",
                 phase="read",
                 path=steps.path(step),
                 hint=f"the highest committed step is {steps.latest()}",
             )
-        return _about(steps, step)
+        return about
     unknown: UnknownMetadataError | None = None
     for each in reversed(steps.listed()):
         try:
-            if _is_readable(steps, each, hold):
-                return _about(steps, each)
+            about = _described(steps, each, hold)
+            if about is not None:
+                return about
         except UnknownMetadataError as error:
             _log.warning("step %d is skipped: %s", each, error.message)
             unknown = unknown or error
     if unknown is not None:
         raise unknown
+    for each in steps.listed():
+        steps.require_own_parts(each)
     return None
 
 
-def _is_readable(steps: StepDirectories, step: int, hold: ExitStack) -> bool:
-    """Whether a step is complete; it is held already when this looks."""
+def _described(steps: StepDirectories, step: int, hold: ExitStack) -> About | None:
+    """The description of a step; ``None`` if it is not complete. It is held before this looks."""
     if not hold.enter_context(held(steps.path(step))) or steps.committed_at_s(step) is None:
-        return False
-    if steps.is_complete(step):
-        return True
-    _log.warning("step %d is skipped: it is not complete", step)
-    return False
+        return None
+    if not steps.is_complete(step):
+        _log.warning("step %d is skipped: it is not complete", step)
+        return None
+    steps.require_own_parts(step)
+    parts = [_about(checkpoint) for checkpoint in steps.checkpoints(step)]
+    if len({about.save for about in parts}) > 1:
+        _log.warning("step %d is skipped: its parts are of different saves", step)
+        return None
+    return parts[-1]
 
 
-def _about(steps: StepDirectories, step: int) -> About:
-    path = steps.checkpoints(step)[-1]
+def _about(path: str) -> About:
     about = read_about(path)
     if about is None:
         raise DamagedCheckpointError(

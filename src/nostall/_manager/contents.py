@@ -2,7 +2,8 @@
 
 Two items are added to the state, so that they are committed with it:
 
-* ``nostall.about``, by rank 0: step and metrics as JSON. It is read without the rest.
+* ``nostall.about``, by rank 0: step and metrics as JSON. It is read without the rest. Each
+  part of a step has it, so that parts of different saves are told apart.
 * ``nostall.rank-<n>``, by every rank: one pickle of the user's ``extra``, the states of random
   number generators, and the state of each *exact* object, in which tensors are references to items.
 
@@ -10,8 +11,9 @@ Both are tensors of bytes, padded, so that their shapes, and with them the plan,
 
 DCP flattens a state dict and loses what does not fit: keys that are integers, empty dictionaries,
 counters, tensors that the object of a new process does not have yet. So optimizers, schedulers and
-other objects get exactly what they returned. Modules, and objects whose tensors are distributed,
-are loaded as stock does it: into the structure they have now, on any number of ranks.
+other objects get exactly what they returned, and dictionaries and lists what they held. Modules,
+and objects whose tensors are distributed, are loaded as stock does it: into the structure they have
+now, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -90,18 +93,29 @@ class About:
     metrics: Mapping[str, float]
     exact: frozenset[str] = frozenset()
     """Keys of the objects that get exactly what they returned."""
+    parts: tuple[str, ...] = ()
+    """Names of the parts that the step was saved in."""
+    save: str = ""
+    """Names the save: the same in all parts."""
 
 
 def capture(
-    state: Mapping[str, Any], step: int, metrics: Mapping[str, float], extra: object, *, rank: int
-) -> dict[str, Any]:
-    """The state dict to save; objects are asked for their state now.
+    state: Mapping[str, Any],
+    step: int,
+    metrics: Mapping[str, float],
+    extra: object,
+    *,
+    parts: tuple[str, ...],
+    rank: int,
+) -> list[dict[str, Any]]:
+    """The state dict of each part to save; objects are asked for their state now.
 
     Args:
         state: Objects, tensors and plain values by name.
         step: The step.
         metrics: Its metrics.
         extra: Anything that can be pickled.
+        parts: Names of the parts; without any, there is one.
         rank: This rank; rank 0 adds the description.
 
     Raises:
@@ -117,12 +131,15 @@ def capture(
         if _is_exact(value, items[key]):
             exact[key] = items[key]
     named = {key: exact[key] for key in exact if key in items}
-    content = {"extra": extra, "rng": rng_states(), "objects": exact}
-    items[key_of_rank(rank)] = _as_tensor(_pickled(content, named))
+    own = {"extra": extra, "rng": rng_states(), "objects": exact}
+    items[key_of_rank(rank)] = _as_tensor(_pickled(own, named))
+    divided = _in_parts(items, parts)
     if rank == 0:
         about = {"format": _FORMAT, "step": step, "metrics": metrics, "exact": sorted(exact)}
-        items[ABOUT] = _as_tensor(json.dumps(about).encode())
-    return items
+        content = json.dumps({**about, "parts": parts, "save": uuid.uuid4().hex})
+        for part in divided:
+            part[ABOUT] = _as_tensor(content.encode())
+    return divided
 
 
 def index_of_part(key: str, parts: tuple[str, ...]) -> int:
@@ -130,8 +147,7 @@ def index_of_part(key: str, parts: tuple[str, ...]) -> int:
     return parts.index(key) if key in parts else max(0, len(parts) - 1)
 
 
-def in_parts(items: Mapping[str, Any], parts: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The state dict of each part."""
+def _in_parts(items: Mapping[str, Any], parts: tuple[str, ...]) -> list[dict[str, Any]]:
     divided: list[dict[str, Any]] = [{} for _ in parts or ("",)]
     for key, value in items.items():
         divided[index_of_part(key, parts)][key] = value
@@ -140,7 +156,7 @@ def in_parts(items: Mapping[str, Any], parts: tuple[str, ...]) -> list[dict[str,
 
 def _is_exact(value: object, state: object) -> bool:
     """Whether an object gets exactly what it returned, instead of its present structure."""
-    if not isinstance(value, Stateful) or isinstance(value, torch.nn.Module):
+    if not isinstance(value, Stateful | dict | list) or isinstance(value, torch.nn.Module):
         return False
     if isinstance(value, torch.optim.Optimizer):
         return True
@@ -204,7 +220,11 @@ def read_about(directory: str) -> About | None:
         plain = json.loads(bytes(tensor.tolist()))
         metrics = {str(name): float(value) for name, value in plain["metrics"].items()}
         return About(
-            step=int(plain["step"]), metrics=metrics, exact=frozenset(map(str, plain["exact"]))
+            step=int(plain["step"]),
+            metrics=metrics,
+            exact=frozenset(map(str, plain["exact"])),
+            parts=tuple(map(str, plain["parts"])),
+            save=str(plain["save"]),
         )
     except Exception as error:  # the bytes may be anything
         raise DamagedCheckpointError(

@@ -119,12 +119,24 @@ class Restoration:
             if isinstance(target, Stateful):
                 target.load_state_dict(restored)
             else:
-                self._state[key] = restored
+                self._state[key] = _in_place(target, restored)
         if rng and self._has_own:  # last, as objects may draw numbers
             set_rng_states(content["rng"])
         elif rng:
             _log.warning("fewer ranks have saved this step: generators keep their states")
         return content["extra"]
+
+
+def _in_place(target: object, restored: object) -> object:
+    """A dictionary or list that holds what was saved, the present one if possible."""
+    if isinstance(target, dict) and isinstance(restored, dict) and target is not restored:
+        target.clear()
+        target.update(restored)
+        return target
+    if isinstance(target, list) and isinstance(restored, list):
+        target[:] = restored
+        return target
+    return restored
 
 
 def _bytes_metadata(saved: Mapping[str, Any], key: str) -> TensorStorageMetadata:

@@ -15,8 +15,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from nostall import _torch
+from nostall._manager.contents import read_about
 from nostall._storage.posix import remove_directory
-from nostall.errors import OptionError, ReadError
+from nostall.errors import NostallError, OptionError, ReadError
 from nostall.integrity import is_complete
 from nostall.removal import remove_checkpoint
 
@@ -125,19 +126,55 @@ class StepDirectories:
         return left
 
     def _is_unfinished(self, step: int) -> bool:
-        """Whether a checkpoint of a step has no metadata, by the names in its directory.
+        """Whether a checkpoint of a step has no metadata, and the others were saved in these parts.
 
-        They are read anew, while the status of a single name may come from a cache of NFS.
+        What a manager with other parts has committed is none of this one's.
         """
-        for checkpoint in self.checkpoints(step):
-            try:
-                if _torch.METADATA_NAME not in os.listdir(checkpoint):
-                    return True
-            except (FileNotFoundError, NotADirectoryError):
-                return True
-            except OSError as error:
-                raise _unreadable("a step cannot be examined", checkpoint, error) from error
+        checkpoints = self.checkpoints(step)
+        committed = [each for each in checkpoints if _has_metadata(each)]
+        return len(committed) < len(checkpoints) and all(
+            _parts_at(each) == self.parts for each in committed
+        )
+
+    def require_own_parts(self, step: int) -> None:
+        """Require that no checkpoint of a step is known to have been saved in other parts.
+
+        Raises:
+            OptionError: One was.
+            ReadError: Storage does not say.
+        """
+        path = self.path(step)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            for checkpoint in [path, *(f"{path}/{name}" for name in os.listdir(path))]:
+                parts = _parts_at(checkpoint) if _has_metadata(checkpoint) else None
+                if parts is not None and parts != self.parts:
+                    raise OptionError(
+                        f"step {step} was saved with parts={parts}, not {self.parts}",
+                        path=checkpoint,
+                        hint="pass the same parts, or use another root",
+                    )
+
+
+def _has_metadata(checkpoint: str) -> bool:
+    """Whether a checkpoint is committed, by the names in its directory.
+
+    They are read anew, while the status of a single name may come from a cache of NFS.
+    """
+    try:
+        return _torch.METADATA_NAME in os.listdir(checkpoint)
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        raise _unreadable("a step cannot be examined", checkpoint, error) from error
+
+
+def _parts_at(checkpoint: str) -> tuple[str, ...] | None:
+    """The parts that a checkpoint was saved with; ``None`` if it does not tell."""
+    try:
+        about = read_about(checkpoint)
+    except (NostallError, FileNotFoundError):  # damaged, unreadable, or removed meanwhile
+        return None
+    return None if about is None else about.parts
 
 
 def _unreadable(what: str, path: str, error: OSError) -> ReadError:
