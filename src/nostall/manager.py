@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 from nostall._engine import default_engine
 from nostall._manager.arguments import better_of, interval_of, numbers_of, policies_of
-from nostall._manager.choosing import agreed, choose_step, together
+from nostall._manager.choosing import agreed, choose_step
 from nostall._manager.contents import PerRank, capture, in_parts, require_state
 from nostall._manager.handles import SaveHandle
 from nostall._manager.pending import FailingPlanner, PendingSaves
@@ -39,6 +39,7 @@ from nostall._manager.policies import (
 from nostall._manager.restoring import Restoration, load
 from nostall._manager.retention import Records, Retention
 from nostall._manager.steps import StepDirectories, require_parts
+from nostall._queue.finalizing import together
 from nostall._ranks.group import Coordination, coordination_for, require_members
 from nostall._storage.destination import absolute, require_file_system, require_possible
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -100,6 +101,25 @@ def finalize(call: Call, coordination: Coordination, *, failed: bool, no_dist: b
         call.life.to(State.FAILED)
         raise
     call.life.to(State.FINALIZED)
+
+
+@contextmanager
+def together(coordination: Coordination) -> Iterator[None]:
+    """After the block, raise an error of one rank on all ranks. Collective.
+
+    Raises:
+        CheckpointException: The block raised on another rank.
+        RankLostError: Another rank has ended.
+        SaveTimeoutError: The block of another rank has not ended.
+        Exception: That of the block.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # raised below, as the other ranks wait there
+        failure = error
+    timeout_s = default_engine().options.save_timeout_s + PATIENCE_S
+    share_failure(failure, coordination, timeout_s=timeout_s)
 
 
 def _raise_failure(call: Call, coordination: Coordination, *, no_dist: bool) -> None:
