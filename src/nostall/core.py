@@ -34,7 +34,9 @@ from nostall._queue.finalizing import (
     aborted_by_another_thread,
     await_or_fail,
     finalize,
+    look_at,
     require_done,
+    require_scheduled,
 )
 from nostall._queue.live import (
     abort_all,
@@ -214,12 +216,14 @@ class AsyncCallsQueue:
         coordination = coordination_for(self._process_group)
         while calls := self._calls:  # an abort by another thread replaces the deque
             call = calls[0]
-            if blocking or self._is_overdue(call):
-                await_or_fail(
-                    call, longest_s=default_engine().options.save_timeout_s if blocking else 0.0
-                )
-            self._require_scheduled(call)  # before a collective: an aborted rank joins none
-            agreed = self._look_at(call, coordination, no_dist=no_dist)
+            timeout_s = default_engine().options.save_timeout_s
+            if blocking or self._is_overdue(call, timeout_s):
+                await_or_fail(call, longest_s=timeout_s if blocking else 0.0)
+            # Before a collective: an aborted rank joins none.
+            require_scheduled([call], self._calls)
+            agreed = look_at(call, self._first_index, self._next_index - 1)
+            if not no_dist:
+                agreed = agree(agreed, coordination, scheduled, timeout_s=timeout_s)
             if agreed.hurry and not blocking:
                 blocking = True
                 continue
@@ -261,16 +265,6 @@ class AsyncCallsQueue:
         if not is_ours:
             raise aborted_by_another_thread(call)
 
-    def _require_scheduled(self, *calls: Call) -> None:
-        """Check that requests are still in the queue.
-
-        Raises:
-            SaveAbortedError: Another thread has aborted them.
-        """
-        for call in calls:
-            if call not in self._calls:
-                raise aborted_by_another_thread(call)
-
     def poll(self) -> list[int]:
         """Finalise requests that are done on all ranks, without waiting. Collective."""
         return self.maybe_finalize_async_calls(blocking=False)
@@ -299,7 +293,7 @@ class AsyncCallsQueue:
         if timeout is not None and (calls := list(self._calls)):
             coordination = coordination_for(self._process_group)
             unfinished = len(wait([call.outcome for call in calls], timeout).not_done)
-            self._require_scheduled(*calls)
+            require_scheduled(calls, self._calls)
             require_done(calls, unfinished, coordination, scheduled, timeout_s=timeout, hint=hint)
         return self.maybe_finalize_async_calls(blocking=True)
 
@@ -372,25 +366,9 @@ class AsyncCallsQueue:
         except Exception as second:  # noted only: the error of the block is raised
             add_note(error, f"closing the queue also failed: {second}")
 
-    def _is_overdue(self, first: Call) -> bool:
-        """Whether the first request has been first for longer than a save may take.
+    def _is_overdue(self, first: Call, timeout_s: float) -> bool:
+        """Whether the first request has been first for longer than ``timeout_s`` seconds.
 
         A loop that only polls never waits for it.
         """
-        since_s = max(first.begun_s, self._moved_s)
-        return time.monotonic() - since_s > default_engine().options.save_timeout_s
-
-    def _look_at(self, call: Call, coordination: Coordination, *, no_dist: bool) -> View:
-        """The state of a request over all ranks, or with ``no_dist`` on this one."""
-        alive = not call.outcome.done()
-        mine = View(
-            alive=alive,
-            failed=not alive and call.failure() is not None,
-            hurry=preemption.asked,
-            index=call.request.call_idx - self._first_index,
-            last=self._next_index - self._first_index - 1,
-        )
-        if no_dist:
-            return mine
-        timeout_s = default_engine().options.save_timeout_s
-        return agree(mine, coordination, scheduled, timeout_s=timeout_s)
+        return time.monotonic() - max(first.begun_s, self._moved_s) > timeout_s

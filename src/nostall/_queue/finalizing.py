@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -11,7 +11,8 @@ from nostall._engine import default_engine
 from nostall._model.jobs import Failure
 from nostall._model.lifecycle import State
 from nostall._queue.callers import Call
-from nostall._ranks.agreement import PATIENCE_S, Scheduled, most_unfinished, share_failure
+from nostall._queue.preemption import preemption
+from nostall._ranks.agreement import PATIENCE_S, Scheduled, View, most_unfinished, share_failure
 from nostall._ranks.failures import raise_everywhere
 from nostall._ranks.group import Coordination, SingleProcess, coordination_for
 from nostall._ranks.reports import is_done
@@ -33,6 +34,35 @@ def await_or_fail(call: Call, *, longest_s: float) -> None:
     call.settle(late)
     if call.native is not None:
         call.native.abort()
+
+
+def require_scheduled(calls: Iterable[Call], scheduled: Collection[Call]) -> None:
+    """Check that requests are still scheduled.
+
+    Raises:
+        SaveAbortedError: Another thread has aborted them.
+    """
+    for call in calls:
+        if call not in scheduled:
+            raise aborted_by_another_thread(call)
+
+
+def look_at(call: Call, first_index: int, last_index: int) -> View:
+    """This rank's view of the next request to finalise.
+
+    Args:
+        call: The request.
+        first_index: Index of the first request since the queue was created or aborted.
+        last_index: That of the last scheduled request.
+    """
+    alive = not call.outcome.done()
+    return View(
+        alive=alive,
+        failed=not alive and call.failure() is not None,
+        hurry=preemption.asked,
+        index=call.request.call_idx - first_index,
+        last=last_index - first_index,
+    )
 
 
 def require_done(
