@@ -231,7 +231,11 @@ class Engine:
     def warmup_in_background(self, nbytes: int, *, timeout_s: float) -> None:
         """As :meth:`warmup`, on a thread. An error is logged; the first save meets it, too."""
 
+        previous = self._warmup
+
         def warm_up() -> None:
+            if previous is not None:
+                previous.join()
             try:
                 self.warmup(nbytes, timeout_s=timeout_s)
             except NostallError as error:

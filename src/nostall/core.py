@@ -7,55 +7,53 @@ in a spawned Python process.
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import time
-import weakref
 from collections import deque
-from collections.abc import Iterable
 from concurrent.futures import wait
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Literal, NamedTuple
+from contextlib import suppress
+from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import Self
 
 from nostall._engine import default_engine
-from nostall._model.jobs import Failure
 from nostall._model.keywords import also_named
-from nostall._model.lifecycle import State
-from nostall._queue.at_exit import (
-    FAILURE_STATUS,
-    end_process,
-    finish_after_error,
-    finish_at_exit,
-    prepare_for_exit,
-)
+from nostall._queue.at_exit import add_note
 from nostall._queue.callers import (
+    ActiveCall,
     AsyncCaller,
     Call,
     PersistentAsyncCaller,
     TemporalAsyncCaller,
     asked_priority,
+    require_possible,
 )
-from nostall._queue.preemption import STATUS as PREEMPTED_STATUS
+from nostall._queue.finalizing import (
+    aborted_by_another_thread,
+    await_or_fail,
+    finalize,
+    look_at,
+    require_done,
+    require_scheduled,
+)
+from nostall._queue.live import (
+    abort_all,
+    abort_nvrx_checkpoint,
+    counted,
+    drain_on_sigterm,
+    finish_after,
+    live_queues,
+    scheduled,
+    unfinished_queues,
+)
 from nostall._queue.preemption import preemption
 from nostall._queue.requests import AsyncRequest
-from nostall._ranks.agreement import (
-    PATIENCE_S,
-    Scheduled,
-    View,
-    agree,
-    most_unfinished,
-    share_failure,
-)
-from nostall._ranks.failures import raise_everywhere
-from nostall._ranks.group import Coordination, SingleProcess, coordination_for
-from nostall._ranks.reports import is_done
-from nostall.errors import OptionError, RankLostError, SaveAbortedError, SaveTimeoutError
-from nostall.options import EngineOptions, is_possible_wait
+from nostall._ranks.agreement import View, agree
+from nostall._ranks.group import Coordination, coordination_for
+from nostall.errors import OptionError, RankLostError, SaveTimeoutError
+from nostall.options import is_possible_wait
 
 __all__ = [
     "ActiveCall",
@@ -70,23 +68,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger("nostall")
-
-_live_queues: weakref.WeakSet[AsyncCallsQueue] = weakref.WeakSet()
-_unfinished: dict[AsyncCallsQueue, None] = {}
-"""Queues with requests that are not finalised; a strong reference, so that a dropped queue does not
-lose saves. Ordered by their first request, which is the same order on all ranks; finalising needs
-it."""
-
-
-_scheduled = Scheduled()
-
-
-class ActiveCall(NamedTuple):
-    """A scheduled request that is not finalised, in the form that frameworks unpack."""
-
-    idx: int
-    async_caller: AsyncCaller
-    async_request: AsyncRequest
 
 
 class AsyncCallsQueue:
@@ -130,7 +111,7 @@ class AsyncCallsQueue:
             raise OptionError(
                 f"on_error={on_error!r} is not possible", hint='use "raise" or "warn"'
             )
-        _require_possible(cpu_priority, io_priority, sigterm_timeout)
+        require_possible(cpu_priority, io_priority, sigterm_timeout)
         kind = PersistentAsyncCaller if persistent else TemporalAsyncCaller
         self._is_persistent, self._is_in_use = persistent, False
         self._caller = kind(is_daemon, cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode)
@@ -145,7 +126,7 @@ class AsyncCallsQueue:
         self._first_index = 0
         """Index of the first request since the queue was created or aborted, counted from the last
         time when indices started again; may differ by rank."""
-        _live_queues.add(self)
+        live_queues.add(self)
 
     @classmethod
     def warmup_persistent_caller(
@@ -168,7 +149,7 @@ class AsyncCallsQueue:
     @classmethod
     def get_instances(cls) -> list[AsyncCallsQueue]:
         """The queues of this process."""
-        return list(_live_queues)
+        return [queue for queue in live_queues if isinstance(queue, AsyncCallsQueue)]
 
     @property
     def async_calls(self) -> deque[ActiveCall]:
@@ -199,19 +180,12 @@ class AsyncCallsQueue:
         with preemption.deferred():
             index = self._next_index
             self._is_in_use = True
-            with self._counting():
+            with counted(coordination_for(self._process_group)):
                 call = self._caller.begin(request.freeze()._replace(call_idx=index))
                 self._next_index += 1
                 self._calls.append(call)
-                _unfinished[self] = None
+                unfinished_queues[self] = None
             return index
-
-    def _counting(self) -> AbstractContextManager[None]:
-        """Announce the request that the block schedules to other ranks."""
-        if not self.is_distributed:
-            return nullcontext()
-        prepare_for_exit()
-        return _scheduled.one_more(coordination_for(self._process_group))
 
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
@@ -242,12 +216,14 @@ class AsyncCallsQueue:
         coordination = coordination_for(self._process_group)
         while calls := self._calls:  # an abort by another thread replaces the deque
             call = calls[0]
-            if blocking or self._is_overdue(call):
-                self._await(
-                    call, longest_s=default_engine().options.save_timeout_s if blocking else 0.0
-                )
-            self._require_scheduled(call)  # before a collective: an aborted rank joins none
-            agreed = self._look_at(call, coordination, no_dist=no_dist)
+            timeout_s = default_engine().options.save_timeout_s
+            if blocking or self._is_overdue(call, timeout_s):
+                await_or_fail(call, longest_s=timeout_s if blocking else 0.0)
+            # Before a collective: an aborted rank joins none.
+            require_scheduled([call], self._calls)
+            agreed = look_at(call, self._first_index, self._next_index - 1)
+            if not no_dist:
+                agreed = agree(agreed, coordination, scheduled, timeout_s=timeout_s)
             if agreed.hurry and not blocking:
                 blocking = True
                 continue
@@ -263,9 +239,7 @@ class AsyncCallsQueue:
     ) -> bool:
         """Finalise a request; false if it failed and ``on_error`` is ``"warn"``."""
         try:
-            if agreed.failed:
-                self._raise_failure(call, coordination, no_dist=no_dist)
-            self._run_finalize_fns(call, coordination, no_dist=no_dist)
+            finalize(call, coordination, failed=agreed.failed, no_dist=no_dist)
         except (RankLostError, SaveTimeoutError):  # the ranks cannot continue together
             raise
         except (Exception, CheckpointException) as error:  # on every rank
@@ -275,24 +249,6 @@ class AsyncCallsQueue:
             _log.warning("request %d has failed: %s", call.request.call_idx, error)
             return False
         return True
-
-    def _run_finalize_fns(self, call: Call, coordination: Coordination, *, no_dist: bool) -> None:
-        call.life.to(State.WRITTEN)
-        error: BaseException | None = None
-        try:
-            try:
-                call.request.execute_finalize_fns(validate_matching_call_idx=False)
-            except (Exception, CheckpointException, SystemExit) as raised:  # of user's functions
-                error = raised
-            share_failure(
-                error,
-                SingleProcess() if no_dist else coordination,
-                timeout_s=default_engine().options.save_timeout_s + PATIENCE_S,
-            )
-        except BaseException:  # passed on; after an interrupt this rank joins no collective
-            call.life.to(State.FAILED)
-            raise
-        call.life.to(State.FINALIZED)
 
     def _take(self, call: Call) -> None:
         """Remove the first request from the queue, to finalise it.
@@ -305,19 +261,9 @@ class AsyncCallsQueue:
         with suppress(ValueError):  # an abort has removed it
             self._calls.remove(call)
         if not self._calls:
-            _unfinished.pop(self, None)
+            unfinished_queues.pop(self, None)
         if not is_ours:
-            raise _aborted_by_another_thread(call)
-
-    def _require_scheduled(self, *calls: Call) -> None:
-        """Check that requests are still in the queue.
-
-        Raises:
-            SaveAbortedError: Another thread has aborted them.
-        """
-        for call in calls:
-            if call not in self._calls:
-                raise _aborted_by_another_thread(call)
+            raise aborted_by_another_thread(call)
 
     def poll(self) -> list[int]:
         """Finalise requests that are done on all ranks, without waiting. Collective."""
@@ -340,21 +286,15 @@ class AsyncCallsQueue:
 
     def _wait(self, timeout: float | None, *, hint: str) -> list[int]:
         """As :meth:`wait`; ``hint`` is that of the timeout error."""
-        if timeout is not None:
-            _require_seconds(timeout)
+        if timeout is not None and not is_possible_wait(timeout):
+            raise OptionError(
+                f"timeout={timeout!r} is not possible", hint="use seconds, or None for no limit"
+            )
         if timeout is not None and (calls := list(self._calls)):
             coordination = coordination_for(self._process_group)
             unfinished = len(wait([call.outcome for call in calls], timeout).not_done)
-            self._require_scheduled(*calls)
-            most = most_unfinished(unfinished, coordination, _scheduled, timeout_s=timeout)
-            if most:
-                raise SaveTimeoutError(
-                    f"{unfinished} of {len(calls)} requests are not done on this rank after"
-                    f" {timeout:g} s, and up to {most} on others{_how_far(calls)}",
-                    rank=coordination.rank,
-                    phase="write",
-                    hint=hint,
-                )
+            require_scheduled(calls, self._calls)
+            require_done(calls, unfinished, coordination, scheduled, timeout_s=timeout, hint=hint)
         return self.maybe_finalize_async_calls(blocking=True)
 
     @property
@@ -398,7 +338,7 @@ class AsyncCallsQueue:
                 self._wait(timeout, hint="all scheduled requests were aborted")
         finally:
             calls, self._calls = self._calls, deque()
-            _unfinished.pop(self, None)
+            unfinished_queues.pop(self, None)
             self._is_in_use = False
             if abort or calls:
                 self._first_index = self._next_index
@@ -407,7 +347,7 @@ class AsyncCallsQueue:
     def _abandon_after_fork(self) -> None:
         """In a forked child: forget the scheduled requests, which belong to the parent."""
         self._calls.clear()
-        _unfinished.pop(self, None)
+        unfinished_queues.pop(self, None)
         self._caller.abandon_after_fork()
 
     def __enter__(self) -> Self:
@@ -420,174 +360,15 @@ class AsyncCallsQueue:
         try:
             try:
                 if self._calls:
-                    self._finish_after(error)
+                    finish_after(self, error, coordination_for(self._process_group))
             finally:
                 self.close(abort=True)
         except Exception as second:  # noted only: the error of the block is raised
-            _add_note(error, f"closing the queue also failed: {second}")
+            add_note(error, f"closing the queue also failed: {second}")
 
-    def _finish_after(self, error: BaseException) -> None:
-        """Commit the requests that can be committed, so that an exception costs no checkpoint."""
-        before = self.pending
-        coordination = coordination_for(self._process_group)
-        lost = finish_after_error(
-            self,
-            timeout_s=min(default_engine().options.exit_timeout_s, preemption.left_s),
-            is_to_wait=not isinstance(error, SaveTimeoutError),  # a wait that has already failed
-            all_leave=lambda timeout_s: _scheduled.all_leave(coordination, timeout_s),
-        )
-        if lost:
-            _add_note(error, f"of {before} requests that were pending some are lost: {lost}")
-
-    def _is_overdue(self, first: Call) -> bool:
-        """Whether the first request has been first for longer than a save may take.
+    def _is_overdue(self, first: Call, timeout_s: float) -> bool:
+        """Whether the first request has been first for longer than ``timeout_s`` seconds.
 
         A loop that only polls never waits for it.
         """
-        since_s = max(first.begun_s, self._moved_s)
-        return time.monotonic() - since_s > default_engine().options.save_timeout_s
-
-    def _await(self, call: Call, *, longest_s: float) -> None:
-        if is_done(call.outcome, longest_s):
-            return
-        timeout_s = default_engine().options.save_timeout_s
-        late = Failure(
-            kind="SaveTimeoutError",
-            message=f"request {call.request.call_idx} was not done within {timeout_s:g} s"
-            f"{_how_far([call])}",
-            phase="write",
-        )
-        # Before the abort settles it: the error has to name the deadline.
-        call.settle(late)
-        if call.native is not None:
-            call.native.abort()
-
-    def _look_at(self, call: Call, coordination: Coordination, *, no_dist: bool) -> View:
-        """The state of a request over all ranks, or with ``no_dist`` on this one."""
-        alive = not call.outcome.done()
-        mine = View(
-            alive=alive,
-            failed=not alive and call.failure() is not None,
-            hurry=preemption.asked,
-            index=call.request.call_idx - self._first_index,
-            last=self._next_index - self._first_index - 1,
-        )
-        if no_dist:
-            return mine
-        timeout_s = default_engine().options.save_timeout_s
-        return agree(mine, coordination, _scheduled, timeout_s=timeout_s)
-
-    def _raise_failure(self, call: Call, coordination: Coordination, *, no_dist: bool) -> None:
-        if not call.life.over:
-            call.life.to(State.FAILED)
-        if no_dist and call.native is not None:
-            # Other ranks finalise, too; there all ranks learn of this rank's failure.
-            call.request.execute_finalize_fns(validate_matching_call_idx=False)
-        if call.native is not None:
-            call.native.discard()
-        raise_everywhere(call.failure(), coordination, only_here=no_dist)
-
-
-def _aborted_by_another_thread(call: Call) -> SaveAbortedError:
-    return SaveAbortedError(
-        f"request {call.request.call_idx} was aborted by another thread while this one waited for"
-        " it",
-        rank=coordination_for(None).rank,
-        phase="write",
-        hint="it was not committed; the queue can be used again",
-    )
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    _log.error("after an exception: %s", note)
-    if hasattr(error, "add_note"):  # from Python 3.11 on
-        error.add_note(note)
-
-
-def _how_far(calls: Iterable[Call]) -> str:
-    """Progress of the saves of these requests, for a message."""
-    found = [call.native.progress.status() for call in calls if call.native is not None]
-    return "".join(f"; {status}" for status in found if status is not None)
-
-
-def _require_seconds(timeout: float) -> None:
-    if not is_possible_wait(timeout):
-        raise OptionError(
-            f"timeout={timeout!r} is not possible", hint="use seconds, or None for no limit"
-        )
-
-
-def _require_possible(cpu_priority: int, io_priority: int | None, sigterm_timeout: float) -> None:
-    """Refuse values that would otherwise fail when a process is started."""
-    EngineOptions(cpu_priority=cpu_priority, io_priority=io_priority)
-    if not sigterm_timeout > 0:
-        raise OptionError(
-            f"sigterm_timeout={sigterm_timeout} is not possible", hint="use seconds > 0"
-        )
-
-
-def drain_on_sigterm(grace_s: float = 30.0) -> None:
-    """On SIGTERM, the signal of pre-emption, finish the scheduled saves, then end the process.
-
-    If any rank gets the signal, all ranks finish the pending requests together at the next poll;
-    ranks without a signal then continue. Without a poll, the requests are finished when the
-    interpreter ends, which begins after half of the grace period. The process ends by the previous
-    handler or, without one, by ``SystemExit(143)`` in the main thread. Call it once, in the main
-    thread.
-
-    Args:
-        grace_s: Seconds after which the process ends with status 143, and unfinished saves are
-            lost. Counted from the first moment when the main thread can run Python code, which it
-            cannot in a collective.
-
-    Raises:
-        OptionError: This is not the main thread; or ``grace_s`` is not a number of seconds.
-    """
-    preemption.install(
-        grace_s,
-        is_anything_pending=lambda: bool(_unfinished),
-        abandon=lambda: default_engine().abort("the grace period after SIGTERM is over"),
-    )
-
-
-def abort_all() -> None:
-    """Abort every live queue: scheduled requests are never finalised; the queues can be used again.
-
-    May be called from any thread. A thread that waits for an aborted request gets a
-    :class:`~nostall.errors.SaveAbortedError`.
-    """
-    for live in list(_live_queues):
-        live.close(abort=True)
-
-
-def abort_nvrx_checkpoint() -> None:
-    """:func:`abort_all`, under the name that frameworks use."""
-    abort_all()
-
-
-def _status_of_a_loss() -> int:
-    # The failure of an aborted save may come before the exception that SIGTERM raises.
-    is_preempted = preemption.is_ending or preemption.is_too_late
-    return PREEMPTED_STATUS if is_preempted else FAILURE_STATUS
-
-
-def _at_exit() -> None:
-    if _unfinished:
-        finish_at_exit(
-            list(_unfinished),
-            timeout_s=min(default_engine().options.exit_timeout_s, preemption.left_s),
-            status=_status_of_a_loss,
-        )
-    if preemption.is_too_late:  # as above
-        end_process(PREEMPTED_STATUS)
-
-
-def _after_fork_in_child() -> None:
-    _scheduled.forget_after_fork()
-    preemption.forget_after_fork()
-    for live in list(_live_queues):
-        live._abandon_after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
-atexit.register(_at_exit)
+        return time.monotonic() - max(first.begun_s, self._moved_s) > timeout_s

@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 from nostall._engine import default_engine
 from nostall._manager.arguments import better_of, interval_of, numbers_of, policies_of
-from nostall._manager.choosing import agreed, choose_step, together
+from nostall._manager.choosing import agreed, choose_step
 from nostall._manager.contents import PerRank, capture, require_state
 from nostall._manager.handles import SaveHandle
 from nostall._manager.pending import FailingPlanner, PendingSaves
@@ -36,12 +36,12 @@ from nostall._manager.policies import (
     StepRecord,
     best_first,
 )
-from nostall._manager.restoring import Restoration, load
+from nostall._manager.restoring import Restoration
 from nostall._manager.retention import Records, Retention
 from nostall._manager.steps import StepDirectories, require_parts
+from nostall._queue.finalizing import together
 from nostall._ranks.group import Coordination, coordination_for, require_members
 from nostall._storage.destination import absolute, require_file_system, require_possible
-from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import OptionError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import require_integer
@@ -364,15 +364,12 @@ class CheckpointManager:
                 return None
             with together(coordination):
                 paths = self._steps.checkpoints(about.step)
-                readers = [CachedMetadataFileSystemReader(path) for path in paths]
-                metadata = [reader.read_metadata() for reader in readers]
                 restoration = Restoration(
-                    state, about, metadata, self._steps.parts, rank=coordination.rank
+                    state, about, paths, self._steps.parts, rank=coordination.rank
                 )
-            for reader, items in zip(readers, restoration.items, strict=True):
-                load(items, reader, self._group)
-            for cache, loaded in zip(self._caches, metadata, strict=True):
-                cache.set_cached_global_metadata(loaded)  # the next save may reuse its plans
+            restoration.load(self._group)
+            for cache, metadata in zip(self._caches, restoration.metadata, strict=True):
+                cache.set_cached_global_metadata(metadata)  # the next save may reuse its plans
         with together(coordination):
             extra = restoration.finish(rng=rng)
         return Restored(step=about.step, metrics=about.metrics, extra=extra)

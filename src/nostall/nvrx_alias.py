@@ -1,7 +1,7 @@
 """nostall under the module names of nvidia-resiliency-ext (NVRx), for frameworks that import those.
 
 :func:`install` is the only way to switch it on, before anything imports NVRx's asynchronous
-checkpointing. For a script that is not to be changed::
+checkpointing. An unchanged script runs with it under::
 
     python -m nostall.nvrx_alias SCRIPT [ARGUMENT ...]
     torchrun --nproc-per-node 8 -m nostall.nvrx_alias SCRIPT [ARGUMENT ...]

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nostall import _torch
-from nostall._model.names import METADATA_SUFFIX, SHARD_SUFFIX
+from nostall._model.names import METADATA_SUFFIX, SHARD_SUFFIX, is_metadata_of_one_rank
 from nostall._storage.destination import absolute
 from nostall._storage.port import Files
 from nostall._storage.posix import remove_directory
@@ -98,18 +98,13 @@ def _contents(directory: str) -> _Contents | None:
 def _sorted_out(names: Iterable[str]) -> _Contents:
     metadata, rest, others = [], [], []
     for name in names:
-        if name == _torch.METADATA_NAME or _is_of_one_rank(name):
+        if name == _torch.METADATA_NAME or is_metadata_of_one_rank(name):
             metadata.append(name)
         elif name.endswith((SHARD_SUFFIX, f"{METADATA_SUFFIX}.tmp")):
             rest.append(name)
         else:
             others.append(name)
     return _Contents(metadata=tuple(metadata), rest=tuple(rest), others=tuple(others))
-
-
-def _is_of_one_rank(name: str) -> bool:
-    rank = name.removeprefix("__").removesuffix(METADATA_SUFFIX)
-    return name == f"__{rank}{METADATA_SUFFIX}" and rank.isdecimal()
 
 
 def _no_checkpoint(directory: str, what: str) -> OptionError:

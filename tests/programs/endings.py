@@ -21,8 +21,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from nostall import core
 from nostall._engine import Engine
+from nostall._queue.live import finish_all_at_exit
 from nostall._ranks import agreement
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import SaveTimeoutError, StagingError
@@ -219,9 +219,9 @@ def queues_are_finished_in_the_same_order_on_all_ranks(out: Path) -> None:
     # As in a script that forgets it; but not to the very end, where threads of a group that is
     # still there may abort the process (see rank_main.py). What is registered last runs first.
     destroy, dist.destroy_process_group = dist.destroy_process_group, lambda *_: None
-    atexit.unregister(core._at_exit)
+    atexit.unregister(finish_all_at_exit)
     atexit.register(destroy)
-    atexit.register(core._at_exit)
+    atexit.register(finish_all_at_exit)
 
 
 def sigterm_on_one_rank_lets_all_finish_at_the_next_poll(out: Path) -> dict[str, Any]:

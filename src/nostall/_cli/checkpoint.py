@@ -1,4 +1,4 @@
-"""A checkpoint's description: its items, their parts and where these lie. Imports torch.
+"""A checkpoint's description: its items, their parts and their places in files. Imports torch.
 
 Metadata is read through the allow-list; it may have been written by stock DCP.
 """

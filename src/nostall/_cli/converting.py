@@ -25,7 +25,7 @@ from nostall import _torch
 from nostall._cli.checkpoint import Checkpoint, Item, in_file_order, read_checkpoint
 from nostall._cli.nesting import nested
 from nostall._cli.output import progress
-from nostall._cli.reading import object_in, read_into, read_objects
+from nostall._cli.reading import TRUST_HINT, object_in, read_into, read_objects
 from nostall._storage.posix import (
     create_new,
     may_be_there,
@@ -162,10 +162,9 @@ def _load(source: str, *, trust: bool) -> Any:
     except OSError:
         raise
     except Exception as error:  # a pickle can raise anything
-        hint = "--trust loads any class; only for files of people you trust"
         needs_trust = isinstance(error, pickle.UnpicklingError) and not trust
         raise DamagedCheckpointError(
             f"cannot load: {str(error).partition(chr(10))[0]:.200}",
             path=source,
-            hint=hint if needs_trust else None,
+            hint=TRUST_HINT if needs_trust else None,
         ) from error

@@ -1,4 +1,4 @@
-"""The checkpoints in a directory, and their state as far as metadata and file sizes tell it.
+"""The checkpoints in a directory, and their state, by metadata and file sizes.
 
 No torch, unless a checkpoint has no manifest.
 """
@@ -13,14 +13,13 @@ from enum import Enum
 
 from nostall._cli.arguments import NotThere
 from nostall._commit.manifest import Manifest, manifest_of
-from nostall._model.names import METADATA_SUFFIX, SHARD_SUFFIX
+from nostall._model.names import METADATA_SUFFIX, SHARD_SUFFIX, is_metadata_of_one_rank
 from nostall._storage.destination import require_file_system
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.reading import open_to_read
 from nostall.errors import DamagedCheckpointError, ReadError, UnknownMetadataError
 
 _STEP = re.compile(r"(\d+)(\.ckpt)?\Z")
-_OF_ONE_RANK = re.compile(r"__\d+" + re.escape(METADATA_SUFFIX) + r"\Z")
 
 
 class State(str, Enum):
@@ -64,8 +63,8 @@ class Listed:
 def list_checkpoints(root: str) -> list[Listed]:
     """The checkpoints that are subdirectories of ``root``, oldest first; not behind links.
 
-    A subdirectory that is none may have checkpoints in it, as the parts ``step-100/model`` and
-    ``step-100/optimizer``.
+    A subdirectory that is not a checkpoint may hold checkpoints, such as the parts
+    ``step-100/model`` and ``step-100/optimizer``.
 
     Raises:
         NotThere: ``root`` does not exist.
@@ -96,7 +95,7 @@ def _at_or_in(path: str) -> list[Listed]:
         return [itself]
     try:
         parts = map(look_at, _directories_in(path))
-    except OSError:  # gone, or not for us to read
+    except OSError:  # it is gone, or this user must not read it
         return []
     name = os.path.basename(path)
     return [replace(each, name=f"{name}/{each.name}") for each in parts if each is not None]
@@ -124,7 +123,7 @@ def look_at(path: str) -> Listed | None:
     manifest = None
     if committed:
         state, manifest = _state_of_committed(path)
-    elif any(map(_OF_ONE_RANK.match, entries)):
+    elif any(map(is_metadata_of_one_rank, entries)):
         state = State.PER_RANK
     else:
         state = State.UNFINISHED

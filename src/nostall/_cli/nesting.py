@@ -24,7 +24,7 @@ def nested(flat: Mapping[Any, Any], paths: Any, where: str) -> dict[Any, Any]:
         where: Path of the checkpoint, for errors.
 
     Raises:
-        DamagedCheckpointError: An item would be inside of another one.
+        DamagedCheckpointError: An item would be inside another one.
     """
     root = _Node()
     for name, value in flat.items():
@@ -33,7 +33,7 @@ def nested(flat: Mapping[Any, Any], paths: Any, where: str) -> dict[Any, Any]:
         for key in outer:
             node = node.setdefault(key, _Node())
             if type(node) is not _Node:
-                raise DamagedCheckpointError(f"{name!r:.80} is inside of another item", path=where)
+                raise DamagedCheckpointError(f"{name!r:.80} is inside another item", path=where)
         if last in node:
             raise DamagedCheckpointError(f"{name!r:.80} has the place of another item", path=where)
         node[last] = value

@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 from nostall._cli.checkpoint import Checkpoint, Item
 from nostall.errors import DamagedCheckpointError, NostallError
 
+TRUST_HINT = "--trust loads any class; only for files of people you trust"
+
 
 class _ObjectsAsBytes(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -94,5 +96,5 @@ def object_in(content: bytes, name: str, *, trust: bool) -> Any:
     except Exception as error:  # a pickle can raise anything
         raise DamagedCheckpointError(
             f"cannot load the object {name!r}: {str(error).partition(chr(10))[0]:.200}",
-            hint="" if trust else "--trust loads any class; only for files of people you trust",
+            hint=None if trust else TRUST_HINT,
         ) from error

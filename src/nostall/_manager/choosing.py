@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
-from nostall._engine import default_engine
 from nostall._manager.contents import About, read_about
 from nostall._manager.steps import StepDirectories, held
-from nostall._ranks.agreement import share_failure
 from nostall._ranks.failures import sendable
 from nostall._ranks.group import Coordination
 from nostall._torch import wrap_exception
@@ -33,22 +31,6 @@ def agreed(coordination: Coordination, decide: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     return result  # type: ignore[no-any-return]  # of type T
-
-
-@contextmanager
-def together(coordination: Coordination) -> Iterator[None]:
-    """After the block, raise an error of one rank on all ranks. Collective.
-
-    Raises:
-        CheckpointException: The block raised on another rank.
-        Exception: That of the block.
-    """
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:  # raised below, as the other ranks wait there
-        failure = error
-    share_failure(failure, coordination, timeout_s=default_engine().options.save_timeout_s)
 
 
 def choose_step(steps: StepDirectories, step: int | None, hold: ExitStack) -> About | None:

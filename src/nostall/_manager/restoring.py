@@ -13,28 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import StorageReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from nostall import _torch
 from nostall._manager.contents import About, PerRank, index_of_part, key_of_rank
 from nostall._manager.rng import set_rng_states
+from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import DamagedCheckpointError, OptionError
 
 _log = logging.getLogger("nostall")
-
-
-def load(
-    items: dict[str, Any], reader: StorageReader, process_group: dist.ProcessGroup | None
-) -> None:
-    """``dcp.load``, without its warning that there is a single process. Collective.
-
-    Returns when all ranks have read.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(items, storage_reader=reader, process_group=process_group)
 
 
 class Restoration:
@@ -43,19 +31,21 @@ class Restoration:
     Args:
         state: Objects, tensors and plain values by name; loaded values replace plain ones.
         about: The description of the step.
-        metadata: That of each checkpoint of the step.
+        checkpoints: The directories of the step's checkpoints; their metadata is read here.
         parts: Names of the parts.
         rank: This rank.
 
     Raises:
         OptionError: The state of an object on this rank was not saved.
+        OSError: Storage does not answer.
+        NostallError: A checkpoint is damaged.
     """
 
     def __init__(
         self,
         state: MutableMapping[str, Any],
         about: About,
-        metadata: Sequence[Metadata],
+        checkpoints: Sequence[str],
         parts: tuple[str, ...],
         *,
         rank: int,
@@ -63,14 +53,16 @@ class Restoration:
         self._state = state
         self._exact = about.exact
         self._parts = parts
-        self._metadata = metadata
-        last = metadata[-1].state_dict_metadata
+        self._readers = [CachedMetadataFileSystemReader(path) for path in checkpoints]
+        self.metadata = [reader.read_metadata() for reader in self._readers]
+        """That of each checkpoint."""
+        last = self.metadata[-1].state_dict_metadata
         self._has_own = key_of_rank(rank) in last
         key = key_of_rank(rank if self._has_own else 0)
         self._content = bytearray(_bytes_metadata(last, key).size.numel())
-        self.items: list[dict[str, Any]] = [{} for _ in metadata]
+        self._items: list[dict[str, Any]] = [{} for _ in checkpoints]
         """The state dict to load into, for each checkpoint."""
-        self.items[-1][key] = torch.frombuffer(self._content, dtype=torch.uint8)
+        self._items[-1][key] = torch.frombuffer(self._content, dtype=torch.uint8)
         for name, value in state.items():
             self._add(name, value)
 
@@ -81,9 +73,9 @@ class Restoration:
         number = index_of_part(key, self._parts)
         present = value.state_dict() if isinstance(value, Stateful) else value
         if key in self._exact:
-            self.items[number].update(self._templates(key, value, present, number))
+            self._items[number].update(self._templates(key, value, present, number))
         else:
-            self.items[number][key] = present
+            self._items[number][key] = present
 
     def _require_own(self, key: str) -> None:
         if not self._has_own:
@@ -99,11 +91,23 @@ class Restoration:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """A tensor for each saved one of an exact object: the present one, or a new one."""
         flat, _ = _torch.flatten_state_dict({key: present})
-        metadata = self._metadata[number]
+        metadata = self.metadata[number]
         for name, entry in metadata.state_dict_metadata.items():
             path = (metadata.planner_data or {}).get(name, ())
             if path[:1] == (key,) and isinstance(entry, TensorStorageMetadata):
                 yield name, _template(entry, flat.get(name), _parameter_of(value, path))
+
+    def load(self, process_group: dist.ProcessGroup | None) -> None:
+        """Read the values; returns when all ranks have. Collective.
+
+        Raises:
+            CheckpointException: A rank could not read them.
+        """
+        with warnings.catch_warnings():
+            # torch's, on each load without a process group
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            for reader, items in zip(self._readers, self._items, strict=True):
+                dcp.load(items, storage_reader=reader, process_group=process_group)
 
     def finish(self, *, rng: bool) -> object:
         """Hand the loaded values to the objects of the state; returns ``extra``.
@@ -111,7 +115,7 @@ class Restoration:
         Args:
             rng: Whether to set the random number generators.
         """
-        loaded = ChainMap(*self.items)
+        loaded = ChainMap(*self._items)
         content = _Unpickler(io.BytesIO(self._content), loaded).load()
         for key, value in list(self._state.items()):
             restored = content["objects"][key] if key in self._exact else loaded[key]

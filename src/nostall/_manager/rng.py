@@ -1,8 +1,8 @@
 """States of the random number generators that a process has by default.
 
 Those of ``random``, of NumPy's global generator if NumPy is imported, of torch, and of the current
-accelerator if it is in use. Each is kept as bytes, so that one that cannot be restored here does
-not keep others from it.
+accelerator if it is in use. Each is kept as bytes, so that one that cannot be restored does not
+prevent the others.
 """
 
 from __future__ import annotations

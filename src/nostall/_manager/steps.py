@@ -189,7 +189,7 @@ def _unreadable(what: str, path: str, error: OSError) -> ReadError:
 
 @contextmanager
 def held(directory: str, *, to_remove: bool = False) -> Iterator[bool]:
-    """Hold a step's directory for reading or removal; whether nobody holds it otherwise.
+    """Hold a step's directory for reading or removal; false if another process prevents it.
 
     The processes of one machine see each other. True also where a file system has no locks.
 
@@ -199,7 +199,7 @@ def held(directory: str, *, to_remove: bool = False) -> Iterator[bool]:
     """
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # it is gone, and the caller finds out
+    except OSError:  # it is gone, which the caller notices itself
         yield True
         return
     try:

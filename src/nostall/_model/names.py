@@ -9,6 +9,7 @@ METADATA_SUFFIX = ".metadata"
 SHARD_SUFFIX = ".distcp"
 """Suffix of shard file names, in stock DCP and here."""
 _GIVEN = re.compile(r"__\d+_\d+(-[0-9a-f]{8})*" + re.escape(SHARD_SUFFIX) + r"\Z")
+_OF_ONE_RANK = re.compile(r"__\d+" + re.escape(METADATA_SUFFIX))
 
 
 def is_ours_to_remove(name: str) -> bool:
@@ -19,6 +20,11 @@ def is_ours_to_remove(name: str) -> bool:
 def is_given_to_shards(name: str) -> bool:
     """Whether a name has the form of a shard file's, with any prefix: ``__3_0-89abcdef.distcp``."""
     return _GIVEN.search(name) is not None
+
+
+def is_metadata_of_one_rank(name: str) -> bool:
+    """Whether a name is that of a rank's own metadata, of a save without coordination."""
+    return _OF_ONE_RANK.fullmatch(name) is not None
 
 
 def is_shard_name(name: str) -> bool:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
@@ -26,8 +27,10 @@ __all__ = [
 ]
 
 _log = logging.getLogger("nostall")
-_names: list[str] = []
-_loggers: list[logging.Logger] = []
+_blocks: ContextVar[tuple[tuple[str, ...], logging.Logger]] = ContextVar(
+    "nostall_blocks", default=((), _log)
+)
+"""Names of the enclosing blocks of this thread, and the logger of the innermost that has one."""
 
 
 @contextmanager
@@ -40,15 +43,16 @@ def logger_stack(
         name: Name of this block.
         current_logger: Logger of this block.
     """
-    names, loggers = len(_names), len(_loggers)
+    names, logger = outer = _blocks.get()
     if name:
-        _names.append(name)
+        names = (*names, name)
     if current_logger is not None:
-        _loggers.append(current_logger)
+        logger = current_logger
+    _blocks.set((names, logger))
     try:
-        yield ".".join(_names), _loggers[-1] if _loggers else _log
+        yield ".".join(names), logger
     finally:
-        del _names[names:], _loggers[loggers:]
+        _blocks.set(outer)
 
 
 @contextmanager

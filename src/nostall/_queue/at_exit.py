@@ -201,6 +201,13 @@ def finish_after_error(
     return _complete(unfinished, time.monotonic() + timeout_s, is_to_wait=is_to_wait)
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Log a note, and add it to an exception that is about to be raised."""
+    _log.error("after an exception: %s", note)
+    if hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(note)
+
+
 def _finish(unfinished: Unfinished, deadline: float) -> bool:
     """Whether all pending requests are committed; the others are given up."""
     before = unfinished.pending

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from nostall._engine import default_engine
 from nostall._model.jobs import Failure, RankFailed, RankReport
@@ -24,7 +24,8 @@ from nostall._ranks.failures import error_of, failure_of
 from nostall._ranks.group import coordination_for
 from nostall._ranks.reports import is_done
 from nostall._save.background import BackgroundSave
-from nostall.errors import SaveTimeoutError
+from nostall.errors import OptionError, SaveTimeoutError
+from nostall.options import EngineOptions
 
 
 class Call:
@@ -220,6 +221,19 @@ def asked_priority(cpu_priority: int) -> int | None:
     return None if cpu_priority == _LEGACY_CPU_PRIORITY else cpu_priority
 
 
+def require_possible(cpu_priority: int, io_priority: int | None, sigterm_timeout: float) -> None:
+    """Refuse values that would otherwise fail when a process is started.
+
+    Raises:
+        OptionError: A priority is out of range, or the timeout is not a positive number of seconds.
+    """
+    EngineOptions(cpu_priority=cpu_priority, io_priority=io_priority)
+    if not sigterm_timeout > 0:
+        raise OptionError(
+            f"sigterm_timeout={sigterm_timeout} is not possible", hint="use seconds > 0"
+        )
+
+
 class PersistentAsyncCaller(AsyncCaller):
     """Runs callables that are not nostall's own in one Python process, started on first use.
 
@@ -298,3 +312,11 @@ class TemporalAsyncCaller(PersistentAsyncCaller):
     def _call_is_done(self, call: Call) -> None:
         if call.process is not None:
             call.process.end(abort=not call.process.idle)
+
+
+class ActiveCall(NamedTuple):
+    """A scheduled request that is not finalised, in the form that frameworks unpack."""
+
+    idx: int
+    async_caller: AsyncCaller
+    async_request: AsyncRequest

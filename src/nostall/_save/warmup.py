@@ -38,7 +38,7 @@ def warmup(share: int | Mapping[str, Any] = 0, *, timeout: float = 30.0, wait: b
     if isinstance(share, Mapping):
         nbytes = _snapshot_nbytes(share, engine)
     else:
-        nbytes = require_integer("nbytes", share, at_least=0)
+        nbytes = require_integer("share", share, at_least=0)
     if wait:
         engine.warmup(nbytes, timeout_s=timeout)
     else:

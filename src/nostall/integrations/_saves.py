@@ -8,8 +8,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import DefaultSavePlanner
 
-from nostall._engine import default_engine
-from nostall._ranks.agreement import PATIENCE_S, share_failure
+from nostall._queue.finalizing import together
 from nostall._ranks.group import coordination_for
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -46,7 +45,7 @@ class Removals:
         """By path, the number of saves that are over before it is removed."""
 
     def save_scheduled(self, path: str) -> None:
-        """Count a save; its own path is no longer to be removed."""
+        """Count a save; its own path is not removed any more."""
         self._scheduled += 1
         self._due.pop(path, None)
 
@@ -113,7 +112,7 @@ class Saves:
         save_fn, preload_fn, args = writer.get_save_function_and_args()
         finalize: list[Callable[[], None]] = [partial(save_state_dict_async_finalize, *planned)]
         if before_commit is not None:
-            finalize.insert(0, partial(_together, before_commit))
+            finalize.insert(0, together(coordination_for(None))(before_commit))
         request = AsyncRequest(save_fn, args, finalize, preload_fn=preload_fn)
         self._queue.schedule_async_request(request)
         self._removals.save_scheduled(path)
@@ -148,14 +147,3 @@ class Saves:
             return
         self.poll(wait=True)
         self._queue.close()
-
-
-def _together(act: Callable[[], None]) -> None:
-    """Call a function on every rank; an error of one rank is raised on all."""
-    error: Exception | None = None
-    try:
-        act()
-    except Exception as raised:  # of the framework's or of storage: shared below
-        error = raised
-    timeout_s = default_engine().options.save_timeout_s + PATIENCE_S
-    share_failure(error, coordination_for(None), timeout_s=timeout_s)
