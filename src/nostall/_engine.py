@@ -230,7 +230,6 @@ class Engine:
 
     def warmup_in_background(self, nbytes: int, *, timeout_s: float) -> None:
         """As :meth:`warmup`, on a thread. An error is logged; the first save meets it, too."""
-
         previous = self._warmup
 
         def warm_up() -> None:
