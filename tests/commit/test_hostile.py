@@ -11,6 +11,7 @@ import tracemalloc
 import zipfile
 from collections.abc import Iterator
 from contextlib import closing
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 import nostall
 from nostall._commit.metadata import load_metadata
@@ -276,6 +277,49 @@ def test_values_of_all_lengths_are_read() -> None:
         for nbytes in range(0, len(content), 1009):
             with pytest.raises(UntrustedMetadataError, match=r"cut off|protocol"):
                 load_metadata(content[:nbytes], path="p")
+
+
+class OfPython3112(pickle.Pickler):
+    """Pickles as Python 3.11.0 to 3.11.3, of which Debian 12 has one."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+
+def test_members_of_enumerations_are_read_as_every_python_pickles_them() -> None:
+    """Some versions look them up by name."""
+    metadata = whole()
+    index = MetadataIndex("a")
+    plan = SavePlan([WriteItem(index, kind) for kind in WriteItemType])
+    metadata.planner_data = {"plan": plan}
+    for protocol in range(2, 6):
+        stream = io.BytesIO()
+        OfPython3112(stream, protocol).dump(metadata)
+        assert b"getattr" in stream.getvalue()
+        assert load_metadata(stream.getvalue(), path="p") == metadata
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [
+        (_named(_METADATA, "_MEM_FORMAT_ENCODING"), _text("__class__")),
+        (_named(_METADATA, "_MEM_FORMAT_ENCODING"), _text("mro")),
+        (_named(_METADATA, "_MEM_FORMAT_ENCODING"), pickle.NONE),
+        (_named(_METADATA, "MetadataIndex"), _text("__init__")),
+        (_named("torch", "Size"), _text("count")),
+        (_named("torch", "device"), _text("__globals__")),
+        (_named("builtins", "getattr"), _text("__self__")),
+        (pickle.EMPTY_LIST, _text("append")),
+        (_text("{}"), _text("format")),
+    ],
+)
+def test_no_attribute_but_a_member_of_an_enumeration_is_looked_up(of: bytes, name: bytes) -> None:
+    """An attribute leads to any other."""
+    program = TWO + _named("builtins", "getattr") + of + name + pickle.TUPLE2 + pickle.REDUCE + END
+    with pytest.raises(UnknownMetadataError, match="not a member"):
+        load_metadata(program, path="p")
 
 
 def test_plans_that_share_tuples_are_read() -> None:

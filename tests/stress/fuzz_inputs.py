@@ -77,6 +77,7 @@ def _named(module: str, name: str) -> bytes:
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
 NAMES = [
+    ("builtins", "getattr"),
     *((_METADATA, name) for name in ("MetadataIndex", "TensorProperties", "_MEM_FORMAT_ENCODING")),
     *((_METADATA, name) for name in ("Metadata", "ChunkStorageMetadata", "BytesStorageMetadata")),
     *((_PLANNER, name) for name in ("WriteItem", "SavePlan", "WriteItemType", "TensorWriteData")),

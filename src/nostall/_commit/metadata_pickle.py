@@ -17,6 +17,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 from types import FunctionType, MappingProxyType, NoneType
 from typing import Any, Final, NoReturn
 
@@ -253,6 +254,17 @@ def _is_simple(value: Any) -> bool:
     return type(value) is int or (type(value) is str and len(value) <= _MOST_PATH_NCHARS)
 
 
+def _member(of: Any, name: Any) -> Any:
+    """A member of an enumeration, as Python 3.11.0 to 3.11.3 pickles it: ``getattr(class, name)``.
+
+    Debian 12 has 3.11.2.
+    """
+    kind = _MEMBERS_OF.get(of) if type(of) is FunctionType else None
+    if kind is None or type(name) is not str or name not in kind.__members__:
+        _refuse("an attribute that is not a member of an enumeration")
+    return kind[name]
+
+
 def _ordered() -> OrderedDict[Any, Any]:
     return OrderedDict()
 
@@ -266,19 +278,23 @@ def _path(*parts: Any) -> pathlib.PurePath:
     return pathlib.Path(*parts)
 
 
+_MEMBERS_OF: Final[Mapping[Callable[..., Any], type[Enum]]] = {
+    _of_simple(kind): kind for kind in (_torch.MemoryFormat, planner.WriteItemType)
+}
+"""The enumerations of DCP metadata, by what a pickle gets for their names."""
+
+
 def _known() -> dict[tuple[str, str], Any]:
     """The objects that a pickle may name, by module and name."""
     known: dict[tuple[str, str], Any] = {
         ("torch", name): value for name, value in vars(torch).items() if type(value) is torch.dtype
     }
     known |= {(kind.__module__, kind.__name__): kind for kind in _STATES}
-    for function in (
-        _torch.MemoryFormat,
-        planner.WriteItemType,
-        _torch.layout_called,
-        torch.device,
-    ):
+    for function in (torch.device, _torch.layout_called):
         known[function.__module__, function.__name__] = _of_simple(function)
+    for call, kind in _MEMBERS_OF.items():
+        known[kind.__module__, kind.__name__] = call
+    known["builtins", "getattr"] = _member
     known["torch", "Size"] = _size
     known["collections", "OrderedDict"] = _ordered
     # Megatron-core 0.15 and older: as the declared ones, with one more attribute.
