@@ -111,8 +111,9 @@ def _sized(op: bytes, many: int) -> bytes:
     return rb"\x%02x(?:%s)" % (op[0], b"|".join(sixteens))
 
 
-_MANY: Final = b"*+" if sys.version_info >= (3, 11) else b"{0,1000}"
-"""Any number; a limited one on Python versions where each repetition takes memory."""
+_MANY: Final = b"*+" if sys.version_info >= (3, 12) else b"{0,1000}"
+"""Any number; a limited one on Python versions where each repetition takes memory. Python 3.11.2
+matches wrongly with ``*+`` and a lookahead: half of a row of tuples would pass unchecked."""
 _PROTOCOLS: Final = range(2, 6)
 _PROTO_NBYTES: Final = 2
 _FRAME_AT: Final = 3
