@@ -294,7 +294,7 @@ def test_members_of_enumerations_are_read_as_every_python_pickles_them() -> None
     index = MetadataIndex("a")
     plan = SavePlan([WriteItem(index, kind) for kind in WriteItemType])
     metadata.planner_data = {"plan": plan}
-    for protocol in range(3, 6):
+    for protocol in range(2, 6):
         stream = io.BytesIO()
         OfPython3112(stream, protocol).dump(metadata)
         assert b"getattr" in stream.getvalue()

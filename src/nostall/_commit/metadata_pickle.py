@@ -294,7 +294,8 @@ def _known() -> dict[tuple[str, str], Any]:
         known[function.__module__, function.__name__] = _of_simple(function)
     for call, kind in _MEMBERS_OF.items():
         known[kind.__module__, kind.__name__] = call
-    known["builtins", "getattr"] = _member
+    for module in ("builtins", "__builtin__"):  # the latter in protocol 2
+        known[module, "getattr"] = _member
     known["torch", "Size"] = _size
     known["collections", "OrderedDict"] = _ordered
     # Megatron-core 0.15 and older: as the declared ones, with one more attribute.
