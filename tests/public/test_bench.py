@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -28,7 +29,13 @@ from nostall._bench.processes import memory_sampler, noise, tree_cpu_time
 from nostall._bench.quantities import Spread, format_nbytes, median_of, parse_nbytes
 from nostall._bench.ranks import Ranks
 from nostall._bench.report import failed, render
-from nostall._bench.results import BenchReport, FirstSaves, MemoryFigures
+from nostall._bench.results import (
+    BenchReport,
+    ContenderReport,
+    FirstSaves,
+    MemoryFigures,
+    SaveSample,
+)
 from nostall._bench.run import run
 from nostall._bench.stock import DcpSave, TorchSave
 from nostall._bench.transformer import train_one_step, training_nbytes, width_for
@@ -233,6 +240,39 @@ def test_a_failing_contender_is_reported_and_the_run_goes_on(tmp_path: Path) -> 
     assert "FAILED: fails later: OSError: no space left on this fake" in render(report)
 
 
+def test_a_plain_loop_is_compared_without_the_saves_that_needed_fresh_memory() -> None:
+    """Rounds have warm memory, so a save that paid for pages is shown, and not compared."""
+
+    def took(durable_s: float, system_s: float) -> SaveSample:
+        return SaveSample(
+            round=0,
+            call_s=durable_s,
+            finish_s=0.0,
+            blocked_s=durable_s,
+            durable_s=durable_s,
+            cpu_s=system_s,
+            system_s=system_s,
+        )
+
+    report = ContenderReport(
+        name="dcp.save",
+        description="",
+        unavailable=None,
+        error=None,
+        saves=(took(1.0, 0.2), took(1.1, 0.3)),
+        idle_saves=(),
+        plain_saves=(took(1.0, 0.25), took(3.6, 3.0), took(2.0, 1.2)),
+        memory=None,
+        slowdowns=(),
+        verification=None,
+    )
+    assert report.warm_plain_saves == report.plain_saves[:1]
+    assert report.median("durable_s", "plain_saves") == pytest.approx(2.0)
+    assert report.to_plain == pytest.approx(1.05)
+    cold = dataclasses.replace(report, plain_saves=report.plain_saves[1:])
+    assert cold.to_plain is None
+
+
 def test_stock_is_compared_with_a_plain_loop_and_with_memory_that_was_taken_away(
     tmp_path: Path,
 ) -> None:
@@ -241,7 +281,7 @@ def test_stock_is_compared_with_a_plain_loop_and_with_memory_that_was_taken_away
     (stock,) = report.contenders
     assert [save.round for save in stock.idle_saves] == [0, 1]
     assert [save.round for save in stock.plain_saves] == [0, 1, 2]
-    here, plain = stock.median("durable_s"), stock.median("durable_s", "plain_saves")
+    here, plain = stock.median("durable_s"), stock.median("durable_s", "warm_plain_saves")
     assert here is not None
     assert plain is not None
     assert stock.to_plain == pytest.approx(here / plain)

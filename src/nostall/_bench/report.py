@@ -143,7 +143,8 @@ def _free_memory_table(report: BenchReport) -> str:
     rows = [
         (
             "contender",
-            *("durable s", "system s", "in a plain loop", "rounds / plain"),
+            *("durable s", "system s", "in a plain loop", "with memory at hand", "saves"),
+            "rounds / plain",
             *("freed memory was taken away by the hypervisor", "system s"),
         )
     ]
@@ -153,6 +154,8 @@ def _free_memory_table(report: BenchReport) -> str:
             _number(each.median("durable_s"), 1, 3),
             _number(each.median("system_s"), 1, 2),
             _number(each.median("durable_s", "plain_saves"), 1, 3),
+            _number(each.median("durable_s", "warm_plain_saves"), 1, 3),
+            f"{len(each.warm_plain_saves)} of {len(each.plain_saves)}",
             _number(each.to_plain, 1, 2),
             _number(each.median("durable_s", "idle_saves"), 1, 3),
             _number(each.median("system_s", "idle_saves"), 1, 2),

@@ -84,13 +84,21 @@ class ContenderReport:
     verification: Verification | None
 
     def median(self, figure: str, among: str = "saves") -> float | None:
-        """The median of a figure among ``saves``, ``idle_saves`` or ``plain_saves``."""
+        """The median of a figure among the samples of an attribute, such as ``idle_saves``."""
         return median_of([getattr(save, figure) for save in getattr(self, among)])
 
     @property
+    def warm_plain_saves(self) -> tuple[SaveSample, ...]:
+        """The plain saves that needed no fresh memory, going by their system time."""
+        usual = self.median("system_s")
+        if usual is None:
+            return ()
+        return tuple(each for each in self.plain_saves if each.system_s <= 1.5 * usual + 0.05)
+
+    @property
     def to_plain(self) -> float | None:
-        """Time until durable in the rounds / in a plain loop."""
-        here, plain = self.median("durable_s"), self.median("durable_s", "plain_saves")
+        """Time until durable in the rounds / in a plain loop with memory at hand."""
+        here, plain = self.median("durable_s"), self.median("durable_s", "warm_plain_saves")
         return here / plain if here and plain else None
 
     def spread(self, figure: str) -> Spread | None:
