@@ -92,7 +92,12 @@ def _at_writer(sock: socket.socket) -> str:
         try:
             images = writer._images(job)
             for image in job.files:
-                at = Position(phase="open", path=job.directory, on_progress=lambda _: None)
+                at = Position(
+                    job.directory,
+                    cancelled=threading.Event(),
+                    on_progress=lambda _: None,
+                    on_created=lambda _: None,
+                )
                 content = images[image.name]
                 files, checksums = PosixFiles(job.directory), threading.Semaphore()
                 _FileTask(job, files, image, content, Faults(()), at, plan_chunks, checksums)

@@ -48,24 +48,27 @@ def perform(
         A receipt for every file, or the first failure, after which no file made by the job is left.
     """
     storage = PosixFiles(job.directory, sync=job.sync_files, direct=job.direct)
-    at = Position(phase="open", path=job.directory, on_progress=on_progress, on_created=on_created)
+    at = Position(
+        job.directory,
+        cancelled=cancelled or threading.Event(),
+        on_progress=on_progress,
+        on_created=on_created,
+    )
     try:
         at.wrote(0)
-        cancelled = cancelled or threading.Event()
         faults = Faults(job.faults)
         faults.at("start")
         make_directory(job.directory)
         if stream is None:
-            receipts = write_images(job, storage, images, faults, at, cancelled, chunk_planner)
+            receipts = write_images(job, storage, images, faults, at, chunk_planner)
             _require_files(receipts, storage, at)
         else:
-            receipts = write_streams(job, images, faults, at, stream, cancelled, chunk_planner)
+            receipts = write_streams(job, images, faults, at, stream, chunk_planner)
         if job.sync_files:
             at.move("fsync", job.directory)
             storage.flush()
         faults.at("report")
-        if cancelled.is_set():  # the caller no longer waits for the report
-            raise Cancelled("the save was aborted")
+        at.raise_if_cancelled()  # the caller no longer waits for the report
     except BaseException as error:  # every failure is reported to the trainer
         remove_files(at.created)
         if not isinstance(error, Exception):  # an interrupt
