@@ -53,10 +53,7 @@ class Engine:
     def __init__(self, options: EngineOptions | None = None) -> None:
         self.options = options or EngineOptions()
         use_fastest()  # for saves that are written in this process
-        self.arena = Arena(
-            max_blocks=self.options.max_in_flight,
-            on_drop=self._forget,
-        )
+        self.arena = Arena(max_blocks=self.options.max_in_flight, on_drop=self._forget)
         self.placements: OrderedDict[Any, Placement] = OrderedDict()
         """Places of staged payloads in their images, by structure and options."""
         self.faults: tuple[dict[str, Any], ...] = ()
@@ -248,7 +245,7 @@ class Engine:
         with self._lock:
             for cancelled in self._cancellable.get(job, ()):
                 cancelled.set()
-            writers = [writer for writer in self._writers if writer.has(job)]
+            writers = [writer for writer in self._writers if writer.unanswered(job)]
         for writer in writers:
             writer.cancel(job)
         if not is_done(done, timeout_s):
@@ -261,7 +258,7 @@ class Engine:
         For handlers of an exception, which may come from outside after a job was sent.
         """
         with self._lock:
-            answers = [answer for writer in self._writers for answer in writer.answers_to(job)]
+            answers = [each for writer in self._writers for each in writer.unanswered(job).values()]
         if answers:
             self.cancel(job, when_done(answers, joined), timeout_s=CANCEL_TIMEOUT_S)
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 from random import Random
 
 from nostall._model.jobs import Failure, RankReport
+from nostall._storage.posix import close_all
 from nostall._storage.posix_files import PosixFiles
 from nostall._writer.child import _Waiting
 from nostall._writer.chunks import _FileTask
@@ -125,7 +126,8 @@ def _hear(receiver: Receiver, take: Callable[[Message, list[int]], None]) -> lis
     except ProtocolError as error:
         return [*outcomes, f"ProtocolError, {error.message.split(':')[0][:24]}"]
     finally:
-        receiver.close()
+        for _, descriptors in receiver._descriptors:
+            close_all(descriptors)
     return [*outcomes, "end"]
 
 

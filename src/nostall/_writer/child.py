@@ -15,9 +15,9 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
@@ -180,16 +180,11 @@ class ChildProcess(ABC, Generic[T]):
 
         They are also made under the send lock: what was sent before does not change in between.
         """
-        with self._sending(), self._send_lock:
-            self._send_waiting()
-            for message, descriptors in messages:
-                send(self._socket, message, descriptors)
-
-    @contextmanager
-    def _sending(self) -> Iterator[None]:
-        """Kill the process if sending fails part of the way."""
         try:
-            yield
+            with self._send_lock:
+                self._send_waiting()
+                for message, descriptors in messages:
+                    send(self._socket, message, descriptors)
         except (OSError, ValueError) as error:  # ValueError: the socket was closed meanwhile
             self.kill(f"it no longer receives messages ({type(error).__name__}: {error})")
         except BaseException as error:  # an interrupt, perhaps in the middle of a message
