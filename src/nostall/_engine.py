@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from nostall import _torch
 from nostall._memory.arena import Arena, Block, Lease, address_of
 from nostall._memory.copying import CopyMethod
-from nostall._memory.overlap import any_under_way, wait_for_all
+from nostall._memory.fence import any_under_way, wait_for_all
 from nostall._memory.staged_state import Placement
 from nostall._model.checksum import use_fastest
 from nostall._model.jobs import RankReport, WriteJob
