@@ -51,7 +51,8 @@ class PlanMemory:
         """All ranks' plans from a loaded checkpoint, until they are compared."""
         self.verified_loaded = False
         """Whether those plans equal the plans of all ranks."""
-        self._all_plans: list[SavePlan] | None = None
+        self.all_plans: list[SavePlan] | None = None
+        """All ranks' plans of the last save planned together; on the coordinator only."""
         self._metadata: Metadata | None = None
 
     def adopt_loaded(self, metadata: Metadata | None) -> None:
@@ -72,24 +73,14 @@ class PlanMemory:
         ``all_plans`` and ``metadata`` are given on the coordinator only.
         """
         self.plans = plans
-        self._all_plans = all_plans
+        self.all_plans = all_plans
         if metadata is not None:
             self._metadata = metadata
 
     def forget(self) -> None:
         """Plan the next save together: a rank's structure has changed, or a save failed."""
-        self.plans = self.loaded_all_plans = self._all_plans = None
+        self.plans = self.loaded_all_plans = self.all_plans = None
         self.verified_loaded = False
-
-    def note_loaded(self, *, still_valid: bool) -> None:
-        """Note whether the loaded plans equal all ranks' plans; they are compared once."""
-        self.verified_loaded = still_valid
-        self.loaded_all_plans = None
-
-    @property
-    def all_plans(self) -> list[SavePlan] | None:
-        """All ranks' plans of the last save planned together; on the coordinator only."""
-        return self._all_plans
 
     def reusable_metadata(self) -> Metadata | None:
         """Metadata for one more save of the same structure."""
@@ -164,23 +155,16 @@ def plan_together(
     Raises:
         CheckpointException: A rank could not plan; raised on every rank.
     """
-    mine_or_none = local if isinstance(local, SavePlan) else None
-    loaded = None if memory is None else _agreed_loaded_plans(mine_or_none, coordination, memory)
+    loaded = None if memory is None else _agreed_loaded_plans(local, coordination, memory)
     if loaded is not None and isinstance(local, SavePlan) and memory is not None:
         try:
             made = _global_plan(loaded, writer, planner)
         except Exception:  # all ranks agreed to plan alone, so this one must, too
             # Finalising reports the failure.
-            plans = CachedPlans(
-                group=identity[0], planner=identity[1], local=local, final=local, validated=True
-            )
-            memory.keep(plans, None, None)
+            _keep(memory, identity, local, local, None, validated=True)
             raise
-        final = made.final[coordination.rank]
-        plans = CachedPlans(
-            group=identity[0], planner=identity[1], local=local, final=_kept(final), validated=True
-        )
-        return final, _keep(memory, plans, made if coordination.is_coordinator else None)
+        final, kept = made.final[coordination.rank], made if coordination.is_coordinator else None
+        return final, _keep(memory, identity, local, final, kept, validated=True)
     gathered = coordination.gather(local if isinstance(local, SavePlan) else sendable(local))
     answers, made_here = None, None
     if gathered is not None:
@@ -190,14 +174,8 @@ def plan_together(
         raise exception_for(mine.failures, step="plan", on_coordinator=coordination.is_coordinator)
     if memory is None:
         return mine.final, None if made_here is None else made_here.metadata
-    plans = CachedPlans(
-        group=identity[0],
-        planner=identity[1],
-        local=local,
-        final=_kept(mine.final),
-        validated=mine.validated,
-    )
-    return mine.final, _keep(memory, plans, made_here)
+    metadata = _keep(memory, identity, local, mine.final, made_here, validated=mine.validated)
+    return mine.final, metadata
 
 
 def _kept(final: SavePlan) -> SavePlan:
@@ -250,22 +228,35 @@ def _global_plan(plans: list[SavePlan], writer: PlanningWriter, planner: SavePla
 
 
 def _agreed_loaded_plans(
-    local: SavePlan | None, coordination: Coordination, memory: PlanMemory
+    local: SavePlan | _torch.WrappedException, coordination: Coordination, memory: PlanMemory
 ) -> list[SavePlan] | None:
     """The loaded plans, if they equal all ranks' plans; one reduction, on every rank."""
     if memory.plans is not None:
         return None
     loaded = memory.loaded_all_plans
-    same = local is not None and matches_loaded(
+    same = isinstance(local, SavePlan) and matches_loaded(
         loaded, rank=coordination.rank, world_size=coordination.world_size, local=local
     )
     agreed = coordination.maximum([int(not same)]) == [0]
-    memory.note_loaded(still_valid=agreed)
+    memory.verified_loaded = agreed
+    memory.loaded_all_plans = None  # compared once
     return loaded if agreed else None
 
 
-def _keep(memory: PlanMemory, plans: CachedPlans, made: GlobalPlan | None) -> Metadata | None:
+def _keep(
+    memory: PlanMemory,
+    identity: tuple[Any, Any],
+    local: SavePlan,
+    final: SavePlan,
+    made: GlobalPlan | None,
+    *,
+    validated: bool,
+) -> Metadata | None:
     """Keep a plan; on the coordinator, which has ``made``, return metadata for this save."""
+    group, planner = identity
+    plans = CachedPlans(
+        group=group, planner=planner, local=local, final=_kept(final), validated=validated
+    )
     if made is None:
         memory.keep(plans, None, None)
         return None
