@@ -116,23 +116,18 @@ def write_over(block: Block) -> None:
 
 def _prepare_views(share: Share, layout: Layout, block: Block) -> _PreparedViews:
     """Prepare a block for a layout, once: bytes around the payloads, views of their places."""
-    prepared_views: _PreparedViews | None = block.prepared_views
-    fits = (
-        prepared_views
-        and prepared_views.layout_key == layout.key
-        and prepared_views.forms == share.forms
-    )
-    if not (prepared_views and fits and prepared_views.is_laid_down):
+    known: _PreparedViews | None = block.prepared_views
+    if known is not None and (known.layout_key, known.forms) != (layout.key, share.forms):
+        known = None
+    if known is None or not known.is_laid_down:
         write_over(block)  # before writing, as an exception may leave half of it
         _lay_down_containers(layout, block)
-    if not (prepared_views and fits):
-        block.prepared_views = prepared_views = _views(share, layout, block)
-    elif prepared_views.forms is not share.forms or not prepared_views.is_laid_down:
-        # Makes the next comparison one of identities.
-        block.prepared_views = prepared_views = replace(
-            prepared_views, layout_key=layout.key, forms=share.forms, is_laid_down=True
-        )
-    return prepared_views
+    if known is None:
+        known = _views(share, layout, block)
+    # With this key and these forms the next comparison is one of identities.
+    known = replace(known, layout_key=layout.key, forms=share.forms, is_laid_down=True)
+    block.prepared_views = known
+    return known
 
 
 def _views(share: Share, layout: Layout, block: Block) -> _PreparedViews:
