@@ -73,7 +73,8 @@ def perform(
         remove_files(at.created)
         if not isinstance(error, Exception):  # an interrupt
             raise
-        return RankFailed(rank=job.rank, failure=_describe(error, at))
+        failure = describe(error, phase=at.phase, path=at.path)
+        return RankFailed(rank=job.rank, failure=failure)
     return RankWritten(rank=job.rank, receipts=receipts)
 
 
@@ -88,22 +89,22 @@ def _require_files(receipts: Iterable[FileReceipt], storage: Files, at: Position
         require_file(storage, receipt.name, receipt.nbytes)
 
 
-def _describe(error: Exception, at: Position) -> Failure:
+def describe(error: BaseException, *, phase: str, path: str) -> Failure:
+    """The failure of a rank whose write raised an error."""
     if isinstance(error, Cancelled):
-        kind = "SaveAbortedError"
-        return Failure(kind=kind, message=str(error), phase=at.phase, path=at.path)
+        return Failure(kind="SaveAbortedError", message=str(error), phase=phase, path=path)
     code = error.errno if isinstance(error, OSError) and isinstance(error.errno, int) else None
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     hint = None
     if code in (errno.ENOSPC, errno.EDQUOT):
-        hint = _free_space(at.path)
+        hint = _free_space(path)
     elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
         hint = f"user {os.geteuid()} may not write there; change that or save elsewhere"
     return Failure(
         kind="WriteError",
         message=f"{type(error).__name__}: {reason}",
-        phase=at.phase,
-        path=at.path,
+        phase=phase,
+        path=path,
         errno=code,
         hint=hint,
         traceback="".join(traceback.format_exception(error)),
