@@ -33,7 +33,6 @@ from nostall._plan.layout import FileNaming, Packing, lay_out, renamed
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, is_done, joined, when_done
 from nostall._storage.removed_files import RemovedFiles
 from nostall._writer.handle import WriterProcess
-from nostall._writer.priority import lower_priority
 from nostall._writer.seals import ChunkPlans
 from nostall.errors import NostallError, OptionError, SaveAbortedError, SaveTimeoutError
 from nostall.options import EngineOptions
@@ -147,7 +146,7 @@ class Engine:
                 return
             self.options = replace(self.options, cpu_priority=cpu_priority, io_priority=io_priority)
             for writer in self._writers:
-                lower_priority(writer.pid, cpu_priority, io_priority)
+                writer.set_priority(cpu_priority, io_priority)
 
     def submit(
         self,
