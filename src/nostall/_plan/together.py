@@ -65,17 +65,12 @@ class PlanMemory:
             self._metadata = metadata
             self.loaded_all_plans = local_plans_in(metadata)
 
-    def keep(
-        self, plans: CachedPlans, all_plans: list[SavePlan] | None, metadata: Metadata | None
-    ) -> None:
-        """Keep a plan that all ranks made together.
-
-        ``all_plans`` and ``metadata`` are given on the coordinator only.
-        """
+    def keep(self, plans: CachedPlans, made: GlobalPlan | None) -> None:
+        """Keep a plan that all ranks made together; ``made`` is given on the coordinator only."""
         self.plans = plans
-        self.all_plans = all_plans
-        if metadata is not None:
-            self._metadata = metadata
+        self.all_plans = None if made is None else made.local
+        if made is not None:
+            self._metadata = made.metadata
 
     def forget(self) -> None:
         """Plan the next save together: a rank's structure has changed, or a save failed."""
@@ -83,8 +78,11 @@ class PlanMemory:
         self.verified_loaded = False
 
     def reusable_metadata(self) -> Metadata | None:
-        """Metadata for one more save of the same structure."""
-        return None if self._metadata is None else _unsaved(self._metadata)
+        """Metadata for one more save of the same structure: without parts of one checkpoint."""
+        twin = copy(self._metadata)
+        if twin is not None:
+            twin.storage_data = twin.storage_meta = None
+        return twin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,11 +209,7 @@ def _decide_centrally(
 
 
 def _same_plans(before: list[SavePlan] | None, plans: list[SavePlan]) -> bool:
-    return (
-        before is not None
-        and len(before) == len(plans)
-        and all(same_plan(one, other) for one, other in zip(before, plans, strict=True))
-    )
+    return before is not None and len(before) == len(plans) and all(map(same_plan, before, plans))
 
 
 @planner_failures()
@@ -257,12 +251,10 @@ def _keep(
     plans = CachedPlans(
         group=group, planner=planner, local=local, final=_kept(final), validated=validated
     )
-    if made is None:
-        memory.keep(plans, None, None)
-        return None
-    with_local_plans(made.metadata, made.local)
-    memory.keep(plans, made.local, made.metadata)
-    return _unsaved(made.metadata)
+    if made is not None:
+        with_local_plans(made.metadata, made.local)
+    memory.keep(plans, made)
+    return None if made is None else memory.reusable_metadata()
 
 
 @planner_failures()
@@ -294,14 +286,6 @@ def with_local_plans(metadata: Metadata, plans: list[SavePlan]) -> Metadata:
     """Attach all ranks' plans where frameworks look for them."""
     vars(metadata)["all_local_plans"] = plans
     return metadata
-
-
-def _unsaved(metadata: Metadata) -> Metadata:
-    """The same structure for another save: a copy without the parts of one checkpoint."""
-    twin = copy(metadata)
-    twin.storage_data = None
-    twin.storage_meta = None
-    return twin
 
 
 def group_identity(group: dist.ProcessGroup | None, *, use_dist: bool) -> Any:
