@@ -47,7 +47,7 @@ class SnapshotFence:
         self._moved = threading.Condition()
         self._is_safe = False
         self._lost: str | None = None
-        self._copies: Copies | None = None
+        self._copies = Copies()
         self._waiting = 0
         """Number of threads that wait or have waited."""
         self._entered_s = 0.0
@@ -77,8 +77,7 @@ class SnapshotFence:
                     hint="wait again before changing any tensor",
                 )
             copies = self._copies
-        if copies is not None:
-            copies.precede_what_follows()
+        copies.precede_what_follows()
 
     def wait_or_lose(self) -> None:
         """As :meth:`wait`, for an optimizer's step: after the timeout the save fails."""
@@ -122,7 +121,7 @@ class SnapshotFence:
     def close(self, changed: Callable[[], list[str]]) -> list[str]:
         """All copies are made: names of tensors changed so far although no thread waited."""
         with self._moved:  # new waiters block until this comparison ends
-            self._copies = None
+            self._copies = Copies()
             return [] if self._waiting else changed()
 
     def keep_watch(self, changed: Callable[[], list[str]]) -> None:
@@ -143,7 +142,7 @@ class SnapshotFence:
         """The snapshot is complete, or failed for the reason given; tensors may change."""
         with self._moved:
             self.failure = failure
-            self._copies = None
+            self._copies = Copies()
             self._let_go()
 
     def enter(self) -> None:
@@ -163,7 +162,7 @@ class SnapshotFence:
     def abandon_after_fork(self) -> None:
         """Open the fence in a forked child, which does not have the copying thread."""
         self._moved = threading.Condition()
-        self._copies = None
+        self._copies = Copies()
         self._is_safe = True
 
 
