@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from nostall import _torch
 from nostall._memory.arena import Arena, Block, Lease, address_of
 from nostall._memory.copying import CopyMethod
-from nostall._memory.overlap import any_under_way, wait_for_all
+from nostall._memory.fence import any_under_way, wait_for_all
 from nostall._memory.staged_state import Placement
 from nostall._model.checksum import use_fastest
 from nostall._model.jobs import RankReport, WriteJob
@@ -33,7 +33,6 @@ from nostall._plan.layout import FileNaming, Packing, lay_out, renamed
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, is_done, joined, when_done
 from nostall._storage.removed_files import RemovedFiles
 from nostall._writer.handle import WriterProcess
-from nostall._writer.priority import lower_priority
 from nostall._writer.seals import ChunkPlans
 from nostall.errors import NostallError, OptionError, SaveAbortedError, SaveTimeoutError
 from nostall.options import EngineOptions
@@ -53,10 +52,7 @@ class Engine:
     def __init__(self, options: EngineOptions | None = None) -> None:
         self.options = options or EngineOptions()
         use_fastest()  # for saves that are written in this process
-        self.arena = Arena(
-            max_blocks=self.options.max_in_flight,
-            on_drop=self._forget,
-        )
+        self.arena = Arena(max_blocks=self.options.max_in_flight, on_drop=self._forget)
         self.placements: OrderedDict[Any, Placement] = OrderedDict()
         """Places of staged payloads in their images, by structure and options."""
         self.faults: tuple[dict[str, Any], ...] = ()
@@ -150,7 +146,7 @@ class Engine:
                 return
             self.options = replace(self.options, cpu_priority=cpu_priority, io_priority=io_priority)
             for writer in self._writers:
-                lower_priority(writer.pid, cpu_priority, io_priority)
+                writer.set_priority(cpu_priority, io_priority)
 
     def submit(
         self,
@@ -248,7 +244,7 @@ class Engine:
         with self._lock:
             for cancelled in self._cancellable.get(job, ()):
                 cancelled.set()
-            writers = [writer for writer in self._writers if writer.has(job)]
+            writers = [writer for writer in self._writers if writer.unanswered(job)]
         for writer in writers:
             writer.cancel(job)
         if not is_done(done, timeout_s):
@@ -261,7 +257,7 @@ class Engine:
         For handlers of an exception, which may come from outside after a job was sent.
         """
         with self._lock:
-            answers = [answer for writer in self._writers for answer in writer.answers_to(job)]
+            answers = [each for writer in self._writers for each in writer.unanswered(job).values()]
         if answers:
             self.cancel(job, when_done(answers, joined), timeout_s=CANCEL_TIMEOUT_S)
 

@@ -185,8 +185,12 @@ def _write(storage: MemoryStorage, *, retries: int) -> bytes:
         storage,
         {each.name: WholeImage(memoryview(image)) for each in job.files},
         Faults(()),
-        Position(phase="open", path="", on_progress=lambda _: None),
-        threading.Event(),
+        Position(
+            "",
+            cancelled=threading.Event(),
+            on_progress=lambda _: None,
+            on_created=lambda _: None,
+        ),
         plan_chunks,
     )
     assert [receipt.name for receipt in receipts] == ["a.distcp", "b.distcp"]

@@ -14,6 +14,7 @@ from functools import lru_cache
 from random import Random
 
 from nostall._model.jobs import Failure, RankReport
+from nostall._storage.posix import close_all
 from nostall._storage.posix_files import PosixFiles
 from nostall._writer.child import _Waiting
 from nostall._writer.chunks import _FileTask
@@ -92,7 +93,12 @@ def _at_writer(sock: socket.socket) -> str:
         try:
             images = writer._images(job)
             for image in job.files:
-                at = Position(phase="open", path=job.directory, on_progress=lambda _: None)
+                at = Position(
+                    job.directory,
+                    cancelled=threading.Event(),
+                    on_progress=lambda _: None,
+                    on_created=lambda _: None,
+                )
                 content = images[image.name]
                 files, checksums = PosixFiles(job.directory), threading.Semaphore()
                 _FileTask(job, files, image, content, Faults(()), at, plan_chunks, checksums)
@@ -120,7 +126,8 @@ def _hear(receiver: Receiver, take: Callable[[Message, list[int]], None]) -> lis
     except ProtocolError as error:
         return [*outcomes, f"ProtocolError, {error.message.split(':')[0][:24]}"]
     finally:
-        receiver.close()
+        for _, descriptors in receiver._descriptors:
+            close_all(descriptors)
     return [*outcomes, "end"]
 
 

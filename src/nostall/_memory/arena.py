@@ -45,10 +45,9 @@ class Block:
     def __init__(self, nbytes: int) -> None:
         self.id = next(Block._ids)
         self.nbytes = max(1, -(-nbytes // _MAP_UNIT_NBYTES)) * _MAP_UNIT_NBYTES
-        _require_available(self.nbytes, self.nbytes)
         self.fd = os.memfd_create(f"{_MEMFD_PREFIX}{self.id}", os.MFD_CLOEXEC)
         try:
-            with _as_reservation_error(self.nbytes):
+            with _reserving(self.nbytes, more_nbytes=self.nbytes):
                 os.posix_fallocate(self.fd, 0, self.nbytes)
                 self.memory = mmap.mmap(self.fd, self.nbytes)
         except BaseException:  # an interrupt, too, must not leave memory behind
@@ -75,8 +74,7 @@ class Block:
         if self.is_shown:
             return False
         size = -(-nbytes // _MAP_UNIT_NBYTES) * _MAP_UNIT_NBYTES
-        _require_available(size, size - self.nbytes)
-        with _as_reservation_error(size):
+        with _reserving(size, more_nbytes=size - self.nbytes):
             # Only the new part: the system visits every page of the range, 40 ms per reserved GiB.
             os.posix_fallocate(self.fd, self.nbytes, size - self.nbytes)
         try:
@@ -99,33 +97,29 @@ class Block:
         return memoryview(self.memory)[offset : offset + nbytes]
 
 
-def _require_available(nbytes: int, more_nbytes: int) -> None:
+@contextmanager
+def _reserving(nbytes: int, *, more_nbytes: int) -> Iterator[None]:
     available = available_nbytes()
     if more_nbytes > available:
         # Without swap, Linux grants an excessive request, takes all memory and kills a process.
-        raise _reservation_error(nbytes, f"{available} bytes available")
-
-
-@contextmanager
-def _as_reservation_error(nbytes: int) -> Iterator[None]:
+        raise _reservation_error(nbytes, f"{available} bytes available", _FREE_MEMORY)
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
             raise
-        hint = _MEMORY_HINT
-        if error.errno == errno.EFBIG:
-            hint = "raise the limit on file sizes (`ulimit -f`): it applies to this memory, too"
+        hint = _RAISE_LIMIT if error.errno == errno.EFBIG else _FREE_MEMORY
         raise _reservation_error(nbytes, os.strerror(error.errno), hint) from error
 
 
-_MEMORY_HINT = (
+_FREE_MEMORY = (
     "free memory on this host or raise the container's limit; a snapshot is as large as this"
     " rank's share of the checkpoint"
 )
+_RAISE_LIMIT = "raise the limit on file sizes (`ulimit -f`): it applies to this memory, too"
 
 
-def _reservation_error(nbytes: int, reason: str, hint: str = _MEMORY_HINT) -> ReservationError:
+def _reservation_error(nbytes: int, reason: str, hint: str) -> ReservationError:
     return ReservationError(
         f"cannot reserve {nbytes} bytes of host memory for a snapshot: {reason}",
         nbytes=nbytes,
@@ -169,10 +163,7 @@ class Arena:
     """
 
     def __init__(
-        self,
-        *,
-        max_blocks: int = 2,
-        on_drop: Callable[[Block], None] = lambda _: None,
+        self, *, max_blocks: int, on_drop: Callable[[Block], None] = lambda _: None
     ) -> None:
         self._pid = os.getpid()
         self._max_blocks = max_blocks
@@ -305,8 +296,7 @@ class Arena:
             self._max_blocks = 0
             free, self._free = self._free, []
             self._changed.notify_all()
-        for block in free:
-            self._drop(block)
+        self._drop_all(free)
 
     def _give_back(self, block: Block) -> None:
         if os.getpid() != self._pid:

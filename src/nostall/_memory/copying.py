@@ -72,24 +72,17 @@ class CopyMethod:
     """Whether amounts larger than the caches may bypass them."""
 
 
-class Copies:
+class Copies(list[_torch.DeviceCopy]):
     """Copies from accelerators that have started."""
-
-    def __init__(self) -> None:
-        self._copies: list[_torch.DeviceCopy] = []
-
-    def add(self, copy: _torch.DeviceCopy) -> None:
-        """Add one copy."""
-        self._copies.append(copy)
 
     def precede_what_follows(self) -> None:
         """Make later work on the current streams wait for the copies; the host does not wait."""
-        for copy in self._copies:
+        for copy in self:
             copy.precede_what_follows()
 
     def wait(self) -> None:
         """Return when all copies are complete."""
-        for copy in self._copies:
+        for copy in self:
             copy.wait()
 
 
@@ -134,7 +127,7 @@ class Places:
                 for device, positions in by_device.items():
                     views = [self._views[position] for position in positions]
                     here = [sources[position] for position in positions]
-                    copies.add(_torch.DeviceCopy(device, views, here, (after or {}).get(device)))
+                    copies.append(_torch.DeviceCopy(device, views, here, (after or {}).get(device)))
                 rest = Places([self._views[position] for position in from_cpu])
                 rest._fill_from_cpu([sources[position] for position in from_cpu], method)
             except BaseException:  # passed on; the caller releases the memory

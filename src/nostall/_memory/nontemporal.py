@@ -103,10 +103,9 @@ def _executable(code: bytes) -> int:
         address: int | None = libc.mmap(
             None, len(code), mmap.PROT_READ | mmap.PROT_EXEC, mmap.MAP_PRIVATE, fd, 0
         )
-        if address in (None, _MAP_FAILED):
+        if address is None or address == _MAP_FAILED:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
     finally:
         os.close(fd)
-    assert address is not None
     return address

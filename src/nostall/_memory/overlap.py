@@ -5,8 +5,7 @@ Three defences; the first two need no cooperation from the trainer:
 1. Tensors changed by a forward pass (running statistics, counters, averages) are small. Small
    tensors, and tensors without a version counter, are copied before the call returns.
 2. All other tensors are changed by optimizers. No ``step()`` in the process begins before all
-   copies are made: torch calls :func:`_before_step` before every step, whatever the optimizer and
-   its implementation.
+   copies are made, whatever the optimizer and its implementation (``_memory.fence``).
 3. A tensor that is changed elsewhere without :meth:`SnapshotFence.wait` is detected by its version
    counter, and the save fails instead of committing a torn snapshot. Changes that bypass the
    counter (through ``.data``, NumPy, ``Tensor.apply_``, or code outside of torch) are not detected.
@@ -23,7 +22,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,11 +31,11 @@ from operator import ne
 from typing import Any, TypeVar
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nostall import _torch
 from nostall._memory.copying import Copies, Source, detach_all
-from nostall.errors import SaveTimeoutError, StagingError
+from nostall._memory.fence import SnapshotFence
+from nostall.errors import StagingError
 
 _log = logging.getLogger("nostall")
 
@@ -46,221 +44,11 @@ T = TypeVar("T")
 Marks = Mapping[torch.device, Any]
 """Per accelerator: the position of its stream when the save was requested."""
 
-
-class _Process:
-    """State shared by all snapshots of the process."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.under_way: set[SnapshotFence] = set()
-        """All snapshots that are being taken, whatever engine they belong to."""
-        self.waited_s = 0.0
-        """Start of the latest wait for all snapshots that has succeeded."""
-        self.is_hooked = False
-        """Whether optimizers wait. The hook is never removed: removing it while an optimizer
-        iterates over all hooks can fail that optimizer's step. It costs a step 1 to 2 µs if no
-        snapshot is under way."""
-
-
-_process = _Process()
 _THREAD_NAME = "nostall-staging"
 _SECOND_LOOK_S = 0.1
 """An operation on one tensor ends within this time; waits for the snapshot include it."""
 _AT_EXIT_TIMEOUT_S = 20.0
 """Enough to copy 100 GB and more; a thread that still waits for memory by then is left behind."""
-
-
-class SnapshotFence:
-    """Blocks changes of tensors until they are copied. Holds no tensor.
-
-    Args:
-        timeout_s: How long an optimizer's step waits.
-    """
-
-    def __init__(self, timeout_s: float = 0.0) -> None:
-        self._timeout_s = timeout_s
-        self._moved = threading.Condition()
-        self._is_safe = False
-        self._lost: str | None = None
-        self._copies: Copies | None = None
-        self._waiting = 0
-        """Number of threads that wait or have waited."""
-        self._entered_s = 0.0
-        self._changed: Callable[[], list[str]] | None = None
-        """Names of tensors changed since the snapshot was requested; holds counters, no tensors."""
-        self.failure: str | None = None
-        """Why the snapshot failed. Not an exception, whose traceback would hold the tensors."""
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Return when the tensors may be changed; at once if the snapshot failed.
-
-        The failure is raised when the save is finalised. The host does not wait for an accelerator:
-        work queued on the current stream from now on runs after the copy.
-
-        Raises:
-            SaveTimeoutError: The tensors may not be changed yet after ``timeout`` seconds.
-        """
-        with self._moved:
-            # Counted before the wait: the caller may change tensors the moment it ends.
-            self._waiting += 1
-            self._moved.notify_all()
-            if not self._moved.wait_for(lambda: self._is_safe, timeout):
-                self._waiting -= 1
-                raise SaveTimeoutError(
-                    f"the snapshot is still being taken after {timeout:g} s",
-                    phase="stage",
-                    hint="wait again before changing any tensor",
-                )
-            copies = self._copies
-        if copies is not None:
-            copies.precede_what_follows()
-
-    def wait_or_lose(self) -> None:
-        """As :meth:`wait`, for an optimizer's step: after the timeout the save fails."""
-        try:
-            self.wait(self._timeout_s)
-        except SaveTimeoutError:
-            with self._moved:
-                if not self._is_safe:
-                    self._lost = (
-                        f"an optimizer's step waited {self._timeout_s:g} s for the snapshot,"
-                        " then continued without it"
-                    )
-                    self._let_go()
-
-    def wait_awaited(self, timeout: float) -> None:
-        """Return when a thread waits for this fence, or after ``timeout`` seconds."""
-        with self._moved:
-            self._moved.wait_for(lambda: self._waiting > 0, timeout)
-
-    def open(self, copies: Copies) -> None:
-        """Let waiting threads change tensors, after copies that an accelerator has yet to make.
-
-        Raises:
-            SaveTimeoutError: A thread gave up waiting before, and may have changed tensors.
-        """
-        with self._moved:
-            if self._lost is not None:
-                raise SaveTimeoutError(
-                    self._lost,
-                    phase="stage",
-                    hint="earlier saves may hold all snapshot memory,"
-                    " or EngineOptions.save_timeout_s is too short",
-                )
-            self._copies = copies
-            self._let_go()
-
-    def _let_go(self) -> None:
-        self._is_safe = True
-        self._moved.notify_all()
-
-    def close(self, changed: Callable[[], list[str]]) -> list[str]:
-        """All copies are made: names of tensors changed so far although no thread waited."""
-        with self._moved:  # new waiters block until this comparison ends
-            self._copies = None
-            return [] if self._waiting else changed()
-
-    def keep_watch(self, changed: Callable[[], list[str]]) -> None:
-        """Keep ``changed`` for :meth:`changed_unseen`."""
-        self._changed = changed
-
-    def changed_unseen(self) -> list[str]:
-        """Names of tensors changed although no thread waited; called when the trainer finalises.
-
-        Includes tensors changed after the snapshot was complete: without a wait the two cannot be
-        distinguished.
-        """
-        if self._changed is None or self._waiting or _process.waited_s >= self._entered_s:
-            return []
-        return self._changed()
-
-    def end(self, failure: str | None = None) -> None:
-        """The snapshot is complete, or failed for the reason given; tensors may change."""
-        with self._moved:
-            self.failure = failure
-            self._copies = None
-            self._let_go()
-
-    def enter(self) -> None:
-        """Mark the snapshot as under way: optimizers wait. See :func:`any_under_way`."""
-        self._entered_s = time.monotonic()
-        with _process.lock:
-            _process.under_way.add(self)
-            if not _process.is_hooked:
-                register_optimizer_step_pre_hook(_before_step)
-                _process.is_hooked = True
-
-    def leave(self) -> None:
-        """Mark the snapshot as no longer under way. Idempotent."""
-        with _process.lock:
-            _process.under_way.discard(self)
-
-    def abandon_after_fork(self) -> None:
-        """Open the fence in a forked child, which does not have the copying thread."""
-        self._moved = threading.Condition()
-        self._copies = None
-        self._is_safe = True
-
-
-def any_under_way() -> bool:
-    """Whether a snapshot of this process is being taken, or has yet to be handed on."""
-    with _process.lock:
-        return bool(_process.under_way)
-
-
-def wait_for_all(timeout: float | None) -> None:
-    """Wait for every snapshot of this process that is being taken.
-
-    Args:
-        timeout: Seconds, for all of them together; ``None`` for no limit.
-
-    Raises:
-        SaveTimeoutError: A snapshot is not complete yet.
-    """
-    deadline_s = None if timeout is None else time.monotonic() + timeout
-    _wait_for_all(
-        lambda fence: fence.wait(
-            None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-        )
-    )
-
-
-def _before_step(*_: object) -> None:
-    """Called by torch before every optimizer step: wait until tensors are copied."""
-    _wait_for_all(SnapshotFence.wait_or_lose)
-
-
-def _wait_for_all(wait: Callable[[SnapshotFence], None]) -> None:
-    called_s = time.monotonic()
-    with _process.lock:
-        fences = list(_process.under_way)
-    for fence in fences:
-        wait(fence)
-    _process.waited_s = max(_process.waited_s, called_s)
-
-
-def _after_fork_in_child() -> None:
-    # The parent's threads would end them, and may have held any of the locks during the fork.
-    _process.lock = threading.Lock()
-    fences, _process.under_way = _process.under_way, set()
-    for fence in fences:
-        fence.abandon_after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-def _finish_at_exit() -> None:
-    """Wait for copying threads: returning from torch to an ended interpreter aborts it."""
-    threads = [thread for thread in threading.enumerate() if thread.name == _THREAD_NAME]
-    deadline_s = time.monotonic() + _AT_EXIT_TIMEOUT_S
-    for thread in threads:
-        thread.join(max(0.0, deadline_s - time.monotonic()))
-    if any(thread.is_alive() for thread in threads):
-        _log.warning("a snapshot is still being taken %g s after exit began", _AT_EXIT_TIMEOUT_S)
-
-
-atexit.register(_finish_at_exit)
 
 
 def changed_too_early(names: Sequence[str]) -> StagingError:
@@ -379,3 +167,16 @@ def _run_apart(run: Callable[[], None], fence: SnapshotFence) -> None:
         raise
     finally:
         is_wanted.set()
+
+
+def _finish_at_exit() -> None:
+    """Wait for copying threads: returning from torch to an ended interpreter aborts it."""
+    threads = [thread for thread in threading.enumerate() if thread.name == _THREAD_NAME]
+    deadline_s = time.monotonic() + _AT_EXIT_TIMEOUT_S
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        _log.warning("a snapshot is still being taken %g s after exit began", _AT_EXIT_TIMEOUT_S)
+
+
+atexit.register(_finish_at_exit)

@@ -45,8 +45,8 @@ class _PreparedViews:
     """Where payloads are copied to."""
     items: list[int]
     """The item of each place."""
-    runs: list[tuple[int, int]]
-    """Items that are bytes, and their offsets."""
+    runs: dict[int, int]
+    """Offsets of the items that are bytes."""
     is_laid_down: bool = True
     """Whether the bytes around the payloads are in the block."""
 
@@ -73,9 +73,7 @@ def begin_snapshot(
         tensors are copied already.
     """
     prepared_views = _prepare_views(planned.share, layout, lease.block)
-    for item, at in prepared_views.runs:
-        content = cast("bytes", planned.sources[item])
-        lease.block.memory[at : at + len(content)] = content
+    _put_runs(prepared_views.runs, planned, lease.block)
     sources = [planned.sources[item] for item in prepared_views.items]
     copies = prepared_views.places.fill(
         cast("list[torch.Tensor]", sources), method=method, after=after
@@ -88,23 +86,16 @@ def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot
     if layout.image_nbytes > lease.block.nbytes:
         return None  # an object has grown since the places were recorded
     base = address_of(lease.block)
-    for file in layout.files:
-        for slot in file.slots:
-            source, form = planned.sources[slot.item], planned.share.forms[slot.item]
-            if not isinstance(source, torch.Tensor) or form is None or not slot.payload_nbytes:
-                continue
-            if source.data_ptr() != base + file.image_offset + slot.payload_offset:
-                return None
-            if tuple(source.stride()) != form.stride:
-                return None  # a planner's view with gaps: its elements must be moved together
+    places, runs = _places(planned.share, layout)
+    for item, (at, _, _, stride) in places.items():
+        source = cast("torch.Tensor", planned.sources[item])
+        if source.data_ptr() != base + at:
+            return None
+        if tuple(source.stride()) != stride:
+            return None  # a planner's view with gaps: its elements must be moved together
     lease.block.prepared_views = None  # its views belong to tensors that the caller may still hold
     _lay_down_containers(layout, lease.block)
-    for file in layout.files:
-        for slot in file.slots:
-            source = planned.sources[slot.item]
-            if isinstance(source, bytes):
-                at = file.image_offset + slot.offset
-                lease.block.memory[at : at + slot.length] = source
+    _put_runs(runs, planned, lease.block)
     return Snapshot(rank=planned.share.rank, layout=layout, lease=lease)
 
 
@@ -116,44 +107,50 @@ def write_over(block: Block) -> None:
 
 def _prepare_views(share: Share, layout: Layout, block: Block) -> _PreparedViews:
     """Prepare a block for a layout, once: bytes around the payloads, views of their places."""
-    prepared_views: _PreparedViews | None = block.prepared_views
-    fits = (
-        prepared_views
-        and prepared_views.layout_key == layout.key
-        and prepared_views.forms == share.forms
-    )
-    if not (prepared_views and fits and prepared_views.is_laid_down):
+    known: _PreparedViews | None = block.prepared_views
+    if known is not None and (known.layout_key, known.forms) != (layout.key, share.forms):
+        known = None
+    if known is None or not known.is_laid_down:
         write_over(block)  # before writing, as an exception may leave half of it
         _lay_down_containers(layout, block)
-    if not (prepared_views and fits):
-        block.prepared_views = prepared_views = _views(share, layout, block)
-    elif prepared_views.forms is not share.forms or not prepared_views.is_laid_down:
-        # Makes the next comparison one of identities.
-        block.prepared_views = prepared_views = replace(
-            prepared_views, layout_key=layout.key, forms=share.forms, is_laid_down=True
-        )
-    return prepared_views
+    if known is None:
+        known = _views(share, layout, block)
+    # With this key and these forms the next comparison is one of identities.
+    known = replace(known, layout_key=layout.key, forms=share.forms, is_laid_down=True)
+    block.prepared_views = known
+    return known
 
 
 def _views(share: Share, layout: Layout, block: Block) -> _PreparedViews:
-    places: list[_torch.Place] = []
-    items, runs = [], []
+    places, runs = _places(share, layout)
+    return _PreparedViews(
+        layout_key=layout.key,
+        forms=share.forms,
+        places=Places(_torch.views_of(block.memory, places.values())),
+        items=list(places),
+        runs=runs,
+    )
+
+
+def _places(share: Share, layout: Layout) -> tuple[dict[int, _torch.Place], dict[int, int]]:
+    """By item, the places of payloads in the block, and the offsets of items that are bytes."""
+    places: dict[int, _torch.Place] = {}
+    runs: dict[int, int] = {}
     for file in layout.files:
         for slot in file.slots:
             form = share.forms[slot.item]
             at = file.image_offset + slot.payload_offset
             if form is None:
-                runs.append((slot.item, at))
+                runs[slot.item] = at
             elif slot.payload_nbytes:
-                places.append((at, form.dtype, form.size, form.stride))
-                items.append(slot.item)
-    return _PreparedViews(
-        layout_key=layout.key,
-        forms=share.forms,
-        places=Places(_torch.views_of(block.memory, places)),
-        items=items,
-        runs=runs,
-    )
+                places[slot.item] = (at, form.dtype, form.size, form.stride)
+    return places, runs
+
+
+def _put_runs(runs: Mapping[int, int], planned: PlannedSave, block: Block) -> None:
+    for item, at in runs.items():
+        content = cast("bytes", planned.sources[item])
+        block.memory[at : at + len(content)] = content
 
 
 def _lay_down_containers(layout: Layout, block: Block) -> None:

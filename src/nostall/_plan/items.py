@@ -12,6 +12,7 @@ Values from the planner are classified once:
 from __future__ import annotations
 
 import io
+import math
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -109,7 +110,4 @@ def _run(item: WriteItem, content: bytes, *, weight: int) -> _Item:
 def _chunk_nbytes(item: WriteItem, tensor: torch.Tensor) -> int:
     if item.tensor_data is None:
         return tensor.nbytes
-    count = 1
-    for extent in item.tensor_data.chunk.sizes:
-        count *= extent
-    return count * tensor.itemsize
+    return math.prod(item.tensor_data.chunk.sizes) * tensor.itemsize

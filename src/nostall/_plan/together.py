@@ -51,7 +51,8 @@ class PlanMemory:
         """All ranks' plans from a loaded checkpoint, until they are compared."""
         self.verified_loaded = False
         """Whether those plans equal the plans of all ranks."""
-        self._all_plans: list[SavePlan] | None = None
+        self.all_plans: list[SavePlan] | None = None
+        """All ranks' plans of the last save planned together; on the coordinator only."""
         self._metadata: Metadata | None = None
 
     def adopt_loaded(self, metadata: Metadata | None) -> None:
@@ -64,36 +65,24 @@ class PlanMemory:
             self._metadata = metadata
             self.loaded_all_plans = local_plans_in(metadata)
 
-    def keep(
-        self, plans: CachedPlans, all_plans: list[SavePlan] | None, metadata: Metadata | None
-    ) -> None:
-        """Keep a plan that all ranks made together.
-
-        ``all_plans`` and ``metadata`` are given on the coordinator only.
-        """
+    def keep(self, plans: CachedPlans, made: GlobalPlan | None) -> None:
+        """Keep a plan that all ranks made together; ``made`` is given on the coordinator only."""
         self.plans = plans
-        self._all_plans = all_plans
-        if metadata is not None:
-            self._metadata = metadata
+        self.all_plans = None if made is None else made.local
+        if made is not None:
+            self._metadata = made.metadata
 
     def forget(self) -> None:
         """Plan the next save together: a rank's structure has changed, or a save failed."""
-        self.plans = self.loaded_all_plans = self._all_plans = None
+        self.plans = self.loaded_all_plans = self.all_plans = None
         self.verified_loaded = False
 
-    def note_loaded(self, *, still_valid: bool) -> None:
-        """Note whether the loaded plans equal all ranks' plans; they are compared once."""
-        self.verified_loaded = still_valid
-        self.loaded_all_plans = None
-
-    @property
-    def all_plans(self) -> list[SavePlan] | None:
-        """All ranks' plans of the last save planned together; on the coordinator only."""
-        return self._all_plans
-
     def reusable_metadata(self) -> Metadata | None:
-        """Metadata for one more save of the same structure."""
-        return None if self._metadata is None else _unsaved(self._metadata)
+        """Metadata for one more save of the same structure: without parts of one checkpoint."""
+        twin = copy(self._metadata)
+        if twin is not None:
+            twin.storage_data = twin.storage_meta = None
+        return twin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,23 +153,16 @@ def plan_together(
     Raises:
         CheckpointException: A rank could not plan; raised on every rank.
     """
-    mine_or_none = local if isinstance(local, SavePlan) else None
-    loaded = None if memory is None else _agreed_loaded_plans(mine_or_none, coordination, memory)
+    loaded = None if memory is None else _agreed_loaded_plans(local, coordination, memory)
     if loaded is not None and isinstance(local, SavePlan) and memory is not None:
         try:
             made = _global_plan(loaded, writer, planner)
         except Exception:  # all ranks agreed to plan alone, so this one must, too
             # Finalising reports the failure.
-            plans = CachedPlans(
-                group=identity[0], planner=identity[1], local=local, final=local, validated=True
-            )
-            memory.keep(plans, None, None)
+            _keep(memory, identity, local, local, None, validated=True)
             raise
-        final = made.final[coordination.rank]
-        plans = CachedPlans(
-            group=identity[0], planner=identity[1], local=local, final=_kept(final), validated=True
-        )
-        return final, _keep(memory, plans, made if coordination.is_coordinator else None)
+        final, kept = made.final[coordination.rank], made if coordination.is_coordinator else None
+        return final, _keep(memory, identity, local, final, kept, validated=True)
     gathered = coordination.gather(local if isinstance(local, SavePlan) else sendable(local))
     answers, made_here = None, None
     if gathered is not None:
@@ -190,14 +172,8 @@ def plan_together(
         raise exception_for(mine.failures, step="plan", on_coordinator=coordination.is_coordinator)
     if memory is None:
         return mine.final, None if made_here is None else made_here.metadata
-    plans = CachedPlans(
-        group=identity[0],
-        planner=identity[1],
-        local=local,
-        final=_kept(mine.final),
-        validated=mine.validated,
-    )
-    return mine.final, _keep(memory, plans, made_here)
+    metadata = _keep(memory, identity, local, mine.final, made_here, validated=mine.validated)
+    return mine.final, metadata
 
 
 def _kept(final: SavePlan) -> SavePlan:
@@ -233,11 +209,7 @@ def _decide_centrally(
 
 
 def _same_plans(before: list[SavePlan] | None, plans: list[SavePlan]) -> bool:
-    return (
-        before is not None
-        and len(before) == len(plans)
-        and all(same_plan(one, other) for one, other in zip(before, plans, strict=True))
-    )
+    return before is not None and len(before) == len(plans) and all(map(same_plan, before, plans))
 
 
 @planner_failures()
@@ -250,28 +222,39 @@ def _global_plan(plans: list[SavePlan], writer: PlanningWriter, planner: SavePla
 
 
 def _agreed_loaded_plans(
-    local: SavePlan | None, coordination: Coordination, memory: PlanMemory
+    local: SavePlan | _torch.WrappedException, coordination: Coordination, memory: PlanMemory
 ) -> list[SavePlan] | None:
     """The loaded plans, if they equal all ranks' plans; one reduction, on every rank."""
     if memory.plans is not None:
         return None
     loaded = memory.loaded_all_plans
-    same = local is not None and matches_loaded(
+    same = isinstance(local, SavePlan) and matches_loaded(
         loaded, rank=coordination.rank, world_size=coordination.world_size, local=local
     )
     agreed = coordination.maximum([int(not same)]) == [0]
-    memory.note_loaded(still_valid=agreed)
+    memory.verified_loaded = agreed
+    memory.loaded_all_plans = None  # compared once
     return loaded if agreed else None
 
 
-def _keep(memory: PlanMemory, plans: CachedPlans, made: GlobalPlan | None) -> Metadata | None:
+def _keep(
+    memory: PlanMemory,
+    identity: tuple[Any, Any],
+    local: SavePlan,
+    final: SavePlan,
+    made: GlobalPlan | None,
+    *,
+    validated: bool,
+) -> Metadata | None:
     """Keep a plan; on the coordinator, which has ``made``, return metadata for this save."""
-    if made is None:
-        memory.keep(plans, None, None)
-        return None
-    with_local_plans(made.metadata, made.local)
-    memory.keep(plans, made.local, made.metadata)
-    return _unsaved(made.metadata)
+    group, planner = identity
+    plans = CachedPlans(
+        group=group, planner=planner, local=local, final=_kept(final), validated=validated
+    )
+    if made is not None:
+        with_local_plans(made.metadata, made.local)
+    memory.keep(plans, made)
+    return None if made is None else memory.reusable_metadata()
 
 
 @planner_failures()
@@ -303,14 +286,6 @@ def with_local_plans(metadata: Metadata, plans: list[SavePlan]) -> Metadata:
     """Attach all ranks' plans where frameworks look for them."""
     vars(metadata)["all_local_plans"] = plans
     return metadata
-
-
-def _unsaved(metadata: Metadata) -> Metadata:
-    """The same structure for another save: a copy without the parts of one checkpoint."""
-    twin = copy(metadata)
-    twin.storage_data = None
-    twin.storage_meta = None
-    return twin
 
 
 def group_identity(group: dist.ProcessGroup | None, *, use_dist: bool) -> Any:

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from nostall._commit.known_results import KnownResults
 from nostall._model.keywords import also_named
 from nostall._plan.cache import CachedPlans, same_plan
-from nostall._plan.together import PlanMemory
+from nostall._plan.together import GlobalPlan, PlanMemory
 from nostall._save.session import KnownSave
 
 
@@ -68,11 +68,9 @@ class CheckpointMetadataCache(PlanMemory):
         """``(validated_cache_reuse, validated_loaded_metadata_reuse)``."""
         return self._validated, self.verified_loaded
 
-    def keep(
-        self, plans: CachedPlans, all_plans: list[SavePlan] | None, metadata: Metadata | None
-    ) -> None:
+    def keep(self, plans: CachedPlans, made: GlobalPlan | None) -> None:
         """Remember a plan that all ranks made together."""
-        super().keep(plans, all_plans, metadata)
+        super().keep(plans, made)
         self._central, self._local = plans.final, plans.local
         self._validated = plans.validated  # as agreed by all ranks, not as this rank sees it
         self.known = self.sent_token = None

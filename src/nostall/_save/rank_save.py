@@ -21,7 +21,7 @@ from nostall import _torch
 from nostall._commit.ahead import WrittenAhead, is_worth_it
 from nostall._commit.metadata import Publication
 from nostall._engine import Engine, default_engine
-from nostall._memory.overlap import SnapshotFence
+from nostall._memory.fence import SnapshotFence
 from nostall._model.jobs import FileReceipt, RankReport, RankWritten
 from nostall._model.values import RankFiles
 from nostall._plan.items import Resolver

@@ -8,7 +8,8 @@ from dataclasses import replace
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall._commit.ahead import WrittenAhead
-from nostall._memory.overlap import SnapshotFence, changed_too_early
+from nostall._memory.fence import SnapshotFence
+from nostall._memory.overlap import changed_too_early
 from nostall._memory.snapshot import Snapshot
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._model.lifecycle import State

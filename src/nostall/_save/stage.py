@@ -11,7 +11,8 @@ import torch
 from nostall._engine import Engine
 from nostall._memory.arena import Lease
 from nostall._memory.copying import Copies
-from nostall._memory.overlap import Marks, SnapshotFence, stage_behind
+from nostall._memory.fence import SnapshotFence
+from nostall._memory.overlap import Marks, stage_behind
 from nostall._memory.snapshot import Snapshot, begin_snapshot
 from nostall._model.jobs import RankFailed, RankReport
 from nostall._model.lifecycle import State

@@ -15,15 +15,16 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
+import psutil
+
 from nostall._model.jobs import Failure
 from nostall._writer.framing import Message, Receiver, send
-from nostall._writer.priority import lower_priority
 from nostall.errors import NostallError, ProtocolError, WriterDiedError
 
 _SEND_TIMEOUT_S = 60.0
@@ -99,7 +100,21 @@ class ChildProcess(ABC, Generic[T]):
             target=self._receive, name=f"nostall-receiver-{self.pid}", daemon=True
         )
         self._receiver.start()
-        lower_priority(self.pid, cpu_priority, io_priority)
+        self.set_priority(cpu_priority, io_priority)
+
+    def set_priority(self, cpu_priority: int | None, io_priority: int | None) -> None:
+        """Set niceness and I/O class of each thread; ``None`` leaves one unchanged.
+
+        On Linux both are per thread, and a new thread inherits those of its creator; so the threads
+        are listed again until no new one appears. Errors are ignored (raising a priority needs
+        privileges): the save is the same either way.
+        """
+        done: set[int] = set()
+        with suppress(OSError, ValueError, psutil.Error):
+            while new := {int(name) for name in os.listdir(f"/proc/{self.pid}/task")} - done:
+                for thread in sorted(new):
+                    _set_priority_of(thread, cpu_priority, io_priority)
+                done |= new
 
     @property
     def pid(self) -> int:
@@ -180,16 +195,11 @@ class ChildProcess(ABC, Generic[T]):
 
         They are also made under the send lock: what was sent before does not change in between.
         """
-        with self._sending(), self._send_lock:
-            self._send_waiting()
-            for message, descriptors in messages:
-                send(self._socket, message, descriptors)
-
-    @contextmanager
-    def _sending(self) -> Iterator[None]:
-        """Kill the process if sending fails part of the way."""
         try:
-            yield
+            with self._send_lock:
+                self._send_waiting()
+                for message, descriptors in messages:
+                    send(self._socket, message, descriptors)
         except (OSError, ValueError) as error:  # ValueError: the socket was closed meanwhile
             self.kill(f"it no longer receives messages ({type(error).__name__}: {error})")
         except BaseException as error:  # an interrupt, perhaps in the middle of a message
@@ -285,6 +295,14 @@ class ChildProcess(ABC, Generic[T]):
             # The receiver removes written files, and storage may hang.
             has_ended = self._process.returncode is not None
             self._receiver.join(_SETTLE_TIMEOUT_S if has_ended else 0)
+
+
+def _set_priority_of(thread: int, cpu_priority: int | None, io_priority: int | None) -> None:
+    with suppress(OSError, ValueError, psutil.Error):
+        if cpu_priority is not None:
+            os.setpriority(os.PRIO_PROCESS, thread, cpu_priority)
+        if io_priority is not None:
+            psutil.Process(thread).ionice(io_priority)
 
 
 def _how_it_ended(code: int) -> str:

@@ -21,26 +21,19 @@ its turn. Checksumming one chunk thus overlaps with writing others.
 
 from __future__ import annotations
 
-import itertools
 import os
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from nostall._model.jobs import (
-    PAGE_NBYTES,
-    FileImage,
-    FileReceipt,
-    WriteJob,
-    WriteWork,
-    page_aligned,
-)
+from nostall._model.jobs import FileImage, FileReceipt, WriteJob, WriteWork, page_aligned
 from nostall._storage.port import Files, Upload
 from nostall._storage.posix import may_pass
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image
-from nostall._writer.position import Cancelled, Position
+from nostall._writer.position import Position
 from nostall._writer.seals import ChunkPlanner, Payloads
 
 _BACKOFF_S = 0.1
@@ -57,22 +50,9 @@ def write_images(
     images: Mapping[str, Image],
     faults: Faults,
     at: Position,
-    cancelled: threading.Event,
     chunk_planner: ChunkPlanner,
 ) -> tuple[FileReceipt, ...]:
     """Write all files of a job, each up to ``job.retries`` times anew after a transient error.
-
-    Args:
-        job: What to write.
-        storage: Where to.
-        images: The bytes of each file, by name.
-        faults: Faults to inject.
-        at: Records which file has failed, and in which phase.
-        cancelled: Set by another thread to stop the job between two chunks.
-        chunk_planner: Maps payloads to chunks.
-
-    Returns:
-        A receipt for every file.
 
     Raises:
         Cancelled: The job was cancelled.
@@ -82,14 +62,15 @@ def write_images(
     checksums = threading.Semaphore(len(os.sched_getaffinity(0)))
     done: dict[str, FileReceipt] = {}
     failed_attempts: dict[str, list[str]] = {image.name: [] for image in job.files}
-    for attempt in itertools.count():
+    attempt = 0
+    while True:
         tasks = [
             _FileTask(job, storage, image, images[image.name], faults, at, chunk_planner, checksums)
             for image in job.files
             if image.name not in done
         ]
         try:
-            _work_through(tasks, job.io_threads, cancelled)
+            _work_through(tasks, job.io_threads, at)
         finally:
             for task in tasks:
                 task.close()
@@ -103,26 +84,22 @@ def write_images(
             if attempt == job.retries or not may_pass(failure):
                 at.move(task.failed_in, task.path)
                 raise failure
-        for task, failure in failures.items():
             failed_attempts[task.name].append(f"{type(failure).__name__}: {failure}")
-            task.forget_progress()
-        # They were removed: a failed fsync may have dropped data, so files are written anew.
-        if cancelled.wait(_BACKOFF_S * _BACKOFF_FACTOR**attempt):
-            raise Cancelled("the save was aborted")
-    raise AssertionError("the last attempt returns or raises")
+            # The file was removed: a failed fsync may have dropped data, so it is written anew.
+            at.wrote(-task.written_nbytes)
+        at.cancelled.wait(_BACKOFF_S * _BACKOFF_FACTOR**attempt)
+        at.raise_if_cancelled()
+        attempt += 1
 
 
 class _Chunks:
     """The chunks of a job's files; each thread takes one after the other."""
 
-    def __init__(self, tasks: Sequence[_FileTask], cancelled: threading.Event) -> None:
+    def __init__(self, tasks: Sequence[_FileTask], at: Position) -> None:
         self._tasks = tasks
-        self._cancelled = cancelled
-        self._left: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
-        for task in tasks:
-            for number in range(task.chunk_count):
-                self._left.put(_Chunk(task, number))
-        self.count = self._left.qsize()
+        self._at = at
+        self._left = deque(_Chunk(task, n) for task in tasks for n in range(task.chunk_count))
+        self.count = len(self._left)
         self._hopeless = threading.Event()
         self._lock = threading.Lock()
 
@@ -133,12 +110,11 @@ class _Chunks:
             if thread >= _THREADS_IN_ORDER and self._tasks[0].is_in_order():
                 return
             try:
-                chunk = self._left.get_nowait()
-            except queue.Empty:
+                chunk = self._left.popleft()
+            except IndexError:
                 return
             try:
-                if self._cancelled.is_set():
-                    raise Cancelled("the save was aborted")
+                self._at.raise_if_cancelled()
                 chunk.task.do_chunk(chunk, thread)
             except _GivenUp:
                 continue
@@ -162,11 +138,9 @@ class _Chunks:
             task.give_up()
 
 
-def _work_through(
-    tasks: Sequence[_FileTask], thread_count: int, cancelled: threading.Event
-) -> None:
+def _work_through(tasks: Sequence[_FileTask], thread_count: int, at: Position) -> None:
     """Write files with a few threads until each is done or failed; a permanent error fails all."""
-    chunks = _Chunks(tasks, cancelled)
+    chunks = _Chunks(tasks, at)
     threads = [
         # Daemons: storage may hang, and the interpreter has to exit.
         threading.Thread(target=chunks.write, args=(n,), name=f"nostall-io-{n}", daemon=True)
@@ -203,15 +177,13 @@ def _join(threads: Iterable[threading.Thread]) -> None:
         raise interrupt
 
 
+@dataclass(slots=True)
 class _Chunk:
     """One chunk of one file, and the phase of the thread that works on it."""
 
-    __slots__ = ("number", "phase", "task")
-
-    def __init__(self, task: _FileTask, number: int) -> None:
-        self.task = task
-        self.number = number
-        self.phase = "open"
+    task: _FileTask
+    number: int
+    phase: str = "open"
 
 
 class _GivenUp(Exception):
@@ -243,7 +215,7 @@ class _FileTask:
         self._checksums = checksums
         self._file: Upload | None = None
         self._lock = threading.Lock()
-        size = max(PAGE_NBYTES, page_aligned(job.chunk_nbytes))
+        size = page_aligned(max(1, job.chunk_nbytes))
         self._bounds = [*range(0, image.nbytes, size), image.nbytes] if image.nbytes else [0, 0]
         self.chunk_count = len(self._bounds) - 1
         self._summed = [threading.Event() for _ in range(self.chunk_count)]
@@ -251,7 +223,7 @@ class _FileTask:
         self._written = [threading.Event() for _ in range(self.chunk_count)]
         self._opened = threading.Event()
         self._left = self.chunk_count
-        self._written_nbytes = 0
+        self.written_nbytes = 0
         self._given_up = False
         self.is_done = False
         """Whether the file is complete and, if requested, durable."""
@@ -295,7 +267,7 @@ class _FileTask:
         started_s = self._note("write", thread, started_s)
         self._at.wrote(end - begin)
         with self._lock:
-            self._written_nbytes += end - begin
+            self.written_nbytes += end - begin
             self._left -= 1
             last = self._left == 0
         if last:
@@ -321,10 +293,6 @@ class _FileTask:
         self._given_up = True
         for event in (*self._summed, *self._sealed, *self._written, self._opened):
             event.set()
-
-    def forget_progress(self) -> None:
-        """Subtract the written bytes, as the file is written again."""
-        self._at.wrote(-self._written_nbytes)
 
     def close(self) -> None:
         if self._file is not None:

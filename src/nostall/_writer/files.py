@@ -48,29 +48,33 @@ def perform(
         A receipt for every file, or the first failure, after which no file made by the job is left.
     """
     storage = PosixFiles(job.directory, sync=job.sync_files, direct=job.direct)
-    at = Position(phase="open", path=job.directory, on_progress=on_progress, on_created=on_created)
+    at = Position(
+        job.directory,
+        cancelled=cancelled or threading.Event(),
+        on_progress=on_progress,
+        on_created=on_created,
+    )
     try:
         at.wrote(0)
-        cancelled = cancelled or threading.Event()
         faults = Faults(job.faults)
         faults.at("start")
         make_directory(job.directory)
         if stream is None:
-            receipts = write_images(job, storage, images, faults, at, cancelled, chunk_planner)
+            receipts = write_images(job, storage, images, faults, at, chunk_planner)
             _require_files(receipts, storage, at)
         else:
-            receipts = write_streams(job, images, faults, at, stream, cancelled, chunk_planner)
+            receipts = write_streams(job, images, faults, at, stream, chunk_planner)
         if job.sync_files:
             at.move("fsync", job.directory)
             storage.flush()
         faults.at("report")
-        if cancelled.is_set():  # the caller no longer waits for the report
-            raise Cancelled("the save was aborted")
+        at.raise_if_cancelled()  # the caller no longer waits for the report
     except BaseException as error:  # every failure is reported to the trainer
         remove_files(at.created)
         if not isinstance(error, Exception):  # an interrupt
             raise
-        return RankFailed(rank=job.rank, failure=_describe(error, at))
+        failure = describe(error, phase=at.phase, path=at.path)
+        return RankFailed(rank=job.rank, failure=failure)
     return RankWritten(rank=job.rank, receipts=receipts)
 
 
@@ -85,22 +89,22 @@ def _require_files(receipts: Iterable[FileReceipt], storage: Files, at: Position
         require_file(storage, receipt.name, receipt.nbytes)
 
 
-def _describe(error: Exception, at: Position) -> Failure:
+def describe(error: BaseException, *, phase: str, path: str) -> Failure:
+    """The failure of a rank whose write raised an error."""
     if isinstance(error, Cancelled):
-        kind = "SaveAbortedError"
-        return Failure(kind=kind, message=str(error), phase=at.phase, path=at.path)
+        return Failure(kind="SaveAbortedError", message=str(error), phase=phase, path=path)
     code = error.errno if isinstance(error, OSError) and isinstance(error.errno, int) else None
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     hint = None
     if code in (errno.ENOSPC, errno.EDQUOT):
-        hint = _free_space(at.path)
+        hint = _free_space(path)
     elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
         hint = f"user {os.geteuid()} may not write there; change that or save elsewhere"
     return Failure(
         kind="WriteError",
         message=f"{type(error).__name__}: {reason}",
-        phase=at.phase,
-        path=at.path,
+        phase=phase,
+        path=path,
         errno=code,
         hint=hint,
         traceback="".join(traceback.format_exception(error)),

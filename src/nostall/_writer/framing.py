@@ -84,13 +84,6 @@ class Receiver:
                 return None
             self._buffer += piece
 
-    def close(self) -> None:
-        """Close received descriptors that were not returned. Idempotent."""
-        while self._descriptors:
-            _, descriptors = self._descriptors.pop()
-            for fd in descriptors:
-                os.close(fd)
-
     def _descriptors_of(self, message: Message) -> list[int]:
         """The descriptors of the message just taken."""
         count = message.pop("descriptors", 0)

@@ -68,10 +68,10 @@ class WriterProcess(ChildProcess[RankReport]):
     def __init__(
         self,
         *,
-        cpu_priority: int | None = None,
-        io_priority: int | None = None,
-        on_progress: Callable[[str, int], None] = lambda _job, _nbytes: None,
-        on_created: Callable[[str, str], None] = lambda _job, _path: None,
+        cpu_priority: int | None,
+        io_priority: int | None,
+        on_progress: Callable[[str, int], None],
+        on_created: Callable[[str, str], None],
     ) -> None:
         self._on_progress = on_progress
         self._on_created = on_created
@@ -129,25 +129,18 @@ class WriterProcess(ChildProcess[RankReport]):
             yield message, ()
         yield job_to_message(job, number), ()
 
-    def has(self, save: str) -> bool:
-        """Whether a job of this save is unanswered."""
+    def unanswered(self, save: str) -> dict[str, Future[RankReport]]:
+        """The unanswered jobs of a save, and their futures."""
         with self._lock:
-            return any(job.startswith(f"{save}/") for job in self._waiting)
-
-    def answers_to(self, save: str) -> list[Future[RankReport]]:
-        """Futures of the unanswered jobs of this save."""
-        with self._lock:
-            return [
-                waiting.future
+            return {
+                job: waiting.future
                 for job, waiting in self._waiting.items()
                 if job.startswith(f"{save}/")
-            ]
+            }
 
     def cancel(self, save: str) -> None:
         """Ask the process to drop the jobs of a save; they are answered as aborted."""
-        with self._lock:
-            jobs = [job for job in self._waiting if job.startswith(f"{save}/")]
-        self._send(({"type": "cancel", "job": job}, ()) for job in jobs)
+        self._send(({"type": "cancel", "job": job}, ()) for job in self.unanswered(save))
 
     def forget(self, block_id: int) -> None:
         """Let the process unmap a block that the arena has freed."""

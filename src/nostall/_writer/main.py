@@ -19,7 +19,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 
@@ -27,7 +26,7 @@ from nostall._model.checksum import use_fastest_from
 from nostall._model.jobs import Failure, RankFailed, RankReport, SealTable, WriteJob, page_aligned
 from nostall._storage.posix import close_all
 from nostall._storage.streams import StreamTarget
-from nostall._writer.files import perform
+from nostall._writer.files import describe, perform
 from nostall._writer.framing import Message, send
 from nostall._writer.images import WholeImage
 from nostall._writer.messages import (
@@ -39,6 +38,7 @@ from nostall._writer.messages import (
     seals_from_message,
 )
 from nostall._writer.parent import messages_from_parent
+from nostall._writer.position import Cancelled
 from nostall._writer.seals import ChunkPlans
 from nostall.errors import ProtocolError
 
@@ -144,16 +144,7 @@ class _Writer:
                     partial(self._send_created, job),
                 )
             except BaseException as error:  # an answer is sent in any case
-                report = RankFailed(
-                    rank=job.rank,
-                    failure=Failure(
-                        kind="WriteError",
-                        message=f"{type(error).__name__}: {error}",
-                        phase="write",
-                        path=job.directory,
-                        traceback=traceback.format_exc(),
-                    ),
-                )
+                report = _failed(job, error)
             self._answer(job.job, report)
 
     def _progress_sender(self, name: str) -> Callable[[int], None]:
@@ -181,13 +172,7 @@ class _Writer:
             if running is not None:
                 running.set()
             return
-        failure = Failure(
-            kind="SaveAbortedError",
-            message="the save was aborted",
-            phase="write",
-            path=job.directory,
-        )
-        self._answer(name, RankFailed(rank=job.rank, failure=failure))
+        self._answer(name, _failed(job, Cancelled()))
 
     def _answer(self, name: str, report: RankReport) -> None:
         self._cancelled.pop(name, None)
@@ -209,6 +194,11 @@ class _Writer:
                 raise ProtocolError(f"the image of {image.name} lies outside of the memory sent")
             images[image.name] = WholeImage(memoryview(block)[image.block_offset : end])
         return images
+
+
+def _failed(job: WriteJob, error: BaseException) -> RankFailed:
+    failure = describe(error, phase="write", path=job.directory)
+    return RankFailed(rank=job.rank, failure=failure)
 
 
 def _stream_target(job: WriteJob) -> StreamTarget | None:

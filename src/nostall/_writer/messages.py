@@ -1,13 +1,15 @@
 """Messages between trainer and writer process, as values and as plain data, checked field by field.
 
-Every message about a save carries its job id; a receiver drops messages about unknown jobs.
+Every message about a save carries its job id; a receiver drops messages about unknown jobs. All
+functions that decode raise :class:`ProtocolError` if a field is missing or of the wrong type.
 """
 
 from __future__ import annotations
 
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -38,6 +40,14 @@ class UnknownSealsError(Exception):
     """A job refers to seal tables that were not sent, or were forgotten."""
 
 
+@contextmanager
+def _decoding(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ProtocolError(f"{what} is malformed: {error!r:.200}") from error
+
+
 def seals_to_message(number: int, tables: Sequence[SealTable]) -> Message:
     """The seal tables of a job's files as a separate message, which many jobs refer to."""
     return {
@@ -57,78 +67,55 @@ def seals_to_message(number: int, tables: Sequence[SealTable]) -> Message:
     }
 
 
+@_decoding("a message of seal tables")
 def seals_from_message(message: Message) -> tuple[int, tuple[SealTable, ...]]:
-    """The number and the tables in a message.
-
-    Raises:
-        ProtocolError: A field is missing or of the wrong type.
-    """
-    try:
-        number = _count(message["number"])
-        return number, tuple(_table_from_plain(plain) for plain in message["tables"])
-    except _MALFORMED as error:
-        raise ProtocolError(f"seal tables are malformed: {error!r:.200}") from error
+    """The number and the tables in a message."""
+    number = _count(message["number"])
+    return number, tuple(_table_from_plain(plain) for plain in message["tables"])
 
 
 def job_to_message(job: WriteJob, seals: int) -> Message:
     """A write job as a message; ``seals`` is the number of its seal tables at the receiver."""
-    return {
-        "type": "write",
-        "job": job.job,
-        "rank": job.rank,
-        "directory": job.directory,
-        "sync_files": job.sync_files,
-        "io_threads": job.io_threads,
-        "chunk_nbytes": job.chunk_nbytes,
-        "direct": job.direct,
-        "checksum_files": job.checksum_files,
-        "retries": job.retries,
-        "stream": None if job.stream is None else b64encode(job.stream).decode(),
-        "sys_path": job.sys_path,
-        "faults": job.faults,
-        "seals": seals,
-        "files": [
-            {
-                "name": image.name,
-                "nbytes": image.nbytes,
-                "block": image.block,
-                "block_offset": image.block_offset,
-            }
-            for image in job.files
-        ],
-    }
+    files = [
+        {
+            "name": image.name,
+            "nbytes": image.nbytes,
+            "block": image.block,
+            "block_offset": image.block_offset,
+        }
+        for image in job.files
+    ]
+    stream = None if job.stream is None else b64encode(job.stream).decode()
+    return {**_fields_of(job), "type": "write", "files": files, "seals": seals, "stream": stream}
 
 
+@_decoding("a write job")
 def job_from_message(message: Message, known: Mapping[int, Sequence[SealTable]]) -> WriteJob:
     """The write job in a message; ``known`` has the seal tables received before.
 
     Raises:
         UnknownSealsError: It refers to others; the message has a job and a rank to answer for.
-        ProtocolError: A field is missing or of the wrong type.
     """
-    try:
-        return WriteJob(
-            job=_of(str, message["job"]),
-            rank=_count(message["rank"]),
-            directory=_of(str, message["directory"]),
-            files=tuple(
-                _image_from_plain(plain, table)
-                for plain, table in zip(
-                    message["files"], _tables_of(message["seals"], known), strict=True
-                )
-            ),
-            sync_files=_of(bool, message["sync_files"]),
-            io_threads=_count(message["io_threads"], MOST_IO_THREADS),
-            chunk_nbytes=_count(message["chunk_nbytes"]),
-            direct=_of(bool, message["direct"]),
-            checksum_files=_of(bool, message["checksum_files"]),
-            retries=_count(message["retries"]),
-            stream=None if message["stream"] is None else b64decode(message["stream"]),
-            sys_path=tuple(_of(str, path) for path in _of(list, message["sys_path"])),
-            faults=tuple(_of(dict, fault) for fault in _of(list, message["faults"])),
-        )
-    except _MALFORMED as error:
-        raise ProtocolError(f"a write job is malformed: {error!r:.200}") from error
+    return WriteJob(
+        job=_of(str, message["job"]),
+        rank=_count(message["rank"]),
+        directory=_of(str, message["directory"]),
+        files=tuple(
+            _image_from_plain(plain, table)
+            for plain, table in zip(
+                message["files"], _tables_of(message["seals"], known), strict=True
+            )
+        ),
+        sync_files=_of(bool, message["sync_files"]),
+        io_threads=_count(message["io_threads"], MOST_IO_THREADS),
+        chunk_nbytes=_count(message["chunk_nbytes"]),
+        direct=_of(bool, message["direct"]),
+        checksum_files=_of(bool, message["checksum_files"]),
+        retries=_count(message["retries"]),
+        stream=None if message["stream"] is None else b64decode(message["stream"]),
+        sys_path=tuple(_of(str, path) for path in _of(list, message["sys_path"])),
+        faults=tuple(_of(dict, fault) for fault in _of(list, message["faults"])),
+    )
 
 
 def report_to_message(job: str, report: RankReport) -> Message:
@@ -139,47 +126,27 @@ def report_to_message(job: str, report: RankReport) -> Message:
     return {"type": "written", "job": job, "report": {"rank": report.rank, "receipts": receipts}}
 
 
+@_decoding("a report")
 def report_from_message(message: Message) -> RankReport:
-    """The report in a message.
-
-    Raises:
-        ProtocolError: A field is missing or of the wrong type.
-    """
-    try:
-        plain = message["report"]
-        if message["type"] == "failed":
-            return RankFailed(
-                rank=_count(plain["rank"]), failure=failure_from_plain(plain["failure"])
-            )
-        return RankWritten(
-            rank=_count(plain["rank"]),
-            receipts=tuple(_receipt_from_plain(receipt) for receipt in plain["receipts"]),
-        )
-    except _MALFORMED as error:
-        raise ProtocolError(f"a report is malformed: {error!r:.200}") from error
+    """The report in a message."""
+    plain = message["report"]
+    rank = _count(plain["rank"])
+    if message["type"] == "failed":
+        return RankFailed(rank=rank, failure=failure_from_plain(plain["failure"]))
+    return RankWritten(rank=rank, receipts=tuple(map(_receipt_from_plain, plain["receipts"])))
 
 
+@_decoding("a failure")
 def failure_from_plain(plain: Any) -> Failure:
-    """The failure in a message.
-
-    Raises:
-        ProtocolError: A field is missing or of the wrong type.
-    """
-    try:
-        failure = Failure(**plain)
-        for value in (failure.kind, failure.message, failure.phase, failure.traceback):
-            _of(str, value)
-        for text in (failure.path, failure.hint):
-            _of(str, text or "")
-        for code in (failure.errno, failure.exit_code):
-            _of(int, code or 0)
-    except _MALFORMED as error:
-        raise ProtocolError(f"a failure is malformed: {error!r:.200}") from error
+    """The failure in a message."""
+    failure = Failure(**plain)
+    for value in (failure.kind, failure.message, failure.phase, failure.traceback):
+        _of(str, value)
+    for text in (failure.path, failure.hint):
+        _of(str, text or "")
+    for code in (failure.errno, failure.exit_code):
+        _of(int, code or 0)
     return failure
-
-
-_MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""Exceptions raised while decoding a malformed message."""
 
 
 def _of(kind: type, value: Any) -> Any:
@@ -205,16 +172,10 @@ def progress_to_message(job: str, nbytes: int) -> Message:
     return {"type": "progress", "job": job, "nbytes": nbytes}
 
 
+@_decoding("the progress of a job")
 def progress_from_message(message: Message) -> tuple[str, int]:
-    """The job and the number of its bytes written so far.
-
-    Raises:
-        ProtocolError: A field is missing or of the wrong type.
-    """
-    try:
-        return _of(str, message["job"]), _count(message["nbytes"])
-    except _MALFORMED as error:
-        raise ProtocolError(f"the progress of a job is malformed: {error!r:.200}") from error
+    """The job and the number of its bytes written so far."""
+    return _of(str, message["job"]), _count(message["nbytes"])
 
 
 def created_to_message(job: str, name: str) -> Message:
@@ -222,18 +183,10 @@ def created_to_message(job: str, name: str) -> Message:
     return {"type": "created", "job": job, "name": name}
 
 
+@_decoding("the name of a new file")
 def created_from_message(message: Message) -> tuple[str, str]:
-    """The job and the name of a file made for it.
-
-    Raises:
-        ProtocolError: A field is missing or of the wrong type, or the name leads out of the
-            directory.
-    """
-    try:
-        job, name = _of(str, message["job"]), _file_name(message["name"])
-    except _MALFORMED as error:
-        raise ProtocolError(f"the name of a new file is malformed: {error!r:.200}") from error
-    return job, name
+    """The job and the name of a file made for it, which does not lead out of the directory."""
+    return _of(str, message["job"]), _file_name(message["name"])
 
 
 def _file_name(value: Any) -> str:
@@ -243,15 +196,17 @@ def _file_name(value: Any) -> str:
     return name
 
 
+def _fields_of(value: FileReceipt | WriteJob) -> Message:
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
 def _receipt_to_plain(receipt: FileReceipt) -> Message:
-    plain = {field.name: getattr(receipt, field.name) for field in fields(receipt)}
     packed = b64encode(receipt.packed_crc32).decode()
-    return {**plain, "packed_crc32": packed, "work": asdict(receipt.work)}
+    return {**_fields_of(receipt), "packed_crc32": packed, "work": asdict(receipt.work)}
 
 
 def _receipt_from_plain(plain: Message) -> FileReceipt:
     extents, work = plain["extents"], plain["work"]
-    failed_attempts = tuple(_of(str, why) for why in _of(list, plain["failed_attempts"]))
     packed = b64decode(plain["packed_crc32"], validate=True)
     if len(packed) % 4:
         raise ValueError(f"checksums of {len(packed)} bytes, not a multiple of 4")
@@ -274,7 +229,7 @@ def _receipt_from_plain(plain: Message) -> FileReceipt:
             fsync_s=_seconds(work["fsync_s"]),
             spans=tuple(map(_span_from_plain, work["spans"])),
         ),
-        failed_attempts=failed_attempts,
+        failed_attempts=tuple(_of(str, why) for why in _of(list, plain["failed_attempts"])),
     )
 
 

@@ -9,20 +9,24 @@ from collections.abc import Callable
 class Cancelled(Exception):
     """The trainer cancelled the job."""
 
+    def __init__(self) -> None:
+        super().__init__("the save was aborted")
+
 
 class Position:
     """Where the first failure occurred (others are consequences), files made, bytes written."""
 
     def __init__(
         self,
-        *,
-        phase: str,
         path: str,
+        *,
+        cancelled: threading.Event,
         on_progress: Callable[[int], None],
-        on_created: Callable[[str], None] = lambda _: None,
+        on_created: Callable[[str], None],
     ) -> None:
-        self.phase = phase
+        self.phase = "open"
         self.path = path
+        self.cancelled = cancelled
         self.created: set[str] = set()
         """Paths of the files that the job has made, and may remove."""
         self._on_progress = on_progress
@@ -32,6 +36,11 @@ class Position:
 
     def move(self, phase: str, path: str) -> None:
         self.phase, self.path = phase, path
+
+    def raise_if_cancelled(self) -> None:
+        """Called between two chunks."""
+        if self.cancelled.is_set():
+            raise Cancelled
 
     def create(self, path: str) -> None:
         """Record a new file of the job."""

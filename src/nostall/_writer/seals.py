@@ -11,7 +11,7 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -173,26 +173,21 @@ class ChunkPlans:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: OrderedDict[int, tuple[SealTable, tuple[int, ...], ImagePlan]] = OrderedDict()
+        self._kept: OrderedDict[Hashable, tuple[SealTable, ImagePlan]] = OrderedDict()
 
     def plan(self, seals: SealTable, bounds: Sequence[int]) -> ImagePlan:
         """As :func:`plan_chunks`."""
-        key, wanted = id(seals), tuple(bounds)
+        key = id(seals), tuple(bounds)
         with self._lock:
-            kept = self._kept.get(key)
-            if kept is not None:
+            if key in self._kept:
                 self._kept.move_to_end(key)
-        if kept is not None:
-            _, kept_bounds, known = kept
-            if kept_bounds == wanted:
-                return known
-        new = plan_chunks(seals, wanted)
+                return self._kept[key][1]
+        plan = plan_chunks(seals, bounds)
         with self._lock:
-            self._kept[key] = (seals, wanted, new)
-            self._kept.move_to_end(key)
-            while len(self._kept) > _PLANS_KEPT:
+            self._kept[key] = (seals, plan)
+            if len(self._kept) > _PLANS_KEPT:
                 self._kept.popitem(last=False)
-        return new
+        return plan
 
 
 class Payloads:

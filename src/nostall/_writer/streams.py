@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Mapping
 
@@ -12,7 +11,7 @@ from nostall._storage.posix import create_new
 from nostall._storage.streams import StreamTarget, write_stream
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image
-from nostall._writer.position import Cancelled, Position
+from nostall._writer.position import Position
 from nostall._writer.seals import ChunkPlanner, Payloads
 
 
@@ -22,7 +21,6 @@ def write_streams(
     faults: Faults,
     at: Position,
     target: StreamTarget,
-    cancelled: threading.Event,
     chunk_planner: ChunkPlanner,
 ) -> tuple[FileReceipt, ...]:
     """Write all files of a job front to back; each image must be entirely in memory.
@@ -31,14 +29,9 @@ def write_streams(
         Cancelled: The job was cancelled.
         Exception: An error of the user's callables.
     """
-
-    def raise_if_cancelled() -> None:
-        if cancelled.is_set():
-            raise Cancelled("the save was aborted")
-
     receipts = []
     for image in job.files:
-        raise_if_cancelled()
+        at.raise_if_cancelled()
         path = os.path.join(job.directory, image.name)
         at.move("write", path)
         faults.at("open", path)
@@ -66,7 +59,7 @@ def write_streams(
             blobs,
             chunk_nbytes=job.chunk_nbytes,
             sync=job.sync_files,
-            before_each=raise_if_cancelled,
+            before_each=at.raise_if_cancelled,
         )
         at.wrote(image.nbytes)
         receipts.append(
