@@ -75,7 +75,10 @@ def _run(parsed: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print_error("interrupted")
         return Status.INTERRUPTED
-    except (NotThere, NostallError, OSError, MemoryError) as error:
+    except MemoryError as error:
         print_error(str(error) or "not enough memory")
+        return Status.FAILED
+    except (NotThere, NostallError, OSError) as error:
+        print_error(str(error))
         return next((_STATUS[kind] for kind in _STATUS if isinstance(error, kind)), Status.FAILED)
     return status
