@@ -10,14 +10,28 @@ from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from nostall._cli import bench, convert, diff, inspect, latest, ls, prune, verify
-from nostall._cli.arguments import NotThere, Status
+from nostall._cli.arguments import Command, NotThere, Status
 from nostall._cli.output import print_error
 from nostall._version import __version__
 from nostall.errors import NostallError, OptionError, UnknownMetadataError
 
 __all__ = ["main"]
 
-_COMMANDS = (ls, inspect, latest, diff, verify, prune, convert, bench)
+_COMMANDS: dict[str, Command] = {
+    "ls": ls,
+    "inspect": inspect,
+    "latest": latest,
+    "diff": diff,
+    "verify": verify,
+    "prune": prune,
+    "convert": convert,
+    "bench": bench,
+}
+_STATUS = {
+    NotThere: Status.NOT_THERE,
+    UnknownMetadataError: Status.NOT_UNDERSTOOD,
+    OptionError: Status.WRONG_ARGUMENTS,
+}
 _STATUSES = (
     "exit status: 0 fine; 1 damaged, different or failed; 2 wrong arguments; 3 no checkpoint there;"
     " 4 metadata not understood"
@@ -34,8 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"nostall {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for command in _COMMANDS:
-        command.add_to(commands)
+    for name, command in _COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.HELP, description=command.DESCRIPTION)
+        subparser.set_defaults(run=command.run)
+        command.add_arguments(subparser)
     with ExitStack() as opened:
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
             if stream is None:  # closed by the caller, as `>&-` does
@@ -49,29 +65,20 @@ def _run(parsed: argparse.Namespace) -> int:
     try:
         status = int(parsed.run(parsed))
         sys.stdout.flush()
-    except NotThere as error:
-        print_error(str(error))
-        return Status.NOT_THERE
-    except UnknownMetadataError as error:
-        print_error(str(error))
-        return Status.NOT_UNDERSTOOD
-    except OptionError as error:
-        print_error(str(error))
-        return Status.WRONG_ARGUMENTS
     except BrokenPipeError:
         # The reader has ended, as `head` does; the interpreter would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Status.PIPE_CLOSED
-    except (NostallError, OSError) as error:
-        print_error(str(error))
-        return Status.FAILED
     except UnicodeEncodeError as error:
         print_error(f"{error.object!a:.200} cannot be printed as {error.encoding}")
-        return Status.FAILED
-    except MemoryError as error:
-        print_error(str(error) or "not enough memory")
         return Status.FAILED
     except KeyboardInterrupt:
         print_error("interrupted")
         return Status.INTERRUPTED
+    except MemoryError as error:
+        print_error(str(error) or "not enough memory")
+        return Status.FAILED
+    except (NotThere, NostallError, OSError) as error:
+        print_error(str(error))
+        return next((_STATUS[kind] for kind in _STATUS if isinstance(error, kind)), Status.FAILED)
     return status

@@ -22,7 +22,13 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from typing_extensions import Self
 
 from nostall._engine import default_engine
-from nostall._manager.arguments import better_of, interval_of, numbers_of, policies_of
+from nostall._manager.arguments import (
+    better_of,
+    interval_of,
+    numbers_of,
+    parts_of,
+    policies_of,
+)
 from nostall._manager.choosing import agreed, choose_step
 from nostall._manager.contents import PerRank, capture, require_state
 from nostall._manager.handles import SaveHandle
@@ -38,7 +44,7 @@ from nostall._manager.policies import (
 )
 from nostall._manager.restoring import Restoration
 from nostall._manager.retention import Records, Retention
-from nostall._manager.steps import StepDirectories, require_parts
+from nostall._manager.steps import StepDirectories
 from nostall._queue.finalizing import together
 from nostall._ranks.group import Coordination, coordination_for, require_members
 from nostall._storage.destination import absolute, require_file_system, require_possible
@@ -112,17 +118,18 @@ class CheckpointManager:
         policies = policies_of(keep)
         self._save_every = interval_of(save_every)
         self._better = better_of(policies, metrics or {})
-        self._steps = StepDirectories(str(absolute(root)), require_parts(parts))
+        self._steps = StepDirectories(str(absolute(root)), parts_of(parts))
         self._records = Records(self._steps)
         self._group = process_group
         self._make_writer = writer
-        self._caches = [CheckpointMetadataCache() for _ in self._steps.checkpoints(0)]
+        self._caches = [CheckpointMetadataCache() for _ in range(self._steps.count)]
         self._pending = PendingSaves(process_group, self._on_commit)
         self._retention = Retention(self._steps, policies, lambda: self._pending.activity)
         self._highest: int | None = None
         """The highest step that has a directory, known alike on all ranks; ``None`` before the
         first save."""
         self._saved_at_s = time.monotonic()
+        """When the last save began, or the manager was made; for a time as ``save_every``."""
 
     # --- saving -------------------------------------------------------------------------------
 
@@ -168,6 +175,7 @@ class CheckpointManager:
             CheckpointException: A rank could not plan this save, or an earlier save failed; raised
                 on every rank.
             OptionError: An argument is not possible.
+            SaveTimeoutError: Storage does not answer rank 0; raised on every rank.
         """
         step = require_integer("step", step, at_least=0)
         numbers = numbers_of(metrics or {})
@@ -201,10 +209,9 @@ class CheckpointManager:
 
     def _begin(self) -> int:
         """Before the first save: remove what a crash has left; the highest step, or -1."""
-        removed = self._steps.remove_unfinished()
-        if removed:
-            _log.warning("removed unfinished steps %s below %s", removed, self._steps.root)
-        return max(self._steps.listed(), default=-1)
+        self._retention.tidy()
+        self._wait_for_removal()
+        return max(self._steps.look(self._steps.listed), default=-1)
 
     def _captured(
         self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float], extra: object
@@ -295,17 +302,18 @@ class CheckpointManager:
         """The committed steps in ascending order, as this rank sees them now.
 
         Raises:
-            ReadError: Storage does not answer.
+            ReadError: Storage refuses to answer.
+            SaveTimeoutError: It does not answer within ``EngineOptions.save_timeout_s``.
         """
-        return self._steps.committed()
+        return self._steps.look(self._steps.committed)
 
     def latest_step(self) -> int | None:
         """The highest committed step, as this rank sees it now; ``None`` without any.
 
         Raises:
-            ReadError: Storage does not answer.
+            ReadError, SaveTimeoutError: As :meth:`all_steps`.
         """
-        return self._steps.latest()
+        return self._steps.look(self._steps.latest)
 
     def best_step(self, metric: str | None = None) -> int | None:
         """The committed step with the best value of a metric; ``None`` if no step has it.
@@ -315,7 +323,7 @@ class CheckpointManager:
 
         Raises:
             OptionError: It is not known which value of this metric is better.
-            ReadError: Storage does not answer.
+            ReadError, SaveTimeoutError: As :meth:`all_steps`.
         """
         if metric is None and len(self._better) == 1:
             (metric,) = self._better
@@ -324,7 +332,7 @@ class CheckpointManager:
                 f"metric={metric!r} is not one of {sorted(self._better)}",
                 hint='name it in metrics={"loss": "min"} of the manager',
             )
-        records = self._records.read(with_metrics=True)
+        records = self._steps.look(partial(self._records.read, with_metrics=True))
         return next(iter(best_first(records, metric, self._better[metric])), None)
 
     # --- restoring ----------------------------------------------------------------------------
@@ -337,6 +345,10 @@ class CheckpointManager:
         Objects get their state by ``load_state_dict``; tensors are loaded in place; other values
         are replaced in ``state``. Pickles in the checkpoint are executed, as ``dcp.load`` does it.
 
+        No process on the machine of rank 0 removes the step meanwhile. If one on another machine
+        does, this is an error: values of several steps are never mixed. Reading the files of the
+        step has no deadline, as in ``dcp.load``.
+
         Args:
             state: As for :meth:`save`; it may lack keys of the step.
             step: The step; by default the highest complete one. Higher ones that are damaged are
@@ -348,7 +360,8 @@ class CheckpointManager:
             What was restored; ``None`` if there is no step to restore by default.
 
         Raises:
-            ReadError: The step does not exist or is not complete; or storage does not answer.
+            ReadError: The step does not exist or is not complete; or storage refuses to answer.
+            SaveTimeoutError: It does not answer rank 0 within ``EngineOptions.save_timeout_s``.
             UnknownMetadataError: No step is known to be complete, and one is not understood.
             DamagedCheckpointError: Another program saved the step.
             CheckpointException: A rank could not read it.
@@ -359,7 +372,8 @@ class CheckpointManager:
         coordination = self._coordination()
         agreed(coordination, self._wait_for_removal)
         with ExitStack() as hold:
-            about = agreed(coordination, lambda: choose_step(self._steps, step, hold))
+            choose = partial(choose_step, self._steps, step, hold)
+            about = agreed(coordination, lambda: self._steps.look(choose))
             if about is None:
                 return None
             with together(coordination):

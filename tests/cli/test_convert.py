@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 import nostall
 from cli.conftest import Run
-from nostall._cli.nesting import nested
+from nostall._cli.checkpoints.nesting import nested
 from nostall.errors import DamagedCheckpointError
 from support.parts import save_in_halves
 from support.states import small_state
@@ -135,7 +135,7 @@ def test_a_full_disk_leaves_no_file(
 
     for name in ("posix_fallocate", "fsync"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"nostall._cli.converting.os.{name}", full)
+            patch.setattr(f"nostall._cli.checkpoints.converting.os.{name}", full)
             status, _, error = run("convert", tmp_path / "saved", tmp_path / "all.pt")
         assert (status, error.count("\n")) == (1, 1)
         assert "No space left" in error
@@ -165,9 +165,9 @@ def test_the_tensors_are_never_all_in_memory(tmp_path: Path) -> None:
     dcp.save(state, storage_writer=nostall.FileSystemWriterAsync(tmp_path / "saved"))
     program = """
 import resource, sys
-import nostall._cli.converting
+import nostall._cli.checkpoints.converting
 from nostall.cli import main
-nostall._cli.converting.torch.set_num_threads(1)
+nostall._cli.checkpoints.converting.torch.set_num_threads(1)
 with open("/proc/self/status") as stream:
     (now,) = (int(line.split()[1]) << 10 for line in stream if line.startswith("VmData"))
 resource.setrlimit(resource.RLIMIT_DATA, (now + (48 << 20),) * 2)

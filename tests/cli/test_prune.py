@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 import nostall
 from cli.conftest import Run
-from nostall._cli.listing import Listed, State
-from nostall._cli.prune import why_kept
-from nostall._cli.retention import parse_rules, reasons
+from nostall._cli.checkpoints.listing import Listed, State
+from nostall._cli.prune import parse_rules, reasons, why_kept
 from support.states import save_stock_way
 
 
@@ -159,7 +158,9 @@ def test_other_policies_are_refused(tmp_path: Path, run: Run, policies: str) -> 
 
 CHECKPOINTS = st.lists(
     st.builds(
-        lambda name, step, **rest: Listed(path=f"/root/{name}{step}", name=f"{name}{step}", **rest),
+        lambda name, step, **rest: Listed(
+            path=f"/checkpoints/{name}{step}", name=f"{name}{step}", **rest
+        ),
         name=st.sampled_from(["step", "save_", "epoch=1-step="]),
         step=st.integers(0, 99),
         state=st.sampled_from(State),

@@ -68,6 +68,14 @@ def test_rank_0_chooses_the_step(found: Found) -> None:
         assert each["unreadable"]["step"] == 1
 
 
+@pytest.mark.parametrize("call", ["restore", "save"])
+def test_storage_that_hangs_on_rank_0_is_an_error_on_all(found: Found, call: str) -> None:
+    """In time, and of one type; the same manager goes on when storage answers."""
+    for each in found:
+        assert each["stuck"][call].startswith("SaveTimeoutError: ")
+        assert each["stuck"]["steps"] == [1, 2]
+
+
 def test_a_step_that_is_being_removed_can_be_saved_again(found: Found) -> None:
     """Files of the new save are not removed with the old ones."""
     for each in found:

@@ -18,11 +18,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import nostall
 from nostall import CheckpointManager, KeepLatest, PerRank
 from nostall._manager import steps
 from nostall.errors import NostallError
+from nostall.options import EngineOptions
 from nostall.testing import Fault, Hold, inject
 from support.training import Job, disturb
+from support.waiting import HangingOs
 
 Facts = dict[str, Any]
 
@@ -34,6 +37,7 @@ def everything(out: Path) -> Facts:
         sharded,
         failing,
         unreadable,
+        stuck,
         saved_again,
         on_more_ranks,
     ]
@@ -184,6 +188,26 @@ def unreadable(out: Path) -> Facts:
     assert restored is not None
     manager.close()
     return {**found, "step": restored.step}
+
+
+def stuck(out: Path) -> Facts:
+    """Storage does not answer rank 0 for a while."""
+    state: Facts = {f"of {dist.get_rank()}": torch.ones(9)}
+    with CheckpointManager(out) as manager:
+        manager.save(1, state)
+    nostall.configure(EngineOptions(save_timeout_s=1.0))
+    manager = CheckpointManager(out)
+    storage = HangingOs("listdir", str(out))
+    with patch.object(steps, "os", storage) if dist.get_rank() == 0 else nullcontext():
+        found = {
+            "restore": _error_of(lambda: manager.restore(state)),
+            "save": _error_of(lambda: manager.save(2, state)),
+        }
+        storage.answer()
+    nostall.configure(EngineOptions())
+    manager.save(2, state)
+    manager.close()
+    return {**found, "steps": manager.all_steps()}
 
 
 def saved_again(out: Path) -> Facts:

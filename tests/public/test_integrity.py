@@ -38,6 +38,7 @@ from nostall.integrity import State
 from nostall.state_dict_saver import CheckpointMetadataCache
 from support.manifests import with_manifest_of
 from support.states import read_metadata, schedule, small_state
+from support.waiting import AwayOs
 
 
 def by_queue(path: Path, state: dict[str, Any], **options: Any) -> None:
@@ -626,23 +627,6 @@ def test_metadata_that_ends_within_the_manifest_is_damaged(tmp_path: Path) -> No
         assert files_in_manifest(io.BytesIO(content[:end])) is None
     assert split(pickled, path="") == (pickled, None)
     assert files_in_manifest(io.BytesIO(pickled)) is None
-
-
-class AwayOs:
-    """``os`` while a server does not know some files for a moment."""
-
-    def __init__(self, operation: str, part: str) -> None:
-        self._operation = operation
-        self._part = part
-
-    def __getattr__(self, name: str) -> Any:
-        real = getattr(os, name)
-        return self._refuse if name == self._operation else real
-
-    def _refuse(self, path: Any, *arguments: Any) -> Any:
-        if self._part in str(path):
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
-        return getattr(os, self._operation)(path, *arguments)
 
 
 @pytest.mark.parametrize("operation", ["stat", "open"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
@@ -41,6 +42,23 @@ class HangingOs:
     def answer(self) -> None:
         """Let all calls end."""
         self._answers.set()
+
+
+class AwayOs:
+    """``os`` while a server does not know some files for a moment."""
+
+    def __init__(self, operation: str, part: str) -> None:
+        self._operation = operation
+        self._part = part
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        return self._refuse if name == self._operation else real
+
+    def _refuse(self, path: Any, *arguments: Any) -> Any:
+        if self._part in str(path):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return getattr(os, self._operation)(path, *arguments)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

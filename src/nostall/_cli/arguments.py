@@ -1,4 +1,4 @@
-"""Exit statuses, and types of arguments that several commands share. No torch."""
+"""What a command is, exit statuses, and arguments that several commands share. No torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ import argparse
 import fnmatch
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import TypeAlias, TypeVar
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""Where a command's module declares itself."""
+
+
+class Command(Protocol):
+    """A command's module."""
+
+    HELP: str
+    DESCRIPTION: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the arguments."""
+
+    def run(self, parsed: argparse.Namespace) -> int:
+        """Do it; returns the exit status."""
 
 
 class Status(IntEnum):
@@ -45,18 +56,15 @@ def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
     return parsed
 
 
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    if int(text) < 1:
-        raise ValueError(f"{text} is less than 1")
-    return int(text)
+def at_least(least: int) -> Callable[[str], int]:
+    """A type for argparse: a whole number that is not lower."""
 
+    def parse(text: str) -> int:
+        if int(text) < least:
+            raise ValueError(f"{text} is less than {least}")
+        return int(text)
 
-def not_negative(text: str) -> int:
-    """A whole number of at least 0."""
-    if int(text) < 0:
-        raise ValueError(f"{text} is negative")
-    return int(text)
+    return checked(parse)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +75,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def add_name_filter(parser: argparse.ArgumentParser) -> None:
     """Add ``--name``; see :func:`matches`."""
     parser.add_argument(
-        *("--name",),
+        "--name",
         action="append",
         default=[],
         metavar="PATTERN",

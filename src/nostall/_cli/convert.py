@@ -5,28 +5,27 @@ from __future__ import annotations
 import argparse
 import os
 
-from nostall._cli.arguments import Commands, NotThere, Status
+from nostall._cli.arguments import NotThere, Status
 from nostall._cli.output import printable
 from nostall.errors import OptionError
 
+HELP = "convert a checkpoint directory to one torch.save file, or back"
+DESCRIPTION = (
+    "Convert a checkpoint directory to one torch.save file, or such a file to a"
+    " checkpoint directory. Tensors are never all in memory; converting to a file needs room"
+    " for them twice on the target's disk. TARGET appears when it is complete."
+)
 
-def add_to(commands: Commands) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "convert",
-        help="convert a checkpoint directory to one torch.save file, or back",
-        description="Convert a checkpoint directory to one torch.save file, or such a file to a"
-        " checkpoint directory. Tensors are never all in memory; converting to a file needs room"
-        " for them twice on the target's disk. TARGET appears when it is complete.",
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
     parser.add_argument("source", metavar="SOURCE", help="checkpoint directory, or file")
     parser.add_argument("target", metavar="TARGET", help="new file, or new directory")
     parser.add_argument(
-        *("--trust",),
+        "--trust",
         action="store_true",
         help="unpickle objects of any class, which can run code that is in SOURCE",
     )
-    parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -37,7 +36,7 @@ def run(parsed: argparse.Namespace) -> int:
         raise OptionError(
             "the target exists", path=parsed.target, hint="remove it, or name another one"
         )
-    from nostall._cli.converting import to_checkpoint, to_file
+    from nostall._cli.checkpoints.converting import to_checkpoint, to_file
 
     convert = to_file if os.path.isdir(parsed.source) else to_checkpoint
     items = convert(parsed.source, parsed.target, trust=parsed.trust)

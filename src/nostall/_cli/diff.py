@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nostall._cli.arguments import Commands, Status, add_json, add_name_filter, matches
+from nostall._cli.arguments import Status, add_json, add_name_filter, matches
 from nostall._cli.output import counted, print_json, printable, progress
 
 if TYPE_CHECKING:
-    from nostall._cli.checkpoint import Checkpoint, Item
+    from nostall._cli.checkpoints.checkpoint import Checkpoint, Item
 
 _SIGNS = {"only in A": "-", "only in B": "+", "structure": "!", "values": "~"}
 
@@ -29,27 +29,27 @@ class Difference:
         return f"{_SIGNS[self.where]} {self.name}: {self.what}"
 
 
-def add_to(commands: Commands) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "diff",
-        help="compare two checkpoints: structure, and values if asked",
-        description="Compare names, dtypes and shapes of two checkpoints, and with --values every"
-        " bit. How tensors are divided into files does not matter. Exit status: 0 if nothing"
-        " differs, 1 if something does. Signs: - only in A, + only in B, ! other dtype or shape,"
-        " ~ other values.",
-    )
+HELP = "compare two checkpoints: structure, and values if asked"
+DESCRIPTION = (
+    "Compare names, dtypes and shapes of two checkpoints, and with --values every"
+    " bit. How tensors are divided into files does not matter. Exit status: 0 if nothing"
+    " differs, 1 if something does. Signs: - only in A, + only in B, ! other dtype or shape,"
+    " ~ other values."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
     parser.add_argument("a", metavar="A", help="checkpoint directory")
     parser.add_argument("b", metavar="B", help="another one")
     parser.add_argument("--values", action="store_true", help="compare values bit by bit, too")
     add_name_filter(parser)
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Print the differences."""
-    from nostall._cli.checkpoint import read_checkpoint
+    from nostall._cli.checkpoints.checkpoint import read_checkpoint
 
     one, other = read_checkpoint(parsed.a), read_checkpoint(parsed.b)
     names = [
@@ -82,7 +82,7 @@ def _structure(one: Checkpoint, other: Checkpoint, names: list[str]) -> Iterator
 
 
 def _values(one: Checkpoint, other: Checkpoint, names: list[str]) -> list[Difference]:
-    from nostall._cli.checkpoint import in_file_order
+    from nostall._cli.checkpoints.checkpoint import in_file_order
 
     items = {name: one.by_name[name] for name in names}
     total = sum(item.nbytes for item in items.values())
@@ -93,16 +93,15 @@ def _values(one: Checkpoint, other: Checkpoint, names: list[str]) -> list[Differ
             if what is not None:
                 found.append(Difference(name=item.name, where="values", what=what))
             done += item.nbytes
-            if report is not None:
-                report(done, total)
+            report(done, total)
     order = {name: position for position, name in enumerate(one.by_name)}
     return sorted(found, key=lambda each: order[each.name])
 
 
 def _difference(one: Checkpoint, other: Checkpoint, left: Item, right: Item) -> str | None:
     """How the values of an item differ; ``None`` if no bit does."""
-    from nostall._cli.comparing import difference
-    from nostall._cli.reading import read_objects, read_tensor
+    from nostall._cli.checkpoints.comparing import difference
+    from nostall._cli.checkpoints.reading import read_objects, read_tensor
 
     if left.is_tensor:
         return difference(read_tensor(one, left), read_tensor(other, right))

@@ -9,34 +9,26 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from nostall._bench.quantities import format_nbytes, parse_nbytes
-from nostall._cli.arguments import (
-    Commands,
-    Status,
-    add_json,
-    add_name_filter,
-    checked,
-    matches,
-    positive,
-)
+from nostall._cli.arguments import Status, add_json, add_name_filter, at_least, checked, matches
 from nostall._cli.output import counted, print_json, print_table, printable
 
 if TYPE_CHECKING:
-    from nostall._cli.checkpoint import Checkpoint, Item
+    from nostall._cli.checkpoints.checkpoint import Checkpoint, Item
+
+HELP = "show names, shapes, dtypes, sharding, files and sizes"
+DESCRIPTION = (
+    "Show the items of a checkpoint. Only its metadata is read. Sharding is the"
+    " number of stored parts along each dimension."
+)
 
 
-def add_to(commands: Commands) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "inspect",
-        help="show names, shapes, dtypes, sharding, files and sizes",
-        description="Show the items of a checkpoint. Only its metadata is read. Sharding is the"
-        " number of stored parts along each dimension.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
     parser.add_argument("path", metavar="PATH", help="checkpoint directory")
     parser.add_argument("--tree", action="store_true", help="add up sizes by parts of names")
     parser.add_argument(
-        *("--depth",),
-        type=checked(positive),
+        "--depth",
+        type=at_least(1),
         metavar="N",
         help="with --tree: how many parts of a name to show",
     )
@@ -47,12 +39,11 @@ def add_to(commands: Commands) -> None:
     add("--file", metavar="PATTERN", help="only items with a part in such a file")
     add("--larger", type=checked(parse_nbytes), metavar="SIZE", help="only from this size on")
     add("--sort", choices=("name", "size"), help="default: the order in which they were saved")
-    parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Print items as a table, a tree or JSON."""
-    from nostall._cli.checkpoint import read_checkpoint
+    from nostall._cli.checkpoints.checkpoint import read_checkpoint
 
     checkpoint = read_checkpoint(parsed.path)
     items = _chosen(checkpoint, parsed)

@@ -5,19 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 
-from nostall._cli.arguments import Commands, NotThere, Status
+from nostall._cli.arguments import NotThere, Status
+
+HELP = "print the path of the last complete checkpoint"
+DESCRIPTION = "Print the path of the last committed checkpoint that is complete."
 
 
-def add_to(commands: Commands) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "latest",
-        help="print the path of the last complete checkpoint",
-        description="Print the path of the last committed checkpoint that is complete.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
     parser.add_argument("root", metavar="ROOT", help="directory of checkpoint directories")
     parser.add_argument("--deep", action="store_true", help="compare every byte, as verify does")
-    parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:

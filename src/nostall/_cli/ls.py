@@ -8,22 +8,21 @@ import time
 from dataclasses import asdict
 
 from nostall._bench.quantities import format_nbytes
-from nostall._cli.arguments import Commands, NotThere, Status, add_json
-from nostall._cli.listing import Listed, list_checkpoints, look_at
+from nostall._cli.arguments import NotThere, Status, add_json
+from nostall._cli.checkpoints.listing import Listed, list_checkpoints, look_at
 from nostall._cli.output import format_age, print_json, print_table
 
+HELP = "list the checkpoints in a directory: step, size, age, state"
+DESCRIPTION = (
+    "List the checkpoints in a directory, oldest first. The state tells whether"
+    " metadata and file sizes are as committed; verify reads the bytes, too."
+)
 
-def add_to(commands: Commands) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "ls",
-        help="list the checkpoints in a directory: step, size, age, state",
-        description="List the checkpoints in a directory, oldest first. The state tells whether"
-        " metadata and file sizes are as committed; verify reads the bytes, too.",
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
     parser.add_argument("root", metavar="ROOT", help="directory of checkpoint directories")
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:

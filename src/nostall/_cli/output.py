@@ -83,10 +83,10 @@ Report = Callable[[int, int], object]
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Report | None]:
-    """Show progress while a block runs; ``None`` if standard error is not a terminal."""
+def progress(what: str) -> Iterator[Report]:
+    """Show progress while a block runs, if standard error is a terminal."""
     if not sys.stderr.isatty():
-        yield None
+        yield lambda _done, _total: None
         return
     try:
         from rich.console import Console

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from nostall._bench.quantities import format_nbytes
-from nostall._cli.arguments import Commands, Status, add_json, checked
-from nostall._cli.listing import (
+from nostall._cli.arguments import Status, add_json, checked
+from nostall._cli.checkpoints.listing import (
     Listed,
     State,
     linked_from,
@@ -17,23 +19,26 @@ from nostall._cli.listing import (
     newest_complete,
 )
 from nostall._cli.output import counted, print_error, print_json, print_table
-from nostall._cli.retention import Rule, parse_rules, reasons
+from nostall._manager.policies import KeepEvery, KeepLatest, Policy, StepRecord
 from nostall.errors import NostallError
 
+HELP = "remove checkpoints that no policy keeps; a dry run by default"
+DESCRIPTION = (
+    "Remove the complete checkpoints that no policy keeps. Always kept: the last"
+    " committed complete checkpoint, whatever a symbolic link in ROOT leads to, names that do"
+    " not end with a step, everything that is not complete, and everything that is not directly"
+    " in ROOT."
+)
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_INTERVAL = re.compile(r"(\d+)([smhd])")
+_USAGE = "write latest=3, every=1000 (steps) or every=6h (s, m, h or d), separated by commas"
 
-def add_to(commands: Commands) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "prune",
-        help="remove checkpoints that no policy keeps; a dry run by default",
-        description="Remove the complete checkpoints that no policy keeps. Always kept: the last"
-        " committed complete checkpoint, whatever a symbolic link in ROOT leads to, names that do"
-        " not end with a step, everything that is not complete, and everything that is not directly"
-        " in ROOT.",
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
     parser.add_argument("root", metavar="ROOT", help="directory of checkpoint directories")
     parser.add_argument(
-        *("--keep",),
+        "--keep",
         type=checked(parse_rules),
         action="append",
         required=True,
@@ -43,7 +48,6 @@ def add_to(commands: Commands) -> None:
     )
     parser.add_argument("--delete", action="store_true", help="remove, instead of a dry run")
     add_json(parser)
-    parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -53,11 +57,63 @@ def run(parsed: argparse.Namespace) -> int:
     kept = why_kept(checkpoints, rules, linked_from(parsed.root))
     removable = [each for each in checkpoints if each.path not in kept]
     failed = _remove(removable, newest_complete(checkpoints)) if parsed.delete else []
+    gone = [each for each in removable if each.path not in failed]
     if parsed.json:
-        _print_json(checkpoints, kept, failed, deleted=parsed.delete)
+        removed = [each.path for each in gone]
+        print_json({"deleted": parsed.delete, "kept": kept, "removed": removed, "failed": failed})
     else:
-        _print(checkpoints, kept, removable, failed, deleted=parsed.delete)
+        _print(checkpoints, kept, gone, failed, deleted=parsed.delete)
     return Status.FAILED if failed else Status.FINE
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A policy, and the text that it was given by."""
+
+    text: str
+    policy: Policy
+
+
+def parse_rules(text: str) -> tuple[Rule, ...]:
+    """Rules from ``latest=3,every=1000``.
+
+    Raises:
+        ValueError: The text has another form.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    return tuple(Rule(part, _policy(part)) for part in parts)
+
+
+def _policy(text: str) -> Policy:
+    kind, _, value = text.partition("=")
+    interval = _INTERVAL.fullmatch(value)
+    if kind == "every" and interval is not None and int(interval[1]):
+        return KeepEvery(seconds=int(interval[1]) * _UNITS_S[interval[2]])
+    if kind in ("latest", "every") and value.isascii() and value.isdecimal() and int(value):
+        return KeepLatest(int(value)) if kind == "latest" else KeepEvery(steps=int(value))
+    raise ValueError(f"{text!r} is not a policy; {_USAGE}")
+
+
+def reasons(checkpoints: Sequence[Listed], rules: Sequence[Rule]) -> dict[str, list[str]]:
+    """For each checkpoint that a rule keeps, by path, the rules that do.
+
+    Args:
+        checkpoints: Complete checkpoints; those without a step are not kept by a rule.
+        rules: Any of them keeps a checkpoint.
+    """
+    # Of two checkpoints of one step, the later one says when the step was committed.
+    times = {each.step: each.at_s for each in sorted(checkpoints, key=lambda each: each.at_s)}
+    records = [
+        StepRecord(step=step, committed_at_s=at_s)
+        for step, at_s in sorted((step, at_s) for step, at_s in times.items() if step is not None)
+    ]
+    kept: dict[str, list[str]] = {}
+    for rule in rules:
+        steps = rule.policy.keeps(records)
+        for each in checkpoints:
+            if each.step in steps:
+                kept.setdefault(each.path, []).append(rule.text)
+    return kept
 
 
 def why_kept(
@@ -123,7 +179,7 @@ def _remove(removable: Sequence[Listed], newest: Listed | None) -> list[str]:
 def _print(
     checkpoints: Sequence[Listed],
     kept: dict[str, str],
-    removable: Sequence[Listed],
+    gone: Sequence[Listed],
     failed: Sequence[str],
     *,
     deleted: bool,
@@ -137,26 +193,8 @@ def _print(
         rows.append((step, size, what, kept.get(each.path, ""), each.name))
     if rows:
         print_table(("step", "size", "action", "why", "name"), rows, right="step size")
-    gone = [each for each in removable if each.path not in failed]
     total = f"{counted(len(gone), 'checkpoint')}, {format_nbytes(sum(e.nbytes for e in gone))}"
     if deleted:
         print(f"removed {total}")
     else:
         print(f"would remove {total}" + ("; nothing is removed without --delete" if gone else ""))
-
-
-def _print_json(
-    checkpoints: Sequence[Listed], kept: dict[str, str], failed: Sequence[str], *, deleted: bool
-) -> None:
-    print_json(
-        {
-            "deleted": deleted,
-            "kept": kept,
-            "removed": [
-                each.path
-                for each in checkpoints
-                if each.path not in kept and each.path not in failed
-            ],
-            "failed": list(failed),
-        }
-    )

@@ -7,31 +7,30 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nostall._cli.arguments import Commands, Status, add_json, checked, positive
+from nostall._cli.arguments import Status, add_json, at_least
 from nostall._cli.output import print_json, printable, progress
 
 if TYPE_CHECKING:
     from nostall.integrity import Verification
 
+HELP = "read a whole checkpoint and report any damage"
+DESCRIPTION = (
+    "Read a whole checkpoint and compare it with its checksums. Exit status: 0 if"
+    " it is as it was written, 1 if it is damaged or not complete, 2 for wrong arguments, 3 if"
+    " there is no checkpoint, 4 if it has no manifest and its metadata is not understood."
+)
 
-def add_to(commands: Commands) -> None:
-    """Declare the command."""
-    parser = commands.add_parser(
-        "verify",
-        help="read a whole checkpoint and report any damage",
-        description="Read a whole checkpoint and compare it with its checksums. Exit status: 0 if"
-        " it is as it was written, 1 if it is damaged or not complete, 2 for wrong arguments, 3 if"
-        " there is no checkpoint, 4 if it has no manifest and its metadata is not understood.",
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
     parser.add_argument("path", type=Path, metavar="PATH", help="checkpoint directory")
     add_json(parser)
     parser.add_argument(
-        *("--threads",),
-        type=checked(positive),
+        "--threads",
+        type=at_least(1),
         default=8,
         help="number of files to read at a time (default: %(default)s)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(parsed: argparse.Namespace) -> int:

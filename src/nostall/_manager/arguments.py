@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
 from nostall._manager.policies import Better, KeepBest, Policy, require_better
@@ -67,3 +68,18 @@ def numbers_of(metrics: Mapping[str, float]) -> dict[str, float]:
             f"metrics={metrics!r:.200} is not possible: {error}", hint='use {"loss": 0.5}'
         ) from error
     return {name: value for name, value in numbers.items() if not math.isnan(value)}
+
+
+def parts_of(parts: Sequence[str]) -> tuple[str, ...]:
+    """The names of the parts.
+
+    Raises:
+        OptionError: A name is not that of a directory, or occurs twice.
+    """
+    names = (parts,) if isinstance(parts, str) else tuple(parts)
+    for name in names:
+        if os.sep in name or name.startswith(".") or not name:
+            raise OptionError(f"the part {name!r} is not possible", hint="use names of directories")
+    if len(set(names)) != len(names):
+        raise OptionError(f"parts={names!r} has a name twice", hint="name each part once")
+    return names

@@ -45,8 +45,9 @@ def choose_step(steps: StepDirectories, step: int | None, hold: ExitStack) -> Ab
         The description; ``None`` if ``step`` is, and there is no complete one.
 
     Raises:
-        ReadError: ``step`` has no complete checkpoint; or storage does not answer.
+        ReadError: ``step`` has no complete checkpoint.
         UnknownMetadataError: No step is known to be complete, and one is not understood.
+        OSError: No step is known to be complete, and one cannot be read at present.
         DamagedCheckpointError: Another program saved the step.
         OptionError: The step was saved with other parts; or there is none with these.
     """
@@ -60,14 +61,14 @@ def choose_step(steps: StepDirectories, step: int | None, hold: ExitStack) -> Ab
                 hint=f"the highest committed step is {steps.latest()}",
             )
         return about
-    unknown: UnknownMetadataError | None = None
+    unknown: UnknownMetadataError | OSError | None = None
     for each in reversed(steps.listed()):
         try:
             about = _described(steps, each, hold)
             if about is not None:
                 return about
-        except UnknownMetadataError as error:
-            _log.warning("step %d is skipped: %s", each, error.message)
+        except (UnknownMetadataError, OSError) as error:
+            _log.warning("step %d is skipped: %s", each, error)
             unknown = unknown or error
     if unknown is not None:
         raise unknown
@@ -81,6 +82,7 @@ def _described(steps: StepDirectories, step: int, hold: ExitStack) -> About | No
     if not hold.enter_context(held(steps.path(step))) or steps.committed_at_s(step) is None:
         return None
     if not steps.is_complete(step):
+        steps.require_answers(step)
         _log.warning("step %d is skipped: it is not complete", step)
         return None
     steps.require_own_parts(step)

@@ -23,6 +23,7 @@ import json
 import pickle
 import uuid
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ from nostall import _torch
 from nostall._manager.rng import rng_states
 from nostall._storage.posix_files import PosixFiles
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
-from nostall.errors import DamagedCheckpointError, OptionError
+from nostall.errors import DamagedCheckpointError, OptionError, UnknownMetadataError
 
 ABOUT = "nostall.about"
 _RESERVED = "nostall"
@@ -91,11 +92,11 @@ class About:
 
     step: int
     metrics: Mapping[str, float]
-    exact: frozenset[str] = frozenset()
+    exact: frozenset[str]
     """Keys of the objects that get exactly what they returned."""
-    parts: tuple[str, ...] = ()
-    """Names of the parts that the step was saved in."""
-    save: str = ""
+    parts: tuple[str, ...]
+    """Names of the parts that the step was saved in; none if it is one checkpoint."""
+    save: str
     """Names the save: the same in all parts."""
 
 
@@ -202,33 +203,42 @@ def read_about(directory: str) -> About | None:
     would disturb a save on another thread.
 
     Raises:
-        OSError: Storage does not answer.
+        OSError: Storage refuses to answer.
+        UnknownMetadataError: A newer nostall has written it.
         NostallError: The checkpoint is damaged.
     """
     metadata = CachedMetadataFileSystemReader(directory, cache_metadata=False).read_metadata()
-    info = (metadata.storage_data or {}).get(MetadataIndex(ABOUT, torch.Size([0])))
-    if info is None:
+    place = (metadata.storage_data or {}).get(MetadataIndex(ABOUT, torch.Size([0])))
+    if place is None:
         return None
-    source = PosixFiles(directory).open(info.relative_path)
-    try:
-        content = bytearray(info.length)
-        source.read_into(info.offset, memoryview(content))
-    finally:
-        source.close()
+    files = PosixFiles(directory)
+    with closing(files.open(place.relative_path)) as source:
+        content = bytearray(place.length)
+        source.read_into(place.offset, memoryview(content))
     try:
         tensor = torch.load(io.BytesIO(content), weights_only=True)
         plain = json.loads(bytes(tensor.tolist()))
-        metrics = {str(name): float(value) for name, value in plain["metrics"].items()}
-        return About(
-            step=int(plain["step"]),
-            metrics=metrics,
-            exact=frozenset(map(str, plain["exact"])),
-            parts=tuple(map(str, plain["parts"])),
-            save=str(plain["save"]),
-        )
+        if plain["format"] == _FORMAT:
+            return _about(plain)
     except Exception as error:  # the bytes may be anything
         raise DamagedCheckpointError(
             f"the description of the step cannot be read: {error!r:.200}",
             phase="read",
-            path=PosixFiles(directory).where(info.relative_path),
+            path=files.where(place.relative_path),
         ) from error
+    raise UnknownMetadataError(
+        f"the step has a description of format {plain['format']!r:.20}, not {_FORMAT}",
+        phase="read",
+        path=directory,
+        hint="restore it with the version of nostall that saved it, or a later one",
+    )
+
+
+def _about(plain: Mapping[str, Any]) -> About:
+    return About(
+        step=int(plain["step"]),
+        metrics={str(name): float(value) for name, value in plain["metrics"].items()},
+        exact=frozenset(map(str, plain["exact"])),
+        parts=tuple(map(str, plain["parts"])),
+        save=str(plain["save"]),
+    )

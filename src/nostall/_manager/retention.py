@@ -32,6 +32,16 @@ class Activity:
     last: int | None = None
     """The step that was committed last; not the highest one after a return to an earlier step."""
 
+    @property
+    def least(self) -> int:
+        """How many committed steps stay, whatever the policies say."""
+        return _LEAST_WHILE_SAVING if self.in_flight else 1
+
+    @property
+    def protected(self) -> frozenset[int]:
+        """Steps that stay, whatever the policies say."""
+        return self.in_flight if self.last is None else self.in_flight | {self.last}
+
 
 class Records:
     """Reads committed steps, and their metrics once."""
@@ -44,17 +54,19 @@ class Records:
         """The committed steps, in ascending order.
 
         Raises:
-            OSError: Storage does not answer.
+            OSError: Storage refuses to answer.
         """
         times = [(step, self._steps.committed_at_s(step)) for step in self._steps.listed()]
         found = [(step, at_s) for step, at_s in times if at_s is not None]
         if not with_metrics:
             return [StepRecord(step=step, committed_at_s=at_s) for step, at_s in found]
-        known, self._metrics = self._metrics, {}
-        for each in found:
-            self._metrics[each] = known[each] if each in known else self._metrics_of(each[0])
+        known = self._metrics
+        metrics = {
+            each: known[each] if each in known else self._metrics_of(each[0]) for each in found
+        }
+        self._metrics = metrics
         return [
-            StepRecord(step=step, committed_at_s=at_s, metrics=self._metrics[step, at_s])
+            StepRecord(step=step, committed_at_s=at_s, metrics=metrics[step, at_s])
             for step, at_s in found
         ]
 
@@ -88,24 +100,31 @@ class Retention:
         self._activity = activity
         self._records = Records(steps)
         self._changed = threading.Condition()
-        self._is_wanted = self._is_running = False
+        self._next: Callable[[], object] | None = None
+        self._is_running = False
 
     def start(self) -> None:
         """Begin a pass, or another one after the present one."""
-        if not self._policies:
-            return
+        if self._policies:
+            self._begin(self.run_pass)
+
+    def tidy(self) -> None:
+        """Begin to remove what interrupted saves and removals have left; before the first save."""
+        self._begin(self._steps.remove_unfinished)
+
+    def _begin(self, work: Callable[[], object]) -> None:
         with self._changed:
-            self._is_wanted = True
+            self._next = work
             if self._is_running:
                 return
             self._is_running = True
         start_apart("nostall-retention", self._run)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until no pass runs.
+        """Wait until nothing is being removed.
 
         Raises:
-            SaveTimeoutError: One still runs after ``timeout_s`` seconds.
+            SaveTimeoutError: Something still is after ``timeout_s`` seconds.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: not self._is_running, timeout_s):
@@ -119,13 +138,13 @@ class Retention:
     def _run(self) -> None:
         while True:
             with self._changed:
-                if not self._is_wanted:
+                work, self._next = self._next, None
+                if work is None:
                     self._is_running = False
                     self._changed.notify_all()
                     return
-                self._is_wanted = False
             try:
-                self.run_pass()
+                work()
             except Exception as error:  # nothing is lost; the next commit begins another pass
                 _log.warning("steps were not removed below %s: %s", self._steps.root, error)
 
@@ -133,11 +152,9 @@ class Retention:
         """Remove what no policy keeps, lowest step first; the removed steps."""
         reads_metrics = any(policy.reads_metrics for policy in self._policies)
         records = self._records.read(with_metrics=reads_metrics)
+        activity = self._activity()
         kept = steps_to_keep(
-            records,
-            self._policies,
-            least=_least(self._activity()),
-            protected=_protected(self._activity()),
+            records, self._policies, least=activity.least, protected=activity.protected
         )
         left = {record.step for record in records}
         removed = []
@@ -150,7 +167,7 @@ class Retention:
     def _is_free(self, step: int, left: Set[int]) -> bool:
         """Whether a step may still go: a save may have begun since the decision."""
         activity = self._activity()
-        return len(left) > _least(activity) and step not in _protected(activity)
+        return len(left) > activity.least and step not in activity.protected
 
     def _remove(self, step: int) -> bool:
         """Remove a step, unless a reader holds it."""
@@ -161,11 +178,3 @@ class Retention:
             self._steps.remove(step)
         _log.info("removed path=%s", self._steps.path(step))
         return True
-
-
-def _least(activity: Activity) -> int:
-    return _LEAST_WHILE_SAVING if activity.in_flight else 1
-
-
-def _protected(activity: Activity) -> frozenset[int]:
-    return activity.in_flight if activity.last is None else activity.in_flight | {activity.last}

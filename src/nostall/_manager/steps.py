@@ -1,26 +1,39 @@
 """The directory of a step: its name, whether it is committed, its removal.
 
 ``root/step-000000100`` holds the checkpoint of step 100; with parts, ``step-000000100/model`` and
-``step-000000100/optimizer`` do. A step is committed when all its parts are. Listing reads the names
-in ``root`` and asks for the status of one file per part; it opens nothing.
+``step-000000100/optimizer`` do.
+
+A step is *committed* when all its parts are: listing and policies count these. Listing reads the
+names in ``root`` and asks for the status of one file per part; it opens nothing. A committed step
+is *complete* if all its files are there: one is restored only then.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 from nostall import _torch
+from nostall._commit.manifest import manifest_alone
+from nostall._engine import default_engine
 from nostall._manager.contents import read_about
-from nostall._storage.posix import remove_directory
+from nostall._storage.deadlines import in_time
+from nostall._storage.posix import may_pass, remove_directory
+from nostall._storage.posix_files import PosixFiles
+from nostall._storage.reading import open_to_read
 from nostall.errors import NostallError, OptionError, ReadError
 from nostall.integrity import is_complete
 from nostall.removal import remove_checkpoint
 
+T = TypeVar("T")
+
+_log = logging.getLogger("nostall")
 _NAME = re.compile(r"step-(\d{9}|[1-9]\d{9,})", re.ASCII)
 
 
@@ -42,14 +55,44 @@ class StepDirectories:
     Args:
         root: An absolute path.
         parts: Names of the directories within a step's; none if a step is one checkpoint.
+
+    Raises:
+        OSError: From all methods but :meth:`look`: storage refuses to answer.
     """
 
     root: str
     parts: tuple[str, ...] = ()
 
+    def look(self, find: Callable[[], T]) -> T:
+        """What ``find``, which looks at the steps, returns in time: other ranks may wait for it.
+
+        Raises:
+            ReadError: Storage refuses to answer.
+            SaveTimeoutError: It does not answer within ``EngineOptions.save_timeout_s``.
+        """
+        timeout_s = default_engine().options.save_timeout_s
+        doing = "looking for steps"
+        try:
+            return in_time(find, timeout_s=timeout_s, doing=doing, phase="read", path=self.root)
+        except NostallError:
+            raise
+        except OSError as error:
+            raise ReadError(
+                f"steps cannot be read: {error.strerror or error}",
+                errno=error.errno,
+                phase="read",
+                path=error.filename or self.root,
+                hint="try again when storage answers",
+            ) from error
+
     def path(self, step: int) -> str:
         """The directory of a step."""
         return f"{self.root}/{name_of(step)}"
+
+    @property
+    def count(self) -> int:
+        """Number of checkpoints of a step."""
+        return max(1, len(self.parts))
 
     def checkpoints(self, step: int) -> list[str]:
         """The checkpoint directories of a step."""
@@ -57,17 +100,11 @@ class StepDirectories:
         return [f"{path}/{part}" for part in self.parts] or [path]
 
     def listed(self) -> list[int]:
-        """All steps that have a directory, committed or not, in ascending order.
-
-        Raises:
-            ReadError: The root exists and cannot be listed.
-        """
+        """All steps that have a directory, committed or not, in ascending order."""
         try:
             names = os.listdir(self.root)
         except FileNotFoundError:
             return []
-        except OSError as error:
-            raise _unreadable("steps cannot be listed", self.root, error) from error
         return sorted(step for name in names if (step := step_of(name)) is not None)
 
     def committed(self) -> list[int]:
@@ -80,25 +117,34 @@ class StepDirectories:
         return next((step for step in steps if self.committed_at_s(step) is not None), None)
 
     def committed_at_s(self, step: int) -> float | None:
-        """When the last part of a step was committed; ``None`` if a part is not.
-
-        Raises:
-            ReadError: Storage does not say.
-        """
-        latest = 0.0
-        for checkpoint in self.checkpoints(step):
-            path = f"{checkpoint}/{_torch.METADATA_NAME}"
-            try:
-                latest = max(latest, os.stat(path).st_mtime)
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-            except OSError as error:
-                raise _unreadable("a step cannot be examined", path, error) from error
-        return latest
+        """When the last part of a step was committed; ``None`` if a part is not."""
+        paths = [f"{each}/{_torch.METADATA_NAME}" for each in self.checkpoints(step)]
+        try:
+            return max(os.stat(path).st_mtime for path in paths)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     def is_complete(self, step: int) -> bool:
         """Whether all files of a committed step are there, with their sizes."""
         return all(is_complete(checkpoint) for checkpoint in self.checkpoints(step))
+
+    def require_answers(self, step: int) -> None:
+        """Require that a step is incomplete for its content, not because storage is away.
+
+        Raises:
+            OSError: Storage reports an error that may pass.
+        """
+        for checkpoint in self.checkpoints(step):
+            files = PosixFiles(checkpoint)
+            try:
+                with open_to_read(files, _torch.METADATA_NAME) as stream:
+                    manifest_alone(stream)
+                for name in files.list():
+                    with suppress(ReadError):  # not a regular file
+                        files.stat(name)
+            except OSError as error:
+                if may_pass(error):
+                    raise
 
     def remove(self, step: int) -> None:
         """Remove a step, or the rest of one: the metadata of a checkpoint first.
@@ -115,15 +161,15 @@ class StepDirectories:
             with suppress(OSError):  # other files are left
                 remove_directory(self.path(step))
 
-    def remove_unfinished(self) -> list[int]:
-        """Remove what interrupted saves and removals have left; the steps concerned.
+    def remove_unfinished(self) -> None:
+        """Remove what interrupted saves and removals have left.
 
         Not while another process saves below this root.
         """
-        left = [step for step in self.listed() if self._is_unfinished(step)]
-        for step in left:
-            self.remove(step)
-        return left
+        for step in self.listed():
+            if self._is_unfinished(step):
+                self.remove(step)
+                _log.warning("removed path=%s: it was not finished", self.path(step))
 
     def _is_unfinished(self, step: int) -> bool:
         """Whether a checkpoint of a step has no metadata, and the others were saved in these parts.
@@ -141,7 +187,6 @@ class StepDirectories:
 
         Raises:
             OptionError: One was.
-            ReadError: Storage does not say.
         """
         path = self.path(step)
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -164,8 +209,6 @@ def _has_metadata(checkpoint: str) -> bool:
         return _torch.METADATA_NAME in os.listdir(checkpoint)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except OSError as error:
-        raise _unreadable("a step cannot be examined", checkpoint, error) from error
 
 
 def _parts_at(checkpoint: str) -> tuple[str, ...] | None:
@@ -175,16 +218,6 @@ def _parts_at(checkpoint: str) -> tuple[str, ...] | None:
     except (NostallError, FileNotFoundError):  # damaged, unreadable, or removed meanwhile
         return None
     return None if about is None else about.parts
-
-
-def _unreadable(what: str, path: str, error: OSError) -> ReadError:
-    return ReadError(
-        f"{what}: {error.strerror}",
-        errno=error.errno,
-        phase="read",
-        path=path,
-        hint="try again when storage answers",
-    )
 
 
 @contextmanager
@@ -216,18 +249,3 @@ def _is_locked(fd: int, kind: int) -> bool:
     except OSError:
         return True
     return True
-
-
-def require_parts(parts: Sequence[str]) -> tuple[str, ...]:
-    """The names of the parts.
-
-    Raises:
-        OptionError: A name is not that of a directory, or occurs twice.
-    """
-    names = (parts,) if isinstance(parts, str) else tuple(parts)
-    for name in names:
-        if os.sep in name or name.startswith(".") or not name:
-            raise OptionError(f"the part {name!r} is not possible", hint="use names of directories")
-    if len(set(names)) != len(names):
-        raise OptionError(f"parts={names!r} has a name twice", hint="name each part once")
-    return names

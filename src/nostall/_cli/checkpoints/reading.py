@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.planner import ReadItem
 
-from nostall._cli.checkpoint import Checkpoint, Item
+from nostall._cli.checkpoints.checkpoint import Checkpoint, Item
 from nostall.errors import DamagedCheckpointError, NostallError
 
 TRUST_HINT = "--trust loads any class; only for files of people you trust"

@@ -22,10 +22,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from nostall import _torch
-from nostall._cli.checkpoint import Checkpoint, Item, in_file_order, read_checkpoint
-from nostall._cli.nesting import nested
+from nostall._cli.checkpoints.checkpoint import Checkpoint, Item, in_file_order, read_checkpoint
+from nostall._cli.checkpoints.nesting import nested
+from nostall._cli.checkpoints.reading import TRUST_HINT, object_in, read_into, read_objects
 from nostall._cli.output import progress
-from nostall._cli.reading import TRUST_HINT, object_in, read_into, read_objects
 from nostall._storage.posix import (
     create_new,
     may_be_there,
@@ -81,8 +81,7 @@ def _read_tensors(checkpoint: Checkpoint, flat: dict[Any, Any], directory: str) 
             if waiting >= _BATCH_NBYTES:
                 read_into(checkpoint, batch)
                 done, waiting, batch = done + waiting, 0, {}
-                if report is not None:
-                    report(done, total)
+                report(done, total)
         read_into(checkpoint, batch)
 
 

@@ -1,0 +1,169 @@
+"""The manager on storage that does not answer, or refuses to: typed errors, and nothing is lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import nostall
+from nostall import CheckpointManager, KeepLatest
+from nostall._manager import steps
+from nostall._storage import posix, posix_files
+from nostall.errors import ReadError, SaveTimeoutError, UnknownMetadataError
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import EngineOptions
+from support.waiting import AwayOs, HangingOs, wait_until
+
+SOON_S = 20.0
+
+
+def numbered(step: int) -> dict[str, Any]:
+    return {"weight": torch.full((100,), float(step))}
+
+
+def saved(root: Path, *numbers: int) -> None:
+    with CheckpointManager(root) as manager:
+        for step in numbers:
+            manager.save(step, numbered(step), metrics={"loss": 0.5})
+
+
+@pytest.fixture
+def impatient() -> Iterator[None]:
+    """No wait for storage lasts longer than a second."""
+    nostall.configure(EngineOptions(save_timeout_s=1.0))
+    yield
+    nostall.configure(EngineOptions())
+
+
+def error_of(call: Callable[[], object]) -> BaseException | None:
+    """What a call raises, which must not hang."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).exception(SOON_S)
+
+
+def nobody_is_left() -> bool:
+    """Whether all threads that storage has kept have ended."""
+    left = ("nostall-storage", "nostall-retention")
+    return not any(thread.name.startswith(left) for thread in threading.enumerate())
+
+
+CALLS: dict[str, Callable[[CheckpointManager], object]] = {
+    "save": lambda manager: manager.save(2, numbered(2)),
+    "restore": lambda manager: manager.restore(numbered(0)),
+    "restore one": lambda manager: manager.restore(numbered(0), step=1),
+    "all_steps": lambda manager: manager.all_steps(),
+    "latest_step": lambda manager: manager.latest_step(),
+    "best_step": lambda manager: manager.best_step("loss"),
+}
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("what", CALLS)
+def test_no_call_waits_for_storage_for_ever(tmp_path: Path, what: str) -> None:
+    """It is an error that names the directory; when storage answers, the same manager goes on."""
+    saved(tmp_path, 1)
+    manager = CheckpointManager(tmp_path, metrics={"loss": "min"})
+    storage = HangingOs("stat" if what == "restore one" else "listdir", str(tmp_path))
+    with patch.object(steps, "os", storage):
+        try:
+            error = error_of(lambda: CALLS[what](manager))
+        finally:
+            storage.answer()
+        wait_until(nobody_is_left)
+    assert isinstance(error, SaveTimeoutError)
+    assert error.path == str(tmp_path)
+    assert error.hint is not None
+    assert "storage hangs" in error.hint
+    manager.save(2, numbered(2)).result()
+    manager.close()
+    assert manager.all_steps() == [1, 2]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_removal_that_hangs_keeps_the_step_from_being_saved(tmp_path: Path) -> None:
+    """What is removed late are files of the crash, never those of the save that was tried again."""
+    half = tmp_path / "step-000000002"
+    half.mkdir()
+    (half / "__0_0.distcp").write_bytes(b"half")
+    manager = CheckpointManager(tmp_path)
+    storage = HangingOs("unlink", half.name)
+    with patch.object(posix, "os", storage):
+        try:
+            errors = [error_of(lambda: manager.save(2, numbered(2))) for _ in range(2)]
+        finally:
+            storage.answer()
+        path = manager.save(2, numbered(2)).result(60)
+    assert [type(error) for error in errors] == [SaveTimeoutError] * 2
+    manager.close()
+    assert nostall.verify(path).ok
+
+
+@pytest.mark.parametrize("operation", ["stat", "open"])
+def test_a_job_does_not_begin_anew_while_storage_is_away(tmp_path: Path, operation: str) -> None:
+    """A step that cannot be read at present is not taken for none; an older one is restored."""
+    saved(tmp_path / "one", 2)
+    saved(tmp_path / "two", 1, 2)
+    state = numbered(0)
+    storage = AwayOs(operation, "step-000000002/")
+    with patch.object(steps, "os", storage), patch.object(posix_files, "os", storage):
+        for step in (None, 2):
+            with pytest.raises(ReadError, match=r"steps cannot be read.*step-000000002") as caught:
+                CheckpointManager(tmp_path / "one").restore(state, step)
+            assert caught.value.errno == errno.ESTALE
+        restored = CheckpointManager(tmp_path / "two").restore(state)
+    assert restored is not None
+    assert restored.step == 1
+    again = CheckpointManager(tmp_path / "two").restore(state)
+    assert again is not None
+    assert again.step == 2
+
+
+def test_a_root_that_is_a_file_is_a_typed_error(tmp_path: Path) -> None:
+    """Of every method that looks at it."""
+    (tmp_path / "root").write_text("")
+    manager = CheckpointManager(tmp_path / "root", metrics={"loss": "min"})
+    for call in CALLS.values():
+        with pytest.raises(ReadError):
+            call(manager)
+    manager.close()
+
+
+def test_what_cannot_be_removed_does_not_end_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither what policies do not keep nor what a crash has left."""
+    (tmp_path / "step-000000002").mkdir(parents=True)
+    (tmp_path / "step-000000002" / "__0_0.distcp").write_bytes(b"half")
+    manager = CheckpointManager(tmp_path, keep=KeepLatest(1))
+    with patch.object(steps, "remove_checkpoint", side_effect=OSError(5, "bad disk")):
+        manager.save(3, numbered(3)).result()
+    assert "bad disk" in caplog.text
+    manager.close()
+    assert manager.all_steps() == [3]
+
+
+def test_a_description_of_a_newer_nostall_is_not_taken_for_damage(tmp_path: Path) -> None:
+    """The error names the format; an older step that is understood is restored instead."""
+    newer = json.dumps({"format": 2, "what": "nobody knows"}).encode().ljust(4096)
+    state = {"nostall.about": torch.frombuffer(bytearray(newer), dtype=torch.uint8)}
+    writer = FileSystemWriterAsync(tmp_path / "step-000000002")
+    dcp.save({**state, **numbered(2)}, storage_writer=writer, no_dist=True)
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(UnknownMetadataError, match="a description of format 2, not 1"):
+        manager.restore(numbered(0))
+    saved(tmp_path, 1)
+    restored = manager.restore(numbered(0))
+    assert restored is not None
+    assert restored.step == 1
+    assert os.path.isdir(tmp_path / "step-000000002")
