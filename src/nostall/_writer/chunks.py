@@ -336,7 +336,6 @@ class _FileTask:
             name=self._file.name,
             planned_name=self.name,
             nbytes=self._image.nbytes,
-            packed_crc32=self._payloads.crc32.tobytes(),
             crc32_of_file=self._payloads.crc32_of_file if self._job.checksum_files else None,
             extents=None,
             started_s=self._started_s,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 from nostall._model.jobs import (
@@ -133,10 +133,8 @@ def job_from_message(message: Message, known: Mapping[int, Sequence[SealTable]])
 
 def report_to_message(job: str, report: RankReport) -> Message:
     """A rank's report as a message."""
-    if isinstance(report, RankFailed):
-        return {"type": "failed", "job": job, "report": asdict(report)}
-    receipts = [_receipt_to_plain(receipt) for receipt in report.receipts]
-    return {"type": "written", "job": job, "report": {"rank": report.rank, "receipts": receipts}}
+    kind = "failed" if isinstance(report, RankFailed) else "written"
+    return {"type": kind, "job": job, "report": asdict(report)}
 
 
 def report_from_message(message: Message) -> RankReport:
@@ -243,24 +241,14 @@ def _file_name(value: Any) -> str:
     return name
 
 
-def _receipt_to_plain(receipt: FileReceipt) -> Message:
-    plain = {field.name: getattr(receipt, field.name) for field in fields(receipt)}
-    packed = b64encode(receipt.packed_crc32).decode()
-    return {**plain, "packed_crc32": packed, "work": asdict(receipt.work)}
-
-
 def _receipt_from_plain(plain: Message) -> FileReceipt:
     extents, work = plain["extents"], plain["work"]
     failed_attempts = tuple(_of(str, why) for why in _of(list, plain["failed_attempts"]))
-    packed = b64decode(plain["packed_crc32"], validate=True)
-    if len(packed) % 4:
-        raise ValueError(f"checksums of {len(packed)} bytes, not a multiple of 4")
     crc32 = plain["crc32_of_file"]
     return FileReceipt(
         name=_file_name(plain["name"]),
         planned_name=_of(str, plain["planned_name"]),
         nbytes=_count(plain["nbytes"]),
-        packed_crc32=packed,
         crc32_of_file=None if crc32 is None else _count(crc32, _MOST_CRC32),
         extents=None
         if extents is None
