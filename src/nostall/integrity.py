@@ -26,8 +26,7 @@ from nostall._commit.manifest import Manifest, manifest_alone, manifest_of, spli
 from nostall._commit.metadata import Extent, extents_of, load_metadata, planned_indices
 from nostall._model.checksum import use_fastest
 from nostall._storage.destination import require_file_system
-from nostall._storage.port import Files
-from nostall._storage.posix import may_pass
+from nostall._storage.port import Files, may_pass
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall.errors import (

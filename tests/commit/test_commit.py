@@ -76,8 +76,8 @@ def test_a_file_written_in_pieces_holds_all_of_them(tmp_path: Path, sizes: list[
     """In order, whatever their sizes."""
     pieces = [bytes([number]) * size for number, size in enumerate(sizes)]
     file = posix.UnfinishedFile(str(tmp_path / "file"), sync=True)
-    file.append(iter(pieces[:2]))
-    file.append(iter(pieces[2:]))
+    file.append(pieces[:2])
+    file.append(pieces[2:])
     file.finish()
     file.close()
     assert (tmp_path / "file").read_bytes() == b"".join(pieces)

@@ -36,8 +36,7 @@ from nostall._model.jobs import (
     WriteWork,
     page_aligned,
 )
-from nostall._storage.port import Files, Upload
-from nostall._storage.posix import may_pass
+from nostall._storage.port import Files, Upload, may_pass
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image
 from nostall._writer.position import Cancelled, Position
