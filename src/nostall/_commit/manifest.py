@@ -89,12 +89,6 @@ def with_manifest(
     return (*metadata, b"\n" + line + footer)
 
 
-def files_in_manifest(stream: BinaryIO) -> set[str] | None:
-    """Names of the shard files in the manifest of a ``.metadata`` file; the pickle is not read."""
-    manifest = manifest_alone(stream)
-    return None if manifest is None else {file.name for file in manifest.files}
-
-
 def manifest_alone(stream: BinaryIO) -> Manifest | None:
     """The manifest of a ``.metadata`` file, without reading the pickle; ``None`` if not intact.
 
@@ -162,7 +156,9 @@ def _find(stream: BinaryIO, *, path: str) -> tuple[Manifest, int] | None:
         return None
     nbytes = int(footer[1])
     line = _read_at(stream, end - nbytes, nbytes) if nbytes <= _MOST_LINE_NBYTES else b""
-    return _manifest_in(line, footer, path), end - nbytes
+    if len(line) != nbytes or _hex(checksum.crc32(line)) != footer[2].decode():
+        raise _damaged("the manifest does not match its checksum", path)
+    return _parsed(line, path), end - nbytes
 
 
 def _read_at(stream: BinaryIO, begin: int, nbytes: int) -> bytes:
@@ -181,12 +177,6 @@ def _crc32_of_first(stream: BinaryIO, nbytes: int) -> int:
         crc32 = checksum.crc32(piece, crc32)
         nbytes -= len(piece)
     return crc32
-
-
-def _manifest_in(line: bytes, footer: re.Match[bytes], path: str) -> Manifest:
-    if len(line) != int(footer[1]) or _hex(checksum.crc32(line)) != footer[2].decode():
-        raise _damaged("the manifest does not match its checksum", path)
-    return _parsed(line, path)
 
 
 def _parsed(line: bytes, path: str) -> Manifest:
