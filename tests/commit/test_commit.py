@@ -276,6 +276,25 @@ def test_a_rename_that_copies_is_one(tmp_path: Path, *, removes: bool) -> None:
     assert not (tmp_path / "old.distcp").exists()
 
 
+class KeepingOs(RecordingOs):
+    """A system that removes no shard file."""
+
+    def unlink(self, path: str) -> None:
+        if path.endswith(".distcp"):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        super().unlink(path)
+
+
+def test_a_replaced_file_that_stays_does_not_fail_the_save(tmp_path: Path) -> None:
+    """The new checkpoint is there, and complete."""
+    dcp.save(small_state(1), storage_writer=FileSystemWriterAsync(tmp_path), no_dist=True)
+    before = names_in(tmp_path)
+    with patch.object(posix, "os", KeepingOs()):
+        dcp.save(small_state(2), storage_writer=FileSystemWriterAsync(tmp_path), no_dist=True)
+    assert before < names_in(tmp_path)
+    assert verify(tmp_path).ok
+
+
 def test_a_commit_in_doubt_counts_as_one_that_may_be_there(tmp_path: Path) -> None:
     """So nothing that the metadata may refer to is removed."""
     with (
