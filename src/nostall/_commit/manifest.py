@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from nostall._model import checksum
+from nostall._model.jobs import MOST_NBYTES
 from nostall._model.names import is_shard_name
 from nostall._model.values import WrittenFile
 from nostall._version import __version__
@@ -33,8 +34,6 @@ _FORMAT = 1
 _FOOTER = re.compile(rb"#nostall-manifest (\d{12}) ([0-9a-f]{8})\n\Z")
 _FOOTER_NBYTES = len(b"#nostall-manifest 000000000000 00000000\n")
 _CRC32 = re.compile(r"[0-9a-f]{8}")
-_MOST_NBYTES = 1 << 62
-"""Beyond the capacity of any file system."""
 _MARKS = (b'\n{"committed_at":', b"\n#nostall-manifest ")
 """One of them remains if the end of a file is truncated, or damaged in one place."""
 _NO_END = "the end of the file is damaged, or a part of the manifest is missing"
@@ -213,7 +212,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _nbytes(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _MOST_NBYTES:
+    if type(value) is not int or not 0 <= value <= MOST_NBYTES:
         raise ValueError("invalid length")
     return value
 

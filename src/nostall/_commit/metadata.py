@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
-from nostall._commit.metadata_pickle import MOST_NBYTES, NAMES, unpickle
+from nostall._commit.metadata_pickle import NAMES, unpickle
+from nostall._model.jobs import MOST_NBYTES
 from nostall._model.names import is_shard_name
 from nostall.errors import UntrustedMetadataError
 

@@ -127,6 +127,8 @@ RankReport: TypeAlias = RankWritten | RankFailed
 
 MOST_IO_THREADS = 1024
 """Upper limit for one writer process."""
+MOST_NBYTES = 1 << 62
+"""Beyond the capacity of any file system or memory; the sum of two is still a file offset."""
 
 
 NO_BLOCK = 0

@@ -13,6 +13,7 @@ from typing import Any
 
 from nostall._model.jobs import (
     MOST_IO_THREADS,
+    MOST_NBYTES,
     Failure,
     FileImage,
     FileReceipt,
@@ -28,8 +29,6 @@ from nostall._model.names import is_shard_name
 from nostall._writer.framing import Message
 from nostall.errors import ProtocolError
 
-_MOST_NBYTES = 1 << 62
-"""More than any file system or memory can hold."""
 _MOST_CRC32 = (1 << 32) - 1
 _MOST_HASH = (1 << 64) - 1
 
@@ -186,7 +185,7 @@ def _of(kind: type, value: Any) -> Any:
     return value
 
 
-def _count(value: Any, most: int = _MOST_NBYTES) -> int:
+def _count(value: Any, most: int = MOST_NBYTES) -> int:
     if not 0 <= _of(int, value) <= most:
         raise ValueError("a number out of range")
     return int(value)
