@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from nostall import _torch
-from nostall._commit.manifest import manifest_of, split
+from nostall._commit.manifest import DAMAGED_HINT, manifest_of, split
 from nostall._commit.metadata import Extent, extents_of, load_metadata, planned_indices
 from nostall._model.values import WrittenFile
 from nostall._storage.port import Files
@@ -134,7 +134,10 @@ def _extents(stream: BinaryIO, path: str) -> Mapping[str, list[Extent]]:
     if missing:
         named = sorted({str(index.fqn) for index in missing})[:3]
         raise DamagedCheckpointError(
-            f"it has no location for {len(missing)} of its items, among them {named}", path=path
+            f"it has no location for {len(missing)} of its items, among them {named}",
+            phase="verify",
+            path=path,
+            hint=DAMAGED_HINT,
         )
     by_file: dict[str, list[Extent]] = defaultdict(list)
     for extent in extents_of(metadata, path=path):

@@ -40,6 +40,7 @@ _NO_END = "the end of the file is damaged, or a part of the manifest is missing"
 _MOST_LINE_NBYTES = 1 << 30
 """Room for millions of files."""
 _PIECE_NBYTES = 8 << 20
+DAMAGED_HINT = "load another checkpoint; nostall.latest_complete() returns the last complete one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +245,7 @@ def _finite(value: Any) -> float:
 
 
 def _damaged(why: str, path: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(why, phase="verify", path=path)
+    return DamagedCheckpointError(why, phase="verify", path=path, hint=DAMAGED_HINT)
 
 
 def _hex(crc32: int) -> str:

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
+from nostall._commit.manifest import DAMAGED_HINT
 from nostall._commit.metadata_pickle import NAMES, unpickle
 from nostall._model.jobs import MOST_NBYTES
 from nostall._model.names import is_shard_name
@@ -49,17 +50,17 @@ def load_metadata(content: bytes, *, path: str) -> Metadata:
         metadata = unpickle(content)  # ignores the manifest after the pickle
     except UntrustedMetadataError as error:
         error.path = path
+        error.hint = error.hint or DAMAGED_HINT
         raise
     except Exception as error:  # a broken pickle can raise anything
         raise UntrustedMetadataError(
             f"the metadata cannot be read: {type(error).__name__}: {error!s:.200}",
             phase="read",
             path=path,
+            hint=DAMAGED_HINT,
         ) from error
     if not isinstance(metadata, Metadata):
-        raise UntrustedMetadataError(
-            f"the file holds a {type(metadata).__name__}, not DCP metadata", phase="read", path=path
-        )
+        raise _refused(f"the file holds a {type(metadata).__name__}", path)
     _require_entries(metadata, path)
     return _with_plans_restored(metadata)
 
@@ -201,7 +202,8 @@ def _extent(index: Any, info: Any, entries: Mapping[Any, Any], path: str) -> Ext
 
 
 def _refused(why: str, path: str) -> UntrustedMetadataError:
-    return UntrustedMetadataError(f"the metadata is invalid: {why}", phase="read", path=path)
+    what = f"the metadata is invalid: {why}"
+    return UntrustedMetadataError(what, phase="read", path=path, hint=DAMAGED_HINT)
 
 
 def referenced_files(content: bytes, *, path: str) -> set[str]:
