@@ -106,8 +106,9 @@ class NostallError(Exception):
         return text
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = dict(self.__dict__)
-        if isinstance(self, OSError):  # keeps the code outside of __dict__
+        # OSError and ImportError keep these outside of __dict__.
+        state = {**self.__dict__, "path": self.path}
+        if isinstance(self, OSError):
             state["errno"] = self.errno
         return (_rebuild, (type(self), self.message, state))
 
@@ -143,8 +144,6 @@ class WriteError(SaveError, OSError):
         super().__init__(message, **place)
         self.errno = errno
 
-    __str__ = SaveError.__str__
-
 
 class NotDurableError(NostallError, OSError):
     """Storage failed while the metadata was published or made durable.
@@ -159,8 +158,6 @@ class NotDurableError(NostallError, OSError):
         super().__init__(message, **place)
         self.errno = errno
 
-    __str__ = NostallError.__str__
-
 
 class WriterDiedError(SaveError):
     """The writer process ended before it answered; ``exit_code`` is negative for a signal."""
@@ -172,8 +169,6 @@ class WriterDiedError(SaveError):
 
 class SaveTimeoutError(SaveError, TimeoutError):
     """A wait reached its deadline; the operation may still be running."""
-
-    __str__ = SaveError.__str__
 
 
 class SaveAbortedError(SaveError):
@@ -203,8 +198,6 @@ class ReservationError(NostallError, MemoryError):
         super().__init__(message, **place)
         self.nbytes = nbytes
 
-    __str__ = NostallError.__str__
-
 
 class ProtocolError(NostallError):
     """A message between trainer and writer process is malformed or unexpected."""
@@ -217,8 +210,6 @@ class ReadError(NostallError, OSError):
         super().__init__(message, **place)
         self.errno = errno
 
-    __str__ = NostallError.__str__
-
 
 class DamagedCheckpointError(NostallError):
     """A committed checkpoint differs from what was written: changed bytes or missing files."""
@@ -226,11 +217,6 @@ class DamagedCheckpointError(NostallError):
 
 class IllegalTransitionError(NostallError):
     """A request was asked to enter a state that does not follow its present one."""
-
-    @classmethod
-    def between(cls, present: str, wanted: str) -> IllegalTransitionError:
-        """The error for a request in state ``present`` that was asked to enter ``wanted``."""
-        return cls(f"a request that is {present} cannot become {wanted}")
 
 
 class UntrustedMetadataError(NostallError):
@@ -247,9 +233,3 @@ class UnknownMetadataError(UntrustedMetadataError):
 
 class UnsupportedTorchError(NostallError, ImportError):
     """The installed torch lacks a part that nostall requires; raised when nostall is imported."""
-
-    __str__ = NostallError.__str__
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # ImportError keeps the path outside of __dict__.
-        return (_rebuild, (type(self), self.message, {**self.__dict__, "path": self.path}))

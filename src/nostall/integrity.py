@@ -9,27 +9,29 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from typing import BinaryIO
-
-from torch.distributed.checkpoint.metadata import Metadata
 
 from nostall import _torch
-from nostall._commit.checking import Damage, Progress, look_at, unreadable
+from nostall._commit.checking import (
+    Damage,
+    Description,
+    ReadCounter,
+    look_at,
+    read_description,
+    size_of,
+    unreadable,
+)
 from nostall._commit.guarded_program import HINT
-from nostall._commit.manifest import Manifest, manifest_alone, manifest_of, split
-from nostall._commit.metadata import Extent, extents_of, load_metadata, planned_indices
+from nostall._commit.manifest import manifest_alone
 from nostall._model.checksum import use_fastest
 from nostall._storage.destination import require_file_system
-from nostall._storage.port import Files
-from nostall._storage.posix import may_pass
+from nostall._storage.port import Files, may_pass
 from nostall._storage.posix_files import PosixFiles
-from nostall._storage.reading import open_to_read, read_metadata
+from nostall._storage.reading import open_to_read
 from nostall.errors import (
     DamagedCheckpointError,
     ReadError,
@@ -81,20 +83,6 @@ class Verification:
         return self.state is State.WHOLE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Checkpoint:
-    """A checkpoint's own description: manifest and locations of items."""
-
-    storage: Files
-    manifest: Manifest | None
-    extents: Mapping[str, list[Extent]]
-    """Per file, in file order."""
-    crc32: Mapping[str, int | None]
-    """Per file, by the manifest."""
-    note: str | None = None
-    """Why ``extents`` is empty although the metadata has items."""
-
-
 def _path_of(path: str | os.PathLike[str]) -> str:
     """The path; an object store must not look like a directory without checkpoints."""
     require_file_system(path)
@@ -124,13 +112,15 @@ def is_complete(path: str | os.PathLike[str], deep: bool = False) -> bool:
             note = found.note or "the metadata is not understood"
             raise UnknownMetadataError(note, phase="verify", path=directory, hint=HINT)
         return found.ok
+    files = PosixFiles(directory)
     try:
-        checkpoint = _read(PosixFiles(directory), with_items=False)
+        description = read_description(files, with_items=False)
     except UnknownMetadataError:
         raise
     except (OSError, DamagedCheckpointError, UntrustedMetadataError):
         return False
-    return not any(_sizes(checkpoint))
+    sizes = (size_of(files, file) for file in description.files)
+    return all(damage is None for _, damage in sizes)
 
 
 def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | None:
@@ -258,8 +248,9 @@ def verify(
         OptionError: The path is in an object store.
     """
     directory = _path_of(path)
+    files = PosixFiles(directory)
     try:
-        checkpoint = _read(PosixFiles(directory), with_items=True)
+        description = read_description(files, with_items=True)
     except (FileNotFoundError, NotADirectoryError):
         note = f"no checkpoint was committed here: {_torch.METADATA_NAME} does not exist"
         return Verification(path=directory, state=State.NOT_THERE, note=note)
@@ -268,31 +259,23 @@ def verify(
     except (OSError, DamagedCheckpointError, UntrustedMetadataError) as error:
         damage = Damage(file=_torch.METADATA_NAME, what=unreadable(error))
         return Verification(path=directory, state=State.DAMAGED, damages=(damage,))
-    return _compared(checkpoint, threads, progress)
+    return _compared(files, description, threads, progress)
 
 
 def _compared(
-    checkpoint: _Checkpoint, threads: int, report: Callable[[int, int], object] | None
+    files: Files,
+    description: Description,
+    threads: int,
+    report: Callable[[int, int], object] | None,
 ) -> Verification:
-    files = checkpoint.storage
-    damages = {damage.file: damage for damage in _sizes(checkpoint)}
-    whole = [name for name in _names(checkpoint) if name not in damages]
+    sizes = [(file, *size_of(files, file)) for file in description.files]
+    whole = [(file, nbytes) for file, nbytes, damage in sizes if damage is None]
     use_fastest()
-    progress = Progress(sum(_nbytes(files, name) for name in whole), report)
+    counter = ReadCounter(sum(nbytes for _, nbytes in whole), report)
     with ThreadPoolExecutor(max(1, threads), "nostall-verify") as pool:
-        looked_at = list(
-            pool.map(
-                lambda name: look_at(
-                    files,
-                    name,
-                    extents=checkpoint.extents.get(name, ()),
-                    crc32=checkpoint.crc32.get(name),
-                    progress=progress,
-                ),
-                whole,
-            )
-        )
-    found = [each.damage for each in looked_at if each.damage is not None]
+        looked_at = list(pool.map(lambda each: look_at(files, each[0], counter.add), whole))
+    found = [damage for _, _, damage in sizes if damage is not None]
+    found += [each.damage for each in looked_at if each.damage is not None]
     unchecked = [item for each in looked_at for item in each.unchecked]
     written_as_archives = any(each.archives for each in looked_at)
     for each in looked_at:
@@ -306,93 +289,15 @@ def _compared(
             unchecked += each.strangers
     return Verification(
         path=files.where(),
-        state=State.DAMAGED if damages or found else State.WHOLE,
-        note=checkpoint.note,
-        damages=(*damages.values(), *found),
-        files=len(whole) + len(damages),
-        nbytes=sum(_nbytes(files, name) for name in _names(checkpoint)),
-        items=sum(map(len, checkpoint.extents.values())),
+        state=State.DAMAGED if found else State.WHOLE,
+        note=description.note,
+        damages=tuple(found),
+        files=len(sizes),
+        nbytes=sum(nbytes for _, nbytes, _ in sizes),
+        items=description.items,
         unchecked=tuple(unchecked),
-        has_manifest=checkpoint.manifest is not None,
+        has_manifest=description.has_manifest,
     )
-
-
-def _read(files: Files, *, with_items: bool) -> _Checkpoint:
-    """Read a checkpoint's description; with a manifest, items are read only if ``with_items``."""
-    path = files.where(_torch.METADATA_NAME)
-    extents: Mapping[str, list[Extent]] = {}
-    note = None
-    with open_to_read(files, _torch.METADATA_NAME) as stream:
-        manifest = manifest_of(stream, path=path)
-        if with_items or manifest is None:
-            try:
-                extents = _extents(stream, path)
-            except (DamagedCheckpointError, UntrustedMetadataError) as error:
-                if manifest is None:
-                    raise
-                note = error.message  # the manifest confirms the bytes
-    listed = manifest.files if manifest is not None else ()
-    return _Checkpoint(
-        storage=files,
-        manifest=manifest,
-        extents=extents,
-        crc32={file.name: file.crc32 for file in listed},
-        note=note,
-    )
-
-
-def _extents(stream: BinaryIO, path: str) -> Mapping[str, list[Extent]]:
-    """Locations of the items of a checkpoint, by file."""
-    try:
-        content = read_metadata(stream, path)
-    except ReadError as error:
-        raise UnknownMetadataError(error.message, phase="read", path=path) from error
-    pickled, _ = split(content, path=path)
-    metadata: Metadata = load_metadata(pickled, path=path)
-    missing = set(planned_indices(metadata)).difference(metadata.storage_data or ())
-    if missing:
-        named = sorted({str(index.fqn) for index in missing})[:3]
-        raise DamagedCheckpointError(
-            f"it has no location for {len(missing)} of its items, among them {named}", path=path
-        )
-    by_file: dict[str, list[Extent]] = defaultdict(list)
-    for extent in extents_of(metadata, path=path):
-        by_file[extent.file].append(extent)
-    return by_file
-
-
-def _names(checkpoint: _Checkpoint) -> list[str]:
-    return sorted(checkpoint.extents if checkpoint.manifest is None else checkpoint.crc32)
-
-
-def _nbytes(files: Files, name: str) -> int:
-    try:
-        return files.stat(name).nbytes
-    except OSError:
-        return 0
-
-
-def _sizes(checkpoint: _Checkpoint) -> Iterator[Damage]:
-    """Files that are missing or have a wrong size."""
-    if checkpoint.manifest is None:
-        wanted = {name: extents[-1].end for name, extents in checkpoint.extents.items()}
-    else:
-        wanted = {file.name: file.nbytes for file in checkpoint.manifest.files}
-    exactly = checkpoint.manifest is not None
-    for name, nbytes in sorted(wanted.items()):
-        items = tuple(extent.item for extent in checkpoint.extents.get(name, ()))
-        try:
-            there = checkpoint.storage.stat(name).nbytes
-        except FileNotFoundError:
-            yield Damage(file=name, what="missing", items=items)
-            continue
-        except OSError as error:
-            yield Damage(file=name, what=unreadable(error), items=items)
-            continue
-        if there < nbytes or (exactly and there != nbytes):
-            beyond = (each.item for each in checkpoint.extents.get(name, ()) if each.end > there)
-            what = f"has {there} bytes, expected {nbytes}"
-            yield Damage(file=name, what=what, items=tuple(beyond))
 
 
 def _committed_at_s(files: Files) -> float:

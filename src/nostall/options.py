@@ -117,7 +117,7 @@ _PRIORITIES = (
 
 StagingMode: TypeAlias = Literal["blocking", "overlapped"]
 """When a save call returns; see :class:`nostall.FileSystemWriterAsync`."""
-STAGING: tuple[StagingMode, ...] = get_args(StagingMode)
+_STAGING: tuple[StagingMode, ...] = get_args(StagingMode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class WriterOptions:
         _set(self, "thread_count", thread_count)
         for name in ("sync_files", "overwrite"):
             _set(self, name, require_switch(name, getattr(self, name)))
-        _require(self.staging in STAGING, f"staging={self.staging!r}", " or ".join(STAGING))
+        _require(self.staging in _STAGING, f"staging={self.staging!r}", " or ".join(_STAGING))
         hint: object = self.separation_hint
         if hint is not None:
             _require(

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from nostall import _torch
 from nostall._model.names import METADATA_SUFFIX, SHARD_SUFFIX, is_metadata_of_one_rank
-from nostall._storage.destination import absolute
-from nostall._storage.port import Files
+from nostall._storage.destination import absolute, require_file_system, require_possible
 from nostall._storage.posix import remove_directory
 from nostall._storage.posix_files import PosixFiles
 from nostall.errors import OptionError, WriteError
@@ -48,16 +47,18 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         OptionError: It is not the directory of a checkpoint.
         WriteError: Storage refused; see ``path`` and ``errno``.
     """
-    if not os.fspath(path) or "://" in os.fspath(path):
-        raise OptionError(
-            "not a directory of this machine", path=os.fspath(path), hint="pass a path"
-        )
+    require_possible(path)
+    require_file_system(path)
     directory = str(absolute(path))  # without a slash at its end, which would follow a link
     try:
         contents = _contents(directory)
         if contents is None:
             return
-        _remove(PosixFiles(directory), contents)
+        files = PosixFiles(directory)
+        files.remove(contents.metadata)
+        # Even without metadata: an interrupted call may not have reached this line.
+        files.flush()
+        files.remove(contents.rest)
         if not contents.others:
             remove_directory(directory)
     except OSError as error:
@@ -68,13 +69,6 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
             path=error.filename or directory,
             hint="remove it again when the cause is gone",
         ) from error
-
-
-def _remove(files: Files, contents: _Contents) -> None:
-    files.remove(contents.metadata)
-    # Even without metadata: an interrupted call may not have reached this line.
-    files.flush()
-    files.remove(contents.rest)
 
 
 def _contents(directory: str) -> _Contents | None:

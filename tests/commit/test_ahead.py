@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 import nostall
 from nostall._commit import ahead as _ahead
 from nostall._commit.ahead import WrittenAhead
-from nostall._commit.metadata import Publication, complete_metadata, publication_of
+from nostall._commit.publication import Publication, complete_metadata, publication_of
 from nostall._storage import posix
 from nostall.core import AsyncCallsQueue
 from nostall.state_dict_saver import CheckpointMetadataCache

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from nostall._commit.known_results import KnownResults, Results
-from nostall._commit.metadata import publication_of
+from nostall._commit.publication import publication_of
 from nostall.state_dict_saver import (
     CheckpointMetadataCache,
     get_metadata_caching_status,

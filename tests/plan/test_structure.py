@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from nostall import _torch
-from nostall._commit.metadata import Publication, publication_of
+from nostall._commit.publication import Publication, publication_of
 from nostall._plan.items import plan_rank
 from nostall._plan.planner import serialize
 from nostall._plan.structure import KnownStructure, learn

@@ -106,6 +106,16 @@ def test_errors_are_caught_as_the_built_in_ones_they_also_are() -> None:
     assert issubclass(SaveError, NostallError)
 
 
+@pytest.mark.parametrize("kind", [WriteError, errors.NotDurableError, errors.ReadError])
+def test_an_error_of_storage_keeps_its_code_on_the_way_to_other_ranks(
+    kind: type[WriteError | errors.NotDurableError | errors.ReadError],
+) -> None:
+    """Programs decide by it whether to try again."""
+    failure = failure_of(kind("refused", errno=5, path="/x"), phase="write")
+    arrived = error_of(RankFailed(rank=1, failure=failure))
+    assert (type(arrived), getattr(arrived, "errno", None)) == (kind, 5)
+
+
 def test_what_may_have_been_published_is_not_caught_as_a_save_that_failed() -> None:
     """A directory whose save has failed may hold a checkpoint, and must not be removed then.
 

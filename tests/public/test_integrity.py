@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 import nostall
 from nostall import integrity
-from nostall._commit.manifest import files_in_manifest, split
+from nostall._commit.manifest import manifest_alone, split
 from nostall._storage import posix_files, reading
 from nostall.cli import main
 from nostall.core import AsyncCallsQueue
@@ -99,7 +99,7 @@ def test_the_manifest_says_what_the_files_are(tmp_path: Path, way: Way) -> None:
     _, manifest = split((tmp_path / ".metadata").read_bytes(), path="")
     assert manifest is not None
     with open(tmp_path / ".metadata", "rb") as stream:
-        assert files_in_manifest(stream) == {file.name for file in manifest.files}
+        assert manifest_alone(stream) == manifest
     sums = {file.name: (file.nbytes, file.crc32) for file in manifest.files}
     contents = {file.name: file.read_bytes() for file in tmp_path.glob("*.distcp")}
     assert sums == {name: (len(content), zlib.crc32(content)) for name, content in contents.items()}
@@ -624,9 +624,9 @@ def test_metadata_that_ends_within_the_manifest_is_damaged(tmp_path: Path) -> No
     for end in range(len(pickled) + 1, len(content)):
         with pytest.raises(DamagedCheckpointError):
             split(content[:end], path="")
-        assert files_in_manifest(io.BytesIO(content[:end])) is None
+        assert manifest_alone(io.BytesIO(content[:end])) is None
     assert split(pickled, path="") == (pickled, None)
-    assert files_in_manifest(io.BytesIO(pickled)) is None
+    assert manifest_alone(io.BytesIO(pickled)) is None
 
 
 @pytest.mark.parametrize("operation", ["stat", "open"])

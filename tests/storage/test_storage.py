@@ -243,7 +243,8 @@ def test_memory_that_the_device_does_not_take_is_written_through_the_page_cache(
     memory = mmap.mmap(-1, 4 * PAGE)
     memory[1 : 1 + len(content)] = content
     image = memoryview(memory)[1 : 1 + 3 * PAGE]
-    file = PosixFiles(str(tmp_path), direct=True).put("file", len(content))
+    files = PosixFiles(str(tmp_path), direct=True)
+    file = files.put("file", len(content), on_created=lambda _: None)
     for begin in range(0, len(content), PAGE):
         file.write(image, begin, min(begin + PAGE, len(content)))
     file.finish()

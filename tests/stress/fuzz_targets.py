@@ -28,7 +28,8 @@ import nostall
 import nostall.cached_metadata_filesystem_reader
 import nostall.integrity
 from nostall._commit.manifest import split, with_manifest
-from nostall._commit.metadata import extents_of, local_plans_in, publication_of
+from nostall._commit.metadata import extents_of, local_plans_in
+from nostall._commit.publication import publication_of
 from nostall._model import checksum
 from nostall._model.checksum import use_fastest
 from nostall._model.values import WrittenFile

@@ -58,7 +58,6 @@ def example_messages() -> list[dict[str, Any]]:
         name="f",
         planned_name="f",
         nbytes=1,
-        packed_crc32=bytes(4),
         crc32_of_file=7,
         extents=((0, 1),),
         started_s=0.0,

@@ -6,7 +6,6 @@ import copy
 import os
 import socket
 import struct
-from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -62,7 +61,6 @@ RECEIPTS = st.builds(
     FileReceipt,
     name=TEXT.filter(is_shard_name),
     nbytes=NUMBERS,
-    packed_crc32=st.lists(CRCS, max_size=4).map(lambda crcs: array("I", crcs).tobytes()),
     crc32_of_file=st.none() | CRCS,
     extents=st.none() | st.lists(st.tuples(NUMBERS, NUMBERS), max_size=4).map(tuple),
     started_s=st.floats(allow_nan=False),

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from enum import Enum, auto
 
-from nostall._commit.metadata import Publication
+from nostall._commit.publication import Publication
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.port import Draft
 from nostall._storage.posix_storage import PosixStorage

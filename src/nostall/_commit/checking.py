@@ -1,21 +1,37 @@
-"""Verification of one shard file, by its checksum or by those of the archives in it."""
+"""What a checkpoint says of its shard files, and the verification of one of them.
+
+A file is verified by its size, and by its checksum in the manifest or those of the archives in it.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import BinaryIO
 
-from nostall._commit.metadata import Extent
+from nostall import _torch
+from nostall._commit.manifest import DAMAGED_HINT, manifest_of, split
+from nostall._commit.metadata import Extent, extents_of, load_metadata, planned_indices
+from nostall._model.values import WrittenFile
 from nostall._storage.port import Files
 from nostall._storage.reading import (
     ChecksumMissing,
     NoArchive,
     crc32_of_file,
     damage_of_container,
+    open_to_read,
+    read_metadata,
 )
-from nostall.errors import NostallError
+from nostall.errors import (
+    DamagedCheckpointError,
+    NostallError,
+    ReadError,
+    UnknownMetadataError,
+    UntrustedMetadataError,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +50,117 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedFile:
+    """A shard file, as its checkpoint describes it."""
+
+    name: str
+    nbytes: int
+    """Its length with a manifest; otherwise the end of its last item, and it may be longer."""
+    is_exact: bool
+    """Whether it must not be longer."""
+    crc32: int | None
+    """Checksum in the manifest, if any."""
+    extents: Sequence[Extent]
+    """Its items in file order, as far as they are known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What a checkpoint says of itself."""
+
+    files: tuple[ExpectedFile, ...]
+    """By name."""
+    items: int
+    """Number of items, as far as they are known."""
+    has_manifest: bool
+    note: str | None
+    """Why no items are known although the metadata has some."""
+
+
+def read_description(files: Files, *, with_items: bool) -> Description:
+    """Read a checkpoint's description; with a manifest, items are read only if ``with_items``.
+
+    Raises:
+        UnknownMetadataError: There is no manifest, and the metadata is not understood.
+        UntrustedMetadataError: There is no manifest, and the metadata is malformed.
+        DamagedCheckpointError: The manifest or the metadata is damaged, or an item has no location.
+        OSError: The metadata cannot be read.
+    """
+    path = files.where(_torch.METADATA_NAME)
+    extents: Mapping[str, list[Extent]] = {}
+    note = None
+    with open_to_read(files, _torch.METADATA_NAME) as stream:
+        manifest = manifest_of(stream, path=path)
+        if with_items or manifest is None:
+            try:
+                extents = _extents(stream, path)
+            except (DamagedCheckpointError, UntrustedMetadataError) as error:
+                if manifest is None:
+                    raise
+                note = error.message  # the manifest confirms the bytes
+    if manifest is None:
+        listed = [
+            WrittenFile(name=name, nbytes=each[-1].end, crc32=None)
+            for name, each in extents.items()
+        ]
+    else:
+        listed = list(manifest.files)
+    return Description(
+        files=tuple(
+            ExpectedFile(
+                name=file.name,
+                nbytes=file.nbytes,
+                is_exact=manifest is not None,
+                crc32=file.crc32,
+                extents=extents.get(file.name, ()),
+            )
+            for file in sorted(listed, key=lambda file: file.name)
+        ),
+        items=sum(map(len, extents.values())),
+        has_manifest=manifest is not None,
+        note=note,
+    )
+
+
+def _extents(stream: BinaryIO, path: str) -> Mapping[str, list[Extent]]:
+    """Locations of the items of a checkpoint, by file."""
+    try:
+        content = read_metadata(stream, path)
+    except ReadError as error:
+        raise UnknownMetadataError(error.message, phase="read", path=path) from error
+    pickled, _ = split(content, path=path)
+    metadata = load_metadata(pickled, path=path)
+    missing = set(planned_indices(metadata)).difference(metadata.storage_data or ())
+    if missing:
+        named = sorted({str(index.fqn) for index in missing})[:3]
+        raise DamagedCheckpointError(
+            f"it has no location for {len(missing)} of its items, among them {named}",
+            phase="verify",
+            path=path,
+            hint=DAMAGED_HINT,
+        )
+    by_file: dict[str, list[Extent]] = defaultdict(list)
+    for extent in extents_of(metadata, path=path):
+        by_file[extent.file].append(extent)
+    return by_file
+
+
+def size_of(files: Files, expected: ExpectedFile) -> tuple[int, Damage | None]:
+    """The length of a shard file, 0 if it cannot be read, and its damage if that is wrong."""
+    name, extents = expected.name, expected.extents
+    try:
+        nbytes = files.stat(name).nbytes
+    except OSError as error:
+        what = "missing" if isinstance(error, FileNotFoundError) else unreadable(error)
+        return 0, Damage(file=name, what=what, items=tuple(each.item for each in extents))
+    if nbytes == expected.nbytes or (nbytes > expected.nbytes and not expected.is_exact):
+        return nbytes, None
+    what = f"has {nbytes} bytes, expected {expected.nbytes}"
+    beyond = tuple(each.item for each in extents if each.end > nbytes)
+    return nbytes, Damage(file=name, what=what, items=beyond)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Looked:
     """Result of the verification of one file of the right size."""
 
@@ -47,30 +174,22 @@ class Looked:
     """Number of items that are archives."""
 
 
-def look_at(
-    files: Files,
-    name: str,
-    *,
-    extents: Sequence[Extent],
-    crc32: int | None,
-    progress: Progress,
-) -> Looked:
+def look_at(files: Files, expected: ExpectedFile, on_read: Callable[[int], object]) -> Looked:
     """Verify a shard file of the right size.
 
     Args:
         files: The checkpoint's files.
-        name: Name of the file.
-        extents: The items in the file, as far as they are known.
-        crc32: Checksum in the manifest, if any.
-        progress: Counts the bytes read.
+        expected: The file.
+        on_read: Called with numbers of bytes that were read.
     """
+    name, crc32 = expected.name, expected.crc32
     try:
         if crc32 is None:
-            return _look_into(files, name, extents, progress)
-        found = crc32_of_file(files, name, progress.add)
+            return _look_into(files, expected, on_read)
+        found = crc32_of_file(files, name, on_read)
         if found == crc32:
             return Looked(file=name)
-        inside = _look_into(files, name, extents, Progress(0, None))
+        inside = _look_into(files, expected, lambda _: None)
     except OSError as error:
         return Looked(file=name, damage=Damage(file=name, what=unreadable(error)))
     items = (*(inside.damage.items if inside.damage is not None else ()), *inside.strangers)
@@ -83,17 +202,18 @@ def unreadable(error: OSError | NostallError) -> str:
     return error.message if isinstance(error, NostallError) else f"cannot be read: {error.strerror}"
 
 
-def _look_into(files: Files, name: str, extents: Sequence[Extent], progress: Progress) -> Looked:
+def _look_into(files: Files, expected: ExpectedFile, on_read: Callable[[int], object]) -> Looked:
     """As :func:`look_at`, by the checksums of the archives in the file."""
+    name = expected.name
     wrong: list[tuple[str, str]] = []
     unchecked: list[str] = []
     strangers: list[str] = []
     archives = 0
-    if not extents:
-        crc32_of_file(files, name, progress.add)  # raises if the file cannot be read
+    if not expected.extents:
+        crc32_of_file(files, name, on_read)  # raises if the file cannot be read
         return Looked(file=name, unchecked=(name,))
     with closing(files.open(name)) as source:
-        for extent in extents:
+        for extent in expected.extents:
             if extent.is_transformed:
                 unchecked.append(extent.item)
                 continue
@@ -111,7 +231,7 @@ def _look_into(files: Files, name: str, extents: Sequence[Extent], progress: Pro
                 # Required of a tensor without a transform.
                 why = "contains a tensor that is not an archive of torch.save"
             finally:
-                progress.add(extent.length)
+                on_read(extent.length)
             if why is not None:
                 wrong.append((extent.item, why))
     items = tuple(item for item, _ in wrong)
@@ -124,17 +244,22 @@ def _look_into(files: Files, name: str, extents: Sequence[Extent], progress: Pro
     )
 
 
-@dataclass(slots=True)
-class Progress:
-    """Counts the bytes that several threads have read."""
+class ReadCounter:
+    """Counts the bytes that several threads have read.
 
-    total: int
-    report: Callable[[int, int], object] | None
-    done: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    Args:
+        total: Bytes to read.
+        report: Called with bytes read and ``total``, by one thread at a time.
+    """
+
+    def __init__(self, total: int, report: Callable[[int, int], object] | None) -> None:
+        self._total, self._report = total, report
+        self._done = 0
+        self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
-        with self.lock:
-            self.done += nbytes
-            if self.report is not None:
-                self.report(self.done, self.total)
+        """Count bytes."""
+        with self._lock:
+            self._done += nbytes
+            if self._report is not None:
+                self._report(self._done, self._total)

@@ -37,6 +37,7 @@ def require_one_result_each(
         f" {[str(index) for index in (*missing, *extra)[:3]]}",
         rank=rank,
         phase="collect",
+        hint="nothing was committed; a planner of your own may use an index twice",
     )
 
 

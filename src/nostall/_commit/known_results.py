@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
-from nostall._commit.metadata import Publication
+from nostall._commit.publication import Publication
 from nostall.errors import SaveError
 
 

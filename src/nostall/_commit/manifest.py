@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from nostall._model import checksum
+from nostall._model.jobs import MOST_NBYTES
 from nostall._model.names import is_shard_name
 from nostall._model.values import WrittenFile
 from nostall._version import __version__
@@ -33,14 +34,13 @@ _FORMAT = 1
 _FOOTER = re.compile(rb"#nostall-manifest (\d{12}) ([0-9a-f]{8})\n\Z")
 _FOOTER_NBYTES = len(b"#nostall-manifest 000000000000 00000000\n")
 _CRC32 = re.compile(r"[0-9a-f]{8}")
-_MOST_NBYTES = 1 << 62
-"""Beyond the capacity of any file system."""
 _MARKS = (b'\n{"committed_at":', b"\n#nostall-manifest ")
 """One of them remains if the end of a file is truncated, or damaged in one place."""
 _NO_END = "the end of the file is damaged, or a part of the manifest is missing"
 _MOST_LINE_NBYTES = 1 << 30
 """Room for millions of files."""
 _PIECE_NBYTES = 8 << 20
+DAMAGED_HINT = "load another checkpoint; nostall.latest_complete() returns the last complete one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +87,6 @@ def with_manifest(
     line = json.dumps(plain, sort_keys=True, separators=(",", ":")).encode() + b"\n"
     footer = f"#nostall-manifest {len(line):012d} {_hex(checksum.crc32(line))}\n".encode()
     return (*metadata, b"\n" + line + footer)
-
-
-def files_in_manifest(stream: BinaryIO) -> set[str] | None:
-    """Names of the shard files in the manifest of a ``.metadata`` file; the pickle is not read."""
-    manifest = manifest_alone(stream)
-    return None if manifest is None else {file.name for file in manifest.files}
 
 
 def manifest_alone(stream: BinaryIO) -> Manifest | None:
@@ -162,7 +156,9 @@ def _find(stream: BinaryIO, *, path: str) -> tuple[Manifest, int] | None:
         return None
     nbytes = int(footer[1])
     line = _read_at(stream, end - nbytes, nbytes) if nbytes <= _MOST_LINE_NBYTES else b""
-    return _manifest_in(line, footer, path), end - nbytes
+    if len(line) != nbytes or _hex(checksum.crc32(line)) != footer[2].decode():
+        raise _damaged("the manifest does not match its checksum", path)
+    return _parsed(line, path), end - nbytes
 
 
 def _read_at(stream: BinaryIO, begin: int, nbytes: int) -> bytes:
@@ -181,12 +177,6 @@ def _crc32_of_first(stream: BinaryIO, nbytes: int) -> int:
         crc32 = checksum.crc32(piece, crc32)
         nbytes -= len(piece)
     return crc32
-
-
-def _manifest_in(line: bytes, footer: re.Match[bytes], path: str) -> Manifest:
-    if len(line) != int(footer[1]) or _hex(checksum.crc32(line)) != footer[2].decode():
-        raise _damaged("the manifest does not match its checksum", path)
-    return _parsed(line, path)
 
 
 def _parsed(line: bytes, path: str) -> Manifest:
@@ -223,7 +213,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _nbytes(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _MOST_NBYTES:
+    if type(value) is not int or not 0 <= value <= MOST_NBYTES:
         raise ValueError("invalid length")
     return value
 
@@ -255,7 +245,7 @@ def _finite(value: Any) -> float:
 
 
 def _damaged(why: str, path: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(why, phase="verify", path=path)
+    return DamagedCheckpointError(why, phase="verify", path=path, hint=DAMAGED_HINT)
 
 
 def _hex(crc32: int) -> str:

@@ -1,4 +1,4 @@
-"""Metadata as bytes: DCP's objects in DCP's format, read through an allow-list.
+"""DCP's metadata, read through an allow-list.
 
 ``.metadata`` is a pickle, and a pickle can run any code. nostall reads it with
 :mod:`nostall._commit.metadata_pickle`, which resolves only the classes of DCP metadata, and then
@@ -7,19 +7,15 @@ checks the types of the entries. Stock readers have no such limit.
 Frameworks keep every rank's local plan with the metadata (``Metadata.all_local_plans``) to validate
 the plan cache of a resumed run. The dataclass does not declare this attribute, so code that
 rebuilds the dataclass drops it. The planner data therefore holds the same object under
-:data:`_PLANS_KEY`; in a pickle the second reference is free.
+:data:`PLANS_KEY`; in a pickle the second reference is free.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import pickle
-import re
-from collections.abc import Iterator, Mapping
-from copy import copy
-from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
@@ -33,15 +29,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 
-from nostall import _torch
-from nostall._commit.metadata_pickle import MOST_NBYTES, NAMES, unpickle
-from nostall._model import checksum
-from nostall._model.names import SHARD_SUFFIX, is_shard_name
+from nostall._commit.manifest import DAMAGED_HINT
+from nostall._commit.metadata_pickle import NAMES, unpickle
+from nostall._model.jobs import MOST_NBYTES
+from nostall._model.names import is_shard_name
 from nostall.errors import UntrustedMetadataError
 
-_PLANS_KEY = "nostall.all_local_plans"
+PLANS_KEY = "nostall.all_local_plans"
 
 
 def load_metadata(content: bytes, *, path: str) -> Metadata:
@@ -55,17 +50,17 @@ def load_metadata(content: bytes, *, path: str) -> Metadata:
         metadata = unpickle(content)  # ignores the manifest after the pickle
     except UntrustedMetadataError as error:
         error.path = path
+        error.hint = error.hint or DAMAGED_HINT
         raise
     except Exception as error:  # a broken pickle can raise anything
         raise UntrustedMetadataError(
             f"the metadata cannot be read: {type(error).__name__}: {error!s:.200}",
             phase="read",
             path=path,
+            hint=DAMAGED_HINT,
         ) from error
     if not isinstance(metadata, Metadata):
-        raise UntrustedMetadataError(
-            f"the file holds a {type(metadata).__name__}, not DCP metadata", phase="read", path=path
-        )
+        raise _refused(f"the file holds a {type(metadata).__name__}", path)
     _require_entries(metadata, path)
     return _with_plans_restored(metadata)
 
@@ -122,150 +117,12 @@ def _require_chunk(
     return begin, extent
 
 
-@dataclass(frozen=True, kw_only=True)
-class Publication:
-    """Pickled metadata of a finished save without ``storage_meta``; reusable by equal saves."""
-
-    program: tuple[bytes, ...]
-    """The pickle, in pieces, without its STOP instruction."""
-    storage_data: Mapping[MetadataIndex, Any]
-    files: frozenset[str]
-    """Names of the shard files."""
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Length of the program."""
-        return sum(map(len, self.program))
-
-    @cached_property
-    def crc32(self) -> int:
-        """CRC-32 of the program."""
-        return reduce(lambda crc32, piece: checksum.crc32(piece, crc32), self.program, 0)
-
-    def content(self, storage_meta: StorageMeta | None) -> tuple[bytes, ...]:
-        """The content of a ``.metadata`` file, in pieces: joining costs more than writing them.
-
-        A pickle is a program for a stack machine. This one makes the metadata object, sets all
-        attributes but ``storage_meta``, and then sets ``storage_meta``. Protocol 3, because later
-        protocols divide the program into frames with a length.
-        """
-        rest = pickle.dumps({"storage_meta": storage_meta}, protocol=_PROTOCOL)
-        return (*self.program, rest[_PROTO_NBYTES:-1] + pickle.BUILD + pickle.STOP)
-
-    def renamed(self, names: Mapping[str, str]) -> Publication | None:
-        """The same with other names of shard files; ``None`` if names in the pickle are ambiguous.
-
-        Args:
-            names: The present name of each file.
-        """
-        if all(old == new for old, new in names.items()):
-            return self
-        if self._cut is None:
-            return None
-        cut = [names[piece] if isinstance(piece, str) else piece for piece in self._cut]
-        renamed = Publication(
-            program=tuple(_pickled(each) if isinstance(each, str) else each for each in cut),
-            storage_data=_under_new_names(self.storage_data, names),
-            files=frozenset(names.values()),
-        )
-        vars(renamed)["_cut"] = cut  # saves another search
-        return renamed
-
-    @cached_property
-    def _cut(self) -> list[bytes | str] | None:
-        """The program, with file names as separate texts: each occurs once, as pickle memoizes."""
-        # An fqn that is the same object as a file name would be pickled as a reference to it. Names
-        # are made by the layout, so other texts are other objects.
-        if any(index.fqn in self.files for index in self.storage_data):
-            return None
-        program = b"".join(self.program)
-        names = {_pickled(name): name for name in self.files}
-        lengths = {len(pickled) for pickled in names}
-        pieces: list[bytes | str] = []
-        done = 0
-        # All names have this suffix; searching for each of them would be too slow.
-        for found in re.finditer(re.escape(SHARD_SUFFIX.encode()), program):
-            end = found.end()
-            for begin in (max(0, end - length) for length in lengths):
-                name = names.get(program[begin:end])
-                if name is not None:
-                    pieces += [program[done:begin], name]
-                    done = end
-        seen = [piece for piece in pieces if isinstance(piece, str)]
-        return [*pieces, program[done:]] if sorted(seen) == sorted(self.files) else None
-
-
-def _pickled(text: str) -> bytes:
-    """The first occurrence of a text in a pickle of :data:`_PROTOCOL`."""
-    encoded = text.encode("utf-8", "surrogatepass")
-    return pickle.BINUNICODE + len(encoded).to_bytes(4, "little") + encoded
-
-
-def _under_new_names(
-    storage_data: Mapping[MetadataIndex, Any], names: Mapping[str, str]
-) -> _UnderNewNames:
-    if isinstance(storage_data, _UnderNewNames):
-        # Without this, each save would add a level of indirection.
-        first = {old: names[new] for old, new in storage_data.names.items()}
-        return _UnderNewNames(storage_data.storage_data, first)
-    return _UnderNewNames(storage_data, names)
-
-
-class _UnderNewNames(Mapping[MetadataIndex, Any]):
-    """Storage data with new file names; entries are made on access, which is rare."""
-
-    def __init__(self, storage_data: Mapping[MetadataIndex, Any], names: Mapping[str, str]) -> None:
-        self.storage_data = storage_data
-        self.names = names
-
-    def __getitem__(self, index: MetadataIndex) -> Any:
-        info = self.storage_data[index]
-        return replace(info, relative_path=self.names[info.relative_path])
-
-    def __iter__(self) -> Iterator[MetadataIndex]:
-        return iter(self.storage_data)
-
-    def __len__(self) -> int:
-        return len(self.storage_data)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-
-_PROTOCOL = 3
-_PROTO_NBYTES = 2
-
-
-def publication_of(finished: Metadata) -> Publication:
-    """The publication of a finished save's metadata."""
-    plans = getattr(finished, "all_local_plans", None)
-    twin = copy(finished)
-    if plans is not None and isinstance(finished.planner_data, Mapping):
-        twin.planner_data = {**finished.planner_data, _PLANS_KEY: plans}
-    vars(twin).pop("storage_meta", None)
-    return Publication(
-        program=(pickle.dumps(twin, protocol=_PROTOCOL)[: -len(pickle.STOP)],),
-        storage_data=finished.storage_data,
-        files=frozenset(info.relative_path for info in finished.storage_data.values()),
-    )
-
-
 def local_plans_in(metadata: Metadata | None) -> list[SavePlan] | None:
     """All ranks' plans of a loaded checkpoint, if it has them; from metadata of any reader."""
     plans = getattr(metadata, "all_local_plans", None)
     if plans is None and metadata is not None and isinstance(metadata.planner_data, Mapping):
-        plans = metadata.planner_data.get(_PLANS_KEY)
+        plans = metadata.planner_data.get(PLANS_KEY)
     return plans
-
-
-def complete_metadata(metadata: Metadata, results: list[list[WriteResult]]) -> Metadata:
-    """The metadata of a finished save without ``storage_meta``; the argument is not changed."""
-    finished = copy(metadata)
-    finished.version = _torch.DCP_VERSION
-    finished.storage_data = {
-        result.index: result.storage_data for per_rank in results for result in per_rank
-    }
-    return finished
 
 
 def planned_indices(metadata: Metadata) -> list[MetadataIndex]:
@@ -345,7 +202,8 @@ def _extent(index: Any, info: Any, entries: Mapping[Any, Any], path: str) -> Ext
 
 
 def _refused(why: str, path: str) -> UntrustedMetadataError:
-    return UntrustedMetadataError(f"the metadata is invalid: {why}", phase="read", path=path)
+    what = f"the metadata is invalid: {why}"
+    return UntrustedMetadataError(what, phase="read", path=path, hint=DAMAGED_HINT)
 
 
 def referenced_files(content: bytes, *, path: str) -> set[str]:
@@ -354,8 +212,7 @@ def referenced_files(content: bytes, *, path: str) -> set[str]:
         metadata = load_metadata(content, path=path)
     except UntrustedMetadataError:
         return set()
-    storage_data = metadata.storage_data
-    infos = storage_data.values() if isinstance(storage_data, Mapping) else ()
+    infos = (metadata.storage_data or {}).values()
     names = [getattr(info, "relative_path", None) for info in infos]
     return {
         os.path.normpath(name) for name in names if isinstance(name, str) and is_shard_name(name)
@@ -363,8 +220,8 @@ def referenced_files(content: bytes, *, path: str) -> set[str]:
 
 
 def _with_plans_restored(metadata: Metadata) -> Metadata:
-    if isinstance(metadata.planner_data, dict) and _PLANS_KEY in metadata.planner_data:
-        plans = metadata.planner_data.pop(_PLANS_KEY)
+    if isinstance(metadata.planner_data, dict) and PLANS_KEY in metadata.planner_data:
+        plans = metadata.planner_data.pop(PLANS_KEY)
         if getattr(metadata, "all_local_plans", None) is None:
             metadata.all_local_plans = plans  # type: ignore[attr-defined]  # see above
     return metadata

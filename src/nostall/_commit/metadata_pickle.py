@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import metadata, planner
 
 from nostall import _torch
 from nostall._commit.guarded_program import HINT, Check, guarded
+from nostall._model.jobs import MOST_NBYTES
 from nostall.errors import UnknownMetadataError
 
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
@@ -33,8 +34,6 @@ _MOST_TUPLE_PARTS = 1000
 """Counts a shared part once per reference; also limits the nesting of tuples."""
 _MOST_DIMENSIONS = 64
 _MOST_PATH_NCHARS = 4096
-MOST_NBYTES = 1 << 62
-"""Beyond the capacity of any file system; the sum of two is still a file offset."""
 NAMES = (str, int, float, bool, NoneType)
 """Types of item names: with ``flatten_state_dict=False`` they are the keys of the state dict."""
 

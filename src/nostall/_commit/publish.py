@@ -1,6 +1,6 @@
 """Commit: publish the metadata of a save whose files are all durable. The last step of a save.
 
-Files of the replaced checkpoint are removed only when the publication is durable.
+Only when the publication is durable, the files of the replaced checkpoint can be removed.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from nostall._model.values import CommittedCheckpoint
-from nostall._storage.port import Draft, Storage
+from nostall._storage.port import Draft, Storage, reason
 from nostall.errors import NotDurableError, WriteError
 
 _log = logging.getLogger("nostall")
@@ -22,9 +21,8 @@ def commit(
     metadata_name: str,
     replaced_files: Iterable[str],
     draft: Draft | None = None,
-    remove: Callable[[Iterable[str]], object] | None = None,
     at: Callable[[str], None] = lambda _: None,
-) -> CommittedCheckpoint:
+) -> tuple[str, ...]:
     """Publish a checkpoint.
 
     Args:
@@ -33,9 +31,11 @@ def commit(
         metadata_name: ``.metadata``, or a rank's own name for saves without coordination.
         replaced_files: Names that are unreferenced after publishing; iterated only then.
         draft: Holds the first pieces of the metadata; published or removed here.
-        remove: Removes the replaced files; by default ``storage.remove``.
         at: Called before the metadata is written (``"commit"``) and before it is published
             (``"publish"``); may raise an error of storage.
+
+    Returns:
+        The replaced files, for the caller to remove; none if they cannot be determined.
 
     Raises:
         NotDurableError: The checkpoint exists, or may exist, but may not survive a power failure.
@@ -51,9 +51,8 @@ def commit(
             draft.remove()
         if not isinstance(error, Exception):
             raise
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
         raise WriteError(
-            f"the metadata could not be published: {reason}",
+            f"the metadata could not be published: {reason(error)}",
             errno=error.errno if isinstance(error, OSError) else None,
             phase="commit",
             path=storage.where(metadata_name),
@@ -62,11 +61,9 @@ def commit(
     finally:
         if draft is not None:
             draft.close()
-    where = storage.where("")
-    removed: tuple[str, ...] = ()
     try:
-        removed = tuple(replaced_files)
-        (remove or storage.remove)(removed)
+        return tuple(replaced_files)
     except Exception:  # the checkpoint exists, so the save has succeeded
-        _log.exception("files of the replaced checkpoint were not removed path=%s", where)
-    return CommittedCheckpoint(path=where, metadata_nbytes=sum(map(len, metadata)), removed=removed)
+        where = storage.where()
+        _log.exception("files of the replaced checkpoint cannot be determined path=%s", where)
+        return ()

@@ -24,7 +24,8 @@ from nostall._commit.manifest import manifest_alone
 from nostall._engine import default_engine
 from nostall._manager.contents import read_about
 from nostall._storage.deadlines import in_time
-from nostall._storage.posix import may_pass, remove_directory
+from nostall._storage.port import may_pass
+from nostall._storage.posix import remove_directory
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.reading import open_to_read
 from nostall.errors import NostallError, OptionError, ReadError

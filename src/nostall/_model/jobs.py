@@ -93,8 +93,6 @@ class FileReceipt:
     planned_name: str
     """The name in the job; ``name`` differs from it if the planned name was taken."""
     nbytes: int
-    packed_crc32: bytes
-    """Four bytes per slot, see :attr:`crc32`; there may be tens of thousands of slots."""
     crc32_of_file: int | None
     """CRC-32 of all bytes; ``None`` without checksums or if a user's stream decides the content."""
     extents: tuple[tuple[int, int], ...] | None
@@ -106,11 +104,6 @@ class FileReceipt:
     work: WriteWork = WriteWork()  # frozen
     failed_attempts: tuple[str, ...] = ()
     """The error of each attempt that was retried."""
-
-    @property
-    def crc32(self) -> tuple[int, ...]:
-        """One per slot, in layout order; 0 for a slot without its own checksum."""
-        return tuple(memoryview(self.packed_crc32).cast("I"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +127,8 @@ RankReport: TypeAlias = RankWritten | RankFailed
 
 MOST_IO_THREADS = 1024
 """Upper limit for one writer process."""
+MOST_NBYTES = 1 << 62
+"""Beyond the capacity of any file system or memory; the sum of two is still a file offset."""
 
 
 NO_BLOCK = 0

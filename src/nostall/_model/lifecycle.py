@@ -54,7 +54,9 @@ class Lifecycle:
             IllegalTransitionError: The table has no such transition; the state is unchanged.
         """
         if wanted not in TRANSITIONS[self.state]:
-            raise IllegalTransitionError.between(self.state.value, wanted.value)
+            raise IllegalTransitionError(
+                f"a request that is {self.state.value} cannot become {wanted.value}"
+            )
         self.state = wanted
 
     @property

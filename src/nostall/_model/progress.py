@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakValueDictionary
 
 from nostall._model.lifecycle import State
@@ -58,9 +59,9 @@ class Progress:
         self._began_s = self._moved_s = time.monotonic()
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[Callable[..., Progress], tuple[str, int]]:
+    def __reduce__(self) -> tuple[Callable[[], Progress], tuple[()]]:
         # Another process has a save of its own.
-        return _begin, (self.path, self._rank)
+        return partial(Progress, path=self.path, rank=self._rank), ()
 
     def expect(self, nbytes: int) -> None:
         """Set the size of the rank's files."""
@@ -100,10 +101,6 @@ class Progress:
                 seconds=now_s - self._began_s,
                 quiet_s=now_s - self._moved_s,
             )
-
-
-def _begin(path: str, rank: int) -> Progress:
-    return Progress(path=path, rank=rank)
 
 
 class UnderWay:

@@ -169,13 +169,3 @@ class Abort:
 
 
 Verdict: TypeAlias = Commit | Abort
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommittedCheckpoint:
-    """A checkpoint whose metadata is published and durable."""
-
-    path: str
-    metadata_nbytes: int
-    removed: tuple[str, ...]
-    """Files of the replaced checkpoint, removed after the metadata was published."""

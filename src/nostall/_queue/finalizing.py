@@ -12,7 +12,7 @@ from nostall._model.jobs import Failure
 from nostall._model.lifecycle import State
 from nostall._queue.callers import Call
 from nostall._queue.preemption import preemption
-from nostall._ranks.agreement import PATIENCE_S, Scheduled, View, most_unfinished, share_failure
+from nostall._ranks.agreement import PATIENCE_S, Scheduled, View, share_failure
 from nostall._ranks.failures import raise_everywhere
 from nostall._ranks.group import Coordination, SingleProcess, coordination_for
 from nostall._ranks.reports import is_done
@@ -87,7 +87,7 @@ def require_done(
     Raises:
         SaveTimeoutError: Some rank is not done, or does not call this.
     """
-    most = most_unfinished(unfinished, coordination, scheduled, timeout_s=timeout_s)
+    (most,) = scheduled.maximum([unfinished], coordination, timeout_s=timeout_s)
     if most:
         raise SaveTimeoutError(
             f"{unfinished} of {len(calls)} requests are not done on this rank after"

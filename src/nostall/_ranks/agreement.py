@@ -7,7 +7,7 @@ announces the number of requests that it has scheduled; an error names the ranks
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -86,17 +86,28 @@ class Scheduled:
                 return f"ranks {others} did not exit with an exception as this one did"
             time.sleep(_LOOK_AGAIN_S)
 
-    def others_missing(
-        self, coordination: Coordination, *, began_s: float, timeout_s: float
-    ) -> SaveTimeoutError:
-        """The error for a poll that other ranks did not join; names those that are behind.
+    def maximum(
+        self, numbers: Sequence[int], coordination: Coordination, *, timeout_s: float
+    ) -> list[int]:
+        """Element-wise maximum over all ranks. Collective.
 
         Args:
+            numbers: This rank's numbers.
             coordination: The ranks.
-            began_s: When this rank began to wait.
-            timeout_s: How long it meant to wait; the group's own limit may be shorter.
+            timeout_s: How long another rank may wait for its own files before it calls this.
+
+        Raises:
+            SaveTimeoutError: Other ranks do not call this; the text names those that are behind.
         """
-        waited_s = min(timeout_s, time.monotonic() - began_s)
+        began_s, timeout_s = time.monotonic(), timeout_s + PATIENCE_S
+        try:
+            return coordination.maximum(numbers, timeout_s=timeout_s)
+        except TimeoutError as error:
+            # The group's own limit may be shorter.
+            waited_s = min(timeout_s, time.monotonic() - began_s)
+            raise self._others_missing(coordination, waited_s) from error
+
+    def _others_missing(self, coordination: Coordination, waited_s: float) -> SaveTimeoutError:
         announced = coordination.announced(_SCHEDULED)
         behind = {rank: count for rank, count in announced.items() if count < self._count}
         who = (
@@ -132,13 +143,7 @@ def agree(
     """
     index, last = mine.index, mine.last
     numbers = [mine.alive, mine.failed, mine.hurry, index, last, -index, -last]
-    began_s, timeout_s = time.monotonic(), timeout_s + PATIENCE_S
-    try:
-        alive, failed, hurry, *highest = coordination.maximum(numbers, timeout_s=timeout_s)
-    except TimeoutError as error:
-        raise scheduled.others_missing(
-            coordination, began_s=began_s, timeout_s=timeout_s
-        ) from error
+    alive, failed, hurry, *highest = scheduled.maximum(numbers, coordination, timeout_s=timeout_s)
     if highest != [index, last, -index, -last]:
         raise RankMismatchError(
             f"ranks have scheduled different requests: rank {coordination.rank} polls number"
@@ -150,30 +155,6 @@ def agree(
             hint="schedule and poll the same number of times on every rank",
         )
     return replace(mine, alive=bool(alive), failed=bool(failed), hurry=bool(hurry))
-
-
-def most_unfinished(
-    unfinished: int, coordination: Coordination, scheduled: Scheduled, *, timeout_s: float
-) -> int:
-    """The largest number of unfinished requests on any rank. Collective.
-
-    Args:
-        unfinished: This rank's number.
-        coordination: The ranks.
-        scheduled: Names the missing ranks.
-        timeout_s: How long each rank has waited before.
-
-    Raises:
-        SaveTimeoutError: Other ranks do not call this.
-    """
-    began_s, timeout_s = time.monotonic(), timeout_s + PATIENCE_S
-    try:
-        (most,) = coordination.maximum([unfinished], timeout_s=timeout_s)
-    except TimeoutError as error:
-        raise scheduled.others_missing(
-            coordination, began_s=began_s, timeout_s=timeout_s
-        ) from error
-    return most
 
 
 def share_failure(

@@ -18,6 +18,7 @@ from nostall._ranks.group import Coordination
 from nostall.errors import (
     NostallError,
     NotDurableError,
+    ReadError,
     SaveError,
     WriteError,
     WriterDiedError,
@@ -91,20 +92,20 @@ def error_of(report: RankFailed, *, job: str | None = None) -> NostallError:
     """The exception for a failed rank's report."""
     failure = report.failure
     kind = _ERROR_KINDS.get(failure.kind, SaveError)
-    place: dict[str, Any] = {
-        "rank": report.rank,
-        "phase": failure.phase,
-        "path": failure.path,
-        "job": job,
-        "hint": failure.hint,
-    }
-    error: NostallError
-    if issubclass(kind, WriteError | NotDurableError):
-        error = kind(failure.message, errno=failure.errno, **place)
-    elif kind is WriterDiedError:
-        error = WriterDiedError(failure.message, exit_code=failure.exit_code, **place)
-    else:
-        error = kind(failure.message, **place)
+    own: dict[str, Any] = {}
+    if issubclass(kind, WriteError | NotDurableError | ReadError):
+        own["errno"] = failure.errno
+    elif issubclass(kind, WriterDiedError):
+        own["exit_code"] = failure.exit_code
+    error = kind(
+        failure.message,
+        rank=report.rank,
+        phase=failure.phase,
+        path=failure.path,
+        job=job,
+        hint=failure.hint,
+        **own,
+    )
     if failure.traceback:
         # What add_note() does, which Python 3.10 lacks; pickling would lose a cause.
         vars(error)["__notes__"] = [f"Where it happened:\n{failure.traceback.rstrip()}"]
@@ -118,14 +119,12 @@ def _if_of(kind: type[T], value: object) -> T | None:
 
 def failure_of(error: BaseException, *, phase: str) -> Failure:
     """Any exception as plain data."""
-    known = isinstance(error, NostallError)
+    ours = error if isinstance(error, NostallError) else None
     return Failure(
         kind=type(error).__name__,
-        message=error.message
-        if isinstance(error, NostallError)
-        else f"{type(error).__name__}: {error}",
-        phase=(error.phase if known else None) or phase,  # type: ignore[attr-defined]  # see known
-        path=getattr(error, "path", None) if known else None,
+        message=ours.message if ours else f"{type(error).__name__}: {error}",
+        phase=(ours.phase if ours else None) or phase,
+        path=ours.path if ours else None,
         errno=_if_of(int, getattr(error, "errno", None)),
         exit_code=_if_of(int, getattr(error, "exit_code", None)),
         hint=_if_of(str, getattr(error, "hint", None)),

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from nostall import _torch
 from nostall._commit.collect import collect, require_one_directory
 from nostall._commit.known_results import KnownResults, RankOutcome
-from nostall._commit.metadata import Publication
+from nostall._commit.publication import Publication
 from nostall._engine import default_engine
 from nostall._model.values import Abort, RankFiles
 from nostall._plan.together import replanned_metadata

@@ -21,14 +21,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall._commit.ahead import WrittenAhead
 from nostall._commit.collect import require_all_present
-from nostall._commit.manifest import files_in_manifest, with_manifest
-from nostall._commit.metadata import (
-    Publication,
-    complete_metadata,
-    planned_indices,
-    publication_of,
-    referenced_files,
-)
+from nostall._commit.manifest import manifest_alone, with_manifest
+from nostall._commit.metadata import planned_indices, referenced_files
+from nostall._commit.publication import Publication, complete_metadata, publication_of
 from nostall._commit.publish import commit
 from nostall._engine import Engine
 from nostall._model import checksum
@@ -143,7 +138,6 @@ def publish(
     storage = PosixStorage(directory, sync=sync)
     timeout_s = engine.options.save_timeout_s
     point = _PointOfNoReturn(Faults(engine.faults).at)
-    to_remove: list[str] = []
 
     def at(where: str) -> None:
         # The temporary file is already in the directory: both are in the same one.
@@ -151,24 +145,25 @@ def publish(
             raise OSError(errno.ENOENT, "the files of this save are gone", written_here)
         point.at(where)
 
-    def run() -> None:
+    def run() -> list[str]:
         with directories.committing(directory, timeout_s=timeout_s):
             replaced = files_of(storage, name)
             unused = _unused(storage, name, publication, replaced, finished.left, timeout_s)
-            commit(
+            names = commit(
                 storage,
                 finished.content,
                 metadata_name=name,
                 replaced_files=unused,
                 draft=None if ahead is None else ahead.take(publication, timeout_s=timeout_s),
-                remove=lambda names: to_remove.extend(map(storage.where, names)),
                 at=at,
             )
-            directories.note_removed(to_remove)
+            paths = [storage.where(each) for each in names]
+            directories.note_removed(paths)
+            return paths
 
     began_s = time.monotonic()
     try:
-        in_time(
+        to_remove = in_time(
             run,
             timeout_s=timeout_s + _LOCK_GRACE_S,
             doing="publishing the metadata",
@@ -322,10 +317,12 @@ def files_of(storage: Files, name: str) -> set[str]:
     """Names of the shard files of a checkpoint; empty without trustworthy metadata."""
     try:
         with open_to_read(storage, name) as stream:
-            files = files_in_manifest(stream)
-            if files is None:  # the manifest is much faster to read than the metadata
+            manifest = manifest_alone(stream)
+            if manifest is None:
                 path = storage.where(name)
                 files = referenced_files(read_metadata(stream, path), path=path)
+            else:  # much faster to read than the metadata
+                files = {file.name for file in manifest.files}
     except OSError:
         return set()
     return set(filter(is_ours_to_remove, files))

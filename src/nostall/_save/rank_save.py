@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
 from nostall._commit.ahead import WrittenAhead, is_worth_it
-from nostall._commit.metadata import Publication
+from nostall._commit.publication import Publication
 from nostall._engine import Engine, default_engine
 from nostall._memory.fence import SnapshotFence
 from nostall._model.jobs import FileReceipt, RankReport, RankWritten

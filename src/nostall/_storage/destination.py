@@ -39,7 +39,7 @@ def require_file_system(path: object) -> None:
         raise OptionError(
             "object stores and the multi-storage client are not supported yet",
             path=str(path),
-            hint="write to a file system path and copy from there",
+            hint="use a path on a file system, and copy to or from there",
         )
 
 

@@ -90,7 +90,7 @@ class Draft(Protocol):
     def where(self) -> str:
         """Path or address, for errors and logs."""
 
-    def append(self, pieces: Iterable[bytes]) -> None:
+    def append(self, pieces: Sequence[bytes]) -> None:
         """Store further pieces durably."""
 
     def is_untouched(self) -> bool:
@@ -171,6 +171,26 @@ class Storage(Files, Protocol):
             NotDurableError: The content is or may be published, but may not last.
             OSError: Storage refused; nothing is published.
         """
+
+
+_PASSING = {
+    getattr(errno, name)
+    for name in (
+        *("EIO", "EREMOTEIO", "EAGAIN", "EBUSY", "ENOLINK", "ESTALE", "ETIMEDOUT", "ECONNABORTED"),
+        *("ECONNRESET", "ENETDOWN", "ENETUNREACH", "EHOSTDOWN", "EHOSTUNREACH"),
+    )
+}
+"""Errors of network file systems whose server is away. Excludes full disks and missing rights."""
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether the same operation may succeed when retried."""
+    return isinstance(error, OSError) and error.errno in _PASSING
+
+
+def reason(error: Exception) -> str:
+    """Description of an error, without its place."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
 
 
 def require_file(files: Files, name: str, nbytes: int) -> None:

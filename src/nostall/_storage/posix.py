@@ -17,7 +17,7 @@ import fcntl
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby
@@ -53,7 +53,7 @@ class ImageFile:
         root: str,
         direct: bool,
         sync: bool,
-        on_created: Callable[[str], None] = lambda _: None,
+        on_created: Callable[[str], None],
     ) -> None:
         self._nbytes = nbytes
         self._sync = sync
@@ -76,13 +76,7 @@ class ImageFile:
         return self._direct
 
     def write(self, memory: memoryview, begin: int, end: int, *, origin: int = 0) -> None:
-        """Write the bytes of the file from ``begin`` to ``end``.
-
-        Args:
-            memory: Memory that contains them, page-aligned and padded to whole pages.
-            begin: First byte, a multiple of the page size.
-            end: One past the last byte; a multiple of the page size or the file's length.
-            origin: Offset in the file of the first byte of ``memory``.
+        """As :meth:`nostall._storage.port.Upload.write`.
 
         Raises:
             OSError: The system refused, or wrote nothing without an error.
@@ -200,21 +194,6 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-_PASSING = {
-    getattr(errno, name)
-    for name in (
-        *("EIO", "EREMOTEIO", "EAGAIN", "EBUSY", "ENOLINK", "ESTALE", "ETIMEDOUT", "ECONNABORTED"),
-        *("ECONNRESET", "ENETDOWN", "ENETUNREACH", "EHOSTDOWN", "EHOSTUNREACH"),
-    )
-}
-"""Errors of network file systems whose server is away. Excludes full disks and missing rights."""
-
-
-def may_pass(error: Exception) -> bool:
-    """Whether the same operation may succeed when retried."""
-    return isinstance(error, OSError) and error.errno in _PASSING
-
-
 def may_be_there(path: str) -> bool:
     """Whether the path exists; also true if storage cannot tell.
 
@@ -293,14 +272,15 @@ class UnfinishedFile:
         self._is_closed = False
         _unfinished.add(self)
 
-    def append(self, pieces: Iterable[bytes]) -> None:
+    def append(self, pieces: Sequence[bytes]) -> None:
         """Append pieces of the content, and make the file if this is the first time.
 
         Raises:
             OSError: The system refused, or wrote nothing without an error.
         """
         (fd,) = self._opened = self._opened or [self._made()]
-        for piece in _large_pieces(self._counted(pieces)):
+        self.pieces += len(pieces)
+        for piece in _large_pieces(pieces):
             rest = memoryview(piece)
             while rest:
                 written = os.pwrite(fd, rest, self._at)
@@ -318,11 +298,6 @@ class UnfinishedFile:
             # Never overwritten: it may be a link to another file, or have another name.
             os.unlink(self.where)
             return _create(self.where)
-
-    def _counted(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
-        for piece in pieces:
-            self.pieces += 1
-            yield piece
 
     def is_untouched(self) -> bool:
         """Whether the path is still this file, with the length written here.

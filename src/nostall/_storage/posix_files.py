@@ -38,9 +38,7 @@ class PosixFiles:
     def where(self, name: str = "") -> str:
         return os.path.join(self._directory, name) if name else self._directory
 
-    def put(
-        self, name: str, nbytes: int, *, on_created: Callable[[str], None] = lambda _: None
-    ) -> ImageFile:
+    def put(self, name: str, nbytes: int, *, on_created: Callable[[str], None]) -> ImageFile:
         path = self.where(name)
         make_directory(os.path.dirname(path))
         return ImageFile(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from nostall._storage.deadlines import start_apart
-from nostall._storage.port import ABSENT, Conflict, Draft, Version
+from nostall._storage.port import ABSENT, Conflict, Draft, Version, reason
 from nostall._storage.posix import (
     UnfinishedFile,
     identity_of,
@@ -79,7 +79,7 @@ class PosixStorage(PosixFiles):
 
 
 def _rename(
-    final: str, temporary: str, identity: tuple[int, int], metadata: Sequence[bytes]
+    final: str, temporary: str, identity: tuple[int, int], content: Sequence[bytes]
 ) -> None:
     """Rename the temporary file, and verify the result.
 
@@ -92,10 +92,10 @@ def _rename(
         final,
         temporary,
         what="the metadata",
-        is_there=lambda: _is_there(final, identity, metadata),
+        is_there=lambda: _is_there(final, identity, content),
     )
     try:
-        if _is_there(final, identity, metadata, raises=True):
+        if _is_there(final, identity, content, raises=True):
             return
     except Exception as error:  # the rename was done
         raise _unknown(final, "the metadata", error) from error
@@ -130,12 +130,9 @@ def give_name(final: str, temporary: str, *, what: str, is_there: Callable[[], b
         except OSError as error:
             if is_there():
                 return
-            if doubt is None and error.errno in _REFUSALS:
-                raise
-            if (
-                doubt is None
-                and error.errno == errno.ENOENT
-                and not may_be_there(os.path.dirname(final))
+            if doubt is None and (
+                error.errno in _REFUSALS
+                or (error.errno == errno.ENOENT and not may_be_there(os.path.dirname(final)))
             ):
                 raise
             doubt = doubt or error
@@ -205,11 +202,6 @@ def _unknown(path: str, what: str, *errors: Exception) -> NotDurableError:
         path=path,
         hint="check the directory when storage answers again; another process may save to it",
     )
-
-
-def reason(error: Exception) -> str:
-    """Description of an error, without its place."""
-    return error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
 
 
 @contextmanager

@@ -52,14 +52,24 @@ def read_metadata(stream: BinaryIO, path: str) -> bytes:
     """
     nbytes = stream.seek(0, os.SEEK_END)
     if nbytes > MOST_METADATA_NBYTES:
-        what = f"it has {nbytes} bytes; the limit for metadata is {MOST_METADATA_NBYTES}"
-        raise ReadError(what, errno=errno.EFBIG, phase="read", path=path)
+        raise ReadError(
+            f"the file has {nbytes} bytes; the limit for metadata is {MOST_METADATA_NBYTES}",
+            errno=errno.EFBIG,
+            phase="read",
+            path=path,
+            hint="it may not be the metadata of a checkpoint",
+        )
     stream.seek(0)
     try:
         return stream.read(nbytes)
     except MemoryError as error:
-        what = f"not enough memory for its {nbytes} bytes"
-        raise ReadError(what, errno=errno.ENOMEM, phase="read", path=path) from error
+        raise ReadError(
+            f"not enough memory for the {nbytes} bytes of the metadata",
+            errno=errno.ENOMEM,
+            phase="read",
+            path=path,
+            hint="make memory available",
+        ) from error
 
 
 def crc32_of_file(files: Files, name: str, progress: Callable[[int], object]) -> int:

@@ -29,18 +29,24 @@ class StreamTarget:
     transforms: Sequence[StreamTransform] = ()
 
 
-class _KeepOpen(io.RawIOBase):
-    """Flushes instead of closing: a transform closes its output, which holds many items."""
+class _Output(io.RawIOBase):
+    """Counts what a transform writes, as not every stream can tell its position.
+
+    Flushes instead of closing: a transform closes its output, which holds many items.
+    """
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
+        self.nbytes = 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, piece: Any) -> int:
+        nbytes = memoryview(piece).nbytes
         self._raw.write(piece)
-        return memoryview(piece).nbytes
+        self.nbytes += nbytes
+        return nbytes
 
     def close(self) -> None:
         if not self.closed:
@@ -56,7 +62,7 @@ def write_stream(
     *,
     chunk_nbytes: int,
     sync: bool,
-    before_each: Callable[[], None] = lambda: None,
+    before_each: Callable[[], None],
 ) -> tuple[tuple[int, int], ...]:
     """Write the blobs of one sealed image to a stream.
 
@@ -69,37 +75,21 @@ def write_stream(
     at = 0
     with target.open_file(path, "wb") as stream:
         for offset, length in blobs:
-            counted = _Counting(stream)
-            sink: Any = _KeepOpen(counted) if target.transforms else counted
+            output = _Output(stream) if target.transforms else None
+            sink: Any = stream if output is None else output
             for transform in target.transforms:
                 sink = transform.transform_to(sink)
             for begin in range(offset, offset + length, chunk_nbytes):
                 before_each()
                 sink.write(image[begin : min(begin + chunk_nbytes, offset + length)])
-            if target.transforms:
+            if output is not None:
                 sink.close()
-            extents.append((at, counted.nbytes))
-            at += counted.nbytes
+            written = length if output is None else output.nbytes
+            extents.append((at, written))
+            at += written
         if sync:
             stream.flush()
             # Without a descriptor, the stream's close has to make the file durable.
             with suppress(AttributeError, io.UnsupportedOperation):
                 os.fsync(stream.fileno())
     return tuple(extents)
-
-
-class _Counting:
-    """Counts the bytes written, since not every stream can tell its position."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self.nbytes = 0
-
-    def write(self, piece: Any) -> int:
-        nbytes = memoryview(piece).nbytes
-        self._stream.write(piece)
-        self.nbytes += nbytes
-        return nbytes
-
-    def flush(self) -> None:
-        self._stream.flush()

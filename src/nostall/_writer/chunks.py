@@ -28,9 +28,14 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nostall._model.jobs import FileImage, FileReceipt, WriteJob, WriteWork, page_aligned
-from nostall._storage.port import Files, Upload
-from nostall._storage.posix import may_pass
+from nostall._model.jobs import (
+    FileImage,
+    FileReceipt,
+    WriteJob,
+    WriteWork,
+    page_aligned,
+)
+from nostall._storage.port import Files, Upload, may_pass
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image
 from nostall._writer.position import Position
@@ -304,7 +309,6 @@ class _FileTask:
             name=self._file.name,
             planned_name=self.name,
             nbytes=self._image.nbytes,
-            packed_crc32=self._payloads.crc32.tobytes(),
             crc32_of_file=self._payloads.crc32_of_file if self._job.checksum_files else None,
             extents=None,
             started_s=self._started_s,

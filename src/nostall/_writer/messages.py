@@ -15,6 +15,7 @@ from typing import Any
 
 from nostall._model.jobs import (
     MOST_IO_THREADS,
+    MOST_NBYTES,
     Failure,
     FileImage,
     FileReceipt,
@@ -30,8 +31,6 @@ from nostall._model.names import is_shard_name
 from nostall._writer.framing import Message
 from nostall.errors import ProtocolError
 
-_MOST_NBYTES = 1 << 62
-"""More than any file system or memory can hold."""
 _MOST_CRC32 = (1 << 32) - 1
 _MOST_HASH = (1 << 64) - 1
 
@@ -86,7 +85,8 @@ def job_to_message(job: WriteJob, seals: int) -> Message:
         for image in job.files
     ]
     stream = None if job.stream is None else b64encode(job.stream).decode()
-    return {**_fields_of(job), "type": "write", "files": files, "seals": seals, "stream": stream}
+    plain = {field.name: getattr(job, field.name) for field in fields(job)}
+    return {**plain, "type": "write", "files": files, "seals": seals, "stream": stream}
 
 
 @_decoding("a write job")
@@ -120,10 +120,8 @@ def job_from_message(message: Message, known: Mapping[int, Sequence[SealTable]])
 
 def report_to_message(job: str, report: RankReport) -> Message:
     """A rank's report as a message."""
-    if isinstance(report, RankFailed):
-        return {"type": "failed", "job": job, "report": asdict(report)}
-    receipts = [_receipt_to_plain(receipt) for receipt in report.receipts]
-    return {"type": "written", "job": job, "report": {"rank": report.rank, "receipts": receipts}}
+    kind = "failed" if isinstance(report, RankFailed) else "written"
+    return {"type": kind, "job": job, "report": asdict(report)}
 
 
 @_decoding("a report")
@@ -155,7 +153,7 @@ def _of(kind: type, value: Any) -> Any:
     return value
 
 
-def _count(value: Any, most: int = _MOST_NBYTES) -> int:
+def _count(value: Any, most: int = MOST_NBYTES) -> int:
     if not 0 <= _of(int, value) <= most:
         raise ValueError("a number out of range")
     return int(value)
@@ -196,26 +194,13 @@ def _file_name(value: Any) -> str:
     return name
 
 
-def _fields_of(value: FileReceipt | WriteJob) -> Message:
-    return {field.name: getattr(value, field.name) for field in fields(value)}
-
-
-def _receipt_to_plain(receipt: FileReceipt) -> Message:
-    packed = b64encode(receipt.packed_crc32).decode()
-    return {**_fields_of(receipt), "packed_crc32": packed, "work": asdict(receipt.work)}
-
-
 def _receipt_from_plain(plain: Message) -> FileReceipt:
     extents, work = plain["extents"], plain["work"]
-    packed = b64decode(plain["packed_crc32"], validate=True)
-    if len(packed) % 4:
-        raise ValueError(f"checksums of {len(packed)} bytes, not a multiple of 4")
     crc32 = plain["crc32_of_file"]
     return FileReceipt(
         name=_file_name(plain["name"]),
         planned_name=_of(str, plain["planned_name"]),
         nbytes=_count(plain["nbytes"]),
-        packed_crc32=packed,
         crc32_of_file=None if crc32 is None else _count(crc32, _MOST_CRC32),
         extents=None
         if extents is None

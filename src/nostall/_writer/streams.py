@@ -67,7 +67,6 @@ def write_streams(
                 name=os.path.relpath(path, job.directory),
                 planned_name=image.name,
                 nbytes=sum(length for _, length in extents),
-                packed_crc32=payloads.crc32.tobytes(),
                 crc32_of_file=None,
                 extents=extents if target.transforms else None,
                 started_s=started_s,

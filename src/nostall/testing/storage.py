@@ -196,7 +196,7 @@ class _Draft:
     def where(self) -> str:
         return self.storage.where(self.name)
 
-    def append(self, pieces: Iterable[bytes]) -> None:
+    def append(self, pieces: Sequence[bytes]) -> None:
         with self.storage._doing("append", self.name):
             self.content += pieces
 

@@ -26,14 +26,14 @@ _PUBLISHED = ".metadata"
 
 
 def parts_make_a_file(storage: Storage) -> None:
-    """Parts of any number of threads, the last one shorter than a page, in any order if allowed."""
+    """Threads write parts, in any order if allowed; the last part is shorter than a page."""
     for length in (0, 1, _PAGE, 5 * _PAGE + 7):
         content = os.urandom(length)
         assert _read(storage, _put(storage, f"{length}.distcp", content)) == content
 
 
 def an_existing_file_stays(storage: Storage) -> None:
-    """A second file of a name gets another one, which is announced before it is needed."""
+    """A second file of a name gets another name, which ``on_created`` gets before any part."""
     assert _put(storage, _TAKEN, b"first") == _TAKEN
     other = _put(storage, _TAKEN, b"second")
     assert other != _TAKEN
@@ -41,7 +41,7 @@ def an_existing_file_stays(storage: Storage) -> None:
 
 
 def an_unfinished_file_leaves_nothing(storage: Storage) -> None:
-    """Closing gives it up, and its name is free again; a finished one stays."""
+    """Closing an unfinished file removes it and frees its name; a finished one stays."""
     upload = storage.put(_TAKEN, 2 * _PAGE, on_created=lambda _: None)
     upload.write(_memory(bytes(2 * _PAGE)), 0, _PAGE)
     for _ in range(2):
@@ -66,7 +66,7 @@ def ranges_are_read(storage: Storage) -> None:
 
 
 def what_does_not_exist_is_not_found(storage: Storage) -> None:
-    """Neither by reading nor by a look, nor after removal, which can be repeated."""
+    """``open`` and ``stat`` raise, also after a removal; removing a name twice is no error."""
     _put(storage, _TAKEN, b"content")
     _put(storage, "b.distcp", b"content")
     for _ in range(2):
@@ -82,7 +82,7 @@ def what_does_not_exist_is_not_found(storage: Storage) -> None:
 
 
 def publishing_replaces_at_once(storage: Storage) -> None:
-    """A reader gets one whole content, in whichever version it has opened it."""
+    """A reader gets the whole content of the version that it has opened."""
     contents = [bytes([number]) * (number * 1000) for number in range(1, 30)]
     storage.publish(_PUBLISHED, [contents[0]])
 
@@ -102,7 +102,7 @@ def publishing_replaces_at_once(storage: Storage) -> None:
 
 
 def publishing_depends_on_what_was_there(storage: Storage) -> None:
-    """With an expectation that does not hold, the present content stays."""
+    """If the name has another version than expected, its content stays."""
     storage.publish(_PUBLISHED, [b"first"], expected=ABSENT)
     first = storage.stat(_PUBLISHED).version
     assert first == storage.stat(_PUBLISHED).version != ABSENT
@@ -118,7 +118,7 @@ def publishing_depends_on_what_was_there(storage: Storage) -> None:
 
 
 def publishing_can_be_given_up(storage: Storage) -> None:
-    """Until the last moment; nothing of it is left, nor of a draft."""
+    """An error from ``before`` leaves the present content, nothing of the new one, and no draft."""
     storage.publish(_PUBLISHED, [b"first"])
 
     def give_up() -> None:
@@ -136,7 +136,7 @@ def publishing_can_be_given_up(storage: Storage) -> None:
 
 
 def a_draft_is_published_or_removed(storage: Storage) -> None:
-    """It is invisible to readers before, and holds the first pieces of what is published."""
+    """It is invisible to readers, and holds the first pieces of what is published."""
     for is_kept in (False, True):
         draft = storage.draft(_PUBLISHED)
         draft.append([b"a", b"b"])

@@ -1,0 +1,150 @@
+"""The metadata of a finished save as a pickle, reusable by later saves of the same structure.
+
+A pickle is a program for a stack machine. This one makes the metadata object and sets all its
+attributes but ``storage_meta``, which each save appends. Protocol 3, because later protocols divide
+the program into frames with a length.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
+
+from nostall import _torch
+from nostall._commit.metadata import PLANS_KEY
+from nostall._model import checksum
+from nostall._model.names import SHARD_SUFFIX
+
+_PROTOCOL = 3
+_PROTO_NBYTES = 2
+
+
+def complete_metadata(metadata: Metadata, results: list[list[WriteResult]]) -> Metadata:
+    """The metadata of a finished save without ``storage_meta``; the argument is not changed."""
+    finished = copy(metadata)
+    finished.version = _torch.DCP_VERSION
+    finished.storage_data = {
+        result.index: result.storage_data for per_rank in results for result in per_rank
+    }
+    return finished
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication:
+    """Pickled metadata of a finished save without ``storage_meta``; reusable by equal saves."""
+
+    program: tuple[bytes, ...]
+    """The pickle, in pieces, without its STOP instruction."""
+    storage_data: Mapping[MetadataIndex, Any]
+    files: frozenset[str]
+    """Names of the shard files."""
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Length of the program."""
+        return sum(map(len, self.program))
+
+    @cached_property
+    def crc32(self) -> int:
+        """CRC-32 of the program."""
+        return reduce(lambda crc32, piece: checksum.crc32(piece, crc32), self.program, 0)
+
+    def content(self, storage_meta: StorageMeta | None) -> tuple[bytes, ...]:
+        """The content of a ``.metadata`` file, in pieces: joining costs more than writing them."""
+        rest = pickle.dumps({"storage_meta": storage_meta}, protocol=_PROTOCOL)
+        return (*self.program, rest[_PROTO_NBYTES:-1] + pickle.BUILD + pickle.STOP)
+
+    def renamed(self, names: Mapping[str, str]) -> Publication | None:
+        """The same with other names of shard files; ``None`` if names in the pickle are ambiguous.
+
+        Args:
+            names: The present name of each file.
+        """
+        if all(old == new for old, new in names.items()):
+            return self
+        if self._cut is None:
+            return None
+        cut = [names[piece] if isinstance(piece, str) else piece for piece in self._cut]
+        renamed = Publication(
+            program=tuple(_pickled(each) if isinstance(each, str) else each for each in cut),
+            storage_data=_UnderNewNames(self.storage_data, names),
+            files=frozenset(names.values()),
+        )
+        vars(renamed)["_cut"] = cut  # saves another search
+        return renamed
+
+    @cached_property
+    def _cut(self) -> list[bytes | str] | None:
+        """The program, with file names as separate texts: each occurs once, as pickle memoizes."""
+        # An fqn that is the same object as a file name would be pickled as a reference to it. Names
+        # are made by the layout, so other texts are other objects.
+        if any(index.fqn in self.files for index in self.storage_data):
+            return None
+        program = b"".join(self.program)
+        names = {_pickled(name): name for name in self.files}
+        lengths = {len(pickled) for pickled in names}
+        pieces: list[bytes | str] = []
+        done = 0
+        # All names have this suffix; searching for each of them would be too slow.
+        for found in re.finditer(re.escape(SHARD_SUFFIX.encode()), program):
+            end = found.end()
+            for begin in (max(0, end - length) for length in lengths):
+                name = names.get(program[begin:end])
+                if name is not None:
+                    pieces += [program[done:begin], name]
+                    done = end
+        seen = [piece for piece in pieces if isinstance(piece, str)]
+        return [*pieces, program[done:]] if sorted(seen) == sorted(self.files) else None
+
+
+def _pickled(text: str) -> bytes:
+    """The first occurrence of a text in a pickle of :data:`_PROTOCOL`."""
+    encoded = text.encode("utf-8", "surrogatepass")
+    return pickle.BINUNICODE + len(encoded).to_bytes(4, "little") + encoded
+
+
+class _UnderNewNames(Mapping[MetadataIndex, Any]):
+    """Storage data with new file names; entries are made on access, which is rare."""
+
+    def __init__(self, storage_data: Mapping[MetadataIndex, Any], names: Mapping[str, str]) -> None:
+        if isinstance(storage_data, _UnderNewNames):
+            # Without this, each save would add a level of indirection.
+            names = {old: names[new] for old, new in storage_data.names.items()}
+            storage_data = storage_data.storage_data
+        self.storage_data: Mapping[MetadataIndex, Any] = storage_data
+        self.names: Mapping[str, str] = names
+
+    def __getitem__(self, index: MetadataIndex) -> Any:
+        info = self.storage_data[index]
+        return replace(info, relative_path=self.names[info.relative_path])
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        return iter(self.storage_data)
+
+    def __len__(self) -> int:
+        return len(self.storage_data)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def publication_of(finished: Metadata) -> Publication:
+    """The publication of a finished save's metadata."""
+    plans = getattr(finished, "all_local_plans", None)
+    twin = copy(finished)
+    if plans is not None and isinstance(finished.planner_data, Mapping):
+        twin.planner_data = {**finished.planner_data, PLANS_KEY: plans}
+    vars(twin).pop("storage_meta", None)
+    return Publication(
+        program=(pickle.dumps(twin, protocol=_PROTOCOL)[: -len(pickle.STOP)],),
+        storage_data=finished.storage_data,
+        files=frozenset(info.relative_path for info in finished.storage_data.values()),
+    )
