@@ -11,7 +11,6 @@ import os
 import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
@@ -22,6 +21,7 @@ from nostall._commit.checking import (
     ReadCounter,
     look_at,
     read_description,
+    require_answers,
     size_of,
     unreadable,
 )
@@ -146,7 +146,7 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
         try:
             if is_complete(path, deep):
                 return path
-            _require_answers(path)
+            require_answers(path)
             _log.warning("skipped path=%s: the checkpoint is not complete", path)
         except (UnknownMetadataError, ReadError) as error:
             _log.warning("skipped path=%s: %s", path, error.message)
@@ -161,30 +161,6 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
             hint=newest.hint,
         ) from newest
     return None
-
-
-def _require_answers(directory: str) -> None:
-    """Check that a checkpoint is skipped for its content, not for a transient storage error.
-
-    Raises:
-        ReadError: Storage reports a transient error.
-    """
-    files = PosixFiles(directory)
-    try:
-        with open_to_read(files, _torch.METADATA_NAME) as stream:
-            manifest_alone(stream)
-        for name in files.list():
-            with suppress(ReadError):  # not a regular file
-                files.stat(name)
-    except OSError as error:
-        if may_pass(error):
-            raise ReadError(
-                f"the checkpoint cannot be read: {error.strerror}",
-                errno=error.errno,
-                phase="read",
-                path=directory,
-                hint="try again when storage answers",
-            ) from error
 
 
 def _latest_first(root: str) -> list[str]:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from nostall import _torch
-from nostall._commit.manifest import DAMAGED_HINT, manifest_of, split
+from nostall._commit.manifest import DAMAGED_HINT, manifest_alone, manifest_of, split
 from nostall._commit.metadata import Extent, extents_of, load_metadata, planned_indices
 from nostall._model.values import WrittenFile
-from nostall._storage.port import Files
+from nostall._storage.port import Files, may_pass
+from nostall._storage.posix_files import PosixFiles
 from nostall._storage.reading import (
     ChecksumMissing,
     NoArchive,
@@ -158,6 +159,30 @@ def size_of(files: Files, expected: ExpectedFile) -> tuple[int, Damage | None]:
     what = f"has {nbytes} bytes, expected {expected.nbytes}"
     beyond = tuple(each.item for each in extents if each.end > nbytes)
     return nbytes, Damage(file=name, what=what, items=beyond)
+
+
+def require_answers(directory: str) -> None:
+    """Check that a checkpoint is skipped for its content, not for a transient storage error.
+
+    Raises:
+        ReadError: Storage reports a transient error.
+    """
+    files = PosixFiles(directory)
+    try:
+        with open_to_read(files, _torch.METADATA_NAME) as stream:
+            manifest_alone(stream)
+        for name in files.list():
+            with suppress(ReadError):  # not a regular file
+                files.stat(name)
+    except OSError as error:
+        if may_pass(error):
+            raise ReadError(
+                f"the checkpoint cannot be read: {error.strerror}",
+                errno=error.errno,
+                phase="read",
+                path=directory,
+                hint="try again when storage answers",
+            ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

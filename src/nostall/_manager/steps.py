@@ -20,14 +20,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from nostall import _torch
-from nostall._commit.manifest import manifest_alone
+from nostall._commit.checking import require_answers
 from nostall._engine import default_engine
 from nostall._manager.contents import read_about
 from nostall._storage.deadlines import in_time
-from nostall._storage.port import may_pass
 from nostall._storage.posix import remove_directory
-from nostall._storage.posix_files import PosixFiles
-from nostall._storage.reading import open_to_read
 from nostall.errors import NostallError, OptionError, ReadError
 from nostall.integrity import is_complete
 from nostall.removal import remove_checkpoint
@@ -130,22 +127,9 @@ class StepDirectories:
         return all(is_complete(checkpoint) for checkpoint in self.checkpoints(step))
 
     def require_answers(self, step: int) -> None:
-        """Require that a step is incomplete for its content, not because storage is away.
-
-        Raises:
-            OSError: Storage reports an error that may pass.
-        """
+        """As :func:`nostall._commit.checking.require_answers`, for all checkpoints of a step."""
         for checkpoint in self.checkpoints(step):
-            files = PosixFiles(checkpoint)
-            try:
-                with open_to_read(files, _torch.METADATA_NAME) as stream:
-                    manifest_alone(stream)
-                for name in files.list():
-                    with suppress(ReadError):  # not a regular file
-                        files.stat(name)
-            except OSError as error:
-                if may_pass(error):
-                    raise
+            require_answers(checkpoint)
 
     def remove(self, step: int) -> None:
         """Remove a step, or the rest of one: the metadata of a checkpoint first.
