@@ -169,7 +169,7 @@ def _finalize(
             save.discard()
     finally:
         save.end(committed=is_committed)
-    save.note_slowest(ending.slowest_rank)
+    save.slowest_rank = ending.slowest_rank
     if ending.failures:
         raise exception_for(
             ending.failures, step="write", on_coordinator=coordination.is_coordinator

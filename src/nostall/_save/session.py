@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
@@ -31,20 +31,16 @@ from nostall import _torch
 from nostall._commit.collect import require_one_result_each
 from nostall._engine import Engine
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
-from nostall._model.progress import Progress
 from nostall._model.values import ItemShape, Layout, PlannedSave, RankFiles, Share, WrittenFile
 from nostall._plan.items import Resolver, plan_rank
 from nostall._plan.layout import FileNaming, Packing, renamed
 from nostall._plan.structure import KnownStructure
 from nostall._ranks.failures import error_of
+from nostall._save.settings import SaveTarget, packing_of
 from nostall._storage.deadlines import in_time
-from nostall._storage.directories import Visit
 from nostall._storage.port import require_file
 from nostall._storage.posix_files import PosixFiles
-from nostall._storage.streams import StreamTarget
 from nostall.errors import IncompleteSaveError, SaveTimeoutError, WriteError
-from nostall.options import WriterOptions
-from nostall.stats import Timeline
 
 _log = logging.getLogger("nostall")
 
@@ -55,29 +51,6 @@ class Beside(_torch.StoragePrefix):
 
     beside: str
     """The directory of that checkpoint."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveTarget:
-    """Where and how one rank's files of one save are written."""
-
-    job: str
-    directory: str
-    naming: FileNaming
-    options: WriterOptions
-    stream: StreamTarget | None
-    visit: Visit
-    """Shows other saves of this process that this one is under way in the directory."""
-    transform_descriptors: tuple[str, ...] | None
-    """Tells DCP's reader how to undo stream transforms; ``None`` without any."""
-    timeline: Timeline
-    """Receives the durations of the stages."""
-    progress: Progress
-    """Receives the progress of the save."""
-    timeout_s: float
-    """Longest time for storage to answer."""
-    faults: tuple[dict[str, Any], ...]
-    """Faults that ``nostall.testing`` injects into this save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,15 +164,6 @@ def _with_lengths(
     if not changed:
         return share.shapes
     return tuple(changed.get(item, shape) for item, shape in enumerate(share.shapes))
-
-
-def packing_of(options: WriterOptions, engine: Engine) -> Packing:
-    """The number and size of a rank's files with these options."""
-    return Packing(
-        file_count=options.thread_count,
-        file_per_item=options.file_per_item,
-        max_file_nbytes=engine.options.max_wave_nbytes,
-    )
 
 
 def require_written(prepared: PreparedSave, report: RankReport) -> list[FileReceipt]:

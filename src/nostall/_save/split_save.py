@@ -20,6 +20,7 @@ from nostall._save.background import BackgroundSave
 from nostall._save.stage import give_up, stage, stage_in_background, without_sources
 from nostall._save.write import write_here, write_in_background
 from nostall._storage.deadlines import remove_in_time
+from nostall._storage.directories import Visit
 from nostall.errors import SaveAbortedError, SaveTimeoutError
 
 
@@ -48,6 +49,11 @@ class SplitSave(BackgroundSave):
     def receipts(self) -> tuple[FileReceipt, ...]:
         """Receipts of the written files, once :meth:`results` has returned."""
         return self._collected.receipts if isinstance(self._collected, RankWritten) else ()
+
+    @property
+    def visit(self) -> Visit:
+        """This save's presence in its directory."""
+        return self.prepared.target.visit
 
     @property
     def written_files(self) -> RankFiles:
@@ -179,7 +185,7 @@ class SplitSave(BackgroundSave):
         self.progress.end()
         if self.ahead is not None:
             self.ahead.drop()
-        self.prepared.target.visit.end(committed=committed)
+        self.visit.end(committed=committed)
 
     def results(self) -> list[WriteResult]:
         """DCP's write results; waits for the report.

@@ -19,7 +19,8 @@ from nostall._model.values import Layout
 from nostall._plan.layout import waves
 from nostall._ranks.failures import error_of
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, joined, when_done
-from nostall._save.session import PreparedSave, SaveTarget
+from nostall._save.session import PreparedSave
+from nostall._save.settings import SaveTarget
 from nostall._save.write import write_in_background
 from nostall._writer.faults import Faults
 from nostall.errors import NostallError, SaveAbortedError, StagingError

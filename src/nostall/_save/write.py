@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 from nostall import _torch
 from nostall._engine import Engine
@@ -18,7 +19,7 @@ from nostall._model.lifecycle import State
 from nostall._model.values import Layout
 from nostall._ranks.failures import failure_of
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, await_report, is_done, joined, when_done
-from nostall._save.session import SaveTarget
+from nostall._save.settings import SaveTarget
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.streams import StreamTarget
 from nostall._writer.files import perform
@@ -68,7 +69,7 @@ def _write(
             target.stream,
             cancelled,
             engine.chunk_plans.plan,
-            follow(target, job),
+            partial(target.progress.wrote, job.job),
             target.progress.created.add,
         )
     finally:
@@ -77,11 +78,6 @@ def _write(
         return report
     before = wait_for(when_done(snapshot.earlier, joined), target, engine, rank=snapshot.rank)
     return joined([before, report])
-
-
-def follow(target: SaveTarget, job: WriteJob) -> Callable[[int], None]:
-    """A callback that notes the progress of a job in this process."""
-    return lambda nbytes: target.progress.wrote(job.job, nbytes)
 
 
 def write_in_background(

@@ -15,6 +15,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -26,7 +27,7 @@ from nostall._model.jobs import RankReport, page_aligned
 from nostall._model.values import FileLayout, ItemShape, Slot
 from nostall._save.session import PreparedSave
 from nostall._save.stage import lease_for, stage
-from nostall._save.write import follow, in_thread, jobs, wait_for, write_here
+from nostall._save.write import in_thread, jobs, wait_for, write_here
 from nostall._writer.files import perform
 from nostall._writer.images import Window
 from nostall.errors import StagingError
@@ -102,7 +103,7 @@ def _write(
         images,
         cancelled=cancelled,
         chunk_planner=engine.chunk_plans.plan,
-        on_progress=follow(prepared.target, job),
+        on_progress=partial(prepared.target.progress.wrote, job.job),
         on_created=prepared.target.progress.created.add,
     )
 
