@@ -10,17 +10,19 @@ one call. Tensors on an accelerator are copied on a side stream.
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from nostall import _torch
+from nostall._memory.devices import DeviceCopy
 from nostall._memory.nontemporal import Copy, copy_past_caches
 from nostall._model.values import TensorForm
 
@@ -61,6 +63,25 @@ _on_cpu = attrgetter("is_cpu")
 
 _Piece = tuple[int, int, int]
 """Address to copy to, address to copy from, bytes."""
+Place: TypeAlias = tuple[int, torch.dtype, Sequence[int], Sequence[int]]
+"""Offset in memory in bytes, dtype, size, stride in elements."""
+
+
+@torch.inference_mode(mode=False)  # a view made in inference mode could not be written to outside
+def views_of(memory: Any, places: Iterable[Place]) -> list[torch.Tensor]:
+    """Tensors over raw memory, one per place; addresses need not be aligned to element sizes."""
+    return [_view_of(memory, *place) for place in places]
+
+
+def _view_of(
+    memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    count = math.prod(size)
+    if count == 0:
+        return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="cpu")
+    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+    is_flat = len(size) == 1 and stride[0] == 1
+    return flat if is_flat else flat.as_strided(tuple(size), tuple(stride))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +97,9 @@ class Copies:
     """Copies from accelerators that have started."""
 
     def __init__(self) -> None:
-        self._copies: list[_torch.DeviceCopy] = []
+        self._copies: list[DeviceCopy] = []
 
-    def add(self, copy: _torch.DeviceCopy) -> None:
+    def add(self, copy: DeviceCopy) -> None:
         """Add one copy."""
         self._copies.append(copy)
 
@@ -134,7 +155,7 @@ class Places:
                 for device, positions in by_device.items():
                     views = [self._views[position] for position in positions]
                     here = [sources[position] for position in positions]
-                    copies.add(_torch.DeviceCopy(device, views, here, (after or {}).get(device)))
+                    copies.add(DeviceCopy(device, views, here, (after or {}).get(device)))
                 rest = Places([self._views[position] for position in from_cpu])
                 rest._fill_from_cpu([sources[position] for position in from_cpu], method)
             except BaseException:  # passed on; the caller releases the memory

@@ -36,6 +36,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nostall import _torch
+from nostall._memory import devices
 from nostall._memory.copying import Copies, Source, detach_all
 from nostall.errors import SaveTimeoutError, StagingError
 
@@ -318,11 +319,11 @@ def stage_behind(
     detached, live = detach_all(sources)
     changes = _Changes([detached[at] for at in live], [names[at] for at in live])
     tensors = [each for each in detached if isinstance(each, torch.Tensor)]
-    marks, devices = _torch.stream_marks(tensors), _torch.current_devices(tensors)
+    marks, current = devices.stream_marks(tensors), devices.current_devices(tensors)
     fence = SnapshotFence(timeout_s)
 
     def take() -> T:
-        with _torch.on_devices(devices):
+        with devices.on_devices(current):
             began_s = time.monotonic()
             made, copies = begin(detached, marks)
             try:

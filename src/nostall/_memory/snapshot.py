@@ -15,9 +15,8 @@ from typing import Any, cast
 
 import torch
 
-from nostall import _torch
 from nostall._memory.arena import Block, Lease, address_of
-from nostall._memory.copying import Copies, CopyMethod, Places
+from nostall._memory.copying import Copies, CopyMethod, Place, Places, views_of
 from nostall._model.jobs import RankReport
 from nostall._model.values import Layout, PlannedSave, Share, TensorForm
 
@@ -136,7 +135,7 @@ def _prepare_views(share: Share, layout: Layout, block: Block) -> _PreparedViews
 
 
 def _views(share: Share, layout: Layout, block: Block) -> _PreparedViews:
-    places: list[_torch.Place] = []
+    places: list[Place] = []
     items, runs = [], []
     for file in layout.files:
         for slot in file.slots:
@@ -150,7 +149,7 @@ def _views(share: Share, layout: Layout, block: Block) -> _PreparedViews:
     return _PreparedViews(
         layout_key=layout.key,
         forms=share.forms,
-        places=Places(_torch.views_of(block.memory, places)),
+        places=Places(views_of(block.memory, places)),
         items=items,
         runs=runs,
     )

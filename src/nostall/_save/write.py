@@ -11,12 +11,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-from nostall import _torch
 from nostall._engine import Engine
 from nostall._memory.snapshot import Snapshot
 from nostall._model.jobs import NO_BLOCK, FileImage, RankFailed, RankReport, WriteJob, page_aligned
 from nostall._model.lifecycle import State
 from nostall._model.values import Layout
+from nostall._plan.skeleton import container_settings
 from nostall._ranks.failures import failure_of
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, await_report, is_done, joined, when_done
 from nostall._save.settings import SaveTarget
@@ -205,7 +205,7 @@ def jobs(
             chunk_nbytes=engine.options.chunk_nbytes,
             direct=engine.options.direct_io,
             retries=engine.options.write_retries,
-            checksum_files=_torch.container_settings()[0],
+            checksum_files=container_settings()[0],
             stream=stream,
             sys_path=tuple(sys.path) if stream is not None else (),
             faults=target.faults,
