@@ -101,15 +101,6 @@ local_tensor_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
 """This rank's part of a DTensor, unknown to autograd; only if :data:`KNOWS_DTENSORS`."""
 
 
-def _device_types_of(group: dist.ProcessGroup | None) -> set[str]:
-    """The kinds of devices that a process group has backends for."""
-    kinds = getattr(group or dist.group.WORLD, "_device_types", None)
-    if kinds is None:
-        # As in "cpu:gloo,cuda:nccl"; torch knows it only for groups that it made itself.
-        kinds = [each.partition(":")[0] for each in dist.get_backend_config(group).split(",")]
-    return {torch.device(kind).type for kind in kinds}
-
-
 # --- names used in nostall ------------------------------------------------------------------------
 
 METADATA_NAME: str = _metadata_fn
@@ -234,11 +225,10 @@ def payload_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 def any_says_its_place(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether one of the tensors describes its place in a larger one."""
-    return _CheckpointableTensor is not None and any(map(_says_its_place, tensors))
-
-
-def _says_its_place(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "global_shape") and isinstance(tensor, _CheckpointableTensor)
+    return _CheckpointableTensor is not None and any(
+        hasattr(tensor, "global_shape") and isinstance(tensor, _CheckpointableTensor)
+        for tensor in tensors
+    )
 
 
 def private_copy(value: Any) -> Any:
@@ -349,7 +339,11 @@ def empty_all(tensors: Sequence[torch.Tensor]) -> None:
 
 def device_for_collectives(group: dist.ProcessGroup | None) -> torch.device:
     """A device for collectives of ``group``: the CPU if it has a backend for it, else its own."""
-    types = _device_types_of(group)
+    kinds = getattr(group or dist.group.WORLD, "_device_types", None)
+    if kinds is None:
+        # As in "cpu:gloo,cuda:nccl"; torch knows it only for groups that it made itself.
+        kinds = [each.partition(":")[0] for each in dist.get_backend_config(group).split(",")]
+    types = {torch.device(kind).type for kind in kinds}
     if "cpu" in types:
         return torch.device("cpu")
     kind = min(types)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from nostall._engine import Engine, default_engine
@@ -64,8 +65,10 @@ class BackgroundSave(ABC):
         self._settle(self.failed(error, phase=phase))
 
     def failed(self, error: BaseException, *, phase: str) -> RankFailed:
-        """An error as this rank's report."""
-        return RankFailed(rank=self.rank, failure=failure_of(error, phase=phase))
+        """An error as this rank's report, with at least the path of the checkpoint."""
+        failure = failure_of(error, phase=phase)
+        path = failure.path or self.progress.path
+        return RankFailed(rank=self.rank, failure=replace(failure, path=path))
 
     def abort(self) -> None:
         """Cancel the save, within a bounded time; no effect on a save that is over."""

@@ -167,6 +167,18 @@ def publish(
             directories.note_removed(to_remove)
 
     began_s = time.monotonic()
+    _run_in_time(run, point, path, timeout_s)
+    left_s = max(REMOVAL_TIMEOUT_S, timeout_s - (time.monotonic() - began_s))
+    try:
+        remove_in_time(to_remove, remove=engine.removed.remove, timeout_s=left_s)
+    except Exception:  # the checkpoint is published and must not be reported as lost
+        _log.exception("files of the replaced checkpoint were not removed path=%s", directory)
+
+
+def _run_in_time(
+    run: Callable[[], None], point: _PointOfNoReturn, path: str, timeout_s: float
+) -> None:
+    """Run a commit; if storage hangs, the error says whether it may still take effect."""
     try:
         in_time(
             run,
@@ -185,13 +197,6 @@ def publish(
             path=path,
             hint="check the directory when storage answers again",
         ) from error
-    left_s = timeout_s - (time.monotonic() - began_s)
-    try:
-        remove_in_time(
-            to_remove, remove=engine.removed.remove, timeout_s=max(REMOVAL_TIMEOUT_S, left_s)
-        )
-    except Exception:  # the checkpoint is published and must not be reported as lost
-        _log.exception("files of the replaced checkpoint were not removed path=%s", directory)
 
 
 class _PointOfNoReturn:

@@ -190,9 +190,8 @@ class RankSave:
             )
 
     def _prepared(self, plan: SavePlan, resolver: Resolver) -> session.PreparedSave:
-        rank, engine = self.settings.rank, default_engine()
         with self._target(plan) as target:
-            return session.prepare(plan, resolver, rank=rank, target=target, engine=engine)
+            return session.prepare(plan, resolver, target=target, engine=default_engine())
 
     @contextmanager
     def _target(self, plan: SavePlan) -> Iterator[SaveTarget]:
@@ -328,7 +327,7 @@ def _write(prepared: session.PreparedSave, engine: Engine) -> RankReport:
     if staged is None:
         return write_directly.write_now(prepared, engine)
     written = write.write_in_background(staged, prepared.target, engine)
-    return write.wait_for(written, prepared.target, engine, rank=prepared.rank)
+    return write.wait_for(written, prepared.target, engine)
 
 
 def _written_ahead(

@@ -36,7 +36,7 @@ from nostall._plan.items import Resolver, plan_rank
 from nostall._plan.layout import FileNaming, Packing, renamed
 from nostall._plan.structure import KnownStructure
 from nostall._ranks.failures import error_of
-from nostall._save.settings import SaveTarget, packing_of
+from nostall._save.settings import SaveTarget
 from nostall._storage.deadlines import in_time
 from nostall._storage.port import require_file
 from nostall._storage.posix_files import PosixFiles
@@ -80,16 +80,16 @@ class PreparedSave:
 
 
 def prepare(
-    plan: SavePlan, resolver: Resolver, *, rank: int, target: SaveTarget, engine: Engine
+    plan: SavePlan, resolver: Resolver, *, target: SaveTarget, engine: Engine
 ) -> PreparedSave:
     """Resolve a final plan and lay it out.
 
     Raises:
         StagingError: An item could not be resolved.
     """
-    planned = plan_rank(plan, resolver, rank=rank)
+    planned = plan_rank(plan, resolver, rank=target.settings.rank)
     with target.timeline.measure("layout"):
-        packing = packing_of(target.options, engine)
+        packing = target.settings.packing(engine)
         layout = engine.lay_out(planned.share.shapes, target.naming, packing)
     target.progress.expect(layout.nbytes)
     return PreparedSave(planned=planned, layout=layout, target=target)
@@ -125,7 +125,7 @@ def known(prepared: PreparedSave, structure: KnownStructure, engine: Engine) -> 
         share=prepared.planned.share,
         layout=prepared.layout,
         naming=prepared.target.naming,
-        packing=packing_of(prepared.target.options, engine),
+        packing=prepared.target.settings.packing(engine),
         token=uuid.uuid4().hex,
     )
 
@@ -134,7 +134,7 @@ def prepare_known(
     known: KnownSave, sources: list[torch.Tensor | bytes], *, target: SaveTarget, engine: Engine
 ) -> PreparedSave:
     """As :func:`prepare`, for a structure that was saved before."""
-    share, layout, packing = known.share, known.layout, packing_of(target.options, engine)
+    share, layout, packing = known.share, known.layout, target.settings.packing(engine)
     shapes = _with_lengths(share, sources, known.runs)
     same_group = known.naming.separation_hint == target.naming.separation_hint
     if shapes is not share.shapes or packing != known.packing or not same_group:
@@ -145,7 +145,7 @@ def prepare_known(
         layout = renamed(layout, target.naming)
     planned = PlannedSave(share=share, sources=sources)
     target.progress.expect(layout.nbytes)
-    as_known = share is known.share and target.transform_descriptors is None
+    as_known = share is known.share and target.settings.transform_descriptors is None
     return PreparedSave(
         planned=planned, layout=layout, target=target, known=known if as_known else None
     )
@@ -181,14 +181,14 @@ def require_written(prepared: PreparedSave, report: RankReport) -> list[FileRece
     if isinstance(report, RankFailed):
         raise error_of(report, job=prepared.target.job)
     receipts = _in_layout_order(prepared, report)
-    if prepared.target.stream is None and receipts:
+    if prepared.target.settings.stream is None and receipts:
         _require_file(prepared.target, receipts[0])
     for receipt in receipts:
         if receipt.failed_attempts:
             _log.warning(
                 "written after retries=%d path=%s rank=%d last_failure=%r",
                 len(receipt.failed_attempts),
-                os.path.join(prepared.target.directory, receipt.name),
+                os.path.join(prepared.target.settings.directory, receipt.name),
                 prepared.rank,
                 receipt.failed_attempts[-1],
             )
@@ -221,7 +221,7 @@ def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResul
     extents = [receipt.extents for receipt in receipts]
     if prepared.known is not None and prepared.layout is prepared.known.layout:
         return list(prepared.known.results)
-    descriptors = prepared.target.transform_descriptors
+    descriptors = prepared.target.settings.transform_descriptors
     results = _expected_results(prepared.planned.share, prepared.layout, extents, descriptors)
     require_one_result_each(
         (item.index for item in prepared.plan.items),
@@ -236,7 +236,7 @@ def _require_file(target: SaveTarget, receipt: FileReceipt) -> None:
 
     One file is enough to detect that, and the trainer waits.
     """
-    files = PosixFiles(target.directory)
+    files = PosixFiles(target.settings.directory)
     path = files.where(receipt.name)
     try:
         in_time(
@@ -273,14 +273,16 @@ def written_files(prepared: PreparedSave, report: RankReport | None) -> RankFile
     """The files of a rank, by its report; none without a report."""
     target = prepared.target
     files: tuple[WrittenFile, ...] | None = ()
-    if target.stream is not None or isinstance(report, RankFailed):
+    if target.settings.stream is not None or isinstance(report, RankFailed):
         files = None
     elif report is not None:
         files = tuple(
             WrittenFile(name=each.name, nbytes=each.nbytes, crc32=each.crc32_of_file)
             for each in report.receipts
         )
-    return RankFiles(directory=target.directory, files=files, left=target.visit.left_before())
+    return RankFiles(
+        directory=target.settings.directory, files=files, left=target.visit.left_before()
+    )
 
 
 _Extents = tuple[tuple[int, int], ...] | None

@@ -40,29 +40,6 @@ class OwnOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveTarget:
-    """Where and how one rank's files of one save are written."""
-
-    job: str
-    directory: str
-    naming: FileNaming
-    options: WriterOptions
-    stream: StreamTarget | None
-    visit: Visit
-    """Shows other saves of this process that this one is under way in the directory."""
-    transform_descriptors: tuple[str, ...] | None
-    """Tells DCP's reader how to undo stream transforms; ``None`` without any."""
-    timeline: Timeline
-    """Receives the durations of the stages."""
-    progress: Progress
-    """Receives the progress of the save."""
-    timeout_s: float
-    """Longest time for storage to answer."""
-    faults: tuple[dict[str, Any], ...]
-    """Faults that ``nostall.testing`` injects into this save."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WriterSettings:
     """Where and how one writer saves."""
 
@@ -118,10 +95,18 @@ class WriterSettings:
             rank=self.rank,
         )
 
+    def packing(self, engine: Engine) -> Packing:
+        """The number and size of a rank's files."""
+        return Packing(
+            file_count=self.options.thread_count,
+            file_per_item=self.options.file_per_item,
+            max_file_nbytes=engine.options.max_wave_nbytes,
+        )
+
     def lay_out(self, shapes: Sequence[ItemShape], engine: Engine) -> Layout:
         """The layout of these items, with file names of no checkpoint."""
         naming = FileNaming(prefix="", separation_hint=self.options.separation_hint)
-        return engine.lay_out(shapes, naming, packing_of(self.options, engine))
+        return engine.lay_out(shapes, naming, self.packing(engine))
 
     def target(self, plan: SavePlan, timeline: Timeline, engine: Engine) -> SaveTarget:
         """The target of a new save, which is under way from now on."""
@@ -133,21 +118,37 @@ class WriterSettings:
         progress = engine.under_way.begin(job, path=self.directory, rank=self.rank)
         return SaveTarget(
             job=job,
-            directory=self.directory,
+            settings=self,
             naming=FileNaming(
                 prefix=prefix,
                 suffix=f"-{job[:8]}" if replaces else "",
                 separation_hint=self.options.separation_hint,
             ),
-            options=self.options,
-            stream=self.stream,
             visit=Visit(self.directory, progress.created),
-            transform_descriptors=self.transform_descriptors,
             timeline=timeline,
             progress=progress,
             timeout_s=engine.options.save_timeout_s,
             faults=engine.faults,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveTarget:
+    """Where and how one rank's files of one save are written."""
+
+    job: str
+    settings: WriterSettings
+    naming: FileNaming
+    visit: Visit
+    """Shows other saves of this process that this one is under way in the directory."""
+    timeline: Timeline
+    """Receives the durations of the stages."""
+    progress: Progress
+    """Receives the progress of the save."""
+    timeout_s: float
+    """Longest time for storage to answer."""
+    faults: tuple[dict[str, Any], ...]
+    """Faults that ``nostall.testing`` injects into this save."""
 
 
 def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
@@ -185,13 +186,4 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
         ),
         stream=StreamTarget(open_file=own.open_file, transforms=transforms) if has_stream else None,
         transform_descriptors=tuple(each.get_descriptor() for each in reversed(transforms)) or None,
-    )
-
-
-def packing_of(options: WriterOptions, engine: Engine) -> Packing:
-    """The number and size of a rank's files with these options."""
-    return Packing(
-        file_count=options.thread_count,
-        file_per_item=options.file_per_item,
-        max_file_nbytes=engine.options.max_wave_nbytes,
     )

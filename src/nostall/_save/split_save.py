@@ -10,10 +10,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from nostall._commit.ahead import WrittenAhead
 from nostall._memory.overlap import SnapshotFence, changed_too_early
 from nostall._memory.snapshot import Snapshot
-from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
+from nostall._model.jobs import FileReceipt, RankReport, RankWritten
 from nostall._model.lifecycle import State
 from nostall._model.values import RankFiles
-from nostall._ranks.failures import failure_of
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, is_done
 from nostall._save import session
 from nostall._save.background import BackgroundSave
@@ -70,7 +69,7 @@ class SplitSave(BackgroundSave):
         # Faults are those set when the save is scheduled.
         target = replace(self.prepared.target, faults=self.engine.faults)
         self.prepared = replace(self.prepared, target=target)
-        if self.prepared.target.options.staging == "overlapped":
+        if self.prepared.target.settings.options.staging == "overlapped":
             snapshot, self._fence = stage_in_background(
                 self.prepared, self.engine, is_aborted=lambda: self.aborted
             )
@@ -153,13 +152,6 @@ class SplitSave(BackgroundSave):
         staging.add_done_callback(go_on)
         return report
 
-    def failed(self, error: BaseException, *, phase: str) -> RankFailed:
-        """An error as this rank's report, with at least the checkpoint's path."""
-        failure = failure_of(error, phase=phase)
-        if failure.path is None:
-            failure = replace(failure, path=self.prepared.target.directory)
-        return RankFailed(rank=self.rank, failure=failure)
-
     def _settle(self, report: RankReport) -> None:
         try:
             if isinstance(report, RankWritten):
@@ -215,6 +207,6 @@ class SplitSave(BackgroundSave):
             self._changed = [] if self._fence is None else self._fence.changed_unseen()
         if self._changed:
             error = changed_too_early(self._changed)
-            error.path = self.prepared.target.directory
+            error.path = self.prepared.target.settings.directory
             raise error
         return self._collected

@@ -29,12 +29,10 @@ from nostall._writer.images import WholeImage
 def write_here(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> RankReport:
     """Write in this process while the caller waits; releases the snapshot."""
     written = _write_in_thread(snapshot, target, engine)
-    return wait_for(written, target, engine, rank=snapshot.rank)
+    return wait_for(written, target, engine)
 
 
-def wait_for(
-    written: Future[RankReport], target: SaveTarget, engine: Engine, *, rank: int
-) -> RankReport:
+def wait_for(written: Future[RankReport], target: SaveTarget, engine: Engine) -> RankReport:
     """A rank's report; the save is given up after a timeout or if the caller is interrupted.
 
     After an interrupt the files are removed, as no report names them.
@@ -46,8 +44,8 @@ def wait_for(
     try:
         return await_report(
             written,
-            rank=rank,
-            path=target.directory,
+            rank=target.settings.rank,
+            path=target.settings.directory,
             timeout_s=engine.options.save_timeout_s,
             give_up=give_up,
         )
@@ -66,7 +64,7 @@ def _write(
         report = perform(
             job,
             images,
-            target.stream,
+            target.settings.stream,
             cancelled,
             engine.chunk_plans.plan,
             partial(target.progress.wrote, job.job),
@@ -76,7 +74,7 @@ def _write(
         snapshot.lease.release()
     if not snapshot.earlier:
         return report
-    before = wait_for(when_done(snapshot.earlier, joined), target, engine, rank=snapshot.rank)
+    before = wait_for(when_done(snapshot.earlier, joined), target, engine)
     return joined([before, report])
 
 
@@ -88,10 +86,10 @@ def write_in_background(
     Releases the snapshot.
     """
     target.progress.to(State.STAGED)
-    stream = _pickled(target.stream)
-    if target.stream is not None and stream is None:
+    stream = _pickled(target.settings.stream)
+    if target.settings.stream is not None and stream is None:
         return _write_in_thread(snapshot, target, engine)
-    processes = min(target.options.processes, len(snapshot.layout.files))
+    processes = min(target.settings.options.processes, len(snapshot.layout.files))
     parts = _snapshot_jobs(snapshot, target, engine, processes=processes, stream=stream)
     return engine.submit(parts, snapshot.lease, after=snapshot.earlier)
 
@@ -110,19 +108,12 @@ def _pickled(stream: StreamTarget | None) -> bytes | None:
 def _write_in_thread(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> Future[RankReport]:
     snapshot = replace(snapshot, lease=engine.arena.adopt(snapshot.lease))  # as Engine.submit does
     return in_thread(
-        lambda cancelled: _write(snapshot, target, engine, cancelled=cancelled),
-        target,
-        engine,
-        rank=snapshot.rank,
+        lambda cancelled: _write(snapshot, target, engine, cancelled=cancelled), target, engine
     )
 
 
 def in_thread(
-    write: Callable[[threading.Event], RankReport],
-    target: SaveTarget,
-    engine: Engine,
-    *,
-    rank: int,
+    write: Callable[[threading.Event], RankReport], target: SaveTarget, engine: Engine
 ) -> Future[RankReport]:
     """Write in a new thread, which is abandoned if storage hangs. It owns all that ``write`` holds.
 
@@ -130,7 +121,6 @@ def in_thread(
         write: Receives an event that is set when the save is given up.
         target: The target of the save.
         engine: The engine whose ``cancel`` sets the event.
-        rank: The rank of the files.
     """
     future: Future[RankReport] = Future()
     future.set_running_or_notify_cancel()
@@ -146,7 +136,8 @@ def in_thread(
                 engine.removed.await_room(engine.options.save_timeout_s)
                 report = write(cancelled)
             except BaseException as error:  # becomes the report
-                report = RankFailed(rank=rank, failure=failure_of(error, phase="write"))
+                failure = failure_of(error, phase="write")
+                report = RankFailed(rank=target.settings.rank, failure=failure)
         future.set_result(report)
 
     try:
@@ -166,7 +157,6 @@ def jobs(
     target: SaveTarget,
     engine: Engine,
     *,
-    rank: int,
     wave: int = 0,
     block: int = NO_BLOCK,
     processes: int = 1,
@@ -178,12 +168,12 @@ def jobs(
         layout: The files.
         target: The target of the save.
         engine: The engine, with the options for writing.
-        rank: The rank of the files.
         wave: Number of the wave.
         block: Identifier of the arena block that holds the images.
         processes: Number of jobs, at most one per file.
         stream: Pickle of the user's callables.
     """
+    settings = target.settings
     shares: list[list[FileImage]] = [[] for _ in range(max(1, processes))]
     for number, file in enumerate(layout.files):
         image = FileImage(
@@ -196,11 +186,11 @@ def jobs(
         shares[number % len(shares)].append(image)
     return [
         WriteJob(
-            job=f"{target.job}/{rank}/{wave}.{number}",
-            rank=rank,
-            directory=target.directory,
+            job=f"{target.job}/{settings.rank}/{wave}.{number}",
+            rank=settings.rank,
+            directory=settings.directory,
             files=tuple(files),
-            sync_files=target.options.sync_files,
+            sync_files=settings.options.sync_files,
             io_threads=engine.io_threads,
             chunk_nbytes=engine.options.chunk_nbytes,
             direct=engine.options.direct_io,
@@ -226,7 +216,6 @@ def _snapshot_jobs(
         snapshot.layout,
         target,
         engine,
-        rank=snapshot.rank,
         wave=snapshot.wave,
         block=snapshot.lease.block.id,
         processes=processes,

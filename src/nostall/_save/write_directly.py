@@ -48,7 +48,7 @@ def write_now(prepared: PreparedSave, engine: Engine) -> RankReport:
     beyond_limit = engine.arena.anything_labelled
     threads, buffer_nbytes = _ring_size(prepared, engine)
     if (
-        prepared.target.stream is not None
+        prepared.target.settings.stream is not None
         or prepared.layout.image_nbytes <= threads * buffer_nbytes
         or not all(isinstance(each, bytes) or each.is_cpu for each in prepared.planned.sources)
     ):
@@ -63,8 +63,8 @@ def write_now(prepared: PreparedSave, engine: Engine) -> RankReport:
         finally:
             lease.release()
 
-    written = in_thread(write, target, engine, rank=prepared.rank)
-    return wait_for(written, target, engine, rank=prepared.rank)
+    written = in_thread(write, target, engine)
+    return wait_for(written, target, engine)
 
 
 def _ring_size(prepared: PreparedSave, engine: Engine) -> tuple[int, int]:
@@ -97,7 +97,7 @@ def _write(
         file.name: _LiveImage(file, prepared.layout.shapes, payloads, buffers)
         for file in prepared.layout.files
     }
-    (job,) = jobs(prepared.layout, prepared.target, engine, rank=prepared.rank)
+    (job,) = jobs(prepared.layout, prepared.target, engine)
     return perform(
         replace(job, io_threads=threads),
         images,
