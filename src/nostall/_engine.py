@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nostall._memory.arena import Arena, Block, Lease
 from nostall._memory.copying import CopyMethod
-from nostall._memory.overlap import any_under_way, wait_for_all
+from nostall._memory.overlap import any_under_way, wait_staged
 from nostall._memory.pinning import Pinning
 from nostall._memory.staged_state import Placement
 from nostall._model.checksum import use_fastest
@@ -209,8 +209,8 @@ class Engine:
             writers = list(self._writers)
         return any_under_way() or any(not writer.idle for writer in writers)
 
-    def cancel(self, job: str, done: Future[RankReport], *, timeout_s: float) -> None:
-        """Cancel one save: writer processes that do not answer within ``timeout_s`` are killed."""
+    def cancel(self, job: str, done: Future[RankReport]) -> None:
+        """Cancel one save: writer processes that do not answer in time are killed."""
         with self._lock:
             for of_job, cancelled in self._cancellable:
                 if of_job == job:
@@ -218,7 +218,7 @@ class Engine:
             writers = [writer for writer in self._writers if writer.has(job)]
         for writer in writers:
             writer.cancel(job)
-        if not is_done(done, timeout_s):
+        if not is_done(done, CANCEL_TIMEOUT_S):
             for writer in writers:
                 writer.kill("it did not stop when the save was aborted", kind="SaveAbortedError")
 
@@ -230,7 +230,7 @@ class Engine:
         with self._lock:
             answers = [answer for writer in self._writers for answer in writer.answers_to(job)]
         if answers:
-            self.cancel(job, when_done(answers, joined), timeout_s=CANCEL_TIMEOUT_S)
+            self.cancel(job, when_done(answers, joined))
 
     @contextmanager
     def cancellable(self, job: str) -> Iterator[threading.Event]:
@@ -330,23 +330,8 @@ def status() -> tuple[SaveStatus, ...]:
     return () if engine is None else engine.under_way.statuses()
 
 
-def wait_staged(timeout: float | None = None) -> None:
-    """Return when all snapshots of saves with ``staging="overlapped"`` are taken.
-
-    Tensors may be changed then. On accelerators the host does not wait: later work of the current
-    streams is ordered after the copies.
-
-    Args:
-        timeout: Seconds to wait at most; ``None`` for no limit.
-
-    Raises:
-        SaveTimeoutError: A snapshot is still being taken.
-    """
-    wait_for_all(timeout)
-
-
 def wait_staged_before_step(optimizer: torch.optim.Optimizer) -> RemovableHandle:
-    """Run :func:`wait_staged` before every step of an optimizer.
+    """Run :func:`nostall.wait_staged` before every step of an optimizer.
 
     Subclasses of ``torch.optim.Optimizer`` need no hook: their steps wait, for
     ``EngineOptions.save_timeout_s`` at most. This is for other optimizers with a

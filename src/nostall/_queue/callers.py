@@ -184,6 +184,7 @@ class AsyncCaller(ABC):
 
     def _worker(self) -> PythonWorker:
         """The process for callables that are not nostall's own."""
+        # Not abstract: a user's subclass that schedules nostall's saves needs no process.
         raise NotImplementedError(f"{type(self).__name__} runs only nostall's own saves")
 
     def _call_is_done(self, call: Call) -> None:  # noqa: B027  # a hook

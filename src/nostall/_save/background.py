@@ -12,7 +12,7 @@ from nostall._engine import Engine, default_engine
 from nostall._model.jobs import Failure, RankFailed, RankReport
 from nostall._model.progress import Progress
 from nostall._ranks.failures import failure_of
-from nostall._ranks.reports import CANCEL_TIMEOUT_S, await_report
+from nostall._ranks.reports import await_report
 from nostall.errors import OptionError, StagingError
 
 
@@ -73,7 +73,7 @@ class BackgroundSave(ABC):
     def abort(self) -> None:
         """Cancel the save, within a bounded time; no effect on a save that is over."""
         self.aborted = True
-        self.engine.cancel(self.job, self._report, timeout_s=CANCEL_TIMEOUT_S)
+        self.engine.cancel(self.job, self._report)
         failure = Failure(kind="SaveAbortedError", message="the save was aborted", phase="write")
         self._settle(RankFailed(rank=self.rank, failure=failure))
         self.progress.end()

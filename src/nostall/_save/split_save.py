@@ -13,7 +13,7 @@ from nostall._memory.snapshot import Snapshot
 from nostall._model.jobs import FileReceipt, RankReport, RankWritten
 from nostall._model.lifecycle import State
 from nostall._model.values import RankFiles
-from nostall._ranks.reports import CANCEL_TIMEOUT_S, is_done
+from nostall._ranks.reports import is_done
 from nostall._save import session
 from nostall._save.background import BackgroundSave
 from nostall._save.stage import give_up, stage, stage_in_background, without_sources
@@ -130,7 +130,7 @@ class SplitSave(BackgroundSave):
             raise
         self._write_metadata_ahead()
         if self.aborted:  # meanwhile, by a caller that found no job to cancel
-            self.engine.cancel(self.job, written, timeout_s=CANCEL_TIMEOUT_S)
+            self.engine.cancel(self.job, written)
         return written
 
     def _submit_when_staged(self, staging: Future[Snapshot]) -> Future[RankReport]:

@@ -39,7 +39,7 @@ def wait_for(written: Future[RankReport], target: SaveTarget, engine: Engine) ->
     """
 
     def give_up() -> None:
-        engine.cancel(target.job, written, timeout_s=CANCEL_TIMEOUT_S)
+        engine.cancel(target.job, written)
 
     try:
         return await_report(
