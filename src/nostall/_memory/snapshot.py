@@ -25,7 +25,6 @@ from nostall._model.values import Layout, PlannedSave, Share, TensorForm
 class Snapshot:
     """A rank's share, private to the save: the trainer cannot change it, and it holds no tensor."""
 
-    rank: int
     layout: Layout
     lease: Lease
     wave: int = 0
@@ -79,7 +78,7 @@ def begin_snapshot(
     copies = prepared_views.places.fill(
         cast("list[torch.Tensor]", sources), method=method, after=after
     )
-    return Snapshot(rank=planned.share.rank, layout=layout, lease=lease), copies
+    return Snapshot(layout=layout, lease=lease), copies
 
 
 def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot | None:
@@ -104,7 +103,7 @@ def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot
             if isinstance(source, bytes):
                 at = file.image_offset + slot.offset
                 lease.block.memory[at : at + slot.length] = source
-    return Snapshot(rank=planned.share.rank, layout=layout, lease=lease)
+    return Snapshot(layout=layout, lease=lease)
 
 
 def write_over(block: Block) -> None:

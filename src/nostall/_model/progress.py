@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -58,10 +57,6 @@ class Progress:
         self._began_s = self._moved_s = time.monotonic()
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[Callable[..., Progress], tuple[str, int]]:
-        # Another process has a save of its own.
-        return _begin, (self.path, self._rank)
-
     def expect(self, nbytes: int) -> None:
         """Set the size of the rank's files."""
         self._nbytes = nbytes
@@ -100,10 +95,6 @@ class Progress:
                 seconds=now_s - self._began_s,
                 quiet_s=now_s - self._moved_s,
             )
-
-
-def _begin(path: str, rank: int) -> Progress:
-    return Progress(path=path, rank=rank)
 
 
 class UnderWay:

@@ -59,7 +59,8 @@ def _write(
     snapshot: Snapshot, target: SaveTarget, engine: Engine, *, cancelled: threading.Event
 ) -> RankReport:
     try:
-        (job,) = _snapshot_jobs(snapshot, target, engine)
+        layout, wave, block = snapshot.layout, snapshot.wave, snapshot.lease.block.id
+        (job,) = jobs(layout, target, engine, wave=wave, block=block)
         images = _images(job, snapshot)
         report = perform(
             job,
@@ -89,8 +90,15 @@ def write_in_background(
     stream = _pickled(target.settings.stream)
     if target.settings.stream is not None and stream is None:
         return _write_in_thread(snapshot, target, engine)
-    processes = min(target.settings.options.processes, len(snapshot.layout.files))
-    parts = _snapshot_jobs(snapshot, target, engine, processes=processes, stream=stream)
+    parts = jobs(
+        snapshot.layout,
+        target,
+        engine,
+        wave=snapshot.wave,
+        block=snapshot.lease.block.id,
+        processes=min(target.settings.options.processes, len(snapshot.layout.files)),
+        stream=stream,
+    )
     return engine.submit(parts, snapshot.lease, after=snapshot.earlier)
 
 
@@ -202,25 +210,6 @@ def jobs(
         )
         for number, files in enumerate(shares)
     ]
-
-
-def _snapshot_jobs(
-    snapshot: Snapshot,
-    target: SaveTarget,
-    engine: Engine,
-    *,
-    processes: int = 1,
-    stream: bytes | None = None,
-) -> list[WriteJob]:
-    return jobs(
-        snapshot.layout,
-        target,
-        engine,
-        wave=snapshot.wave,
-        block=snapshot.lease.block.id,
-        processes=processes,
-        stream=stream,
-    )
 
 
 def _images(job: WriteJob, snapshot: Snapshot) -> dict[str, WholeImage]:
