@@ -209,10 +209,11 @@ class RankSave:
         Raises:
             SaveTimeoutError: The copy is not complete after ``timeout`` seconds.
         """
-        if self._staging is not None and self._staging.fence is not None:
-            self._staging.fence.wait(timeout)
-        if isinstance(self._state, SplitSave):
-            self._state.wait_staged(timeout)
+        staging, state = self._staging, self._state  # the thread that saves replaces them
+        if staging is not None and staging.fence is not None:
+            staging.fence.wait(timeout)
+        if isinstance(state, SplitSave):
+            state.wait_staged(timeout)
 
     # --- what became of it ----------------------------------------------------------------------
 
