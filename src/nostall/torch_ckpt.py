@@ -293,8 +293,7 @@ class TorchAsyncCheckpoint:
         With ``terminate``, worker processes are ended afterwards.
 
         Raises:
-            CheckpointException: A save failed; the text names the cause, and the file if it was
-                opened.
+            CheckpointException: A save failed; the text names the file and the cause.
         """
         self._queue.maybe_finalize_async_calls(blocking=blocking, no_dist=no_dist)
         if terminate:

@@ -121,10 +121,12 @@ class AsyncCaller(ABC):
         call.process.submit(call_fd).add_done_callback(lambda done: call.settle(done.result()))
 
     def _fail(self, call: Call, error: Exception, *, phase: str) -> None:
+        failure = failure_of(error, phase=phase)
         if call.native is not None:
             call.native.fail(error, phase=phase)
+            failure = call.native.failed(error, phase=phase).failure
         call.life.to(State.FAILED)
-        call.settle(failure_of(error, phase=phase))
+        call.settle(failure)
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
         """Whether the oldest request is done, on every rank; collective unless ``no_dist``.
