@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from nostall import torch_ckpt as torch_ckpt
     from nostall._engine import configure as configure
     from nostall._engine import status as status
-    from nostall._engine import wait_staged as wait_staged
     from nostall._engine import wait_staged_before_step as wait_staged_before_step
+    from nostall._memory.fence import wait_staged as wait_staged
     from nostall._model.progress import SaveStatus as SaveStatus
     from nostall._save.warmup import warmup as warmup
     from nostall.cached_metadata_filesystem_reader import (
@@ -77,7 +77,7 @@ _HOME = {
     "save_state_dict_async_plan": "state_dict_saver",
     "status": "_engine",
     "verify": "integrity",
-    "wait_staged": "_engine",
+    "wait_staged": "_memory.fence",
     "wait_staged_before_step": "_engine",
     "warmup": "_save.warmup",
 }

@@ -10,20 +10,19 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from nostall import _torch
-from nostall._memory.arena import Arena, Block, Lease, address_of
+from nostall._memory.arena import Arena, Block, Lease
 from nostall._memory.copying import CopyMethod
-from nostall._memory.fence import any_under_way, wait_for_all
+from nostall._memory.fence import any_under_way, wait_staged
+from nostall._memory.pinning import Pinning
 from nostall._memory.staged_state import Placement
 from nostall._model.checksum import use_fastest
 from nostall._model.jobs import RankReport, WriteJob
@@ -34,14 +33,14 @@ from nostall._ranks.reports import CANCEL_TIMEOUT_S, is_done, joined, when_done
 from nostall._storage.removed_files import RemovedFiles
 from nostall._writer.handle import WriterProcess
 from nostall._writer.seals import ChunkPlans
-from nostall.errors import NostallError, OptionError, SaveAbortedError, SaveTimeoutError
+from nostall.errors import OptionError, SaveAbortedError
 from nostall.options import EngineOptions
+
+T = TypeVar("T")
 
 _log = logging.getLogger("nostall")
 
 _LAYOUTS_KEPT = 8
-_CONTAINERS_NBYTES = 2 << 20
-"""Reserved for containers in a warmed-up snapshot: 1.4 KB per tensor."""
 _IO_THREADS = 12
 _IO_THREADS_PER_HOST = 32
 
@@ -53,7 +52,7 @@ class Engine:
         self.options = options or EngineOptions()
         use_fastest()  # for saves that are written in this process
         self.arena = Arena(max_blocks=self.options.max_in_flight, on_drop=self._forget)
-        self.placements: OrderedDict[Any, Placement] = OrderedDict()
+        self.placements: dict[Any, Placement] = {}
         """Places of staged payloads in their images, by structure and options."""
         self.faults: tuple[dict[str, Any], ...] = ()
         """Faults for every save that starts now; set by ``nostall.testing`` only."""
@@ -63,15 +62,13 @@ class Engine:
         """Progress of the saves that use this engine."""
         self.removed = RemovedFiles()
         """Files of replaced checkpoints whose blocks storage has not freed."""
-        self._cancellable: dict[str, list[threading.Event]] = {}
+        self._cancellable: set[tuple[str, threading.Event]] = set()
         self._is_closed = False
         self._writers: list[WriterProcess] = []
-        self._layouts: OrderedDict[Any, Layout] = OrderedDict()
-        self._warmup: threading.Thread | None = None
-        """Reserves memory; a save that begins meanwhile waits for it, and reserves no more."""
-        self._pinned: set[int] = set()
-        self._may_pin = True
-        """Until the first refusal: each attempt is slow, and the next would be refused, too."""
+        self._layouts: dict[Any, Layout] = {}
+        self._reserving: threading.Thread | None = None
+        """Set by :meth:`reserve_on_thread` until a save has waited for it."""
+        self._pinning = Pinning()
         self._lock = threading.RLock()
 
     @property
@@ -96,46 +93,47 @@ class Engine:
         # Not the file names: a save that replaces a checkpoint uses its names once.
         key = (tuple(shapes), naming.separation_hint, packing)
         with self._lock:
-            layout = self._layouts.get(key)
-            if layout is None:
-                layout = self._layouts[key] = lay_out(shapes, naming, packing)
-                if len(self._layouts) > _LAYOUTS_KEPT:
-                    self._layouts.popitem(last=False)
-            else:
-                self._layouts.move_to_end(key)
+            layout = self._layouts.pop(key, None) or lay_out(shapes, naming, packing)
+            _keep(self._layouts, key, layout)
         return renamed(layout, naming)
 
     def lease(self, nbytes: int, *, beyond_limit: bool = False) -> Lease:
         """Snapshot memory; see :meth:`nostall._memory.arena.Arena.lease`."""
         timeout_s = self.options.save_timeout_s
-        if (warmup := self._warmup) is not None and warmup is not threading.current_thread():
-            warmup.join(timeout_s)
-            self._warmup = None
+        self._await_reservation(self._reserving, timeout_s)
         lease = self.arena.lease(nbytes, timeout_s=timeout_s, beyond_limit=beyond_limit)
         # Not when the block is made: a warmed-up block may be older than the CUDA context.
         with self._lock:
-            self._pin(lease.block)
+            self._pinning.pin(lease.block)
         return lease
 
-    def _pin(self, block: Block) -> None:
-        if block.id in self._pinned or not self._may_pin:
+    def reserve_on_thread(self, reserve: Callable[[], None]) -> None:
+        """Run ``reserve`` on a thread; a save that begins meanwhile waits, and reserves no more."""
+        earlier = self._reserving
+
+        def run() -> None:
+            self._await_reservation(earlier, self.options.save_timeout_s)
+            reserve()
+
+        self._reserving = threading.Thread(target=run, name="nostall-warmup", daemon=True)
+        self._reserving.start()
+
+    def _await_reservation(self, thread: threading.Thread | None, timeout_s: float) -> None:
+        if thread is None or thread is threading.current_thread():
             return
-        try:
-            if _torch.pin(address_of(block), block.nbytes):
-                self._pinned.add(block.id)
-        except RuntimeError as error:
-            self._may_pin = False
+        thread.join(timeout_s)
+        if thread.is_alive():
             _log.warning(
-                "snapshot memory is not pinned, copies off the device are slower: %s", error
+                "the warm-up has not ended within %g s; the save reserves memory itself", timeout_s
             )
+        if self._reserving is thread:
+            self._reserving = None
 
     def remember_placement(self, key: Any, placement: Placement) -> None:
         """Keep the places of a staged structure's payloads for its next staging."""
         with self._lock:
-            self.placements[key] = placement
-            self.placements.move_to_end(key)
-            while len(self.placements) > _LAYOUTS_KEPT:
-                self.placements.popitem(last=False)
+            self.placements.pop(key, None)
+            _keep(self.placements, key, placement)
 
     def set_priority(self, cpu_priority: int | None, io_priority: int | None) -> None:
         """Set the priorities of all writer processes; ``None`` keeps the configured value."""
@@ -210,44 +208,16 @@ class Engine:
             writers = list(self._writers)
         return any_under_way() or any(not writer.idle for writer in writers)
 
-    def warmup(self, nbytes: int, *, timeout_s: float) -> None:
-        """Start a writer process and allocate memory for a snapshot of ``nbytes`` bytes."""
-        writer = self.writers(1)[0]
-        if nbytes:
-            lease = self.lease(nbytes + _CONTAINERS_NBYTES)
-            lease.block.populate()
-            lease.release()
-        if not writer.wait_ready(timeout_s):
-            raise SaveTimeoutError(
-                f"writer process {writer.pid} was not ready within {timeout_s:g} s, or ended",
-                phase="warmup",
-                hint="its standard error says why",
-            )
-
-    def warmup_in_background(self, nbytes: int, *, timeout_s: float) -> None:
-        """As :meth:`warmup`, on a thread. An error is logged; the first save meets it, too."""
-        previous = self._warmup
-
-        def warm_up() -> None:
-            if previous is not None:
-                previous.join()
-            try:
-                self.warmup(nbytes, timeout_s=timeout_s)
-            except NostallError as error:
-                _log.warning("the warm-up failed: %s", error)
-
-        self._warmup = threading.Thread(target=warm_up, name="nostall-warmup", daemon=True)
-        self._warmup.start()
-
-    def cancel(self, job: str, done: Future[RankReport], *, timeout_s: float) -> None:
-        """Cancel one save: writer processes that do not answer within ``timeout_s`` are killed."""
+    def cancel(self, job: str, done: Future[RankReport]) -> None:
+        """Cancel one save: writer processes that do not answer in time are killed."""
         with self._lock:
-            for cancelled in self._cancellable.get(job, ()):
-                cancelled.set()
+            for of_job, cancelled in self._cancellable:
+                if of_job == job:
+                    cancelled.set()
             writers = [writer for writer in self._writers if writer.unanswered(job)]
         for writer in writers:
             writer.cancel(job)
-        if not is_done(done, timeout_s):
+        if not is_done(done, CANCEL_TIMEOUT_S):
             for writer in writers:
                 writer.kill("it did not stop when the save was aborted", kind="SaveAbortedError")
 
@@ -259,21 +229,20 @@ class Engine:
         with self._lock:
             answers = [each for writer in self._writers for each in writer.unanswered(job).values()]
         if answers:
-            self.cancel(job, when_done(answers, joined), timeout_s=CANCEL_TIMEOUT_S)
+            self.cancel(job, when_done(answers, joined))
 
     @contextmanager
     def cancellable(self, job: str) -> Iterator[threading.Event]:
         """An event that :meth:`cancel` sets; for a save that a thread of the trainer writes."""
         cancelled = threading.Event()
+        entry = (job, cancelled)
         with self._lock:
-            self._cancellable.setdefault(job, []).append(cancelled)
+            self._cancellable.add(entry)
         try:
             yield cancelled
         finally:
             with self._lock:
-                self._cancellable[job].remove(cancelled)
-                if not self._cancellable[job]:
-                    del self._cancellable[job]
+                self._cancellable.remove(entry)
 
     def abort(self, reason: str) -> None:
         """Kill the writer processes; unfinished saves fail and their files are removed."""
@@ -300,11 +269,16 @@ class Engine:
     def _forget(self, block: Block) -> None:
         with self._lock:
             writers = list(self._writers)
-            if block.id in self._pinned:
-                self._pinned.discard(block.id)
-                _torch.unpin(address_of(block))
+            self._pinning.unpin(block)
         for writer in writers:
             writer.forget(block.id)
+
+
+def _keep(cache: dict[Any, T], key: Any, value: T) -> None:
+    """Add the newest entry, and drop the oldest one if there are too many."""
+    cache[key] = value
+    if len(cache) > _LAYOUTS_KEPT:
+        del cache[next(iter(cache))]
 
 
 class _Process:
@@ -355,23 +329,8 @@ def status() -> tuple[SaveStatus, ...]:
     return () if engine is None else engine.under_way.statuses()
 
 
-def wait_staged(timeout: float | None = None) -> None:
-    """Return when all snapshots of saves with ``staging="overlapped"`` are taken.
-
-    Tensors may be changed then. On accelerators the host does not wait: later work of the current
-    streams is ordered after the copies.
-
-    Args:
-        timeout: Seconds to wait at most; ``None`` for no limit.
-
-    Raises:
-        SaveTimeoutError: A snapshot is still being taken.
-    """
-    wait_for_all(timeout)
-
-
 def wait_staged_before_step(optimizer: torch.optim.Optimizer) -> RemovableHandle:
-    """Run :func:`wait_staged` before every step of an optimizer.
+    """Run :func:`nostall.wait_staged` before every step of an optimizer.
 
     Subclasses of ``torch.optim.Optimizer`` need no hook: their steps wait, for
     ``EngineOptions.save_timeout_s`` at most. This is for other optimizers with a

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import copy
 import io
-import math
-import os
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from importlib import import_module
 from operator import attrgetter
-from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,7 +24,6 @@ from torch.distributed.checkpoint.api import CheckpointException as CheckpointEx
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.tensor import DTensor
 from torch.storage import TypedStorage, UntypedStorage
-from torch.utils.serialization import config
 
 from nostall.errors import UnsupportedTorchError
 from nostall.options import is_dequantized_on_save
@@ -105,15 +101,6 @@ local_tensor_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
 """This rank's part of a DTensor, unknown to autograd; only if :data:`KNOWS_DTENSORS`."""
 
 
-def _device_types_of(group: dist.ProcessGroup | None) -> set[str]:
-    """The kinds of devices that a process group has backends for."""
-    kinds = getattr(group or dist.group.WORLD, "_device_types", None)
-    if kinds is None:
-        # As in "cpu:gloo,cuda:nccl"; torch knows it only for groups that it made itself.
-        kinds = [each.partition(":")[0] for each in dist.get_backend_config(group).split(",")]
-    return {torch.device(kind).type for kind in kinds}
-
-
 # --- names used in nostall ------------------------------------------------------------------------
 
 METADATA_NAME: str = _metadata_fn
@@ -124,8 +111,6 @@ MemoryFormat = _MEM_FORMAT_ENCODING
 layout_called = _get_layout
 DistWrapper: TypeAlias = _DistWrapper
 WrappedException: TypeAlias = tuple[BaseException, Any]
-Place: TypeAlias = tuple[int, torch.dtype, Sequence[int], Sequence[int]]
-"""Offset in memory in bytes, dtype, size, stride in elements."""
 
 
 def wrap_exception(error: BaseException) -> WrappedException:
@@ -135,63 +120,6 @@ def wrap_exception(error: BaseException) -> WrappedException:
     frames = traceback.extract_tb(error.__traceback__)
     plain = [(each.filename, each.lineno or 0, each.name, each.line) for each in frames]
     return error, traceback.StackSummary.from_list(plain)
-
-
-class _Skeleton(io.RawIOBase):
-    """Receives a container without its payload: keeps the written parts and the one gap."""
-
-    def __init__(self) -> None:
-        self.parts: list[bytearray] = [bytearray()]
-        self.gap_nbytes = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def write(self, piece: Any) -> int:
-        self.parts[-1] += piece
-        return len(piece)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        if whence != os.SEEK_CUR or len(self.parts) > 1:
-            raise io.UnsupportedOperation("only one relative seek, over the payload, is expected")
-        self.gap_nbytes = offset
-        self.parts.append(bytearray())
-        return self.tell()
-
-    def tell(self) -> int:
-        return sum(map(len, self.parts)) + self.gap_nbytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerSkeleton:
-    """The file form of a tensor in ``torch.save``, without the payload."""
-
-    prefix: bytes
-    payload_nbytes: int
-    suffix: bytes
-    checksums: bool
-    """Whether torch is set to store CRCs."""
-
-
-def container_skeleton(
-    dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]
-) -> ContainerSkeleton:
-    """The container of a plain CPU tensor with its own exact storage, from ``torch.save``."""
-    # Never touched (unless torch is set to be deterministic): it takes no memory, however large.
-    stand_in = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
-    skeleton = _Skeleton()
-    with torch.serialization.skip_data():
-        torch.save(stand_in, cast("IO[bytes]", skeleton))
-    before, after = skeleton.parts if skeleton.gap_nbytes else (b"", b"".join(skeleton.parts))
-    return ContainerSkeleton(
-        prefix=bytes(before),
-        payload_nbytes=skeleton.gap_nbytes,
-        suffix=bytes(after),
-        checksums=bool(torch.serialization.get_crc32_options()),
-    )
 
 
 def runs_avx() -> bool:
@@ -205,11 +133,6 @@ def default_store() -> dist.Store | None:
         return None if _get_default_store is None else _get_default_store()
     except (RuntimeError, ValueError):
         return None
-
-
-def container_settings() -> tuple[bool, int]:
-    """The process-wide settings of torch that change a container: checksums, payload alignment."""
-    return bool(torch.serialization.get_crc32_options()), int(config.save.storage_alignment)
 
 
 @lru_cache(maxsize=256)
@@ -302,28 +225,10 @@ def payload_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 def any_says_its_place(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether one of the tensors describes its place in a larger one."""
-    return _CheckpointableTensor is not None and any(map(_says_its_place, tensors))
-
-
-def _says_its_place(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "global_shape") and isinstance(tensor, _CheckpointableTensor)
-
-
-@torch.inference_mode(mode=False)  # a view made in inference mode could not be written to outside
-def views_of(memory: Any, places: Iterable[Place]) -> list[torch.Tensor]:
-    """Tensors over raw memory, one per place; addresses need not be aligned to element sizes."""
-    return [_view_of(memory, *place) for place in places]
-
-
-def _view_of(
-    memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
-) -> torch.Tensor:
-    count = math.prod(size)
-    if count == 0:
-        return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="cpu")
-    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
-    is_flat = len(size) == 1 and stride[0] == 1
-    return flat if is_flat else flat.as_strided(tuple(size), tuple(stride))
+    return _CheckpointableTensor is not None and any(
+        hasattr(tensor, "global_shape") and isinstance(tensor, _CheckpointableTensor)
+        for tensor in tensors
+    )
 
 
 def private_copy(value: Any) -> Any:
@@ -432,133 +337,13 @@ def empty_all(tensors: Sequence[torch.Tensor]) -> None:
             tensor.data = nothing
 
 
-def stream_marks(tensors: Sequence[torch.Tensor]) -> dict[torch.device, Any]:
-    """For each accelerator with tensors, an event recorded on its current stream."""
-    marks = {}
-    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
-        module = torch.get_device_module(device)
-        if hasattr(module, "Stream"):
-            marks[device] = module.current_stream(device).record_event()
-    return marks
-
-
-def current_devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
-    """The calling thread's current device of each tensor kind; new threads start at device 0."""
-    kinds = {tensor.device.type for tensor in tensors if not tensor.is_cpu}
-    modules = {kind: torch.get_device_module(kind) for kind in kinds}
-    return [
-        torch.device(kind, module.current_device())
-        for kind, module in modules.items()
-        if hasattr(module, "current_device")
-    ]
-
-
-def current_accelerators() -> list[torch.device]:
-    """The current accelerator of the calling thread, if any; new threads start at device 0."""
-    accelerator = torch.accelerator.current_accelerator()
-    # A build for an accelerator may run on a host without one.
-    if accelerator is None or not torch.accelerator.is_available():
-        return []
-    module = torch.get_device_module(accelerator)
-    if not getattr(module, "is_initialized", lambda: True)():
-        return []  # and the query would initialise it
-    return [torch.device(accelerator.type, module.current_device())]
-
-
-@contextmanager
-def on_devices(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Make these accelerators current for the calling thread."""
-    with ExitStack() as entered:
-        for device in devices:
-            entered.enter_context(torch.get_device_module(device).device(device))
-        yield
-
-
-class DeviceCopy:
-    """Copies off one accelerator, issued to its side stream.
-
-    Args:
-        device: The accelerator.
-        targets: Places in host memory.
-        sources: Tensors on ``device``; they must live until :meth:`wait` has returned.
-        after: The event that precedes the copies; if ``None``, all current work of the stream does.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        targets: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
-        after: Any,
-    ) -> None:
-        self._module = torch.get_device_module(device)
-        self._device = device
-        self._made: Any = None
-        # A backend without streams copies in order, synchronously.
-        if not hasattr(self._module, "Stream"):
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source)
-            return
-        stream = _side_stream(device)
-        if after is None:
-            stream.wait_stream(self._module.current_stream(device))
-        else:
-            stream.wait_event(after)
-        try:
-            with self._module.stream(stream):
-                for target, source in zip(targets, sources, strict=True):
-                    target.copy_(source, non_blocking=True)
-        except BaseException:  # an interrupt, too
-            stream.synchronize()  # the caller releases the memory
-            raise
-        self._made = stream.record_event()
-
-    def precede_what_follows(self) -> None:
-        """Order later work of the current stream after the copies; the host does not wait."""
-        if self._made is not None:
-            self._module.current_stream(self._device).wait_event(self._made)
-
-    def wait(self) -> None:
-        """Return when the copies are complete."""
-        if self._made is not None:
-            self._made.synchronize()
-
-
-@lru_cache(maxsize=64)
-def _side_stream(device: torch.device) -> Any:
-    return torch.get_device_module(device).Stream(device=device)
-
-
-_CUDA_ALREADY_REGISTERED = 712
-"""``cudaErrorHostMemoryAlreadyRegistered``."""
-
-
-def pin(address: int, nbytes: int) -> bool:
-    """Pin host memory for the CUDA copy engines; false if CUDA is absent or not initialised.
-
-    Raises:
-        RuntimeError: CUDA refused.
-    """
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return False
-    code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
-    if code:
-        # Clears this thread's last CUDA error, which torch would report for the next kernel.
-        with suppress(RuntimeError):
-            torch.ones((), device="cuda")
-    if code not in (0, _CUDA_ALREADY_REGISTERED):
-        raise RuntimeError(f"cudaHostRegister of {nbytes} bytes failed with code {code}")
-    return True
-
-
-def unpin(address: int) -> None:
-    """Undo :func:`pin`."""
-    torch.cuda.cudart().cudaHostUnregister(address)
-
-
 def device_for_collectives(group: dist.ProcessGroup | None) -> torch.device:
     """A device for collectives of ``group``: the CPU if it has a backend for it, else its own."""
-    types = _device_types_of(group)
+    kinds = getattr(group or dist.group.WORLD, "_device_types", None)
+    if kinds is None:
+        # As in "cpu:gloo,cuda:nccl"; torch knows it only for groups that it made itself.
+        kinds = [each.partition(":")[0] for each in dist.get_backend_config(group).split(",")]
+    types = {torch.device(kind).type for kind in kinds}
     if "cpu" in types:
         return torch.device("cpu")
     kind = min(types)

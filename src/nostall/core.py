@@ -52,6 +52,7 @@ from nostall._queue.preemption import preemption
 from nostall._queue.requests import AsyncRequest
 from nostall._ranks.agreement import View, agree
 from nostall._ranks.group import Coordination, coordination_for
+from nostall._save.warmup import warmup
 from nostall.errors import OptionError, RankLostError, SaveTimeoutError
 from nostall.options import is_possible_wait
 
@@ -142,9 +143,8 @@ class AsyncCallsQueue:
 
         :func:`nostall.warmup` also reserves memory.
         """
-        engine = default_engine()
-        engine.set_priority(asked_priority(cpu_priority), io_priority)
-        engine.warmup(0, timeout_s=sigterm_timeout)
+        default_engine().set_priority(asked_priority(cpu_priority), io_priority)
+        warmup(timeout=sigterm_timeout)
 
     @classmethod
     def get_instances(cls) -> list[AsyncCallsQueue]:

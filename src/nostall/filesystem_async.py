@@ -12,16 +12,15 @@ Three entry points, one pipeline (``nostall._save.session``):
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import queue
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
@@ -30,20 +29,17 @@ from nostall import _torch
 from nostall._engine import default_engine
 from nostall._queue.at_exit import report_loss
 from nostall._queue.preemption import preemption
+from nostall._ranks.group import coordination_for
 from nostall._save.coordinator import commit_results
 from nostall._save.rank_save import RankSave, Staging
 from nostall._save.session import Beside
-from nostall._save.settings import WriterSettings
-from nostall._save.stager import stage_for_later
-from nostall._storage.destination import absolute, make_ready, require_file_system, require_possible
-from nostall._storage.streams import StreamTarget
-from nostall.errors import OptionError
-from nostall.options import StagingMode, WriterOptions, require_switch
-from nostall.stats import SaveStats, Timeline
+from nostall._save.settings import OwnOptions, settings_of
+from nostall._storage.destination import absolute, require_file_system, require_possible
+from nostall.options import StagingMode
+from nostall.stats import SaveStats
 
 __all__ = ["FileSystemWriterAsync", "get_write_results_queue"]
 
-_PROCESSES_FOR_MULTIPROC_IO = 2
 _MSC_PREFIX = "msc://"
 
 
@@ -62,14 +58,10 @@ _results_queue: _ResultsQueue | None = None
 """Frameworks look for it; each save of nostall has its own channel instead."""
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
 def _rank_among_peers() -> int | None:
     """This rank; ``None`` if it is the only one."""
-    has_group = dist.is_available() and dist.is_initialized()
-    return dist.get_rank() if has_group and dist.get_world_size() > 1 else None
+    ranks = coordination_for(None)
+    return ranks.rank if ranks.world_size > 1 else None
 
 
 def get_write_results_queue(mp_mode: str = "spawn") -> queue.SimpleQueue[Any]:
@@ -108,10 +100,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         separation_hint: Items whose name starts with this go to files of their own, named with it.
         use_msc: Accepted for compatibility, without effect; ``msc://`` paths are not supported yet.
         is_multiproc_io: Spread the files over two writer processes.
-        use_cached_data_structure: Accepted for compatibility; structure is always cached, values
-            never.
-        use_cpu_shm_for_gpu_tensors: Accepted for compatibility; snapshots are always in shared host
-            memory.
+        use_cached_data_structure: Accepted for compatibility; structure is always cached.
+        use_cpu_shm_for_gpu_tensors: Accepted for compatibility; shared memory is always used.
         open_file: A callable with the signature of ``open`` that opens every shard file.
 
     The first nine are those of ``torch.distributed.checkpoint.FileSystemWriter``, in its order;
@@ -120,6 +110,11 @@ class FileSystemWriterAsync(FileSystemWriter):
     Raises:
         OptionError: Two options exclude each other, or an option is not supported yet.
     """
+
+    can_run_decentralized_global_plan = True
+    """Each rank may make its final plan alone."""
+    _own: OwnOptions
+    _is_coordinator = True
 
     if TYPE_CHECKING:
         # Stock's arguments by name, behind the signature that frameworks inspect.
@@ -160,46 +155,20 @@ class FileSystemWriterAsync(FileSystemWriter):
             **kwargs: Any,
         ) -> None:
             require_possible(path)
+            require_file_system(path)
             super().__init__(path, *args, **kwargs)
-            self._begin(path, staging, separation_hint, is_multiproc_io, open_file)
+            self._own = OwnOptions(
+                staging=staging,
+                separation_hint=separation_hint,
+                is_multiproc_io=is_multiproc_io,
+                open_file=open_file,
+            )
+            self._start(None)
 
-    def _begin(
-        self,
-        path: str | os.PathLike[str],
-        staging: StagingMode,
-        separation_hint: str | None,
-        is_multiproc_io: bool,
-        open_file: Callable[..., Any],
-    ) -> None:
-        """Check all options, and begin the first save."""
-        if not callable(open_file):
-            raise OptionError(
-                f"open_file={open_file!r} is not callable",
-                hint="use a callable with the signature of open",
-            )
-        require_file_system(path)
+    def _start(self, staging: Staging | None) -> None:
+        """Begin a save. A wrong combination of options is an error here, not when it runs."""
         self.path = absolute(self.path)
-        form = getattr(self, "serialization_format", SerializationFormat.TORCH_SAVE)
-        if form is not SerializationFormat.TORCH_SAVE:
-            raise OptionError(
-                f"serialization_format={form!r} is not supported yet",
-                hint="leave it at SerializationFormat.TORCH_SAVE",
-            )
-        spread = require_switch("is_multiproc_io", is_multiproc_io)
-        self._processes = _PROCESSES_FOR_MULTIPROC_IO if spread else 1
-        self._separation_hint = separation_hint
-        self._staging_mode = staging
-        transforms = tuple(self.transforms.extensions)
-        own_stream = open_file is not open or bool(transforms)
-        self._stream = (
-            StreamTarget(open_file=open_file, transforms=transforms) if own_stream else None
-        )
-        self._is_coordinator = True
-        self._staging: Staging | None = None
-        """Belongs to the present save, and to the one that the next :meth:`reset` begins:
-        ``dcp.async_save`` resets the writer between staging and writing."""
-        # A wrong combination of options is an error here, not when the first save runs.
-        self._rank_save = RankSave(self._settings())
+        self._rank_save = RankSave(settings_of(self, self._own), staging)
         """This rank's part of the present save."""
 
     # --- DCP's storage writer -------------------------------------------------------------------
@@ -213,17 +182,15 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._rank_save.require_over()
         super().reset(checkpoint_id)
         require_file_system(checkpoint_id)
-        self.path = absolute(self.path)
-        staging, self._staging = self._staging, None
-        self._rank_save = RankSave(self._settings(), staging)
+        self._start(self._rank_save.staged_for_next)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Set this rank's role; DCP calls this on every rank."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if self.rank is None:
-            self.rank = _rank()
+            self.rank = coordination_for(None).rank
         self._is_coordinator = is_coordinator or not self.use_collectives
-        self._rank_save.settings = self._settings()
+        self._rank_save.settings = settings_of(self, self._own)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """On the coordinator: make the directory and check for an existing checkpoint.
@@ -234,38 +201,22 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         if self._is_coordinator:
             with report_loss(str(self.path)):
-                make_ready(
-                    str(self.path),
-                    self._rank_save.settings.metadata_path,
-                    overwrite=self.overwrite,
-                    rank=self.rank,
-                    timeout_s=default_engine().options.save_timeout_s,
-                )
-        if not self.use_collectives:
-            prefix = _torch.StoragePrefix(f"__{self.rank}_")
-            plan = dataclasses.replace(plan, storage_data=prefix)
-        return plan
+                settings_of(self, self._own).make_ready(default_engine())
+        return plan if self.use_collectives else self.prepare_decentralized_global_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """As stock; if a checkpoint exists, the plans say so, as other hosts may not see it yet."""
         plans = super().prepare_global_plan(plans)
-        timeout_s = default_engine().options.save_timeout_s
-        if not self._rank_save.settings.may_replace(timeout_s=timeout_s):
+        if not self._rank_save.settings.may_replace(default_engine()):
             return plans
         return [
-            dataclasses.replace(plan, storage_data=Beside(plan.storage_data.prefix, str(self.path)))
+            replace(plan, storage_data=Beside(plan.storage_data.prefix, str(self.path)))
             for plan in plans
         ]
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
         """This rank's final plan when ranks plan alone: its own plan with a file prefix."""
-        prefix = _torch.StoragePrefix(f"__{self.rank or 0}_")
-        return dataclasses.replace(local_plan, storage_data=prefix)
-
-    @property
-    def can_run_decentralized_global_plan(self) -> bool:
-        """Whether each rank may make its final plan alone: always."""
-        return True
+        return replace(local_plan, storage_data=_torch.StoragePrefix(f"__{self.rank or 0}_"))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Snapshot and write this rank's share; on return its files are complete.
@@ -273,8 +224,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             SaveError: The save failed; the subclass says how.
         """
-        self._staging = None
-        self._rank_save.settings = self._settings()
+        self._rank_save.settings = settings_of(self, self._own)
         with preemption.deferred(then_end=False), report_loss(str(self.path)):
             results = self._rank_save.write_now(plan, planner)
         future: TorchFuture[list[WriteResult]] = TorchFuture()
@@ -296,10 +246,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         with preemption.deferred(then_end=False), report_loss(str(self.path)):
             commit_results(self._rank_save, metadata, results, self.storage_meta)
 
-    def storage_meta(self) -> StorageMeta | None:
-        """What DCP stores beside the items: the path and the identifier of this save."""
-        return super().storage_meta()
-
     @classmethod
     def cleanup_tensor_caches(cls) -> None:
         """Do nothing: no tensor of a state dict is kept between saves."""
@@ -307,9 +253,8 @@ class FileSystemWriterAsync(FileSystemWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this writer accepts the id; true for ``msc://`` ids, too."""
-        if str(checkpoint_id).startswith(_MSC_PREFIX):
-            return True
-        return bool(super().validate_checkpoint_id(checkpoint_id))
+        is_msc = str(checkpoint_id).startswith(_MSC_PREFIX)
+        return is_msc or bool(super().validate_checkpoint_id(checkpoint_id))
 
     # --- DCP's stager ---------------------------------------------------------------------------
 
@@ -326,22 +271,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             SaveTimeoutError: Earlier saves still hold all snapshot memory.
             ReservationError: There is not enough host memory.
         """
-        self._staging = None
-        timeline = Timeline()
-        staged = stage_for_later(
-            state_dict, default_engine(), timeline, self._settings(), rank=_rank_among_peers()
-        )
-        self._staging = self._rank_save.staging = Staging(fence=staged.fence, timeline=timeline)
-        return staged.copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state without the save, which belongs to this process."""
-        return {**self.__dict__, "_staging": None, "_rank_save": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Begin a save in the process that has received the writer."""
-        self.__dict__.update(state)
-        self._rank_save = RankSave(self._settings())
+        self._rank_save.settings = settings_of(self, self._own)
+        return self._rank_save.stage(state_dict, rank=_rank_among_peers())
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when tensors may be changed; at once without overlapped staging.
@@ -370,7 +301,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             StagingError: An item could not be resolved.
         """
-        self._rank_save.settings = self._settings()
+        self._rank_save.settings = settings_of(self, self._own)
         self._rank_save.prepare(plan, planner)
 
     def get_save_function_and_args(self) -> tuple[Any, Any, list[Any]]:
@@ -394,24 +325,3 @@ class FileSystemWriterAsync(FileSystemWriter):
         Complete once the save is finalised.
         """
         return self._rank_save.stats
-
-    # --------------------------------------------------------------------------------------------
-
-    def _settings(self) -> WriterSettings:
-        extensions = reversed(self.transforms.extensions)
-        return WriterSettings(
-            directory=str(self.path),
-            rank=self.rank or 0,
-            is_alone=not self.use_collectives,
-            options=WriterOptions(
-                thread_count=self.thread_count,
-                file_per_item=not require_switch("single_file_per_rank", self.single_file_per_rank),
-                sync_files=self.sync_files,
-                overwrite=self.overwrite,
-                separation_hint=self._separation_hint,
-                processes=self._processes,
-                staging=self._staging_mode,
-            ),
-            stream=self._stream,
-            transform_descriptors=tuple(each.get_descriptor() for each in extensions) or None,
-        )

@@ -15,21 +15,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from nostall import _torch
-from nostall._commit.known_results import (
-    KnownResults,
-    RankOutcome,
-    Results,
-    ResultsReference,
-    token_of,
-)
+from nostall._commit.known_results import RankOutcome, Results, ResultsReference, token_of
 from nostall._plan.cache import matches_loaded
 from nostall._queue.preemption import preemption
 from nostall._ranks.failures import exception_for, sendable
 from nostall._ranks.group import coordination_of, require_members
-from nostall._save.coordinator import Ending, Planned, RankMessage, commit_split_save
+from nostall._save.coordinator import Ending, RankMessage, commit_split_save
 from nostall._save.metadata_cache import CheckpointMetadataCache
 from nostall._save.rank_save import RankSave
-from nostall._save.split_plan import SaveSession, plan_save
+from nostall._save.split_plan import SaveSession, plan_save, session_of
 from nostall.errors import OptionError
 from nostall.filesystem_async import FileSystemWriterAsync
 
@@ -130,20 +124,18 @@ def save_state_dict_async_finalize(
             on every rank, with rank, file and cause. Nothing is published then.
     """
     with preemption.deferred(then_end=False):
-        _finalize(storage_writer, global_metadata, dist_wrapper)
+        _finalize(storage_writer, global_metadata, session_of(dist_wrapper))
 
 
 def _finalize(
-    writer: FileSystemWriterAsync, planned: Metadata | None, dist_wrapper: _torch.DistWrapper
+    writer: FileSystemWriterAsync, metadata: Metadata | None, session: SaveSession
 ) -> None:
-    save, coordination = writer._rank_save, coordination_of(dist_wrapper)
-    session = dist_wrapper if isinstance(dist_wrapper, SaveSession) else None
-    cache = session.cache if session is not None else None
+    save, cache, coordination = writer._rank_save, session.cache, coordination_of(session)
     outcome = _outcome_of(writer, cache)
     message = RankMessage(
         outcome=outcome,
         written=save.written_files,
-        changed_plan=session.changed_plan if session else None,
+        changed_plan=session.changed_plan,
         took_s=save.took_s,
     )
     is_committed = False  # assumed if other ranks are lost now
@@ -152,13 +144,7 @@ def _finalize(
             messages = coordination.gather(message)
             ending: Ending | None = None
             if messages is not None:
-                ending = commit_split_save(
-                    save,
-                    messages,
-                    _planned(planned, session),
-                    writer.storage_meta,
-                    rank=coordination.rank,
-                )
+                ending = commit_split_save(save, messages, metadata, session, writer.storage_meta)
             ending = coordination.broadcast(ending)
         if cache is not None:
             cache.sent_token = token_of(outcome)
@@ -169,24 +155,13 @@ def _finalize(
             save.discard()
     finally:
         save.end(committed=is_committed)
-    save.note_slowest(ending.slowest_rank)
+    save.slowest_rank = ending.slowest_rank
     if ending.failures:
         raise exception_for(
             ending.failures, step="write", on_coordinator=coordination.is_coordinator
         )
     if coordination.is_coordinator:
         _log_committed(save)
-
-
-def _planned(metadata: Metadata | None, session: SaveSession | None) -> Planned:
-    """What planning has left for the coordinator; little if the caller has its own wrapper."""
-    cache = session.cache if session is not None else None
-    return Planned(
-        metadata=metadata,
-        known=KnownResults() if cache is None else cache.known_results,
-        plans=session.reused_plans if session is not None else None,
-        planner=session.planner if session is not None else None,
-    )
 
 
 def _outcome_of(

@@ -102,10 +102,7 @@ class SaveStats:
 
 
 class Timeline:
-    """Collects the spans of one save; thread-safe. A pickled copy is empty."""
-
-    def __reduce__(self) -> tuple[type[Timeline], tuple[()]]:
-        return (Timeline, ())
+    """Collects the spans of one save; thread-safe."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []

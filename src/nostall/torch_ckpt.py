@@ -82,7 +82,7 @@ class _FileSave(BackgroundSave):
         lease = self.engine.lease(nbytes)
         write_over(lease.block)
         try:
-            sink = _Memory(lease.block.image(0, nbytes))
+            sink = _Archiver(lease.block.image(0, nbytes))
             torch.save(self._state_dict, sink, *self._args, **self._kwargs)
             if sink.tell() > nbytes:
                 raise StagingError(
@@ -123,13 +123,15 @@ class _FileSave(BackgroundSave):
 
     def _archive_nbytes(self) -> int:
         """Length of the archive; without copying tensor data where torch supports it."""
-        counter = _Counter()
+        nothing = memoryview(bytearray())
+        counter = _Archiver(nothing)
         try:
             with torch.serialization.skip_data():
                 torch.save(self._state_dict, counter, *self._args, **self._kwargs)
         except (NotImplementedError, RuntimeError, TypeError):  # the old format cannot skip data
-            torch.save(self._state_dict, counter := _Counter(), *self._args, **self._kwargs)
-        return counter.nbytes
+            counter = _Archiver(nothing)
+            torch.save(self._state_dict, counter, *self._args, **self._kwargs)
+        return counter.tell()
 
     def _job(self, archive: _Archive) -> WriteJob:
         options = self.engine.options
@@ -291,8 +293,7 @@ class TorchAsyncCheckpoint:
         With ``terminate``, worker processes are ended afterwards.
 
         Raises:
-            CheckpointException: A save failed; the text names the cause, and the file if it was
-                opened.
+            CheckpointException: A save failed; the text names the file and the cause.
         """
         self._queue.maybe_finalize_async_calls(blocking=blocking, no_dist=no_dist)
         if terminate:
@@ -305,36 +306,8 @@ class TorchAsyncCheckpoint:
         self._queue.close(abort=abort)
 
 
-class _Counter(io.BytesIO):
-    """Counts bytes written or skipped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def write(self, piece: Any) -> int:
-        nbytes = memoryview(piece).nbytes
-        self.nbytes += nbytes
-        return nbytes
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        if whence != os.SEEK_CUR:
-            raise io.UnsupportedOperation("only relative seeks are expected")
-        self.nbytes += offset
-        return self.nbytes
-
-    def tell(self) -> int:
-        return self.nbytes
-
-
-class _Memory(io.BytesIO):
-    """Writes into memory from its beginning; counts bytes beyond its end without writing them."""
+class _Archiver(io.BytesIO):
+    """Counts bytes written or skipped, and writes them into memory as far as it reaches."""
 
     def __init__(self, memory: memoryview) -> None:
         super().__init__()
@@ -344,12 +317,21 @@ class _Memory(io.BytesIO):
     def writable(self) -> bool:
         return True
 
+    def seekable(self) -> bool:
+        return True
+
     def write(self, piece: Any) -> int:
         view = memoryview(piece).cast("B")
         if self._at + view.nbytes <= len(self._memory):
             self._memory[self._at : self._at + view.nbytes] = view
         self._at += view.nbytes
         return view.nbytes
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence != os.SEEK_CUR:
+            raise io.UnsupportedOperation("only relative seeks are expected")
+        self._at += offset
+        return self._at
 
     def tell(self) -> int:
         return self._at

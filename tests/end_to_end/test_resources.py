@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall._engine import default_engine
+from nostall._memory.arena import Block
 from nostall.core import AsyncCallsQueue
 from nostall.errors import SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -391,6 +392,24 @@ def test_a_warmup_that_fails_in_the_background_fails_no_save(
     nostall.warmup(1 << 50, wait=False)
     save_async(FileSystemWriterAsync(tmp_path / "saved"), small_state())
     assert "the warm-up failed: cannot reserve" in caplog.text
+
+
+def test_a_warmup_that_hangs_delays_the_first_save_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That save waits until the deadline, says so, and reserves memory itself."""
+    answered = threading.Event()
+    monkeypatch.setattr(Block, "populate", lambda _: answered.wait(DEADLINE_S))
+    nostall.configure(EngineOptions(save_timeout_s=3.0))
+    nostall.warmup(1 << 20, wait=False)
+    try:
+        for number in range(2):
+            save_async(FileSystemWriterAsync(tmp_path / f"{number}"), small_state(number))
+    finally:
+        answered.set()
+    assert caplog.text.count("the warm-up has not ended within 3 s") == 1
+    assert nostall.verify(tmp_path / "0").ok
+    assert nostall.verify(tmp_path / "1").ok
 
 
 def test_no_more_memory_is_reserved_than_a_snapshot_needs(tmp_path: Path) -> None:

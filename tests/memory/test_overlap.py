@@ -580,7 +580,7 @@ def test_a_snapshot_that_cannot_begin_is_not_waited_for(
         raise KeyboardInterrupt
 
     for place, failing, expected in (
-        ("nostall._torch.stream_marks", refuse, RuntimeError),
+        ("nostall._memory.devices.stream_marks", refuse, RuntimeError),
         ("threading.Thread.start", interrupt, KeyboardInterrupt),
     ):
         writer = FileSystemWriterAsync(tmp_path / place, staging="overlapped")

@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.utils.serialization import config
 
 import nostall
-from nostall import _torch
 from nostall._memory.arena import address_of
 from nostall._memory.staged_state import StagedStateDict
 from nostall._model.sealing import combine_hash, seal_patches
 from nostall._plan.container import build_container
+from nostall._plan.skeleton import container_skeleton
 from nostall.core import AsyncCallsQueue
 from nostall.errors import NostallError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -422,7 +422,7 @@ def test_seals_that_straddle_chunk_bounds_are_complete(tmp_path: Path) -> None:
 def test_what_lies_behind_a_payload_waits_for_its_sum(tmp_path: Path) -> None:
     """A chunk with only the end of a container is not written before that end is sealed."""
     nostall.configure(nostall.EngineOptions(chunk_nbytes=8 << 20, io_threads=4))
-    prefix_nbytes = len(_torch.container_skeleton(torch.uint8, (16 << 20,), (1,)).prefix)
+    prefix_nbytes = len(container_skeleton(torch.uint8, (16 << 20,), (1,)).prefix)
     state = {"t": filled(torch.uint8, ((16 << 20) - prefix_nbytes,))}
     for number in range(3):
         assert_same_files(tmp_path / str(number), state)
@@ -534,7 +534,7 @@ def test_a_structure_once_saved_is_staged_in_place(tmp_path: Path) -> None:
     image = address_of(staged.lease.block)
     for index, info in read_metadata(tmp_path).storage_data.items():
         tensor = state[index.fqn]
-        skeleton = _torch.container_skeleton(torch.int32, tuple(tensor.shape), tensor.stride())
+        skeleton = container_skeleton(torch.int32, tuple(tensor.shape), tensor.stride())
         place = info.offset + len(skeleton.prefix)
         assert staged[index.fqn].data_ptr() - image == place
         assert torch.equal(staged[index.fqn], tensor)
@@ -642,7 +642,7 @@ def _sealed_around(
     nbytes: int, crc32: int
 ) -> tuple[bytes, bytes, list[tuple[int, bytes]], tuple[int, int]]:
     """Prefix, suffix, patches, and the suffix's bounds, for a tensor of that many bytes."""
-    skeleton = _torch.container_skeleton(torch.uint8, (nbytes,), (1,))
+    skeleton = container_skeleton(torch.uint8, (nbytes,), (1,))
     container = build_container(
         prefix=skeleton.prefix,
         payload_nbytes=skeleton.payload_nbytes,
@@ -711,12 +711,12 @@ def test_a_sealed_container_is_what_torch_save_writes(payload: bytes) -> None:
 
 def test_a_container_without_checksums_has_nothing_to_seal() -> None:
     """Switched off or empty, a container is complete as it is."""
-    skeleton = _torch.container_skeleton(torch.uint8, (5,), (1,))
+    skeleton = container_skeleton(torch.uint8, (5,), (1,))
     off = build_container(
         prefix=skeleton.prefix, payload_nbytes=5, suffix=skeleton.suffix, checksums=False
     )
     assert off.seal is None
-    empty = _torch.container_skeleton(torch.uint8, (0, 4), (4, 1))
+    empty = container_skeleton(torch.uint8, (0, 4), (4, 1))
     whole = build_container(
         prefix=empty.prefix, payload_nbytes=0, suffix=empty.suffix, checksums=True
     )

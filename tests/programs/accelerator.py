@@ -14,8 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import nostall
-from nostall import _torch
 from nostall._engine import default_engine
+from nostall._memory.pinning import pin
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.state_dict_saver import CheckpointMetadataCache
@@ -160,7 +160,7 @@ def memory_that_cannot_be_pinned_is_no_kernels_fault(out: Path, device: str) -> 
     """What CUDA refuses is forgotten by the time the next kernel is launched."""
     refused = False
     try:
-        _torch.pin(4096, 4096)  # nothing is mapped there
+        pin(4096, 4096)  # nothing is mapped there
     except RuntimeError:
         refused = True
     assert refused

@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import nostall
-from nostall import _torch
+from nostall._memory import devices
 from nostall._queue import at_exit
 from support.ranks import TESTS, run_ranks, run_script
 from support.states import blobs, schedule, small_state
@@ -278,14 +278,14 @@ def test_requests_are_finalised_at_exit_on_the_accelerator_of_the_main_thread(
     """Another thread starts at device 0, and NCCL's collectives would use it on each rank."""
 
     @contextmanager
-    def on_devices(devices: list[torch.device]) -> Iterator[None]:
-        _on.devices = tuple(devices)
+    def on_devices(chosen: list[torch.device]) -> Iterator[None]:
+        _on.devices = tuple(chosen)
         yield
         _on.devices = ()
 
     second = torch.device("cuda", 1)
-    monkeypatch.setattr(_torch, "current_accelerators", lambda: [second])
-    monkeypatch.setattr(_torch, "on_devices", on_devices)
+    monkeypatch.setattr(devices, "current_accelerators", lambda: [second])
+    monkeypatch.setattr(devices, "on_devices", on_devices)
     ended: list[int] = []
     monkeypatch.setattr(at_exit, "end_process", ended.append)
     at_exit.prepare_for_exit()
@@ -303,7 +303,7 @@ def test_an_accelerator_that_has_failed_does_not_hide_a_lost_save(
     def failed() -> list[torch.device]:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(_torch, "current_accelerators", failed)
+    monkeypatch.setattr(devices, "current_accelerators", failed)
     ended: list[int] = []
     monkeypatch.setattr(at_exit, "end_process", ended.append)
     at_exit.prepare_for_exit()

@@ -130,7 +130,7 @@ def test_a_snapshot_that_fails_on_one_rank_fails_the_save_on_every_rank(
     for facts in found:
         said = facts["failures"]["snapshot of rank 1"]
         assert said["ranks"] == [1]
-        assert "ValueError: no luck [rank=1 phase=stage]" in said["text"]
+        assert "ValueError: no luck [rank=1 phase=stage path=" in said["text"]
         assert said["left"] == []
         assert (said["pending"], said["after"]) == (1, [2])
         assert said["wrong"] == []
@@ -756,6 +756,17 @@ def test_a_failed_file_leaves_the_earlier_one(tmp_path: Path) -> None:
     checkpoint.async_save(small_state(3), path)
     checkpoint.finalize_async_save(blocking=True, terminate=True)
     assert path.read_bytes() == archive(small_state(3))
+
+
+def test_what_cannot_be_pickled_fails_with_the_files_name(tmp_path: Path) -> None:
+    """The error is raised when the save is finalised, as other ranks may wait for this one."""
+    path = tmp_path / "state.pt"
+    checkpoint = TorchAsyncCheckpoint()
+    checkpoint.async_save({"x": lambda: 0}, path)
+    with pytest.raises(CheckpointException, match=r"phase=stage.*state\.pt"):
+        checkpoint.finalize_async_save(blocking=True)
+    assert names(tmp_path) == []
+    checkpoint.close()
 
 
 def test_an_aborted_file_does_not_appear(tmp_path: Path) -> None:

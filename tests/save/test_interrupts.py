@@ -87,7 +87,7 @@ def interrupted(target: Any, name: str, *, before: bool) -> Any:
 PLACES = [
     "nostall._memory.snapshot:_lay_down_containers",
     "nostall._memory.snapshot:_views",
-    "nostall._save.write:_snapshot_jobs",
+    "nostall._save.write:jobs",
     "nostall._engine:when_done",
     "nostall._save.split_save:SplitSave._write_metadata_ahead",
     "nostall._writer.handle:WriterProcess.submit",

@@ -10,17 +10,19 @@ one call. Tensors on an accelerator are copied on a side stream.
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from nostall import _torch
+from nostall._memory.devices import DeviceCopy
 from nostall._memory.nontemporal import Copy, copy_past_caches
 from nostall._model.values import TensorForm
 
@@ -61,6 +63,25 @@ _on_cpu = attrgetter("is_cpu")
 
 _Piece = tuple[int, int, int]
 """Address to copy to, address to copy from, bytes."""
+Place: TypeAlias = tuple[int, torch.dtype, Sequence[int], Sequence[int]]
+"""Offset in memory in bytes, dtype, size, stride in elements."""
+
+
+@torch.inference_mode(mode=False)  # a view made in inference mode could not be written to outside
+def views_of(memory: Any, places: Iterable[Place]) -> list[torch.Tensor]:
+    """Tensors over raw memory, one per place; addresses need not be aligned to element sizes."""
+    return [_view_of(memory, *place) for place in places]
+
+
+def _view_of(
+    memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    count = math.prod(size)
+    if count == 0:
+        return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="cpu")
+    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+    is_flat = len(size) == 1 and stride[0] == 1
+    return flat if is_flat else flat.as_strided(tuple(size), tuple(stride))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +93,7 @@ class CopyMethod:
     """Whether amounts larger than the caches may bypass them."""
 
 
-class Copies(list[_torch.DeviceCopy]):
+class Copies(list[DeviceCopy]):
     """Copies from accelerators that have started."""
 
     def precede_what_follows(self) -> None:
@@ -127,7 +148,7 @@ class Places:
                 for device, positions in by_device.items():
                     views = [self._views[position] for position in positions]
                     here = [sources[position] for position in positions]
-                    copies.append(_torch.DeviceCopy(device, views, here, (after or {}).get(device)))
+                    copies.append(DeviceCopy(device, views, here, (after or {}).get(device)))
                 rest = Places([self._views[position] for position in from_cpu])
                 rest._fill_from_cpu([sources[position] for position in from_cpu], method)
             except BaseException:  # passed on; the caller releases the memory

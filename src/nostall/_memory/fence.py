@@ -172,14 +172,17 @@ def any_under_way() -> bool:
         return bool(_process.under_way)
 
 
-def wait_for_all(timeout: float | None) -> None:
-    """Wait for every snapshot of this process that is being taken.
+def wait_staged(timeout: float | None = None) -> None:
+    """Return when all snapshots of saves with ``staging="overlapped"`` are taken.
+
+    Tensors may be changed then. On accelerators the host does not wait: later work of the current
+    streams is ordered after the copies.
 
     Args:
-        timeout: Seconds, for all of them together; ``None`` for no limit.
+        timeout: Seconds to wait at most; ``None`` for no limit.
 
     Raises:
-        SaveTimeoutError: A snapshot is not complete yet.
+        SaveTimeoutError: A snapshot is still being taken.
     """
     deadline_s = None if timeout is None else time.monotonic() + timeout
     _wait_for_all(

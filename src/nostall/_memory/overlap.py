@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 import torch
 
 from nostall import _torch
+from nostall._memory import devices
 from nostall._memory.copying import Copies, Source, detach_all
 from nostall._memory.fence import SnapshotFence
 from nostall.errors import StagingError
@@ -106,11 +107,11 @@ def stage_behind(
     detached, live = detach_all(sources)
     changes = _Changes([detached[at] for at in live], [names[at] for at in live])
     tensors = [each for each in detached if isinstance(each, torch.Tensor)]
-    marks, devices = _torch.stream_marks(tensors), _torch.current_devices(tensors)
+    marks, current = devices.stream_marks(tensors), devices.current_devices(tensors)
     fence = SnapshotFence(timeout_s)
 
     def take() -> T:
-        with _torch.on_devices(devices):
+        with devices.on_devices(current):
             began_s = time.monotonic()
             made, copies = begin(detached, marks)
             try:

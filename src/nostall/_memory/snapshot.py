@@ -15,9 +15,8 @@ from typing import Any, cast
 
 import torch
 
-from nostall import _torch
 from nostall._memory.arena import Block, Lease, address_of
-from nostall._memory.copying import Copies, CopyMethod, Places
+from nostall._memory.copying import Copies, CopyMethod, Place, Places, views_of
 from nostall._model.jobs import RankReport
 from nostall._model.values import Layout, PlannedSave, Share, TensorForm
 
@@ -26,7 +25,6 @@ from nostall._model.values import Layout, PlannedSave, Share, TensorForm
 class Snapshot:
     """A rank's share, private to the save: the trainer cannot change it, and it holds no tensor."""
 
-    rank: int
     layout: Layout
     lease: Lease
     wave: int = 0
@@ -78,7 +76,7 @@ def begin_snapshot(
     copies = prepared_views.places.fill(
         cast("list[torch.Tensor]", sources), method=method, after=after
     )
-    return Snapshot(rank=planned.share.rank, layout=layout, lease=lease), copies
+    return Snapshot(layout=layout, lease=lease), copies
 
 
 def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot | None:
@@ -96,7 +94,7 @@ def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot
     lease.block.prepared_views = None  # its views belong to tensors that the caller may still hold
     _lay_down_containers(layout, lease.block)
     _put_runs(runs, planned, lease.block)
-    return Snapshot(rank=planned.share.rank, layout=layout, lease=lease)
+    return Snapshot(layout=layout, lease=lease)
 
 
 def write_over(block: Block) -> None:
@@ -126,15 +124,15 @@ def _views(share: Share, layout: Layout, block: Block) -> _PreparedViews:
     return _PreparedViews(
         layout_key=layout.key,
         forms=share.forms,
-        places=Places(_torch.views_of(block.memory, places.values())),
+        places=Places(views_of(block.memory, places.values())),
         items=list(places),
         runs=runs,
     )
 
 
-def _places(share: Share, layout: Layout) -> tuple[dict[int, _torch.Place], dict[int, int]]:
+def _places(share: Share, layout: Layout) -> tuple[dict[int, Place], dict[int, int]]:
     """By item, the places of payloads in the block, and the offsets of items that are bytes."""
-    places: dict[int, _torch.Place] = {}
+    places: dict[int, Place] = {}
     runs: dict[int, int] = {}
     for file in layout.files:
         for slot in file.slots:

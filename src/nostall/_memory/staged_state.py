@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from nostall import _torch
 from nostall._memory.arena import Lease
-from nostall._memory.copying import Places
+from nostall._memory.copying import Places, views_of
 from nostall.errors import NostallError, StagingError
 
 _ALIGNMENT = 64
@@ -178,7 +178,7 @@ def _copied(
     offsets: list[int],
     lease: Lease,
 ) -> tuple[dict[str, Any], Places]:
-    views = _torch.views_of(
+    views = views_of(
         lease.block.memory,
         (
             (offset, leaf.tensor.dtype, leaf.tensor.shape, leaf.stride)
@@ -284,7 +284,7 @@ class _PlaceUnpickler(pickle.Unpickler):
 
     def persistent_load(self, place: Any) -> torch.Tensor:
         offset, dtype, shape, stride, requires_grad = place
-        (view,) = _torch.views_of(self._memory, [(offset, dtype, shape, stride)])
+        (view,) = views_of(self._memory, [(offset, dtype, shape, stride)])
         return view.requires_grad_(requires_grad)
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from weakref import WeakValueDictionary
 
 from nostall._model.lifecycle import State
@@ -58,10 +56,6 @@ class Progress:
         self._is_over = False
         self._began_s = self._moved_s = time.monotonic()
         self._lock = threading.Lock()
-
-    def __reduce__(self) -> tuple[Callable[[], Progress], tuple[()]]:
-        # Another process has a save of its own.
-        return partial(Progress, path=self.path, rank=self._rank), ()
 
     def expect(self, nbytes: int) -> None:
         """Set the size of the rank's files."""

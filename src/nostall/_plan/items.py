@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from nostall import _torch
 from nostall._model.values import Container, ItemShape, PlannedSave, Share, TensorForm
 from nostall._plan.container import build_container
+from nostall._plan.skeleton import container_settings, container_skeleton
 from nostall.errors import StagingError
 
 
@@ -38,7 +39,7 @@ def plan_rank(plan: SavePlan, resolver: Resolver, *, rank: int) -> PlannedSave:
     Raises:
         StagingError: A tensor has no data (meta device), or the planner could not produce an item.
     """
-    settings = _torch.container_settings()
+    settings = container_settings()
     items = [_plan_item(item, resolver, rank, settings) for item in plan.items]
     share = Share(
         rank=rank,
@@ -93,7 +94,7 @@ def _container(
     stride: tuple[int, ...],
     _settings: _Settings,  # part of the cache key: they change what torch writes
 ) -> Container:
-    skeleton = _torch.container_skeleton(dtype, size, stride)
+    skeleton = container_skeleton(dtype, size, stride)
     return build_container(
         prefix=skeleton.prefix,
         payload_nbytes=skeleton.payload_nbytes,

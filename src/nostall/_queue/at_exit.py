@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Protocol
 
-from nostall import _torch
+from nostall._memory import devices
 
 _log = logging.getLogger("nostall")
 
@@ -72,12 +72,12 @@ class _Standby:
             return "no thread is available to wait for other ranks"
         answer: Future[str] = Future()
         try:
-            devices = _torch.current_accelerators()
+            current = devices.current_accelerators()
         except RuntimeError as error:  # the accelerator may be the reason for the exit
             return f"the current accelerator is unknown: {error}"
 
         def on_the_callers_device() -> str:
-            with _torch.on_devices(devices):
+            with devices.on_devices(current):
                 return work()
 
         self._work.put((on_the_callers_device, answer))

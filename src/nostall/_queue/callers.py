@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from nostall._engine import default_engine
-from nostall._model.jobs import Failure, RankFailed, RankReport
+from nostall._model.jobs import Failure, RankFailed
 from nostall._model.lifecycle import Lifecycle, State
 from nostall._queue.python_worker import Outcome, PythonWorker, serialize_call
 from nostall._queue.requests import AsyncRequest
@@ -52,10 +52,6 @@ class Call:
     def failure(self) -> Failure | None:
         """Its failure, if any; call it only when the request is done."""
         return self.outcome.result(0)
-
-
-def _failure_in(report: RankReport) -> Outcome:
-    return report.failure if isinstance(report, RankFailed) else None
 
 
 class AsyncCaller(ABC):
@@ -113,9 +109,8 @@ class AsyncCaller(ABC):
             call.native.give_up(interrupt)
 
     def _start(self, call: Call, args: list[Any], call_fd: int | None) -> None:
-        if call.native is not None:
-            report = call.native.start(args[1])
-            report.add_done_callback(lambda done: call.settle(_failure_in(done.result())))
+        if (native := call.native) is not None:
+            native.start(args[1]).add_done_callback(lambda _: call.settle(native.failure()))
             return
         assert call_fd is not None  # serialised above
         try:
@@ -126,10 +121,12 @@ class AsyncCaller(ABC):
         call.process.submit(call_fd).add_done_callback(lambda done: call.settle(done.result()))
 
     def _fail(self, call: Call, error: Exception, *, phase: str) -> None:
+        failure = failure_of(error, phase=phase)
         if call.native is not None:
             call.native.fail(error, phase=phase)
+            failure = call.native.failed(error, phase=phase).failure
         call.life.to(State.FAILED)
-        call.settle(failure_of(error, phase=phase))
+        call.settle(failure)
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
         """Whether the oldest request is done, on every rank; collective unless ``no_dist``.
@@ -184,6 +181,7 @@ class AsyncCaller(ABC):
 
     def _worker(self) -> PythonWorker:
         """The process for callables that are not nostall's own."""
+        # Not abstract: a user's subclass that schedules nostall's saves needs no process.
         raise NotImplementedError(f"{type(self).__name__} runs only nostall's own saves")
 
     def _call_is_done(self, call: Call) -> None:  # noqa: B027  # a hook

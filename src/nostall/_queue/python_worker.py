@@ -114,14 +114,14 @@ class PythonWorker(ChildProcess[Outcome]):
         finally:
             os.close(call_fd)
 
-    def end(self, *, abort: bool, drain_timeout_s: float = _DRAIN_TIMEOUT_S) -> None:
+    def end(self, *, abort: bool) -> None:
         """End the process: at once with ``abort``, else after its calls or a timeout.
 
         Idempotent.
         """
         with self._lock:
             unfinished = [waiting.future for waiting in self._waiting.values()]
-        if abort or wait(unfinished, drain_timeout_s).not_done:
+        if abort or wait(unfinished, _DRAIN_TIMEOUT_S).not_done:
             self.terminate("the request was aborted", kill_after_s=self._sigterm_timeout_s)
             return
         self.close(kill_after_s=self._sigterm_timeout_s)

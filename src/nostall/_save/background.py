@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from nostall._engine import Engine, default_engine
 from nostall._model.jobs import Failure, RankFailed, RankReport
 from nostall._model.progress import Progress
 from nostall._ranks.failures import failure_of
-from nostall._ranks.reports import CANCEL_TIMEOUT_S, await_report
+from nostall._ranks.reports import await_report
 from nostall.errors import OptionError, StagingError
 
 
@@ -64,13 +65,15 @@ class BackgroundSave(ABC):
         self._settle(self.failed(error, phase=phase))
 
     def failed(self, error: BaseException, *, phase: str) -> RankFailed:
-        """An error as this rank's report."""
-        return RankFailed(rank=self.rank, failure=failure_of(error, phase=phase))
+        """An error as this rank's report, with at least the path of the checkpoint."""
+        failure = failure_of(error, phase=phase)
+        path = failure.path or self.progress.path
+        return RankFailed(rank=self.rank, failure=replace(failure, path=path))
 
     def abort(self) -> None:
         """Cancel the save, within a bounded time; no effect on a save that is over."""
         self.aborted = True
-        self.engine.cancel(self.job, self._report, timeout_s=CANCEL_TIMEOUT_S)
+        self.engine.cancel(self.job, self._report)
         failure = Failure(kind="SaveAbortedError", message="the save was aborted", phase="write")
         self._settle(RankFailed(rank=self.rank, failure=failure))
         self.progress.end()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
@@ -29,6 +29,7 @@ from nostall._save.finalize import (
     publication_of_results,
 )
 from nostall._save.rank_save import RankSave
+from nostall._save.split_plan import SaveSession
 from nostall._storage.deadlines import in_time
 from nostall._storage.posix import is_same
 from nostall.errors import SaveError
@@ -57,59 +58,48 @@ class Ending:
     slowest_rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """What the coordinator knows of a split save when it is finalised."""
-
-    metadata: Metadata | None
-    known: KnownResults
-    plans: list[SavePlan] | None
-    """All ranks' plans, which those ranks have reused whose structure is unchanged."""
-    planner: SavePlanner | None
-
-
 def commit_split_save(
     save: RankSave,
     messages: Sequence[RankMessage],
-    planned: Planned,
+    planned: Metadata | None,
+    session: SaveSession,
     storage_meta: Callable[[], StorageMeta | None],
-    *,
-    rank: int,
 ) -> Ending:
     """Commit a split save if every rank wrote all its files.
 
     Args:
         save: The save of this rank.
         messages: Those of all ranks of the group, in rank order.
-        planned: What they have planned.
+        planned: The metadata that they have planned.
+        session: The planning results that remain on this rank.
         storage_meta: Returns DCP's part of the metadata that is specific to this save.
-        rank: This rank in the group.
     """
+    known = KnownResults() if session.cache is None else session.cache.known_results
     changed = {
         number: each.changed_plan
         for number, each in enumerate(messages)
         if each.changed_plan is not None
     }
     outcomes = [each.outcome for each in messages]
-    verdict = collect(planned.known.fill_in(outcomes))
+    verdict = collect(known.fill_in(outcomes))
     if isinstance(verdict, Abort):
         return Ending(failures=verdict.failures, published=False, changed=bool(changed))
     is_published = False
     try:
         written = [each.written for each in messages]
         _require_written_here(save, written)
-        metadata = _metadata_to_publish(planned, changed)
-        publication = None if changed else planned.known.publication(outcomes, metadata)
+        metadata = _metadata_to_publish(planned, session, changed)
+        publication = None if changed else known.publication(outcomes, metadata)
         if publication is None:
-            everything = planned.known.under_new_names(outcomes, verdict.results)
+            everything = known.under_new_names(outcomes, verdict.results)
             publication = publication_of_results(metadata, everything)
-            planned.known.note_published(outcomes, metadata, publication)
+            known.note_published(outcomes, metadata, publication)
         finished = finish_metadata(publication, written, storage_meta())
         is_published = True  # assumed until an error rules it out
         _publish(save, publication, metadata, finished)
     except Exception as error:  # sent to every rank
         return Ending(
-            failures={rank: sendable(_torch.wrap_exception(error))},
+            failures={session.rank: sendable(_torch.wrap_exception(error))},
             published=is_published and not is_unpublished(error),
             changed=bool(changed),
         )
@@ -117,12 +107,14 @@ def commit_split_save(
     return Ending(failures={}, published=True, changed=bool(changed), slowest_rank=slowest)
 
 
-def _metadata_to_publish(planned: Planned, changed: dict[int, SavePlan]) -> Metadata:
+def _metadata_to_publish(
+    planned: Metadata | None, session: SaveSession, changed: dict[int, SavePlan]
+) -> Metadata:
     if changed:
-        return replanned_metadata(changed, planned.plans, planned.planner)
-    if planned.metadata is None:
+        return replanned_metadata(changed, session.reused_plans, session.planner)
+    if planned is None:
         raise SaveError("the coordinator has no metadata to publish", phase="commit")
-    return planned.metadata
+    return planned
 
 
 def commit_results(

@@ -48,6 +48,7 @@ from nostall.errors import (
 _LOCK_GRACE_S = 1.0
 """Lets a wait for another save's commit raise its own error before that of hanging storage."""
 
+
 _log = logging.getLogger("nostall")
 
 _LONG_S = 600.0
@@ -162,8 +163,20 @@ def publish(
             return paths
 
     began_s = time.monotonic()
+    to_remove = _run_in_time(run, point, path, timeout_s)
+    left_s = max(REMOVAL_TIMEOUT_S, timeout_s - (time.monotonic() - began_s))
     try:
-        to_remove = in_time(
+        remove_in_time(to_remove, remove=engine.removed.remove, timeout_s=left_s)
+    except Exception:  # the checkpoint is published and must not be reported as lost
+        _log.exception("files of the replaced checkpoint were not removed path=%s", directory)
+
+
+def _run_in_time(
+    run: Callable[[], list[str]], point: _PointOfNoReturn, path: str, timeout_s: float
+) -> list[str]:
+    """Run a commit; if storage hangs, the error says whether it may still take effect."""
+    try:
+        return in_time(
             run,
             timeout_s=timeout_s + _LOCK_GRACE_S,
             doing="publishing the metadata",
@@ -180,13 +193,6 @@ def publish(
             path=path,
             hint="check the directory when storage answers again",
         ) from error
-    left_s = timeout_s - (time.monotonic() - began_s)
-    try:
-        remove_in_time(
-            to_remove, remove=engine.removed.remove, timeout_s=max(REMOVAL_TIMEOUT_S, left_s)
-        )
-    except Exception:  # the checkpoint is published and must not be reported as lost
-        _log.exception("files of the replaced checkpoint were not removed path=%s", directory)
 
 
 class _PointOfNoReturn:

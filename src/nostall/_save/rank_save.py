@@ -8,7 +8,7 @@ results and figures; nothing about a save is kept elsewhere.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,9 +27,9 @@ from nostall._model.values import RankFiles
 from nostall._plan.items import Resolver
 from nostall._plan.structure import learn
 from nostall._save import session, write, write_directly
-from nostall._save.settings import WriterSettings
+from nostall._save.settings import SaveTarget, WriterSettings
 from nostall._save.split_save import SplitSave
-from nostall._save.stager import take_over
+from nostall._save.stager import stage_for_later, take_over
 from nostall._storage.directories import Visit
 from nostall.errors import NostallError, OptionError, StagingError
 from nostall.stats import SaveStats, Timeline
@@ -49,14 +49,7 @@ class Failed:
     error: NostallError
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Planned; what writes it is scheduled elsewhere."""
-
-    save: SplitSave
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
     """All files are complete, written while the caller waited."""
 
@@ -84,11 +77,32 @@ class RankSave:
         self.settings = settings
         """Without this rank's role until DCP has set that up."""
         self.timeline = Timeline()
-        self.staging = staging
-        self._state: Unplanned | Failed | Split | Written = Unplanned()
-        self._slowest_rank: int | None = None
+        self._staging = staging
+        self.staged_for_next: Staging | None = None
+        """The staging of this save, for the one that the writer's ``reset`` begins:
+        ``dcp.async_save`` resets the writer between staging and writing."""
+        self._state: Unplanned | Failed | SplitSave | Written = Unplanned()
+        self.slowest_rank: int | None = None
+        """The rank whose files were durable last, once it is known."""
+
+    def __reduce__(self) -> tuple[type[RankSave], tuple[WriterSettings]]:
+        """In another process, a new save: this one belongs to this process."""
+        return RankSave, (self.settings,)
 
     # --- planning and writing -------------------------------------------------------------------
+
+    def stage(self, state_dict: Mapping[str, Any], *, rank: int | None) -> Any:
+        """Copy a state dict into snapshot memory, as :func:`~nostall._save.stager.stage_for_later`.
+
+        Args:
+            state_dict: The state dict passed to ``dcp.async_save``.
+            rank: This rank, if others save with it.
+        """
+        self.staged_for_next = None
+        timeline = Timeline()
+        staged = stage_for_later(state_dict, default_engine(), timeline, self.settings, rank=rank)
+        self._staging = self.staged_for_next = Staging(fence=staged.fence, timeline=timeline)
+        return staged.copied
 
     def prepare(self, plan: SavePlan, resolver: Resolver) -> None:
         """Resolve and lay out a final plan, for a split save.
@@ -96,7 +110,7 @@ class RankSave:
         Raises:
             StagingError: An item could not be resolved.
         """
-        self._state = Split(SplitSave(self._prepared(plan, resolver)))
+        self._state = SplitSave(self._prepared(plan, resolver))
 
     def prepare_known(
         self,
@@ -111,13 +125,12 @@ class RankSave:
             sources: One per item of the plan: the live tensor, or the bytes.
             expected: On the coordinator, the publication if file names are those of the last save.
         """
-        engine = default_engine()
-        target = self.settings.target(known.share.plan, self.timeline, engine)
-        with _ended_on_error(target):
-            split = SplitSave(session.prepare_known(known, sources, target=target, engine=engine))
+        with self._target(known.share.plan) as target:
+            prepared = session.prepare_known(known, sources, target=target, engine=default_engine())
+            split = SplitSave(prepared)
             if expected is not None:
-                split.ahead = _written_ahead(expected, split.prepared, self.settings)
-        self._state = Split(split)
+                split.ahead = _written_ahead(expected, prepared, self.settings)
+        self._state = split
 
     def learn(self, state_dict: dict[str, Any], flat: dict[str, Any]) -> session.KnownSave | None:
         """The reusable part of the prepared save, before staging; ``None`` if nothing is safe.
@@ -126,9 +139,9 @@ class RankSave:
             state_dict: The planned state dict.
             flat: The same, flattened by the planner.
         """
-        if not isinstance(self._state, Split):
+        if not isinstance(self._state, SplitSave):
             return None
-        prepared = self._state.save.prepared
+        prepared = self._state.prepared
         structure = learn(state_dict, flat, prepared.planned)
         return None if structure is None else session.known(prepared, structure, default_engine())
 
@@ -155,7 +168,8 @@ class RankSave:
             raise
         finally:
             prepared.target.progress.end()
-        self._state = Written(visit, report.receipts if isinstance(report, RankWritten) else ())
+        receipts = report.receipts if isinstance(report, RankWritten) else ()
+        self._state = Written(visit=visit, receipts=receipts)
         return session.WrittenItems(results, session.written_files(prepared, report))
 
     def _take_staging(self) -> None:
@@ -163,7 +177,7 @@ class RankSave:
 
         Also if the planner replaced every tensor, so that none leads back to the staged copy.
         """
-        staging, self.staging = self.staging, None
+        staging, self._staging, self.staged_for_next = self._staging, None, None
         if staging is None:
             return
         self.timeline.adopt(staging.timeline)
@@ -176,10 +190,18 @@ class RankSave:
             )
 
     def _prepared(self, plan: SavePlan, resolver: Resolver) -> session.PreparedSave:
-        engine, rank = default_engine(), self.settings.rank
-        target = self.settings.target(plan, self.timeline, engine)
-        with _ended_on_error(target):
-            return session.prepare(plan, resolver, rank=rank, target=target, engine=engine)
+        with self._target(plan) as target:
+            return session.prepare(plan, resolver, target=target, engine=default_engine())
+
+    @contextmanager
+    def _target(self, plan: SavePlan) -> Iterator[SaveTarget]:
+        """The target of a new save; its progress ends if the block cannot prepare the save."""
+        target = self.settings.target(plan, self.timeline, default_engine())
+        try:
+            yield target
+        except BaseException:  # passed on; progress ends with the save
+            target.progress.end()
+            raise
 
     def wait_staged(self, timeout: float | None) -> None:
         """Return when tensors may be changed.
@@ -187,11 +209,11 @@ class RankSave:
         Raises:
             SaveTimeoutError: The copy is not complete after ``timeout`` seconds.
         """
-        staging, state = self.staging, self._state
+        staging, state = self._staging, self._state  # the thread that saves replaces them
         if staging is not None and staging.fence is not None:
             staging.fence.wait(timeout)
-        if isinstance(state, Split):
-            state.save.wait_staged(timeout)
+        if isinstance(state, SplitSave):
+            state.wait_staged(timeout)
 
     # --- what became of it ----------------------------------------------------------------------
 
@@ -199,7 +221,7 @@ class RankSave:
     def to_schedule(self) -> SplitSave | None:
         """What a framework schedules; ``None`` if this rank has nothing to write."""
         state = self._state
-        return state.save if isinstance(state, Split) and state.save.prepared.plan.items else None
+        return state if isinstance(state, SplitSave) and state.prepared.plan.items else None
 
     def require_over(self) -> None:
         """Refuse another save of the writer until the results of this one are collected.
@@ -207,7 +229,7 @@ class RankSave:
         Raises:
             OptionError: This split save is not finalised yet.
         """
-        if isinstance(self._state, Split) and self._state.save.pending:
+        if isinstance(self._state, SplitSave) and self._state.pending:
             raise OptionError(
                 "this writer's last save is not finalised yet",
                 path=self.settings.directory,
@@ -239,40 +261,31 @@ class RankSave:
     @property
     def file_names(self) -> tuple[str, ...]:
         """Names of this rank's files below the checkpoint directory, once results are retrieved."""
-        return self._state.save.prepared.files if isinstance(self._state, Split) else ()
+        return self._state.prepared.files if isinstance(self._state, SplitSave) else ()
 
     @property
     def written_files(self) -> RankFiles:
         """The files that this rank wrote, once its results are retrieved."""
-        if isinstance(self._state, Split):
-            return self._state.save.written_files
+        if isinstance(self._state, SplitSave):
+            return self._state.written_files
         return RankFiles(directory=self.settings.directory, files=())
 
     @property
     def results_token(self) -> str | None:
         """Token of a recognised structure's results, file names aside; else ``None``."""
-        if not isinstance(self._state, Split) or self._state.save.prepared.known is None:
+        if not isinstance(self._state, SplitSave) or self._state.prepared.known is None:
             return None
-        return self._state.save.prepared.known.token
+        return self._state.prepared.known.token
 
     @property
     def receipts(self) -> tuple[FileReceipt, ...]:
         """Receipts of the written files, once results are retrieved."""
-        match self._state:
-            case Split(save):
-                return save.receipts
-            case Written(receipts=receipts):
-                return receipts
-        return ()
+        return self._state.receipts if isinstance(self._state, SplitSave | Written) else ()
 
     @property
     def took_s(self) -> float:
         """Seconds from the start of planning until this rank's files were durable."""
         return self.timeline.took_s(self.receipts)
-
-    def note_slowest(self, rank: int | None) -> None:
-        """Note which rank's files were durable last."""
-        self._slowest_rank = rank
 
     @property
     def stats(self) -> SaveStats | None:
@@ -283,7 +296,7 @@ class RankSave:
             rank=self.settings.rank,
             path=self.settings.directory,
             receipts=self.receipts,
-            slowest_rank=self._slowest_rank,
+            slowest_rank=self.slowest_rank,
         )
 
     # --- its end --------------------------------------------------------------------------------
@@ -291,27 +304,22 @@ class RankSave:
     @property
     def ahead(self) -> WrittenAhead | None:
         """Metadata that is written together with the files, if any."""
-        return self._state.save.ahead if isinstance(self._state, Split) else None
+        return self._state.ahead if isinstance(self._state, SplitSave) else None
 
     @property
     def visit(self) -> Visit | None:
         """This save's presence in its directory; ``None`` before it is planned."""
-        match self._state:
-            case Split(save):
-                return save.prepared.target.visit
-            case Written(visit):
-                return visit
-        return None
+        return self._state.visit if isinstance(self._state, SplitSave | Written) else None
 
     def discard(self) -> None:
         """Remove this rank's files of a split save that will not be committed."""
-        if isinstance(self._state, Split):
-            self._state.save.discard()
+        if isinstance(self._state, SplitSave):
+            self._state.discard()
 
     def end(self, *, committed: bool) -> None:
         """End a split save."""
-        if isinstance(self._state, Split):
-            self._state.save.end(committed=committed)
+        if isinstance(self._state, SplitSave):
+            self._state.end(committed=committed)
 
 
 def _write(prepared: session.PreparedSave, engine: Engine) -> RankReport:
@@ -320,7 +328,7 @@ def _write(prepared: session.PreparedSave, engine: Engine) -> RankReport:
     if staged is None:
         return write_directly.write_now(prepared, engine)
     written = write.write_in_background(staged, prepared.target, engine)
-    return write.wait_for(written, prepared.target, engine, rank=prepared.rank)
+    return write.wait_for(written, prepared.target, engine)
 
 
 def _written_ahead(
@@ -332,13 +340,3 @@ def _written_ahead(
         return None
     name = os.path.basename(settings.metadata_path)
     return WrittenAhead(settings.directory, name, expected, sync=settings.options.sync_files)
-
-
-@contextmanager
-def _ended_on_error(target: session.SaveTarget) -> Iterator[None]:
-    """End the save's progress if it cannot be prepared."""
-    try:
-        yield
-    except BaseException:  # passed on; progress ends with the save
-        target.progress.end()
-        raise

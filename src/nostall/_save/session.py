@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
@@ -31,20 +31,16 @@ from nostall import _torch
 from nostall._commit.collect import require_one_result_each
 from nostall._engine import Engine
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
-from nostall._model.progress import Progress
 from nostall._model.values import ItemShape, Layout, PlannedSave, RankFiles, Share, WrittenFile
 from nostall._plan.items import Resolver, plan_rank
 from nostall._plan.layout import FileNaming, Packing, renamed
 from nostall._plan.structure import KnownStructure
 from nostall._ranks.failures import error_of
+from nostall._save.settings import SaveTarget
 from nostall._storage.deadlines import in_time
-from nostall._storage.directories import Visit
 from nostall._storage.port import require_file
 from nostall._storage.posix_files import PosixFiles
-from nostall._storage.streams import StreamTarget
 from nostall.errors import IncompleteSaveError, SaveTimeoutError, WriteError
-from nostall.options import WriterOptions
-from nostall.stats import Timeline
 
 _log = logging.getLogger("nostall")
 
@@ -55,29 +51,6 @@ class Beside(_torch.StoragePrefix):
 
     beside: str
     """The directory of that checkpoint."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveTarget:
-    """Where and how one rank's files of one save are written."""
-
-    job: str
-    directory: str
-    naming: FileNaming
-    options: WriterOptions
-    stream: StreamTarget | None
-    visit: Visit
-    """Shows other saves of this process that this one is under way in the directory."""
-    transform_descriptors: tuple[str, ...] | None
-    """Tells DCP's reader how to undo stream transforms; ``None`` without any."""
-    timeline: Timeline
-    """Receives the durations of the stages."""
-    progress: Progress
-    """Receives the progress of the save."""
-    timeout_s: float
-    """Longest time for storage to answer."""
-    faults: tuple[dict[str, Any], ...]
-    """Faults that ``nostall.testing`` injects into this save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,16 +80,16 @@ class PreparedSave:
 
 
 def prepare(
-    plan: SavePlan, resolver: Resolver, *, rank: int, target: SaveTarget, engine: Engine
+    plan: SavePlan, resolver: Resolver, *, target: SaveTarget, engine: Engine
 ) -> PreparedSave:
     """Resolve a final plan and lay it out.
 
     Raises:
         StagingError: An item could not be resolved.
     """
-    planned = plan_rank(plan, resolver, rank=rank)
+    planned = plan_rank(plan, resolver, rank=target.settings.rank)
     with target.timeline.measure("layout"):
-        packing = packing_of(target.options, engine)
+        packing = target.settings.packing(engine)
         layout = engine.lay_out(planned.share.shapes, target.naming, packing)
     target.progress.expect(layout.nbytes)
     return PreparedSave(planned=planned, layout=layout, target=target)
@@ -152,7 +125,7 @@ def known(prepared: PreparedSave, structure: KnownStructure, engine: Engine) -> 
         share=prepared.planned.share,
         layout=prepared.layout,
         naming=prepared.target.naming,
-        packing=packing_of(prepared.target.options, engine),
+        packing=prepared.target.settings.packing(engine),
         token=uuid.uuid4().hex,
     )
 
@@ -161,7 +134,7 @@ def prepare_known(
     known: KnownSave, sources: list[torch.Tensor | bytes], *, target: SaveTarget, engine: Engine
 ) -> PreparedSave:
     """As :func:`prepare`, for a structure that was saved before."""
-    share, layout, packing = known.share, known.layout, packing_of(target.options, engine)
+    share, layout, packing = known.share, known.layout, target.settings.packing(engine)
     shapes = _with_lengths(share, sources, known.runs)
     same_group = known.naming.separation_hint == target.naming.separation_hint
     if shapes is not share.shapes or packing != known.packing or not same_group:
@@ -172,7 +145,7 @@ def prepare_known(
         layout = renamed(layout, target.naming)
     planned = PlannedSave(share=share, sources=sources)
     target.progress.expect(layout.nbytes)
-    as_known = share is known.share and target.transform_descriptors is None
+    as_known = share is known.share and target.settings.transform_descriptors is None
     return PreparedSave(
         planned=planned, layout=layout, target=target, known=known if as_known else None
     )
@@ -193,15 +166,6 @@ def _with_lengths(
     return tuple(changed.get(item, shape) for item, shape in enumerate(share.shapes))
 
 
-def packing_of(options: WriterOptions, engine: Engine) -> Packing:
-    """The number and size of a rank's files with these options."""
-    return Packing(
-        file_count=options.thread_count,
-        file_per_item=options.file_per_item,
-        max_file_nbytes=engine.options.max_wave_nbytes,
-    )
-
-
 def require_written(prepared: PreparedSave, report: RankReport) -> list[FileReceipt]:
     """A rank's receipts, in layout order.
 
@@ -217,14 +181,14 @@ def require_written(prepared: PreparedSave, report: RankReport) -> list[FileRece
     if isinstance(report, RankFailed):
         raise error_of(report, job=prepared.target.job)
     receipts = _in_layout_order(prepared, report)
-    if prepared.target.stream is None and receipts:
+    if prepared.target.settings.stream is None and receipts:
         _require_file(prepared.target, receipts[0])
     for receipt in receipts:
         if receipt.failed_attempts:
             _log.warning(
                 "written after retries=%d path=%s rank=%d last_failure=%r",
                 len(receipt.failed_attempts),
-                os.path.join(prepared.target.directory, receipt.name),
+                os.path.join(prepared.target.settings.directory, receipt.name),
                 prepared.rank,
                 receipt.failed_attempts[-1],
             )
@@ -257,7 +221,7 @@ def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResul
     extents = [receipt.extents for receipt in receipts]
     if prepared.known is not None and prepared.layout is prepared.known.layout:
         return list(prepared.known.results)
-    descriptors = prepared.target.transform_descriptors
+    descriptors = prepared.target.settings.transform_descriptors
     results = _expected_results(prepared.planned.share, prepared.layout, extents, descriptors)
     require_one_result_each(
         (item.index for item in prepared.plan.items),
@@ -272,7 +236,7 @@ def _require_file(target: SaveTarget, receipt: FileReceipt) -> None:
 
     One file is enough to detect that, and the trainer waits.
     """
-    files = PosixFiles(target.directory)
+    files = PosixFiles(target.settings.directory)
     path = files.where(receipt.name)
     try:
         in_time(
@@ -309,14 +273,16 @@ def written_files(prepared: PreparedSave, report: RankReport | None) -> RankFile
     """The files of a rank, by its report; none without a report."""
     target = prepared.target
     files: tuple[WrittenFile, ...] | None = ()
-    if target.stream is not None or isinstance(report, RankFailed):
+    if target.settings.stream is not None or isinstance(report, RankFailed):
         files = None
     elif report is not None:
         files = tuple(
             WrittenFile(name=each.name, nbytes=each.nbytes, crc32=each.crc32_of_file)
             for each in report.receipts
         )
-    return RankFiles(directory=target.directory, files=files, left=target.visit.left_before())
+    return RankFiles(
+        directory=target.settings.directory, files=files, left=target.visit.left_before()
+    )
 
 
 _Extents = tuple[tuple[int, int], ...] | None

@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.planner import SavePlan
 
 from nostall import _torch
 from nostall._engine import Engine
+from nostall._model.progress import Progress
 from nostall._model.values import ItemShape, Layout
-from nostall._plan.layout import FileNaming
-from nostall._save.session import SaveTarget, packing_of
+from nostall._plan.layout import FileNaming, Packing
 from nostall._storage.deadlines import in_time
+from nostall._storage.destination import make_ready
 from nostall._storage.directories import Visit
 from nostall._storage.posix import may_be_there
 from nostall._storage.streams import StreamTarget
-from nostall.options import WriterOptions
+from nostall.errors import OptionError
+from nostall.options import StagingMode, WriterOptions, require_switch
 from nostall.stats import Timeline
+
+_PROCESSES_FOR_MULTIPROC_IO = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnOptions:
+    """The options of ``FileSystemWriterAsync`` that stock's writer does not have."""
+
+    staging: StagingMode
+    separation_hint: str | None
+    is_multiproc_io: bool
+    open_file: Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,49 +64,126 @@ class WriterSettings:
         together, alone = (os.path.join(self.directory, name) for name in names)
         return together, alone
 
-    def may_replace(self, *, timeout_s: float) -> bool:
+    def make_ready(self, engine: Engine) -> None:
+        """Make the directory, and check for a checkpoint that must not be replaced.
+
+        Raises:
+            CheckpointExistsError: There is one.
+            WriteError: The directory cannot be made.
+            SaveTimeoutError: Storage did not answer within ``save_timeout_s`` seconds.
+        """
+        make_ready(
+            self.directory,
+            self.metadata_path,
+            overwrite=self.options.overwrite,
+            rank=self.rank,
+            timeout_s=engine.options.save_timeout_s,
+        )
+
+    def may_replace(self, engine: Engine) -> bool:
         """Whether the directory may contain a checkpoint.
 
         Raises:
-            SaveTimeoutError: Storage did not answer within ``timeout_s`` seconds.
+            SaveTimeoutError: Storage did not answer within ``save_timeout_s`` seconds.
         """
         return in_time(
             lambda: any(map(may_be_there, self._metadata_paths())),
-            timeout_s=timeout_s,
+            timeout_s=engine.options.save_timeout_s,
             doing="looking for an existing checkpoint",
             phase="plan",
             path=self.directory,
             rank=self.rank,
         )
 
+    def packing(self, engine: Engine) -> Packing:
+        """The number and size of a rank's files."""
+        return Packing(
+            file_count=self.options.thread_count,
+            file_per_item=self.options.file_per_item,
+            max_file_nbytes=engine.options.max_wave_nbytes,
+        )
+
     def lay_out(self, shapes: Sequence[ItemShape], engine: Engine) -> Layout:
         """The layout of these items, with file names of no checkpoint."""
         naming = FileNaming(prefix="", separation_hint=self.options.separation_hint)
-        return engine.lay_out(shapes, naming, packing_of(self.options, engine))
+        return engine.lay_out(shapes, naming, self.packing(engine))
 
     def target(self, plan: SavePlan, timeline: Timeline, engine: Engine) -> SaveTarget:
         """The target of a new save, which is under way from now on."""
         job = uuid.uuid4().hex
-        timeout_s = engine.options.save_timeout_s
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self.rank}_"
         # A reader of the previous checkpoint's metadata must not find new files under its names.
         is_beside = getattr(plan.storage_data, "beside", None) == self.directory
-        replaces = is_beside or self.may_replace(timeout_s=timeout_s)
+        replaces = is_beside or self.may_replace(engine)
         progress = engine.under_way.begin(job, path=self.directory, rank=self.rank)
         return SaveTarget(
             job=job,
-            directory=self.directory,
+            settings=self,
             naming=FileNaming(
                 prefix=prefix,
                 suffix=f"-{job[:8]}" if replaces else "",
                 separation_hint=self.options.separation_hint,
             ),
-            options=self.options,
-            stream=self.stream,
             visit=Visit(self.directory, progress.created),
-            transform_descriptors=self.transform_descriptors,
             timeline=timeline,
             progress=progress,
-            timeout_s=timeout_s,
+            timeout_s=engine.options.save_timeout_s,
             faults=engine.faults,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveTarget:
+    """Where and how one rank's files of one save are written."""
+
+    job: str
+    settings: WriterSettings
+    naming: FileNaming
+    visit: Visit
+    """Shows other saves of this process that this one is under way in the directory."""
+    timeline: Timeline
+    """Receives the durations of the stages."""
+    progress: Progress
+    """Receives the progress of the save."""
+    timeout_s: float
+    """Longest time for storage to answer."""
+    faults: tuple[dict[str, Any], ...]
+    """Faults that ``nostall.testing`` injects into this save."""
+
+
+def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
+    """The settings of a writer, by its attributes at this moment, as subclasses may change them.
+
+    Raises:
+        OptionError: Two options exclude each other, or an option is not supported yet.
+    """
+    if not callable(own.open_file):
+        raise OptionError(
+            f"open_file={own.open_file!r} is not callable",
+            hint="use a callable with the signature of open",
+        )
+    form = getattr(writer, "serialization_format", SerializationFormat.TORCH_SAVE)
+    if form is not SerializationFormat.TORCH_SAVE:
+        raise OptionError(
+            f"serialization_format={form!r} is not supported yet",
+            hint="leave it at SerializationFormat.TORCH_SAVE",
+        )
+    spread = require_switch("is_multiproc_io", own.is_multiproc_io)
+    transforms = tuple(writer.transforms.extensions)
+    has_stream = own.open_file is not open or transforms
+    return WriterSettings(
+        directory=str(writer.path),
+        rank=writer.rank or 0,
+        is_alone=not writer.use_collectives,
+        options=WriterOptions(
+            thread_count=writer.thread_count,
+            file_per_item=not require_switch("single_file_per_rank", writer.single_file_per_rank),
+            sync_files=writer.sync_files,
+            overwrite=writer.overwrite,
+            separation_hint=own.separation_hint,
+            processes=_PROCESSES_FOR_MULTIPROC_IO if spread else 1,
+            staging=own.staging,
+        ),
+        stream=StreamTarget(open_file=own.open_file, transforms=transforms) if has_stream else None,
+        transform_descriptors=tuple(each.get_descriptor() for each in reversed(transforms)) or None,
+    )

@@ -70,6 +70,13 @@ class SaveSession(_torch.DistWrapper):
         the cache may already hold those of a later save."""
 
 
+def session_of(wrapper: _torch.DistWrapper) -> SaveSession:
+    """The session behind a wrapper; without planning results if it is the caller's own."""
+    if isinstance(wrapper, SaveSession):
+        return wrapper
+    return SaveSession(wrapper.group, wrapper.use_dist, wrapper.coordinator_rank)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SaveArguments:
     """The arguments of one save, on this rank."""

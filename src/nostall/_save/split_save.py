@@ -11,16 +11,16 @@ from nostall._commit.ahead import WrittenAhead
 from nostall._memory.fence import SnapshotFence
 from nostall._memory.overlap import changed_too_early
 from nostall._memory.snapshot import Snapshot
-from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
+from nostall._model.jobs import FileReceipt, RankReport, RankWritten
 from nostall._model.lifecycle import State
 from nostall._model.values import RankFiles
-from nostall._ranks.failures import failure_of
-from nostall._ranks.reports import CANCEL_TIMEOUT_S, is_done
+from nostall._ranks.reports import is_done
 from nostall._save import session
 from nostall._save.background import BackgroundSave
 from nostall._save.stage import give_up, stage, stage_in_background, without_sources
 from nostall._save.write import write_here, write_in_background
 from nostall._storage.deadlines import remove_in_time
+from nostall._storage.directories import Visit
 from nostall.errors import SaveAbortedError, SaveTimeoutError
 
 
@@ -51,6 +51,11 @@ class SplitSave(BackgroundSave):
         return self._collected.receipts if isinstance(self._collected, RankWritten) else ()
 
     @property
+    def visit(self) -> Visit:
+        """This save's presence in its directory."""
+        return self.prepared.target.visit
+
+    @property
     def written_files(self) -> RankFiles:
         """The written files, once :meth:`results` has returned."""
         return session.written_files(self.prepared, self._collected)
@@ -65,7 +70,7 @@ class SplitSave(BackgroundSave):
         # Faults are those set when the save is scheduled.
         target = replace(self.prepared.target, faults=self.engine.faults)
         self.prepared = replace(self.prepared, target=target)
-        if self.prepared.target.options.staging == "overlapped":
+        if self.prepared.target.settings.options.staging == "overlapped":
             snapshot, self._fence = stage_in_background(
                 self.prepared, self.engine, is_aborted=lambda: self.aborted
             )
@@ -126,7 +131,7 @@ class SplitSave(BackgroundSave):
             raise
         self._write_metadata_ahead()
         if self.aborted:  # meanwhile, by a caller that found no job to cancel
-            self.engine.cancel(self.job, written, timeout_s=CANCEL_TIMEOUT_S)
+            self.engine.cancel(self.job, written)
         return written
 
     def _submit_when_staged(self, staging: Future[Snapshot]) -> Future[RankReport]:
@@ -147,13 +152,6 @@ class SplitSave(BackgroundSave):
 
         staging.add_done_callback(go_on)
         return report
-
-    def failed(self, error: BaseException, *, phase: str) -> RankFailed:
-        """An error as this rank's report, with at least the checkpoint's path."""
-        failure = failure_of(error, phase=phase)
-        if failure.path is None:
-            failure = replace(failure, path=self.prepared.target.directory)
-        return RankFailed(rank=self.rank, failure=failure)
 
     def _settle(self, report: RankReport) -> None:
         try:
@@ -180,7 +178,7 @@ class SplitSave(BackgroundSave):
         self.progress.end()
         if self.ahead is not None:
             self.ahead.drop()
-        self.prepared.target.visit.end(committed=committed)
+        self.visit.end(committed=committed)
 
     def results(self) -> list[WriteResult]:
         """DCP's write results; waits for the report.
@@ -210,6 +208,6 @@ class SplitSave(BackgroundSave):
             self._changed = [] if self._fence is None else self._fence.changed_unseen()
         if self._changed:
             error = changed_too_early(self._changed)
-            error.path = self.prepared.target.directory
+            error.path = self.prepared.target.settings.directory
             raise error
         return self._collected

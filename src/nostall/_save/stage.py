@@ -19,8 +19,9 @@ from nostall._model.lifecycle import State
 from nostall._model.values import Layout
 from nostall._plan.layout import waves
 from nostall._ranks.failures import error_of
-from nostall._ranks.reports import CANCEL_TIMEOUT_S, joined, when_done
-from nostall._save.session import PreparedSave, SaveTarget
+from nostall._ranks.reports import joined, when_done
+from nostall._save.session import PreparedSave
+from nostall._save.settings import SaveTarget
 from nostall._save.write import write_in_background
 from nostall._writer.faults import Faults
 from nostall.errors import NostallError, SaveAbortedError, StagingError
@@ -74,7 +75,7 @@ def give_up(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> None:
 def _cancel(written: Sequence[Future[RankReport]], target: SaveTarget, engine: Engine) -> None:
     # No file of a save that is given up may be written later: another save may use its name.
     if written:
-        engine.cancel(target.job, when_done(written, joined), timeout_s=CANCEL_TIMEOUT_S)
+        engine.cancel(target.job, when_done(written, joined))
     engine.recall(target.job)
 
 

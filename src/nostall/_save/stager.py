@@ -204,7 +204,7 @@ def take_over(prepared: PreparedSave, engine: Engine) -> Snapshot | None:
         raise StagingError(structure.why, rank=prepared.rank, phase="stage")
     adopted = adopt_staged(prepared.planned, prepared.layout, lease)
     if adopted is None:
-        key = (structure, prepared.target.options)
+        key = (structure, prepared.target.settings.options)
         engine.remember_placement(key, _placement(prepared.layout))
         return None
     # The write owns the memory now, also if it outlives the staged dict.

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from nostall._engine import Engine, default_engine
 from nostall._plan.layout import FileNaming, Packing
 from nostall._save.stager import shapes_planned_alone
-from nostall.errors import OptionError
+from nostall.errors import NostallError, OptionError, SaveTimeoutError
 from nostall.options import is_possible_wait, require_integer
+
+_log = logging.getLogger("nostall")
+
+_CONTAINERS_NBYTES = 2 << 20
+"""Reserved for containers: 1.4 KB per tensor."""
 
 
 def warmup(share: int | Mapping[str, Any] = 0, *, timeout: float = 30.0, wait: bool = True) -> None:
@@ -25,7 +31,8 @@ def warmup(share: int | Mapping[str, Any] = 0, *, timeout: float = 30.0, wait: b
             pass the size instead. 0 starts the process only.
         timeout: Seconds to wait for the process.
         wait: Whether to return when everything is ready. If not, a thread reserves the memory, and
-            the first save waits for it; it raises the errors, too.
+            the first save waits for it, for ``EngineOptions.save_timeout_s`` at most; it raises the
+            errors, too.
 
     Raises:
         ReservationError: There is not enough host memory.
@@ -40,9 +47,30 @@ def warmup(share: int | Mapping[str, Any] = 0, *, timeout: float = 30.0, wait: b
     else:
         nbytes = require_integer("share", share, at_least=0)
     if wait:
-        engine.warmup(nbytes, timeout_s=timeout)
-    else:
-        engine.warmup_in_background(nbytes, timeout_s=timeout)
+        _warm_up(engine, nbytes, timeout)
+        return
+
+    def warm_up() -> None:
+        try:
+            _warm_up(engine, nbytes, timeout)
+        except NostallError as error:  # the first save meets it, too
+            _log.warning("the warm-up failed: %s", error)
+
+    engine.reserve_on_thread(warm_up)
+
+
+def _warm_up(engine: Engine, nbytes: int, timeout_s: float) -> None:
+    writer = engine.writers(1)[0]
+    if nbytes:
+        lease = engine.lease(nbytes + _CONTAINERS_NBYTES)
+        lease.block.populate()
+        lease.release()
+    if not writer.wait_ready(timeout_s):
+        raise SaveTimeoutError(
+            f"writer process {writer.pid} was not ready within {timeout_s:g} s, or ended",
+            phase="warmup",
+            hint="its standard error says why",
+        )
 
 
 def _snapshot_nbytes(state_dict: Mapping[str, Any], engine: Engine) -> int:

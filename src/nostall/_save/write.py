@@ -9,16 +9,17 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
-from nostall import _torch
 from nostall._engine import Engine
 from nostall._memory.snapshot import Snapshot
 from nostall._model.jobs import NO_BLOCK, FileImage, RankFailed, RankReport, WriteJob, page_aligned
 from nostall._model.lifecycle import State
 from nostall._model.values import Layout
+from nostall._plan.skeleton import container_settings
 from nostall._ranks.failures import failure_of
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, await_report, is_done, joined, when_done
-from nostall._save.session import SaveTarget
+from nostall._save.settings import SaveTarget
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.streams import StreamTarget
 from nostall._writer.files import perform
@@ -28,25 +29,23 @@ from nostall._writer.images import WholeImage
 def write_here(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> RankReport:
     """Write in this process while the caller waits; releases the snapshot."""
     written = _write_in_thread(snapshot, target, engine)
-    return wait_for(written, target, engine, rank=snapshot.rank)
+    return wait_for(written, target, engine)
 
 
-def wait_for(
-    written: Future[RankReport], target: SaveTarget, engine: Engine, *, rank: int
-) -> RankReport:
+def wait_for(written: Future[RankReport], target: SaveTarget, engine: Engine) -> RankReport:
     """A rank's report; the save is given up after a timeout or if the caller is interrupted.
 
     After an interrupt the files are removed, as no report names them.
     """
 
     def give_up() -> None:
-        engine.cancel(target.job, written, timeout_s=CANCEL_TIMEOUT_S)
+        engine.cancel(target.job, written)
 
     try:
         return await_report(
             written,
-            rank=rank,
-            path=target.directory,
+            rank=target.settings.rank,
+            path=target.settings.directory,
             timeout_s=engine.options.save_timeout_s,
             give_up=give_up,
         )
@@ -60,28 +59,24 @@ def _write(
     snapshot: Snapshot, target: SaveTarget, engine: Engine, *, cancelled: threading.Event
 ) -> RankReport:
     try:
-        (job,) = _snapshot_jobs(snapshot, target, engine)
+        layout, wave, block = snapshot.layout, snapshot.wave, snapshot.lease.block.id
+        (job,) = jobs(layout, target, engine, wave=wave, block=block)
         images = _images(job, snapshot)
         report = perform(
             job,
             images,
-            target.stream,
+            target.settings.stream,
             cancelled,
             engine.chunk_plans.plan,
-            follow(target, job),
+            partial(target.progress.wrote, job.job),
             target.progress.created.add,
         )
     finally:
         snapshot.lease.release()
     if not snapshot.earlier:
         return report
-    before = wait_for(when_done(snapshot.earlier, joined), target, engine, rank=snapshot.rank)
+    before = wait_for(when_done(snapshot.earlier, joined), target, engine)
     return joined([before, report])
-
-
-def follow(target: SaveTarget, job: WriteJob) -> Callable[[int], None]:
-    """A callback that notes the progress of a job in this process."""
-    return lambda nbytes: target.progress.wrote(job.job, nbytes)
 
 
 def write_in_background(
@@ -92,11 +87,18 @@ def write_in_background(
     Releases the snapshot.
     """
     target.progress.to(State.STAGED)
-    stream = _pickled(target.stream)
-    if target.stream is not None and stream is None:
+    stream = _pickled(target.settings.stream)
+    if target.settings.stream is not None and stream is None:
         return _write_in_thread(snapshot, target, engine)
-    processes = min(target.options.processes, len(snapshot.layout.files))
-    parts = _snapshot_jobs(snapshot, target, engine, processes=processes, stream=stream)
+    parts = jobs(
+        snapshot.layout,
+        target,
+        engine,
+        wave=snapshot.wave,
+        block=snapshot.lease.block.id,
+        processes=min(target.settings.options.processes, len(snapshot.layout.files)),
+        stream=stream,
+    )
     return engine.submit(parts, snapshot.lease, after=snapshot.earlier)
 
 
@@ -114,19 +116,12 @@ def _pickled(stream: StreamTarget | None) -> bytes | None:
 def _write_in_thread(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> Future[RankReport]:
     snapshot = replace(snapshot, lease=engine.arena.adopt(snapshot.lease))  # as Engine.submit does
     return in_thread(
-        lambda cancelled: _write(snapshot, target, engine, cancelled=cancelled),
-        target,
-        engine,
-        rank=snapshot.rank,
+        lambda cancelled: _write(snapshot, target, engine, cancelled=cancelled), target, engine
     )
 
 
 def in_thread(
-    write: Callable[[threading.Event], RankReport],
-    target: SaveTarget,
-    engine: Engine,
-    *,
-    rank: int,
+    write: Callable[[threading.Event], RankReport], target: SaveTarget, engine: Engine
 ) -> Future[RankReport]:
     """Write in a new thread, which is abandoned if storage hangs. It owns all that ``write`` holds.
 
@@ -134,7 +129,6 @@ def in_thread(
         write: Receives an event that is set when the save is given up.
         target: The target of the save.
         engine: The engine whose ``cancel`` sets the event.
-        rank: The rank of the files.
     """
     future: Future[RankReport] = Future()
     future.set_running_or_notify_cancel()
@@ -150,7 +144,8 @@ def in_thread(
                 engine.removed.await_room(engine.options.save_timeout_s)
                 report = write(cancelled)
             except BaseException as error:  # becomes the report
-                report = RankFailed(rank=rank, failure=failure_of(error, phase="write"))
+                failure = failure_of(error, phase="write")
+                report = RankFailed(rank=target.settings.rank, failure=failure)
         future.set_result(report)
 
     try:
@@ -170,7 +165,6 @@ def jobs(
     target: SaveTarget,
     engine: Engine,
     *,
-    rank: int,
     wave: int = 0,
     block: int = NO_BLOCK,
     processes: int = 1,
@@ -182,12 +176,12 @@ def jobs(
         layout: The files.
         target: The target of the save.
         engine: The engine, with the options for writing.
-        rank: The rank of the files.
         wave: Number of the wave.
         block: Identifier of the arena block that holds the images.
         processes: Number of jobs, at most one per file.
         stream: Pickle of the user's callables.
     """
+    settings = target.settings
     shares: list[list[FileImage]] = [[] for _ in range(max(1, processes))]
     for number, file in enumerate(layout.files):
         image = FileImage(
@@ -200,42 +194,22 @@ def jobs(
         shares[number % len(shares)].append(image)
     return [
         WriteJob(
-            job=f"{target.job}/{rank}/{wave}.{number}",
-            rank=rank,
-            directory=target.directory,
+            job=f"{target.job}/{settings.rank}/{wave}.{number}",
+            rank=settings.rank,
+            directory=settings.directory,
             files=tuple(files),
-            sync_files=target.options.sync_files,
+            sync_files=settings.options.sync_files,
             io_threads=engine.io_threads,
             chunk_nbytes=engine.options.chunk_nbytes,
             direct=engine.options.direct_io,
             retries=engine.options.write_retries,
-            checksum_files=_torch.container_settings()[0],
+            checksum_files=container_settings()[0],
             stream=stream,
             sys_path=tuple(sys.path) if stream is not None else (),
             faults=target.faults,
         )
         for number, files in enumerate(shares)
     ]
-
-
-def _snapshot_jobs(
-    snapshot: Snapshot,
-    target: SaveTarget,
-    engine: Engine,
-    *,
-    processes: int = 1,
-    stream: bytes | None = None,
-) -> list[WriteJob]:
-    return jobs(
-        snapshot.layout,
-        target,
-        engine,
-        rank=snapshot.rank,
-        wave=snapshot.wave,
-        block=snapshot.lease.block.id,
-        processes=processes,
-        stream=stream,
-    )
 
 
 def _images(job: WriteJob, snapshot: Snapshot) -> dict[str, WholeImage]:

@@ -15,6 +15,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -26,7 +27,7 @@ from nostall._model.jobs import RankReport, page_aligned
 from nostall._model.values import FileLayout, ItemShape, Slot
 from nostall._save.session import PreparedSave
 from nostall._save.stage import lease_for, stage
-from nostall._save.write import follow, in_thread, jobs, wait_for, write_here
+from nostall._save.write import in_thread, jobs, wait_for, write_here
 from nostall._writer.files import perform
 from nostall._writer.images import Window
 from nostall.errors import StagingError
@@ -47,7 +48,7 @@ def write_now(prepared: PreparedSave, engine: Engine) -> RankReport:
     beyond_limit = engine.arena.anything_labelled
     threads, buffer_nbytes = _ring_size(prepared, engine)
     if (
-        prepared.target.stream is not None
+        prepared.target.settings.stream is not None
         or prepared.layout.image_nbytes <= threads * buffer_nbytes
         or not all(isinstance(each, bytes) or each.is_cpu for each in prepared.planned.sources)
     ):
@@ -62,8 +63,8 @@ def write_now(prepared: PreparedSave, engine: Engine) -> RankReport:
         finally:
             lease.release()
 
-    written = in_thread(write, target, engine, rank=prepared.rank)
-    return wait_for(written, target, engine, rank=prepared.rank)
+    written = in_thread(write, target, engine)
+    return wait_for(written, target, engine)
 
 
 def _ring_size(prepared: PreparedSave, engine: Engine) -> tuple[int, int]:
@@ -96,13 +97,13 @@ def _write(
         file.name: _LiveImage(file, prepared.layout.shapes, payloads, buffers)
         for file in prepared.layout.files
     }
-    (job,) = jobs(prepared.layout, prepared.target, engine, rank=prepared.rank)
+    (job,) = jobs(prepared.layout, prepared.target, engine)
     return perform(
         replace(job, io_threads=threads),
         images,
         cancelled=cancelled,
         chunk_planner=engine.chunk_plans.plan,
-        on_progress=follow(prepared.target, job),
+        on_progress=partial(prepared.target.progress.wrote, job.job),
         on_created=prepared.target.progress.created.add,
     )
 

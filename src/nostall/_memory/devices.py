@@ -1,0 +1,107 @@
+"""Accelerators: the current ones, and copies off them on side streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+
+def stream_marks(tensors: Sequence[torch.Tensor]) -> dict[torch.device, Any]:
+    """For each accelerator with tensors, an event recorded on its current stream."""
+    marks = {}
+    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
+        module = torch.get_device_module(device)
+        if hasattr(module, "Stream"):
+            marks[device] = module.current_stream(device).record_event()
+    return marks
+
+
+def current_devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
+    """The calling thread's current device of each tensor kind; new threads start at device 0."""
+    kinds = {tensor.device.type for tensor in tensors if not tensor.is_cpu}
+    modules = {kind: torch.get_device_module(kind) for kind in kinds}
+    return [
+        torch.device(kind, module.current_device())
+        for kind, module in modules.items()
+        if hasattr(module, "current_device")
+    ]
+
+
+def current_accelerators() -> list[torch.device]:
+    """The current accelerator of the calling thread, if any; new threads start at device 0."""
+    accelerator = torch.accelerator.current_accelerator()
+    # A build for an accelerator may run on a host without one.
+    if accelerator is None or not torch.accelerator.is_available():
+        return []
+    module = torch.get_device_module(accelerator)
+    if not getattr(module, "is_initialized", lambda: True)():
+        return []  # and the query would initialise it
+    return [torch.device(accelerator.type, module.current_device())]
+
+
+@contextmanager
+def on_devices(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Make these accelerators current for the calling thread."""
+    with ExitStack() as entered:
+        for device in devices:
+            entered.enter_context(torch.get_device_module(device).device(device))
+        yield
+
+
+class DeviceCopy:
+    """Copies off one accelerator, issued to its side stream.
+
+    Args:
+        device: The accelerator.
+        targets: Places in host memory.
+        sources: Tensors on ``device``; they must live until :meth:`wait` has returned.
+        after: The event that precedes the copies; if ``None``, all current work of the stream does.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        after: Any,
+    ) -> None:
+        self._module = torch.get_device_module(device)
+        self._device = device
+        self._made: Any = None
+        # A backend without streams copies in order, synchronously.
+        if not hasattr(self._module, "Stream"):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+            return
+        stream = _side_stream(device)
+        if after is None:
+            stream.wait_stream(self._module.current_stream(device))
+        else:
+            stream.wait_event(after)
+        try:
+            with self._module.stream(stream):
+                for target, source in zip(targets, sources, strict=True):
+                    target.copy_(source, non_blocking=True)
+        except BaseException:  # an interrupt, too
+            stream.synchronize()  # the caller releases the memory
+            raise
+        self._made = stream.record_event()
+
+    def precede_what_follows(self) -> None:
+        """Order later work of the current stream after the copies; the host does not wait."""
+        if self._made is not None:
+            self._module.current_stream(self._device).wait_event(self._made)
+
+    def wait(self) -> None:
+        """Return when the copies are complete."""
+        if self._made is not None:
+            self._made.synchronize()
+
+
+@lru_cache(maxsize=64)
+def _side_stream(device: torch.device) -> Any:
+    return torch.get_device_module(device).Stream(device=device)
