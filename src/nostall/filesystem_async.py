@@ -201,7 +201,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         if self._is_coordinator:
             with report_loss(str(self.path)):
-                settings_of(self, self._own).make_ready(default_engine())
+                self._rank_save.settings = settings_of(self, self._own)
+                self._rank_save.make_ready()
         return plan if self.use_collectives else self.prepare_decentralized_global_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

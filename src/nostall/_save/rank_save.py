@@ -84,6 +84,7 @@ class RankSave:
         self._state: Unplanned | Failed | SplitSave | Written = Unplanned()
         self.slowest_rank: int | None = None
         """The rank whose files were durable last, once it is known."""
+        self._may_replace: bool | None = None
 
     def __reduce__(self) -> tuple[type[RankSave], tuple[WriterSettings]]:
         """In another process, a new save: this one belongs to this process."""
@@ -103,6 +104,10 @@ class RankSave:
         staged = stage_for_later(state_dict, default_engine(), timeline, self.settings, rank=rank)
         self._staging = self.staged_for_next = Staging(fence=staged.fence, timeline=timeline)
         return staged.copied
+
+    def make_ready(self) -> None:
+        """As :meth:`WriterSettings.make_ready`."""
+        self._may_replace = self.settings.make_ready(default_engine())
 
     def prepare(self, plan: SavePlan, resolver: Resolver) -> None:
         """Resolve and lay out a final plan, for a split save.
@@ -125,7 +130,8 @@ class RankSave:
             sources: One per item of the plan: the live tensor, or the bytes.
             expected: On the coordinator, the publication if file names are those of the last save.
         """
-        with self._target(known.share.plan) as target:
+        # Looked up a moment ago on the coordinator: one thread for storage less.
+        with self._target(known.share.plan, replaces=self._may_replace) as target:
             prepared = session.prepare_known(known, sources, target=target, engine=default_engine())
             split = SplitSave(prepared)
             if expected is not None:
@@ -194,9 +200,9 @@ class RankSave:
             return session.prepare(plan, resolver, target=target, engine=default_engine())
 
     @contextmanager
-    def _target(self, plan: SavePlan) -> Iterator[SaveTarget]:
+    def _target(self, plan: SavePlan, *, replaces: bool | None = None) -> Iterator[SaveTarget]:
         """The target of a new save; its progress ends if the block cannot prepare the save."""
-        target = self.settings.target(plan, self.timeline, default_engine())
+        target = self.settings.target(plan, self.timeline, default_engine(), replaces=replaces)
         try:
             yield target
         except BaseException:  # passed on; progress ends with the save

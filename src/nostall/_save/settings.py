@@ -64,17 +64,21 @@ class WriterSettings:
         together, alone = (os.path.join(self.directory, name) for name in names)
         return together, alone
 
-    def make_ready(self, engine: Engine) -> None:
+    def make_ready(self, engine: Engine) -> bool:
         """Make the directory, and check for a checkpoint that must not be replaced.
+
+        Returns:
+            Whether the directory may contain a checkpoint.
 
         Raises:
             CheckpointExistsError: There is one.
             WriteError: The directory cannot be made.
             SaveTimeoutError: Storage did not answer within ``save_timeout_s`` seconds.
         """
-        make_ready(
+        return make_ready(
             self.directory,
             self.metadata_path,
+            [path for path in self._metadata_paths() if path != self.metadata_path],
             overwrite=self.options.overwrite,
             rank=self.rank,
             timeout_s=engine.options.save_timeout_s,
@@ -108,13 +112,26 @@ class WriterSettings:
         naming = FileNaming(prefix="", separation_hint=self.options.separation_hint)
         return engine.lay_out(shapes, naming, self.packing(engine))
 
-    def target(self, plan: SavePlan, timeline: Timeline, engine: Engine) -> SaveTarget:
-        """The target of a new save, which is under way from now on."""
+    def target(
+        self, plan: SavePlan, timeline: Timeline, engine: Engine, *, replaces: bool | None
+    ) -> SaveTarget:
+        """The target of a new save, which is under way from now on.
+
+        Args:
+            plan: This rank's final plan.
+            timeline: Receives the durations of the stages.
+            engine: The engine of the save.
+            replaces: Whether the directory may contain a checkpoint; ``None`` to look.
+
+        Raises:
+            SaveTimeoutError: Storage did not answer within ``save_timeout_s`` seconds.
+        """
         job = uuid.uuid4().hex
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self.rank}_"
         # A reader of the previous checkpoint's metadata must not find new files under its names.
         is_beside = getattr(plan.storage_data, "beside", None) == self.directory
-        replaces = is_beside or self.may_replace(engine)
+        if replaces is None:
+            replaces = is_beside or self.may_replace(engine)
         progress = engine.under_way.begin(job, path=self.directory, rank=self.rank)
         return SaveTarget(
             job=job,

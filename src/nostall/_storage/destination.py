@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from nostall._storage.deadlines import in_time
@@ -60,17 +61,48 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 
 def make_ready(
-    directory: str, metadata_path: str, *, overwrite: bool, rank: int | None, timeout_s: float
-) -> None:
+    directory: str,
+    metadata_path: str,
+    others: Sequence[str],
+    *,
+    overwrite: bool,
+    rank: int | None,
+    timeout_s: float,
+) -> bool:
     """Make a checkpoint directory, and check that it holds no checkpoint that must not be replaced.
+
+    Args:
+        directory: The directory.
+        metadata_path: The metadata file that the save will publish.
+        others: Metadata files that it will not replace.
+        overwrite: Whether a checkpoint may be replaced.
+        rank: This rank, for errors.
+        timeout_s: How long storage may take.
+
+    Returns:
+        Whether any of the metadata files may be there.
 
     Raises:
         CheckpointExistsError: It holds a checkpoint, and ``overwrite`` is false.
         WriteError: The directory cannot be made.
         SaveTimeoutError: Storage did not answer within ``timeout_s`` seconds.
     """
-    in_time(
-        lambda: _make_ready(directory, metadata_path, overwrite=overwrite, rank=rank),
+
+    def make() -> bool:
+        _make(directory, rank)
+        is_taken = may_be_there(metadata_path)
+        if is_taken and not overwrite:
+            raise CheckpointExistsError(
+                "the directory holds, or may hold, a committed checkpoint, and overwrite=False",
+                rank=rank,
+                phase="plan",
+                path=directory,
+                hint="choose another directory or pass overwrite=True",
+            )
+        return is_taken or any(map(may_be_there, others))
+
+    return in_time(
+        make,
         timeout_s=timeout_s,
         doing="making the checkpoint directory",
         phase="plan",
@@ -79,7 +111,7 @@ def make_ready(
     )
 
 
-def _make_ready(directory: str, metadata_path: str, *, overwrite: bool, rank: int | None) -> None:
+def _make(directory: str, rank: int | None) -> None:
     try:
         make_directory(directory)
     except OSError as error:
@@ -91,14 +123,6 @@ def _make_ready(directory: str, metadata_path: str, *, overwrite: bool, rank: in
             path=directory,
             hint=_why_no_directory(directory, error.errno),
         ) from error
-    if not overwrite and may_be_there(metadata_path):
-        raise CheckpointExistsError(
-            "the directory holds, or may hold, a committed checkpoint, and overwrite=False",
-            rank=rank,
-            phase="plan",
-            path=directory,
-            hint="choose another directory or pass overwrite=True",
-        )
 
 
 def _why_no_directory(path: str, code: int | None) -> str | None:
