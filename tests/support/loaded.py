@@ -1,9 +1,9 @@
 """Programs of tests in processes that have torch already: ``loaded.python()``.
 
-Importing torch takes seconds, longer than most programs run. One process per run of the tests does
-it, and nothing else; each program runs in a fork of it, and imports nostall itself. A small client
-in its place passes on arguments, environment, standard streams, SIGTERM and SIGINT, ends as the
-program ends, and takes it along when it is killed.
+Importing torch takes seconds, longer than most programs run. One process does it, and nothing else,
+or two, where there are ranks. Each program runs in a fork of it, and imports nostall itself. A small
+client in its place passes on arguments, environment, standard streams, SIGTERM and SIGINT, ends as
+the program ends, and takes it along when it is killed.
 
 Not for programs that measure memory, or whose environment torch reads when it is imported.
 """
@@ -22,15 +22,21 @@ SERVER = HERE / "loaded_server.py"
 CLIENT = HERE / "loaded_client.py"
 
 
-def python() -> tuple[str, ...]:
-    """What to write instead of ``sys.executable``; takes ``-c``, ``-m``, ``-u`` and ``-W``."""
-    return sys.executable, "-I", "-S", str(CLIENT), _address()
+def python(*, ranks: bool = False) -> tuple[str, ...]:
+    """What to write instead of ``sys.executable``; takes ``-c``, ``-m``, ``-u`` and ``-W``.
+
+    Args:
+        ranks: Whether torchrun starts it. Strings then have other hashes on odd ranks than on even
+            ones, as in interpreters of their own, so that sets come in another order.
+    """
+    addresses = [_address(number) for number in range(1 + ranks)]
+    return sys.executable, "-I", "-S", str(CLIENT), ",".join(addresses)
 
 
 @cache
-def _address() -> str:
-    """The address of the process that has loaded torch, which ends with this one."""
-    address = f"loaded-{os.getpid()}-{os.urandom(4).hex()}"
+def _address(number: int) -> str:
+    """The address of a process that has loaded torch, which ends with this one."""
+    address = f"loaded-{os.getpid()}-{number}-{os.urandom(4).hex()}"
     # Each program measures its own coverage; torch loads faster without.
     environment = {name: value for name, value in os.environ.items() if "COVERAGE" not in name}
     process = subprocess.Popen(

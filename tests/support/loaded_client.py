@@ -1,4 +1,4 @@
-"""In place of a program that runs elsewhere: ``loaded_client.py ADDRESS ARGUMENT...``."""
+"""In place of a program that runs elsewhere: ``loaded_client.py ADDRESS[,ADDRESS] ARGUMENT...``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from contextlib import suppress
 from typing import Any
 
 with socket.socket(socket.AF_UNIX) as channel:
-    channel.connect("\0" + sys.argv[1])
+    addresses = sys.argv[1].split(",")
+    channel.connect("\0" + addresses[int(os.environ.get("RANK", "0")) % len(addresses)])
 
     def pass_on(number: int, _: Any) -> None:
         channel.sendall(bytes([number]))

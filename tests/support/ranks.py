@@ -56,7 +56,7 @@ def run_ranks(
     out.mkdir(parents=True, exist_ok=True)
     torchrun = [*loaded.python(), "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(world_size), "--no-python"]
-    main = [*loaded.python(), str(TESTS / "support" / "rank_main.py")]
+    main = [*loaded.python(ranks=True), str(TESTS / "support" / "rank_main.py")]
     process = subprocess.Popen(
         [*torchrun, *main, program, str(out), *args],
         stdout=subprocess.PIPE,
