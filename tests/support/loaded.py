@@ -1,9 +1,9 @@
 """Programs of tests in processes that have torch already: ``loaded.python()``.
 
 Importing torch takes seconds, longer than most programs run. One process does it, and nothing else,
-or two, where there are ranks. Each program runs in a fork of it, and imports nostall itself. A small
-client in its place passes on arguments, environment, standard streams, SIGTERM and SIGINT, ends as
-the program ends, and takes it along when it is killed.
+or two, where there are ranks. Each program runs in a fork of it, and imports nostall itself. A
+small client in its place passes on arguments, environment, standard streams, SIGTERM and SIGINT,
+ends as the program ends, and takes it along when it is killed.
 
 Not for programs that measure memory, or whose environment torch reads when it is imported.
 """

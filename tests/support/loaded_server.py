@@ -48,11 +48,17 @@ def await_request() -> dict[str, Any]:
             if sys.stdin in ready:  # it is closed: the tests have ended
                 os._exit(0)
             channel, _ = listening.accept()
-            if os.fork() == 0:
+            if is_this_users(channel) and os.fork() == 0:
                 break
             channel.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     return start_and_watch(channel)
+
+
+def is_this_users(channel: socket.socket) -> bool:
+    """Whether the same user is at the other end; such an address is open to everyone."""
+    credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int.from_bytes(credentials[4:8], sys.byteorder) == os.getuid()
 
 
 def start_and_watch(channel: socket.socket) -> dict[str, Any]:
