@@ -10,14 +10,11 @@ line of ``docs/reliability.md`` has to go. What was done to the writers is in
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from support.ranks import TESTS, run_ranks
+from support.ranks import run_ranks, run_script
 
 Aftermath = dict[str, Any]
 Found = dict[str, dict[str, list[Aftermath]]]
@@ -62,17 +59,8 @@ def broken_promises(after: Aftermath, *, before: str) -> set[str]:
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What every fault has led to, by writer and fault."""
     out = tmp_path_factory.mktemp("against stock")
-    script = "import sys, pathlib; from programs import against_stock as program;"
-    script += " program.main(pathlib.Path(sys.argv[1]))"
-    path = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, str(out / "one process")],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-    )
+    program = ("programs/against_stock.py", str(out / "one process"))
+    done = run_script(*program, cwd=out, timeout_s=100)
     assert done.returncode == 0, done.stderr
     results: Found = json.loads(done.stdout)
     for facts in run_ranks(2, "against_stock:second_rank_cannot_open", out / "two ranks"):

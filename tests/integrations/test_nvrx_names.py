@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import namedtuple
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,16 +13,16 @@ import pytest
 import torch
 
 from nostall.core import AsyncCallsQueue, AsyncRequest, abort_nvrx_checkpoint
-from nostall.errors import OptionError, SaveAbortedError
+from nostall.errors import OptionError
 from nostall.filesystem_async import FileSystemWriterAsync, get_write_results_queue
 from nostall.state_dict_saver import CheckpointMetadataCache
-from nostall.testing import Hold, inject, writer_pids
+from nostall.testing import writer_pids
 from nostall.torch_ckpt import TorchAsyncCheckpoint
 from programs import queueing
 from programs.entry_points import loaded_wrong
+from programs.nvrx_names import error_of_a_save_that_a_monitor_aborts
 from support.ranks import run_ranks
 from support.states import schedule, small_state
-from support.waiting import stands_in, wait_until
 
 Facts = dict[str, Any]
 
@@ -206,21 +205,8 @@ def test_nothing_is_written_once_an_abort_has_returned(tmp_path: Path) -> None:
 def test_a_monitor_thread_can_abort_while_the_main_thread_waits(tmp_path: Path) -> None:
     """As an in-process restart does: the wait ends with an error of its own, and saving goes on."""
     queue = AsyncCallsQueue()
-
-    def monitor() -> None:
-        hold.wait_reached()
-        waits_in = AsyncCallsQueue.maybe_finalize_async_calls
-        wait_until(lambda: stands_in(threading.main_thread(), waits_in))
-        abort_nvrx_checkpoint()
-
-    with Hold("report") as hold:
-        with inject(hold.fault):
-            schedule(queue, tmp_path / "aborted", small_state(1))
-        aborting = threading.Thread(target=monitor)
-        aborting.start()
-        with pytest.raises(SaveAbortedError):
-            queue.maybe_finalize_async_calls(blocking=True)
-        aborting.join()
+    error = error_of_a_save_that_a_monitor_aborts(queue, tmp_path / "aborted", small_state(1))
+    assert error == "SaveAbortedError"
     schedule(queue, tmp_path / "after", small_state(2))
     assert len(queue.maybe_finalize_async_calls(blocking=True)) == 1
     queue.close()

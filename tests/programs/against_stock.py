@@ -250,3 +250,7 @@ def second_rank_cannot_open(out: Path) -> dict[str, Aftermath]:
         found[kind] = aftermath(path, how, template)
         dist.barrier()
     return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -30,6 +30,7 @@ from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.testing import Fault, Hold, inject
 from support.states import schedule, small_state
+from support.waiting import wait_until
 
 
 def ends(out: Path, how: str, fault: str = "") -> None:
@@ -71,8 +72,8 @@ def ends_in_dcp(out: Path, how: str) -> None:
 
     def full(*_: Any, **__: Any) -> Any:
         if how == "too late to ask":
-            while not concurrent.futures.thread._shutdown:  # by the thread that waits for this one
-                time.sleep(0.01)
+            # By the thread that waits for this one.
+            wait_until(lambda: bool(concurrent.futures.thread._shutdown))
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     writer = FileSystemWriterAsync(out / "save", open_file=full)
@@ -94,7 +95,7 @@ def gets_sigterm(out: Path, how: str) -> None:
             "too late, and several are pending": 2.0,
             "too late, and asked twice": 2.0,
             "without a poll": 4.0,
-            "after a failure": 20.0,
+            "after a failure": 8.0,
         }.get(how, 60.0)
     )
     if how == "in a synchronous save":
@@ -119,8 +120,7 @@ def gets_sigterm(out: Path, how: str) -> None:
         Engine.abort = abort  # type: ignore[method-assign]  # slower than the grace time
     if how in ("too late, and several are pending", "too late, and asked twice"):
         if how == "too late, and asked twice":
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.3)  # the watch over the first signal has not come to an end
+            os.kill(os.getpid(), signal.SIGTERM)  # and again before its watch looks
         queue = AsyncCallsQueue()
         with inject(Fault.kill("chunk", signal.SIGSTOP)):
             schedule(queue, out / "save", small_state())
@@ -151,7 +151,7 @@ def gets_sigterm(out: Path, how: str) -> None:
 
 def _train_for_ever() -> None:
     while True:
-        time.sleep(0.01)  # a step
+        time.sleep(0.01)  # a step, after which the main thread looks for signals
 
 
 def is_interrupted(out: Path) -> None:

@@ -37,9 +37,8 @@ def closed_on_one_rank(out: Path) -> Facts:
     return {"index": index, "finalized": finalized}
 
 
-def restarted_in_process(out: Path) -> Facts:
-    """A thread aborts everything while the main thread waits for a save."""
-    queue, error = AsyncCallsQueue(), "none"
+def error_of_a_save_that_a_monitor_aborts(queue: AsyncCallsQueue, path: Path, state: State) -> str:
+    """A thread aborts everything while the main thread waits for the save."""
 
     def monitor() -> None:
         hold.wait_reached()
@@ -47,9 +46,10 @@ def restarted_in_process(out: Path) -> Facts:
         wait_until(lambda: stands_in(threading.main_thread(), waits_in))
         abort_nvrx_checkpoint()
 
+    error = "none"
     with Hold("report") as hold:
         with inject(hold.fault):
-            schedule(queue, out / "aborted", _state(1))
+            schedule(queue, path, state)
         aborting = threading.Thread(target=monitor)
         aborting.start()
         try:
@@ -57,6 +57,13 @@ def restarted_in_process(out: Path) -> Facts:
         except SaveAbortedError as raised:
             error = type(raised).__name__
         aborting.join()
+    return error
+
+
+def restarted_in_process(out: Path) -> Facts:
+    """As after a fault: what waited for is aborted, and the same ranks save again."""
+    queue = AsyncCallsQueue()
+    error = error_of_a_save_that_a_monitor_aborts(queue, out / "aborted", _state(1))
     dist.barrier()
     left = sorted(path.name for path in (out / "aborted").iterdir())
     schedule(queue, out / "after", _state(2))

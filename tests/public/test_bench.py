@@ -41,6 +41,7 @@ from nostall._bench.stock import DcpSave, TorchSave
 from nostall._bench.transformer import train_one_step, training_nbytes, width_for
 from nostall._bench.workloads import State, differences, make_workload, tensors_of
 from nostall.cli import main
+from support.waiting import wait_until
 
 SMALL = 256 << 10
 ALONE = Ranks(0, 1, None)
@@ -450,17 +451,22 @@ def test_the_copies_copy_everything() -> None:
 
 def test_the_memory_sampler_sees_a_peak_that_is_over() -> None:
     """Memory of a child counts, and a peak between two looks is not lost."""
-    # Half a second is what is measured here, not waited for: the sampler looks every 20 ms by
-    # itself, and asking it would be a look.
     program = (
-        "import time; b = bytearray(64 << 20); time.sleep(0.5); del b; print(flush=True); input()"
+        "b = bytearray(64 << 20); print(flush=True); input(); del b; print(flush=True); input()"
     )
     with memory_sampler() as sampler:
         before, _ = sampler.level()
+        sleeps = psutil.Process(sampler._process.pid).num_ctx_switches
         with subprocess.Popen(
             [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as child:
+            assert child.stdin is not None
             assert child.stdout is not None
+            child.stdout.readline()
+            held = sleeps().voluntary
+            wait_until(lambda: sleeps().voluntary > held + 5)  # it has looked by itself
+            child.stdin.write(b"\n")
+            child.stdin.flush()
             child.stdout.readline()
             _, peak = sampler.level()
             child.communicate(b"\n")

@@ -77,6 +77,7 @@ class Subclass(FileSystemWriterAsync):
         super().__init__(path, *args, **kwargs)
 
 
+# Each `type: ignore` is a mistake that type checkers have to see; one that they miss is an error.
 def mistakes(path: Path) -> None:
     FileSystemWriterAsync(path, thread_cuont=2)  # type: ignore[call-arg]
     FileSystemWriterAsync(path, staging="overlaped")  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,32 +19,25 @@ import torch.distributed.checkpoint as dcp
 import nostall
 from nostall._memory import devices
 from nostall._queue import at_exit
-from support.ranks import TESTS, run_ranks, run_script
+from support.ranks import RanksFailed, run_ranks, run_script
 from support.states import blobs, schedule, small_state
-
-PROGRAM = TESTS / "programs" / "endings.py"
+from support.waiting import wait_until
 
 
 def run(function: str, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A trainer that ends; nothing that it has started may be left."""
-    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(PROGRAM), function, str(out), *arguments],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert not [each for each in psutil.process_iter() if str(out) in " ".join(_command(each))]
+    program = ("programs/endings.py", function, str(out), *arguments)
+    done = run_script(*program, cwd=out, timeout_s=90, STARTED_FOR=str(out))
+    wait_until(lambda: not any(was_started_for(out, each) for each in psutil.process_iter()))
     return done
 
 
-def _command(process: psutil.Process) -> list[str]:
+def was_started_for(out: Path, process: psutil.Process) -> bool:
+    """Whether it, or what has started it, was started by :func:`run`."""
     try:
-        return process.cmdline()
+        return process.environ().get("STARTED_FOR") == str(out)
     except psutil.Error:
-        return []
+        return False
 
 
 def saved(path: Path, seed: int) -> bool:
@@ -95,25 +87,8 @@ def test_a_rank_that_cannot_complete_its_save_at_exit_ends_with_an_error(
     tmp_path: Path, how: str
 ) -> None:
     """In bounded time: the other ranks are gone, or the process group is."""
-    out = subprocess.run(
-        [
-            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"),
-            *(
-                "--nproc-per-node",
-                "2",
-                str(TESTS / "support" / "rank_main.py"),
-                "endings:ends_on_ranks",
-            ),
-            *(str(tmp_path), how),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert out.returncode != 0
-    assert "pending at exit some are lost" in out.stderr
+    with pytest.raises(RanksFailed, match="pending at exit some are lost"):
+        run_ranks(2, "endings:ends_on_ranks", tmp_path, how)
     assert not nostall.is_complete(tmp_path / "first")
 
 

@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from nostall.errors import NotDurableError, SaveTimeoutError, WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.testing import Fault, Hold, inject
+from support import loaded
 from support.states import schedule, small_state
 from support.waiting import HangingOs, wait_until
 
@@ -239,7 +239,7 @@ with inject(hold.fault):
         print(type(error.failures[0][0]).__name__)
 """
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
+        [*loaded.python(), "-W", "ignore", "-c", program],
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

@@ -15,13 +15,10 @@ anew, and restore. After every kill:
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
-import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -41,7 +38,7 @@ from nostall._manager.policies import StepRecord, steps_to_keep
 from nostall._manager.steps import StepDirectories
 from nostall.options import EngineOptions
 from nostall.testing import writer_pids
-from stress.soak import PATIENCE_S, RANKS, Life, Violation, _is_writer
+from stress.soak import PATIENCE_S, RANKS, Life, Violation, main
 
 LENGTH = 50_000
 EVERY = 16
@@ -215,21 +212,13 @@ def soak(kills: int, seed: int, root: Path) -> dict[str, Any]:
         try:
             life.wait_for(2)
             _require_tidy(steps)
-            while killed < kills:
-                life.listen(chance.expovariate(1 / 0.06))
-                rank = chance.randrange(RANKS)
-                kind = chance.choice(["trainer", "trainer", "writer"])
-                totals[f"{kind}s killed"] += 1
-                killed += 1
-                if kind == "trainer":
-                    os.kill(life.trainers[rank], signal.SIGKILL)
-                    break
-                for pid in life.writers[rank]:
-                    if _is_writer(pid):
-                        os.kill(pid, signal.SIGKILL)
-                life.wait_for(3)
+            struck = life.attack(
+                chance, ["trainer", "trainer", "writer"], every_s=0.06, most=kills - killed
+            )
         finally:
             life.end()
+        totals += struck
+        killed += struck.total()
         totals.update({name: count for name, count in life.counts.items() if "of" not in name})
         totals["lives"] += 1
         totals["steps checked"] += check(steps, life.committed, ever)
@@ -255,22 +244,5 @@ def _require_tidy(steps: StepDirectories) -> None:
         raise Violation(f"steps {unfinished} of earlier lives are unfinished and still there")
 
 
-def main() -> int:
-    """Soak, and say what was seen; exit status 1 for a violation."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=".", prefix="soak-") as directory:
-        root = Path(directory).resolve() / "checkpoints"
-        root.mkdir()
-        try:
-            print(json.dumps(soak(options.kills, options.seed, root)))
-        except Violation as error:
-            print(f"VIOLATION (seed {options.seed}): {error}")
-            return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(soak, __doc__ or ""))

@@ -31,7 +31,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -154,6 +154,25 @@ class Life:
                 raise Violation(f"no progress in {PATIENCE_S:g} s: {dict(self.counts)}")
             self._take(0.5)
 
+    def attack(
+        self, chance: random.Random, kinds: Sequence[str], *, every_s: float, most: int
+    ) -> Counter[str]:
+        """Kill a trainer, or so many writers before; what was killed."""
+        killed: Counter[str] = Counter()
+        while killed.total() < most and not killed["trainers killed"]:
+            self.listen(chance.expovariate(1 / every_s))
+            rank = chance.randrange(RANKS)
+            kind = chance.choice(kinds)
+            killed[f"{kind}s killed"] += 1
+            if kind == "trainer":
+                os.kill(self.trainers[rank], signal.SIGKILL)
+            else:
+                for pid in self.writers[rank]:
+                    if _is_writer(pid):
+                        os.kill(pid, signal.SIGKILL)
+                self.wait_for(3)  # one that may be lost, and two that have to come after it
+        return killed
+
     def _take(self, seconds: float) -> None:
         ready, _, _ = select.select(self.pipes, [], [], seconds)
         for pipe in ready:
@@ -273,21 +292,13 @@ def soak(kills: int, seed: int, root: Path) -> dict[str, Any]:
         life.start()
         try:
             life.wait_for(2)
-            while killed < kills:
-                life.listen(chance.expovariate(1 / 0.04))
-                rank = chance.randrange(RANKS)
-                kind = chance.choice(["trainer", "writer", "writer"])
-                totals[f"{kind}s killed"] += 1
-                killed += 1
-                if kind == "trainer":
-                    os.kill(life.trainers[rank], signal.SIGKILL)
-                    break
-                for pid in life.writers[rank]:
-                    if _is_writer(pid):
-                        os.kill(pid, signal.SIGKILL)
-                life.wait_for(3)  # one that may be lost, and two that have to come after it
+            struck = life.attack(
+                chance, ["trainer", "writer", "writer"], every_s=0.04, most=kills - killed
+            )
         finally:
             life.end()
+        totals += struck
+        killed += struck.total()
         newest = max(newest, life.newest)
         committed |= life.committed
         totals.update({name: count for name, count in life.counts.items() if "of" not in name})
@@ -305,9 +316,9 @@ def soak(kills: int, seed: int, root: Path) -> dict[str, Any]:
     }
 
 
-def main() -> int:
+def main(soak: Callable[[int, int, Path], dict[str, Any]], what: str) -> int:
     """Soak, and say what was seen; exit status 1 for a violation."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=what.splitlines()[0])
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -323,4 +334,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(soak, __doc__ or ""))

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from stress.fuzz import SHARES
 from stress.fuzz_planted import BUGS
-
-HERE = Path(__file__).parent
-
-
-def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Of its own, as it forks, which a process with threads must not."""
-    command = [sys.executable, "-W", "ignore", str(HERE / program), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+from support.ranks import run_script
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, list[str]]:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """What the fuzzer made of each planted bug, and again when it was replayed."""
-    ended = run("fuzz_planted.py")
+    out = tmp_path_factory.mktemp("planted")
+    ended = run_script("stress/fuzz_planted.py", cwd=out, timeout_s=280)
     assert ended.returncode == 0, ended.stderr
     reported: dict[str, list[str]] = json.loads(ended.stdout.splitlines()[-1])
     return reported
@@ -40,7 +32,8 @@ def test_a_planted_bug_is_found_and_can_be_replayed(seen: dict[str, list[str]], 
 
 def test_a_few_thousand_hostile_inputs_do_no_harm(tmp_path: Path) -> None:
     """All targets, some inputs of each accepted and some refused; a session has the long run."""
-    ended = run("fuzz.py", "--inputs", 4000, "--seed", 7, "--findings", tmp_path / "findings")
+    arguments = ("--inputs", "4000", "--seed", "7", "--findings", "findings")
+    ended = run_script("stress/fuzz.py", *arguments, cwd=tmp_path, timeout_s=280)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for target in SHARES:
         assert re.search(rf"^{target}: \d+ inputs .* 0 findings", ended.stdout, re.MULTILINE)

@@ -19,7 +19,7 @@ from typing import NoReturn
 # Loaded once, for all forked processes; steps of optimizers import the former.
 import torch._dynamo
 import torch.distributed.checkpoint
-import torch.distributed.fsdp  # noqa: F401
+import torch.distributed.fsdp  # noqa: F401  # as said
 
 TIMEOUT_S = 60
 

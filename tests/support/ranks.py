@@ -6,21 +6,23 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from support import loaded
 
 TESTS = Path(__file__).parents[1]
 TIMEOUT_S = 120.0
 
 
 def run_script(
-    name: str, *args: str, cwd: Path, timeout_s: float
+    name: str, *args: str, cwd: Path, timeout_s: float, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script below ``tests`` in an interpreter of its own and return its output."""
+    """Run a script below ``tests`` in a process of its own; its status and output."""
     return subprocess.run(
-        [sys.executable, "-W", "ignore", str(TESTS / name), *args],
+        [*loaded.python(), "-W", "ignore", str(TESTS / name), *args],
         cwd=cwd,
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -52,16 +54,11 @@ def run_ranks(
         check: Whether a rank that fails is an error here.
     """
     out.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [
-        "--nproc-per-node",
-        str(world_size),
-        str(TESTS / "support" / "rank_main.py"),
-        program,
-        str(out),
-    ]
+    torchrun = [*loaded.python(), "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", str(world_size), "--no-python"]
+    main = [*loaded.python(ranks=True), str(TESTS / "support" / "rank_main.py")]
     process = subprocess.Popen(
-        [*command, *args],
+        [*torchrun, *main, program, str(out), *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

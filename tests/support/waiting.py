@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 DEADLINE_S = 60.0
 
 
@@ -67,6 +69,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         os.sched_yield()
+
+
+def command_of(process: psutil.Process) -> str:
+    """The command line of a process; empty if it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def stands_in(thread: threading.Thread, function: Callable[..., Any]) -> bool:

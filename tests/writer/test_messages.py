@@ -8,6 +8,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from nostall._model.jobs import (
     Seal,
     SealTable,
     WriteJob,
+    WriteWork,
 )
 from nostall._model.names import is_shard_name
 from nostall._writer.framing import MAX_MESSAGE_NBYTES, Message, Receiver, encode, send
@@ -38,80 +40,74 @@ from nostall._writer.messages import (
     seals_from_message,
     seals_to_message,
 )
-from nostall.errors import (
-    ProtocolError,
-)
+from nostall.errors import ProtocolError
 from support.messages import example_messages, example_table, over_the_wire
 
 TEXT = st.text(max_size=20)
 NUMBERS = st.integers(0, 2**40)
 CRCS = st.integers(0, 2**32 - 1)
-FAILURES = st.builds(
-    Failure,
-    kind=TEXT,
-    message=TEXT,
-    phase=TEXT,
-    path=st.none() | TEXT,
-    errno=st.none() | st.integers(1, 200),
-    exit_code=st.none() | st.integers(-64, 255),
-    hint=st.none() | TEXT,
-    traceback=TEXT,
+RANKS = st.integers(0, 5000)
+SECONDS = st.floats(allow_nan=False)
+PATHS = TEXT | st.binary(max_size=8).map(os.fsdecode)
+
+
+def tuples(of: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(of, max_size=3).map(tuple)
+
+
+def built(kind: type, **special: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Values with every field drawn, by its type but for special ones; none keeps its default."""
+    by_type: dict[str, Any] = {field.name: ... for field in fields(kind)}
+    return st.builds(kind, **{**by_type, **special})
+
+
+FAILURES = built(Failure)
+WORK = built(
+    WriteWork,
+    **dict.fromkeys(("checksum_s", "write_s", "fsync_s"), SECONDS),
+    spans=tuples(st.tuples(TEXT, NUMBERS, SECONDS, SECONDS)),
 )
-RECEIPTS = st.builds(
+RECEIPTS = built(
     FileReceipt,
     name=TEXT.filter(is_shard_name),
     nbytes=NUMBERS,
     crc32_of_file=st.none() | CRCS,
-    extents=st.none() | st.lists(st.tuples(NUMBERS, NUMBERS), max_size=4).map(tuple),
-    started_s=st.floats(allow_nan=False),
-    finished_s=st.floats(allow_nan=False),
-    fsynced=st.booleans(),
+    extents=st.none() | tuples(st.tuples(NUMBERS, NUMBERS)),
+    started_s=SECONDS,
+    finished_s=SECONDS,
+    work=WORK,
 )
-REPORTS = st.one_of(
-    st.builds(RankFailed, rank=st.integers(0, 5000), failure=FAILURES),
-    st.builds(
-        RankWritten, rank=st.integers(0, 5000), receipts=st.lists(RECEIPTS, max_size=4).map(tuple)
-    ),
+REPORTS = built(RankFailed, rank=RANKS, failure=FAILURES) | built(
+    RankWritten, rank=RANKS, receipts=tuples(RECEIPTS)
 )
-SEALS = st.builds(
+SEALS = built(
     Seal,
     payload_crc_at=st.tuples(NUMBERS, NUMBERS),
     hash_before=st.integers(0, 2**64 - 1),
-    crcs_after=st.lists(CRCS, max_size=3).map(tuple),
+    crcs_after=tuples(CRCS),
     id_at=NUMBERS,
     id_names=st.text("0123456789", min_size=20, max_size=20).map(str.encode),
     id_crc_at=st.tuples(NUMBERS, NUMBERS),
 )
-SEAL_TABLES = st.builds(
+SEAL_TABLES = built(
     SealTable,
-    templates=st.lists(st.tuples(NUMBERS, NUMBERS, st.none() | SEALS), max_size=3).map(tuple),
-    blob_offsets=st.lists(NUMBERS, max_size=4).map(tuple),
-    template_of_slot=st.lists(st.integers(0, 3), max_size=4).map(tuple),
+    templates=tuples(st.tuples(NUMBERS, NUMBERS, st.none() | SEALS)),
+    blob_offsets=tuples(NUMBERS),
+    template_of_slot=tuples(st.integers(0, 3)),
 )
-PATHS = st.text(max_size=20) | st.binary(max_size=8).map(os.fsdecode)
-JOBS = st.builds(
+IMAGES = built(
+    FileImage, name=PATHS, nbytes=NUMBERS, block=NUMBERS, block_offset=NUMBERS, seals=SEAL_TABLES
+)
+JOBS = built(
     WriteJob,
-    job=TEXT,
-    rank=st.integers(0, 5000),
+    rank=RANKS,
     directory=PATHS,
-    files=st.lists(
-        st.builds(
-            FileImage,
-            name=PATHS,
-            nbytes=NUMBERS,
-            block=NUMBERS,
-            block_offset=NUMBERS,
-            seals=SEAL_TABLES,
-        ),
-        max_size=3,
-    ).map(tuple),
-    sync_files=st.booleans(),
+    files=tuples(IMAGES),
     io_threads=st.integers(1, 64),
     chunk_nbytes=NUMBERS,
-    direct=st.booleans(),
-    stream=st.none() | st.binary(max_size=50),
-    sys_path=st.lists(PATHS, max_size=3).map(tuple),
-    faults=st.lists(st.dictionaries(TEXT, NUMBERS | TEXT, max_size=2), max_size=2).map(tuple),
+    retries=NUMBERS,
+    sys_path=tuples(PATHS),
+    faults=tuples(st.dictionaries(TEXT, NUMBERS | TEXT, max_size=2)),
 )
 
 
