@@ -200,6 +200,12 @@ def lightning(session: nox.Session) -> None:
 
 
 @nox.session
+def accelerate(session: nox.Session) -> None:
+    """Run the tests that need Accelerate and transformers, and measure; arguments go to pytest."""
+    run_framework(session, "accelerate")
+
+
+@nox.session
 def torchtitan(session: nox.Session) -> None:
     """Run the tests that need torchtitan, and measure; arguments after `--` go to pytest."""
     install(session, "--no-deps", "torchtitan")  # its data sets and loggers are not needed

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from nostall.integrations._directories import DirectorySaves
 from nostall.integrations._saves import Saves
 from nostall.integrity import is_complete
 from nostall.removal import remove_checkpoint
@@ -32,3 +37,33 @@ def before_commit(out: Path) -> dict[str, Any]:
     saves.close()
     names = ("first", "second")
     return {"message": message, "committed": [name for name in names if is_complete(out / name)]}
+
+
+def save_directory(saves: DirectorySaves, path: Path, step: int) -> None:
+    """Save a model, an optimizer and a file, as a framework does."""
+    weight = torch.full((100,), float(step))
+    with saves.save(str(path), str(path.parent)) as directory:
+        for part in ("model", "optimizer"):
+            writer = dcp.FileSystemWriter(Path(directory, part))
+            dcp.save({part: weight}, storage_writer=writer)
+        Path(directory, "step").write_text(str(step))
+    weight.zero_()
+
+
+def replaced(out: Path, before: str) -> None:
+    """The process is killed before a rename of a directory while a checkpoint is replaced."""
+    saves = DirectorySaves(None)
+    save_directory(saves, out / "last", 1)
+    saves.poll(wait=True)
+    renamed = 0
+
+    def kill(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal renamed
+        if event == "os.rename" and os.path.isdir(arguments[0]):
+            renamed += 1
+            if renamed == int(before):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(kill)
+    save_directory(saves, out / "last", 2)
+    saves.poll(wait=True)

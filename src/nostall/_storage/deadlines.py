@@ -41,6 +41,13 @@ def start_apart(name: str, work: Callable[[], object]) -> threading.Thread | Non
     return thread
 
 
+def begin(name: str, call: Callable[[], T]) -> Future[T]:
+    """Begin a call on a separate daemon thread; the future has its result, or its exception."""
+    done: Future[T] = Future()
+    start_apart(name, partial(_settle, done, call))
+    return done
+
+
 def in_time(
     call: Callable[[], T],
     *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -82,20 +83,30 @@ class Saves:
 
     def __init__(self, remove: Callable[[str], None], **writer_options: Any) -> None:
         self._queue = AsyncCallsQueue()
-        self._cache = CheckpointMetadataCache()
+        self._caches: defaultdict[str, CheckpointMetadataCache] = defaultdict(
+            CheckpointMetadataCache
+        )
         self._removals = Removals(remove)
         self._writer_options = writer_options
 
     def save(
-        self, state: dict[str, Any], path: str, *, before_commit: Callable[[], None] | None = None
+        self,
+        state: dict[str, Any],
+        path: str,
+        *,
+        part: str = "",
+        before_commit: Callable[[], None] | None = None,
+        after_commit: Callable[[], None] | None = None,
     ) -> None:
         """Begin a save; tensors may be changed when this returns.
 
         Args:
             state: The state dict; a new one for each save.
             path: Checkpoint directory.
+            part: Name of the structure, if states of several structures take turns.
             before_commit: Called on each rank right before the commit. If it raises on one rank,
                 the save fails on all ranks.
+            after_commit: As ``before_commit``, right after the commit.
 
         Raises:
             CheckpointException: The save, or an earlier one, has failed.
@@ -107,13 +118,17 @@ class Saves:
             writer,
             planner=DefaultSavePlanner(),
             enable_cache=True,
-            metadata_cache=self._cache,
+            metadata_cache=self._caches[part],
         )
         save_fn, preload_fn, args = writer.get_save_function_and_args()
-        finalize: list[Callable[[], None]] = [partial(save_state_dict_async_finalize, *planned)]
-        if before_commit is not None:
-            finalize.insert(0, together(coordination_for(None))(before_commit))
-        request = AsyncRequest(save_fn, args, finalize, preload_fn=preload_fn)
+        finalize = [
+            before_commit and together(coordination_for(None))(before_commit),
+            partial(save_state_dict_async_finalize, *planned),
+            after_commit and together(coordination_for(None))(after_commit),
+        ]
+        request = AsyncRequest(
+            save_fn, args, [each for each in finalize if each], preload_fn=preload_fn
+        )
         self._queue.schedule_async_request(request)
         self._removals.save_scheduled(path)
 

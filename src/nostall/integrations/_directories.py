@@ -1,0 +1,273 @@
+"""Checkpoints that are directories with several saves and other files; a rename commits them.
+
+A checkpoint ``NAME`` is written as ``_saving-NAME/NAME`` in the directory of its run. One that it
+replaces is ``_saving-NAME/_replaced`` for a moment. What is to be removed is first moved to
+``_removed-...``. A crash leaves such directories; :meth:`DirectorySaves.recover` removes them, and
+moves back an old checkpoint whose successor does not have its name yet.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+
+from nostall import _torch
+from nostall._engine import default_engine
+from nostall._queue.finalizing import together
+from nostall._ranks.group import coordination_for
+from nostall._storage.deadlines import begin
+from nostall._storage.posix import sync_directory, sync_name
+from nostall.integrations._saves import Saves
+
+_log = logging.getLogger("nostall")
+
+_SAVING = "_saving-"
+_REMOVED = "_removed-"
+_OF_ONE_RANK = re.compile(r"(?:random_states|rng_state)_(\d+)\.")
+"""Files that each rank writes itself; rank 0 writes the others."""
+
+
+class DirectorySaves:
+    """Saves of whole directories: one after the other in the background, committed by polling.
+
+    Every method but ``rotate`` is collective: call it on every rank, in the same order.
+
+    Args:
+        writer_options: Those of :class:`nostall.FileSystemWriterAsync`.
+    """
+
+    def __init__(self, writer_options: Mapping[str, Any] | None) -> None:
+        self._saves = Saves(lambda _: None, **(writer_options or {}))
+        self._pending: set[str] = set()
+        """Paths of checkpoints that are being written."""
+        self._recovered: set[str] = set()
+        self._removals: list[Future[None]] = []
+
+    @contextmanager
+    def save(
+        self, path: str, run: str, *, then: Callable[[], None] = lambda: None
+    ) -> Iterator[str]:
+        """Save what the block writes to the directory that it gets.
+
+        The block's calls of ``dcp.save`` are carried out in the background; there is at least one.
+        Tensors may be changed after the block.
+
+        Args:
+            path: Directory of the checkpoint, on storage that all ranks share. An existing one is
+                replaced.
+            run: Directory on the same file system, for checkpoints that are being written.
+            then: Called on rank 0 after the commit.
+        """
+        self.poll(wait=path in self._pending)
+        place = _Place(path, run)
+        with _on_rank_0() as is_here:
+            if is_here:
+                self._remove(place.recover())
+                # The Trainer looks whether the best checkpoint exists, which may be this one.
+                os.makedirs(place.new)
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+        with _captured(place.new) as states:
+            yield place.new
+        self._pending.add(path)
+        rank = coordination_for(None).rank
+        synced = begin("nostall-sync", partial(_sync, place, rank, besides=map(Path, states)))
+        publish = partial(self._publish, place, tuple(states), then)
+        *others, last = states
+        for part in others:
+            self._saves.save(states[part], part, part=os.path.basename(part))
+        self._saves.save(
+            states[last],
+            last,
+            part=os.path.basename(last),
+            before_commit=lambda: synced.result(default_engine().options.save_timeout_s),
+            after_commit=publish,
+        )
+
+    def _publish(self, place: _Place, parts: Sequence[str], then: Callable[[], None]) -> None:
+        self._pending.discard(place.path)
+        if not coordination_for(None).is_coordinator:
+            return
+        # Without one of them its save has failed, which raises an error of its own.
+        if all(os.path.exists(os.path.join(part, _torch.METADATA_NAME)) for part in parts):
+            self._remove(place.publish())
+            then()
+
+    def recover(self, home: str, run: str) -> None:
+        """Remove what a crash has left of saves; does nothing after the first call for a run.
+
+        Args:
+            home: Directory of the checkpoints.
+            run: As in :meth:`save`.
+        """
+        if run in self._recovered:
+            return
+        self._recovered.add(run)
+        with _on_rank_0() as is_here:
+            names = os.listdir(run) if is_here and os.path.isdir(run) else []
+            self._remove([os.path.join(run, name) for name in names if name.startswith(_REMOVED)])
+            for name in names:
+                if name.startswith(_SAVING):
+                    path = os.path.join(home, name.removeprefix(_SAVING))
+                    self._remove(_Place(path, run).recover())
+
+    def recover_one(self, path: str, run: str) -> None:
+        """Remove what a crash has left of a save; it must not be pending. Arguments as above."""
+        with _on_rank_0() as is_here:
+            if is_here:
+                self._remove(_Place(path, run).recover())
+
+    def rotate(
+        self, oldest_first: Sequence[str], run: str, *, keep: int, protected: Collection[str]
+    ) -> None:
+        """Remove the oldest checkpoints until ``keep`` are left. Not collective: for one rank.
+
+        Args:
+            oldest_first: Paths of all checkpoints.
+            run: As in :meth:`save`.
+            keep: How many to keep; protected ones count.
+            protected: Paths that are not removed.
+        """
+        surplus = max(0, len(oldest_first) - keep)
+        kept = set(map(Path, protected))
+        for path in [path for path in oldest_first if Path(path) not in kept][:surplus]:
+            try:
+                self._remove([_set_aside(path, run)])
+            except OSError as error:  # the save that led here is committed
+                _log.warning("a checkpoint could not be removed path=%s: %s", path, error)
+
+    def _remove(self, paths: Sequence[str]) -> None:
+        self._removals = [removal for removal in self._removals if not removal.done()]
+        if paths:
+            self._removals.append(begin("nostall-removal", partial(_remove_trees, paths)))
+
+    def poll(self, *, wait: bool = False) -> None:
+        """Commit the saves that are done on all ranks; with ``wait``, all of them.
+
+        Raises:
+            CheckpointException: A save has failed; raised on every rank.
+        """
+        self._saves.poll(wait=wait)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Commit all saves and end worker processes; see :meth:`Saves.close`."""
+        self._saves.close(error)
+        if error is None:
+            wait_for(self._removals, default_engine().options.save_timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one checkpoint is written; its methods are for one rank.
+
+    They return directories that nobody needs, for removal.
+    """
+
+    path: str
+    """Directory of the checkpoint."""
+    run: str
+
+    @property
+    def _root(self) -> str:
+        return os.path.join(self.run, _SAVING + os.path.basename(self.path))
+
+    @property
+    def new(self) -> str:
+        """Directory in which the checkpoint is written."""
+        return os.path.join(self._root, os.path.basename(self.path))
+
+    @property
+    def _old(self) -> str:
+        return os.path.join(self._root, "_replaced")
+
+    def recover(self) -> list[str]:
+        """Undo what a crash has left."""
+        if not os.path.isdir(self._root):
+            return []
+        if os.path.isdir(self._old) and not os.path.lexists(self.path):
+            os.rename(self._old, self.path)
+        return [_set_aside(self._root, self.run)]
+
+    def publish(self) -> list[str]:
+        """Give the written directory its name, in the place of an existing one."""
+        sync_directory(self.new)  # now that all ranks have written
+        if os.path.lexists(self.path):
+            os.rename(self.path, self._old)
+        os.rename(self.new, self.path)
+        sync_directory(os.path.dirname(self.path))
+        return [_set_aside(self._root, self.run)]
+
+
+def _set_aside(path: str, run: str) -> str:
+    """Rename what is to be removed: a crash leaves no part of it under its name."""
+    aside = os.path.join(run, _REMOVED + os.urandom(4).hex())
+    os.rename(path, aside)
+    return aside
+
+
+def _remove_trees(paths: Sequence[str]) -> None:
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)  # the next run tries again
+
+
+@contextmanager
+def _on_rank_0() -> Iterator[bool]:
+    """A block of which all ranks raise the error of rank 0; whether this rank is rank 0."""
+    coordination = coordination_for(None)
+    with together(coordination):
+        yield coordination.is_coordinator
+
+
+@contextmanager
+def _captured(directory: str) -> Iterator[dict[str, dict[str, Any]]]:
+    """State dicts that this thread gives to ``dcp.save`` for a directory, by path; not saved."""
+    states: dict[str, dict[str, Any]] = {}
+    original, thread = dcp.save, threading.get_ident()
+
+    def save(state_dict: dict[str, Any], **options: Any) -> Any:
+        path = Path(getattr(options.get("storage_writer"), "path", ""))
+        if threading.get_ident() != thread or path.parent != Path(directory):
+            return original(state_dict, **options)
+        states[str(path)] = state_dict
+        return None
+
+    dcp.save = save
+    try:
+        yield states
+    finally:
+        dcp.save = original
+
+
+def _sync(place: _Place, rank: int, *, besides: Iterable[Path]) -> None:
+    """Fsync what this rank has written, except for directories of saves."""
+    saves = set(besides)
+    if rank == 0:
+        sync_name(os.path.dirname(place.path))
+    for folder, names, files in os.walk(place.new):
+        names[:] = [name for name in names if Path(folder, name) not in saves]
+        for name in files:
+            match = _OF_ONE_RANK.match(name)
+            if (int(match[1]) if match else 0) == rank:
+                _sync_file(os.path.join(folder, name))
+        if rank == 0:
+            sync_directory(folder)
+
+
+def _sync_file(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

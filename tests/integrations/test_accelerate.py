@@ -1,0 +1,71 @@
+"""Accelerate's and the Trainer's sharded checkpoints through nostall, resumed with and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.ranks import run_ranks
+
+pytest.importorskip("accelerate", reason="`nox -s accelerate` installs it")
+pytest.importorskip("transformers", reason="`nox -s accelerate` installs it")
+
+_PARTS = ["optimizer_0", "pytorch_model_fsdp_0"]
+
+
+def test_the_trainer_resumes_from_our_checkpoint(tmp_path: Path) -> None:
+    """A run that is resumed from our checkpoint ends like an uninterrupted one, bit by bit."""
+    for found in run_ranks(2, "accelerate_saves:resumed", tmp_path):
+        assert found["names"] == ["checkpoint-2", "checkpoint-4"]
+        assert set(_PARTS) < set(found["files"])
+        assert found["files"] == found["stock_files"]
+        assert found["same"] == {"Trainer": True, "NostallTrainer": True}
+
+
+def test_rotation_waits_for_the_commit(tmp_path: Path) -> None:
+    """With ``save_total_limit=1`` there is a committed checkpoint at every moment."""
+    for found in run_ranks(2, "accelerate_saves:rotated", tmp_path):
+        assert found["while_saving"] == [[["_saving-checkpoint-4", "checkpoint-2"], "checkpoint-2"]]
+        assert found["names"] == ["checkpoint-6"]
+
+
+def test_the_best_checkpoint_is_kept_and_loaded(tmp_path: Path) -> None:
+    """Rotation spares the best checkpoint, and each state names it by its final directory."""
+    for found in run_ranks(2, "accelerate_saves:best", tmp_path):
+        assert found["names"] == ["checkpoint-10", "checkpoint-4"]
+        assert found["best"] == ["run/checkpoint-4", "run/checkpoint-4"]
+        assert found["same"]
+
+
+def test_ranks_that_are_killed_leave_no_checkpoint_in_parts(tmp_path: Path) -> None:
+    """What a killed run was writing is not resumed from, and the next run removes it."""
+    run_ranks(2, "accelerate_saves:killed", tmp_path, check=False)
+    for found in run_ranks(2, "accelerate_saves:after_the_kill", tmp_path):
+        assert found["left"] == ["_saving-checkpoint-4", "checkpoint-2"]
+        assert found["last"] == "checkpoint-2"
+        assert found["same"]
+        assert found["names"] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
+def test_an_exception_in_training_loses_no_save(tmp_path: Path) -> None:
+    """The save before the failing step is committed, and the exception is raised."""
+    for found in run_ranks(2, "accelerate_saves:failing", tmp_path):
+        assert found == {"message": "the training step fails", "names": ["checkpoint-2"]}
+
+
+def test_a_loop_of_ones_own_resumes_from_our_checkpoint(tmp_path: Path) -> None:
+    """``load_state`` of either accelerator continues an uninterrupted run, bit by bit."""
+    for found in run_ranks(2, "accelerate_saves:plain", tmp_path):
+        assert found["returned"] == "last"
+        assert found["names"] == ["last"]
+        assert set(_PARTS) < set(found["files"])
+        assert found["same"] == {"Accelerator": True, "NostallAccelerator": True}
+
+
+def test_named_checkpoints_are_rotated_after_the_commit(tmp_path: Path) -> None:
+    """With ``total_limit=1`` the older one stays until the newer one is committed."""
+    for found in run_ranks(2, "accelerate_saves:named", tmp_path):
+        assert found["while_saving"] == ["checkpoint_0"]
+        assert found["same"]
+        assert found["names"] == ["checkpoints", "checkpoint_1"]
