@@ -141,9 +141,14 @@ class Saves:
         Args:
             error: The exception that ends training. Saves are then committed only if all ranks are
                 here within seconds; see :class:`nostall.AsyncCallsQueue`.
+
+        Raises:
+            CheckpointException: A save has failed; raised on every rank.
         """
         if error is not None:
             self._queue.__exit__(type(error), error, error.__traceback__)
             return
-        self.poll(wait=True)
-        self._queue.close()
+        try:
+            self.poll(wait=True)
+        finally:
+            self._queue.close()  # also commits the saves after one that failed
