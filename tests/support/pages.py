@@ -1,0 +1,14 @@
+"""The code that documentation pages show."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def code_blocks(page: str) -> list[str]:
+    """The Python blocks of a page below ``docs``, in their order."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
