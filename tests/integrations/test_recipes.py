@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -32,15 +33,17 @@ def needs(package: str) -> pytest.MarkDecorator:
 def run(program: str, folder: Path, *command: str) -> None:
     """Run a program of the page in a directory."""
     (folder / "program.py").write_text(program)
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", *command, "program.py"],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    with TemporaryDirectory(prefix="ray-") as short:  # names of sockets are at most 107 bytes long
+        ray = {"RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0"}
+        ended = subprocess.run(
+            [sys.executable, "-W", "ignore", *command, "program.py"],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **ray},
+            capture_output=True,
+            text=True,
+            timeout=250,
+            check=False,
+        )
     assert ended.returncode == 0, ended.stderr
 
 
