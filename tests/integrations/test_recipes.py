@@ -33,7 +33,8 @@ def needs(package: str) -> pytest.MarkDecorator:
 def run(program: str, folder: Path, *command: str) -> None:
     """Run a program of the page in a directory."""
     (folder / "program.py").write_text(program)
-    with TemporaryDirectory(prefix="ray-") as short:  # names of sockets are at most 107 bytes long
+    # Ray has sockets there, whose names are at most 107 bytes long.
+    with TemporaryDirectory(prefix="ray-", dir="/tmp") as short:
         ray = {"RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0"}
         ended = subprocess.run(
             [sys.executable, "-W", "ignore", *command, "program.py"],
