@@ -37,6 +37,19 @@ OLDEST_MEGATRON = "0.16.1"
 MEGATRON = {OLDEST_MEGATRON: (), "0.17.1": (), "0.19.2": ("triton==3.9.0",)}
 """Versions of Megatron-core, and what they import without declaring it."""
 NVRX = "nvidia-resiliency-ext==0.4.1"
+RECIPES = {
+    "nemo_automodel": ("safetensors", "torchdata", "transformers"),
+    "ray": ("ray[train]",),
+    "torchtune": (
+        *("blobfile", "datasets", "omegaconf", "safetensors", "sentencepiece", "tiktoken"),
+        *("tokenizers", "torchao", "torchdata"),
+    ),
+}
+"""Frameworks of docs/recipes.md, and what their checkpoints need."""
+WITHOUT_THE_REST = {"nemo_automodel", "torchtune"}
+"""Those that are installed without all that they declare: accelerator kernels, data sets."""
+OLDER = {"torchtune": {"torchao": "0.14.1"}, "nemo_automodel": {"transformers": "5.18.0"}}
+"""Versions of other packages with which these frameworks were tried and can be imported."""
 
 IMPORT_CHECK = """
 import sys, nostall
@@ -210,6 +223,18 @@ def torchtitan(session: nox.Session) -> None:
     """Run the tests that need torchtitan, and measure; arguments after `--` go to pytest."""
     install(session, "--no-deps", "torchtitan")  # its data sets and loggers are not needed
     run_framework(session, "torchtitan")
+
+
+@nox.session
+@nox.parametrize("framework", list(RECIPES), ids=list(RECIPES))
+def recipes(session: nox.Session, framework: str) -> None:
+    """Run the code of docs/recipes.md for one framework, as in `nox -s 'recipes(ray)'`."""
+    pins = other_pins(session, OLDER.get(framework, {}))
+    if framework in WITHOUT_THE_REST:
+        install(session, "--no-deps", framework, pins=pins)
+    install(session, "numpy", "pytest>=9.0", *RECIPES[framework], pins=pins)
+    install_package(session, pins=pins)
+    session.run("pytest", "tests/integrations/test_recipes.py", "-k", framework, *session.posargs)
 
 
 @nox.session

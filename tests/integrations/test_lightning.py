@@ -10,15 +10,18 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nostall.testing import Hold, inject
+from support.pages import code_blocks
 from support.ranks import run_ranks
 
 pytest.importorskip("lightning.pytorch", reason="`nox -s lightning` installs it")
 
 from nostall.integrations.lightning import NostallCheckpointIO  # needs Lightning
-from programs.lightning_saves import fit, same  # as above
+from programs.lightning_saves import Regression, fit, same  # as above
 
 # Lightning warns about its use of torch, and about workers that such data does not need.
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+SHARDED = [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
 
 
 def test_lightning_resumes_from_our_file(tmp_path: Path) -> None:
@@ -90,13 +93,26 @@ def test_ranks_of_ddp_resume_from_our_file(tmp_path: Path) -> None:
 
 def test_sharded_checkpoints_are_resumed_with_and_without_nostall(tmp_path: Path) -> None:
     """Each rank's shards, and what is in ``meta.pt``, come back under either strategy."""
-    for found in run_ranks(2, "lightning_saves:sharded", tmp_path):
+    for rank, found in enumerate(run_ranks(2, "lightning_saves:sharded", tmp_path)):
         assert found["names"] == ["epoch=1.ckpt"]
-        assert found["files"] == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
+        assert found["files"] == SHARDED
+        assert found["rows"] == ([8, 8, 1, 1], [8, 8, 0, 0])[rank]
         assert found["same"] == {
             "ModelParallelStrategy": True,
             "NostallModelParallelStrategy": True,
         }
+
+
+def test_the_documented_trainers_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of docs/frameworks.md, for one device and for a sharded strategy."""
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {}
+    exec(code_blocks("frameworks.md")[0], namespace)
+    namespace["trainer"].fit(Regression())
+    (file,) = tmp_path.glob("**/*.ckpt")
+    assert torch.load(file)["epoch"] == 2
+    for found in run_ranks(2, "lightning_saves:documented", tmp_path / "sharded"):
+        assert found == {"files": SHARDED}
 
 
 def test_meta_is_committed_with_the_tensors(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
-from programs.megatron_saves import code_blocks
+from support.pages import code_blocks
 from support.ranks import run_ranks
 from support.states import read_metadata
 
@@ -114,7 +114,7 @@ def test_the_documented_loop_runs(tmp_path: Path) -> None:
 def test_the_documented_nvrx_program_runs(tmp_path: Path) -> None:
     """The code of docs/megatron.md for programs that were written for NVRx."""
     program = tmp_path / "program.py"
-    program.write_text(code_blocks()[2])
+    program.write_text(code_blocks("megatron.md")[2])
     command = [sys.executable, "-W", "error", str(program)]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=100, check=False)
     assert ended.returncode == 0, ended.stderr

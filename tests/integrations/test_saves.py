@@ -65,6 +65,19 @@ def test_a_failed_save_keeps_the_checkpoint_before_it(tmp_path: Path, saves: Sav
     assert is_complete(newest)
 
 
+def test_a_failed_save_costs_no_later_one(tmp_path: Path, saves: Saves) -> None:
+    """Closing raises the error of the first save and commits the second."""
+    failed, newest = str(tmp_path / "failed"), str(tmp_path / "newest")
+    with Hold("start") as hold:
+        with inject(hold.fault, Fault.errno("chunk", errno.ENOSPC)):
+            saves.save(_state(1), failed)
+        saves.save(_state(2), newest)
+        hold.release()
+        with pytest.raises(CheckpointException, match="No space left"):
+            saves.close()
+    assert is_complete(newest)
+
+
 def test_a_checkpoint_that_is_saved_again_is_not_removed(tmp_path: Path, saves: Saves) -> None:
     """A save to a path that waits for its removal takes the removal back."""
     first, second = str(tmp_path / "first"), str(tmp_path / "second")

@@ -26,3 +26,9 @@ def test_an_incomplete_directory_costs_no_checkpoint(tmp_path: Path) -> None:
     for found in run_ranks(2, "torchtitan_saves:leftover", tmp_path):
         assert found["complete"]
         assert found["names"] == ["step-10", "step-15"]
+
+
+def test_the_documented_configuration_saves(tmp_path: Path) -> None:
+    """The block of docs/frameworks.md, built as a trainer builds it."""
+    for found in run_ranks(2, "torchtitan_saves:documented", tmp_path):
+        assert found == {"built": "NostallCheckpointManager", "names": ["step-500"]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from nostall import CheckpointManager, manager
+from support.pages import DOCS, code_blocks
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "manager.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+BLOCKS = code_blocks("manager.md")
 
 
 def run(program: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -41,4 +40,4 @@ def test_the_examples_run_and_resume(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [each for each in manager.__all__ if each.startswith("Keep")])
 def test_every_policy_is_documented(name: str) -> None:
     """In the table."""
-    assert f"| `{name}(" in DOCUMENT
+    assert f"| `{name}(" in (DOCS / "manager.md").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from nostall.integrations.lightning import (
     NostallModelParallelStrategy,
 )
 from support.blocked import Blocked
+from support.pages import code_blocks
 
 
 class Regression(pl.LightningModule):  # type: ignore[misc]  # Lightning is not installed for mypy
@@ -100,17 +102,18 @@ def ddp(out: Path) -> dict[str, Any]:
 
 def sharded(out: Path) -> dict[str, Any]:
     """A sharded strategy: our checkpoint is resumed by ours and by Lightning's."""
-    expected, _ = fit(out / "stock", 4, strategy=ModelParallelStrategy(), devices=2)
-    _, names = fit(out / "ours", 2, **_fsdp2())
+    expected, _ = fit(out / "stock", 4, **_fsdp2(ModelParallelStrategy))
+    mine, names = fit(out / "ours", 2, **_fsdp2())
     saved = out / "ours" / "epoch=1.ckpt"
     files = sorted(path.name for path in saved.iterdir())
     resumed = {
-        kind.__name__: fit(out / kind.__name__, 4, resume=saved, strategy=kind(), devices=2)[0]
+        kind.__name__: fit(out / kind.__name__, 4, resume=saved, **_fsdp2(kind))[0]
         for kind in (ModelParallelStrategy, NostallModelParallelStrategy)
     }
     return {
         "names": names,
         "files": files,
+        "rows": [len(values) for values in mine],
         "same": {kind: same(values, expected) for kind, values in resumed.items()},
     }
 
@@ -141,8 +144,18 @@ def failing(out: Path) -> dict[str, Any]:
     return {"message": message, "files": sorted(path.name for path in out.glob("*/.metadata"))}
 
 
-def _fsdp2() -> dict[str, Any]:
-    return {"strategy": NostallModelParallelStrategy(), "devices": 2}
+def documented(out: Path) -> dict[str, Any]:
+    """The code of docs/frameworks.md for a sharded strategy, with a model to fit."""
+    os.chdir(out)
+    namespace: dict[str, Any] = {}
+    exec(code_blocks("frameworks.md")[1], namespace)
+    namespace["trainer"].fit(Regression())
+    dist.barrier()
+    return {"files": sorted(path.name for path in out.glob("**/*.ckpt/*"))}
+
+
+def _fsdp2(kind: Any = NostallModelParallelStrategy) -> dict[str, Any]:
+    return {"strategy": kind(data_parallel_size=2, tensor_parallel_size=1), "devices": 2}
 
 
 class _Began(pl.Callback):  # type: ignore[misc]  # as above
@@ -208,4 +221,4 @@ def measure_shards(out: Path) -> dict[str, list[float]]:
     """Two ranks, FSDP2: Lightning's default, and ours."""
     faulthandler.cancel_dump_traceback_later()  # this takes longer than a test may
     kinds = (ModelParallelStrategy, NostallModelParallelStrategy)
-    return {kind.__name__: _time(out / kind.__name__, strategy=kind(), devices=2) for kind in kinds}
+    return {kind.__name__: _time(out / kind.__name__, **_fsdp2(kind)) for kind in kinds}

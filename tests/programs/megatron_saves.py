@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from nostall import nvrx_alias
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrations import megatron as adapter
 from nostall.testing import Fault, inject
+from support.pages import code_blocks
 
 Facts = dict[str, Any]
 _INSTALL: dict[str, Callable[[], None]] = {
@@ -151,7 +151,7 @@ def worker_killed(found: Megatron, out: Path) -> Facts:
 
 def documented(out: Path) -> Facts:
     """The code of docs/megatron.md for Megatron-core, after a state dict."""
-    adapting, saving, _ = code_blocks()
+    adapting, saving, _ = code_blocks("megatron.md")
     os.chdir(out)
     namespace: Facts = {}
     exec(adapting, namespace)
@@ -160,12 +160,6 @@ def documented(out: Path) -> Facts:
     exec(saving, namespace)
     state = namespace["state"]
     return {"step": state["step"], "committed": sorted(glob.glob("checkpoints/*/metadata.json"))}
-
-
-def code_blocks() -> list[str]:
-    """The Python of docs/megatron.md."""
-    text = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 def two_ranks(out: Path, how: str) -> Facts:

@@ -17,6 +17,7 @@ from nostall.integrations.torchtitan import NostallCheckpointManager
 from nostall.integrity import is_complete
 from nostall.testing import Hold, inject
 from support.blocked import Blocked
+from support.pages import code_blocks
 
 
 class _Plain:
@@ -41,6 +42,10 @@ def _model(seed: int) -> torch.nn.Module:
 
 def _manager(kind: Any, out: Path, model: torch.nn.Module, state: _Plain, **options: Any) -> Any:
     config = kind.Config(**{"enable": True, "interval": 1, "keep_latest_k": 2, **options})
+    return _build(config, out, model, state)
+
+
+def _build(config: Any, out: Path, model: torch.nn.Module, state: _Plain) -> Any:
     return config.build(
         dataloader=None,
         model_parts=[model],
@@ -101,6 +106,17 @@ def leftover(out: Path) -> dict[str, Any]:
     ours.close()
     dist.barrier()
     return {"complete": complete, "names": _steps(out)}
+
+
+def documented(out: Path) -> dict[str, Any]:
+    """The configuration that docs/frameworks.md shows."""
+    namespace: dict[str, Any] = {}
+    exec(code_blocks("frameworks.md")[2], namespace)
+    manager = _build(namespace["checkpoint"], out, _model(0), _Plain())
+    manager.save(500)  # the default interval
+    manager.close()
+    dist.barrier()
+    return {"built": type(manager).__name__, "names": _steps(out)}
 
 
 def _steps(out: Path) -> list[str]:

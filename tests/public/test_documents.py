@@ -22,7 +22,7 @@ from nostall.options import EngineOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-TESTED_ELSEWHERE = {"cli.md", "frameworks.md", "manager.md", "megatron.md"}
+TESTED_ELSEWHERE = {"cli.md", "frameworks.md", "manager.md", "megatron.md", "recipes.md"}
 """Pages whose code needs more than nostall, or is tested beside what it documents."""
 ON_TWO_RANKS = {"howto-parallel", "tutorial-train"}
 WARNINGS = "error,ignore:torch.distributed is disabled,ignore:TypedStorage is deprecated"

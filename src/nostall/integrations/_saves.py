@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from nostall.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
+from nostall.torch_ckpt import TorchAsyncCheckpoint
 
 
 def missing(adapter: str, package: str, error: ImportError) -> ImportError:
@@ -54,18 +56,19 @@ class Removals:
         """Remove a path when the saves scheduled so far are committed."""
         self._due[path] = self._scheduled
 
-    def save_failed(self) -> None:
-        """Wait for another save: the one that the removals have waited for is not committed."""
-        self._due = dict.fromkeys(self._due, self._scheduled + 1)
+    @contextmanager
+    def after_poll(self, saves: AsyncCallsQueue | TorchAsyncCheckpoint) -> Iterator[None]:
+        """Around a poll of the saves: remove what is due then.
 
-    def run(self, *, pending: int) -> None:
-        """Remove what is due.
-
-        Args:
-            pending: Number of saves that are not finalised yet.
+        If a save has failed, removals wait for another one in its place.
         """
-        is_over = self._scheduled - pending
-        for path in [path for path, due in self._due.items() if due <= is_over]:
+        try:
+            yield
+        except BaseException:  # passed on; CheckpointException is not an Exception
+            self._due = dict.fromkeys(self._due, self._scheduled + 1)
+            raise
+        are_over = self._scheduled - saves.pending
+        for path in [path for path, due in self._due.items() if due <= are_over]:
             del self._due[path]
             self._remove(path)
 
@@ -143,12 +146,8 @@ class Saves:
         Raises:
             CheckpointException: A save has failed; raised on every rank.
         """
-        try:
+        with self._removals.after_poll(self._queue):
             self._queue.maybe_finalize_async_calls(blocking=wait)
-        except BaseException:  # passed on; CheckpointException is not an Exception
-            self._removals.save_failed()
-            raise
-        self._removals.run(pending=self._queue.pending)
 
     def close(self, error: BaseException | None = None) -> None:
         """Commit all saves and end worker processes.
@@ -156,9 +155,14 @@ class Saves:
         Args:
             error: The exception that ends training. Saves are then committed only if all ranks are
                 here within seconds; see :class:`nostall.AsyncCallsQueue`.
+
+        Raises:
+            CheckpointException: A save has failed; raised on every rank.
         """
         if error is not None:
             self._queue.__exit__(type(error), error, error.__traceback__)
             return
-        self.poll(wait=True)
-        self._queue.close()
+        try:
+            self.poll(wait=True)
+        finally:
+            self._queue.close()  # also commits the saves after one that failed

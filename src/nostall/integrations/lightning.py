@@ -92,12 +92,8 @@ class NostallCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-defi
         self._saves.close()
 
     def _poll(self, *, wait: bool = False) -> None:
-        try:
+        with self._removals.after_poll(self._saves):
             self._saves.finalize_async_save(blocking=wait)
-        except BaseException:  # passed on; CheckpointException is not an Exception
-            self._removals.save_failed()
-            raise
-        self._removals.run(pending=self._saves.pending)
 
 
 class NostallModelParallelStrategy(

@@ -1,0 +1,86 @@
+"""The code of docs/recipes.md runs, with the real packages: ``nox -s recipes`` installs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from nostall.integrity import is_complete
+from support.pages import code_blocks
+from support.ranks import run_ranks
+
+ON_TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+FITTED_AGAIN = """
+again = trainer.fit()
+assert again.checkpoint.path == result.checkpoint.path, again
+"""
+SMALL_RAY = "ray.init(num_cpus=2, include_dashboard=False, object_store_memory=10**8)\n"
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Skip a test where a framework is not installed."""
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}")
+
+
+def run(program: str, folder: Path, *command: str) -> None:
+    """Run a program of the page in a directory."""
+    (folder / "program.py").write_text(program)
+    # Ray has sockets there, whose names are at most 107 bytes long.
+    with TemporaryDirectory(prefix="ray-", dir="/tmp") as short:
+        ray = {"RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0"}
+        ended = subprocess.run(
+            [sys.executable, "-W", "ignore", *command, "program.py"],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **ray},
+            capture_output=True,
+            text=True,
+            timeout=250,
+            check=False,
+        )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_plain_loop_keeps_its_newest_checkpoints(tmp_path: Path) -> None:
+    """On two ranks: the two newest are complete, older ones are removed."""
+    (program,) = code_blocks("recipes.md", "A plain loop")
+    run(program, tmp_path, *ON_TWO_RANKS)
+    saved = sorted((tmp_path / "run").iterdir())
+    assert [path.name for path in saved] == ["step-30", "step-40"]
+    assert all(map(is_complete, saved))
+    found = {"model": {"module.weight": torch.zeros(16, 16)}, "step": 0}
+    dcp.load(found, checkpoint_id=saved[1])
+    assert found["step"] == 40
+
+
+@needs("ray")
+def test_ray_registers_checkpoints_that_are_committed(tmp_path: Path) -> None:
+    """Two workers; Ray keeps the two newest. Started again, they resume from the last one."""
+    (program,) = code_blocks("recipes.md", "Ray Train")
+    program = program.replace("/tmp/ray-results", str(tmp_path / "results"))
+    before, made, after = program.partition("trainer = ")
+    run(before + SMALL_RAY + made + after + FITTED_AGAIN, tmp_path)
+    saved = sorted((tmp_path / "results" / "job").glob("step-*"))
+    assert [path.name for path in saved] == ["step-20", "step-30"]
+    assert all(map(is_complete, saved))
+
+
+@needs("torchtune")
+def test_torchtunes_client_saves_through_nostall(tmp_path: Path) -> None:
+    """Two epochs are committed, and torchtune's checkpointer loads the second."""
+    for found in run_ranks(2, "recipes:torchtune", tmp_path):
+        assert found == {"same": True, "epoch": 1, "committed": ["dist_epoch_0", "dist_epoch_1"]}
+
+
+@needs("nemo_automodel")
+def test_nemo_automodel_saves_through_nostall(tmp_path: Path) -> None:
+    """Model and optimizer are as of the save call, and Automodel's checkpointer loads them."""
+    for found in run_ranks(2, "recipes:nemo_automodel", tmp_path):
+        assert found == {"same": True, "committed": ["step_1/model", "step_1/optim"]}
