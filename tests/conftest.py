@@ -7,12 +7,16 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from hypothesis import settings
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nostall import _engine
 from nostall.core import AsyncCallsQueue
 from support import loaded
 from support.waiting import command_of
+
+settings.register_profile("untimed", deadline=None)  # a busy machine must not fail a test
+settings.load_profile("untimed")
 
 
 def pytest_collection_finish() -> None:
