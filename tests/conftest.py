@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Iterator
 
 import psutil
 import pytest
-from hypothesis import settings
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nostall import _engine
@@ -15,8 +15,13 @@ from nostall.core import AsyncCallsQueue
 from support import loaded
 from support.waiting import command_of
 
-settings.register_profile("untimed", deadline=None)  # a busy machine must not fail a test
-settings.load_profile("untimed")
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give no property test a deadline: a busy machine must not fail it."""
+    if config.pluginmanager.has_plugin("hypothesispytest"):  # frameworks' sessions do without
+        settings = importlib.import_module("hypothesis").settings
+        settings.register_profile("untimed", deadline=None)
+        settings.load_profile("untimed")
 
 
 def pytest_collection_finish() -> None:

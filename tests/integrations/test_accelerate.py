@@ -69,3 +69,9 @@ def test_named_checkpoints_are_rotated_after_the_commit(tmp_path: Path) -> None:
         assert found["while_saving"] == ["checkpoint_0"]
         assert found["same"]
         assert found["names"] == ["checkpoints", "checkpoint_1"]
+
+
+def test_the_lines_of_the_documentation_switch_it_on(tmp_path: Path) -> None:
+    """Those of docs/frameworks.md, for the Trainer and for a loop of one's own."""
+    for found in run_ranks(2, "accelerate_saves:page", tmp_path):
+        assert found == {"names": ["accelerate", "trainer"], "trainer": ["checkpoint-2"]}

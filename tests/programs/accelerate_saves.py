@@ -28,6 +28,7 @@ from nostall.integrations.accelerate import NostallAccelerator
 from nostall.integrations.transformers import NostallTrainer
 from nostall.testing import Hold, inject
 from support.blocked import Blocked
+from support.pages import code_blocks
 
 
 def _take_for_gpus() -> None:
@@ -268,19 +269,44 @@ def failing(out: Path) -> dict[str, Any]:
     return {"message": message, "names": _names(out / "run")}
 
 
+def page(out: Path) -> dict[str, Any]:
+    """The code of docs/frameworks.md, with a model to train."""
+    trainer, accelerator = code_blocks("frameworks.md", "Accelerate and the Hugging Face `Trainer`")
+    names: dict[str, Any] = {
+        "model": _Regression(),
+        "arguments": _arguments(out / "trainer", 2),
+        "data": _Data(),
+    }
+    exec(trainer, names)
+    names["trainer"].train()
+    begin, end = accelerator.split("...\n")
+    names = {"plugin": _plugin()}
+    exec(begin, names)
+    model, optimizer = _prepared(names["accelerator"])
+    _steps(names["accelerator"], model, optimizer, 1)
+    names["accelerator"].save_state(str(out / "accelerate"))
+    exec(end, names)
+    dist.barrier()
+    return {"names": _names(out), "trainer": _names(out / "trainer")}
+
+
 # --- Accelerate -----------------------------------------------------------------------------------
 
 
-def _accelerator(kind: type[Accelerator], out: Path, **options: Any) -> Accelerator:
+def _plugin() -> FullyShardedDataParallelPlugin:
+    """The plugin of a new accelerator."""
     os.environ["FORK_LAUNCHED"] = "1"  # the group that it finds is not its own to destroy
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(cpu=True)
     _take_for_gpus()
-    plugin = FullyShardedDataParallelPlugin(
+    return FullyShardedDataParallelPlugin(
         fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False
     )
+
+
+def _accelerator(kind: type[Accelerator], out: Path, **options: Any) -> Accelerator:
     project = ProjectConfiguration(project_dir=str(out), **options)
-    return kind(fsdp_plugin=plugin, project_config=project)
+    return kind(fsdp_plugin=_plugin(), project_config=project)
 
 
 def _prepared(accelerator: Accelerator) -> tuple[Any, Any]:
