@@ -54,6 +54,7 @@ def test_the_programs_of_the_readme_run_and_resume(tmp_path: Path) -> None:
         return subprocess.run(
             [sys.executable, "-W", "error", "-c", KILLED_IN_STEP_90, str(script), *arguments],
             cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # threads that spin wait for busy cores
             capture_output=True,
             text=True,
             timeout=100,
