@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import tarfile
 import tempfile
 import warnings
 import zipfile
@@ -119,7 +120,7 @@ def to_checkpoint(source: str, target: str, *, trust: bool) -> int:
 
     Raises:
         DamagedCheckpointError: The file cannot be loaded, or needs ``trust``.
-        ReadError: It does not hold a state dict.
+        ReadError: It is not a file of ``torch.save``, or does not hold a state dict.
         NostallError: The checkpoint cannot be saved.
     """
     state = _load(source, trust=trust)
@@ -154,9 +155,11 @@ def _remove_unfinished(target: str) -> None:
 
 
 def _load(source: str, *, trust: bool) -> Any:
+    # The forms from before torch 1.6 cannot be mapped.
+    mapped = zipfile.is_zipfile(source)
+    if not (mapped or _is_pickle(source) or tarfile.is_tarfile(source)):
+        raise ReadError("it is not a file of torch.save", path=source)
     try:
-        # The form from before torch 1.6 cannot be mapped.
-        mapped = zipfile.is_zipfile(source)
         return torch.load(source, map_location="cpu", weights_only=not trust, mmap=mapped)
     except OSError:
         raise
@@ -167,3 +170,9 @@ def _load(source: str, *, trust: bool) -> Any:
             path=source,
             hint=TRUST_HINT if needs_trust else None,
         ) from error
+
+
+def _is_pickle(source: str) -> bool:
+    """Whether it begins as pickles of protocol 2 and later do."""
+    with open(source, "rb") as file:
+        return file.read(1) == pickle.PROTO
