@@ -73,11 +73,13 @@ def test_objects_of_any_class_need_trust(tmp_path: Path, run: Run) -> None:
     status, _, error = run("convert", tmp_path / "saved", file)
     assert (status, error.count("\n"), file.exists()) == (1, 1, False)
     assert "'options'" in error
+    assert "argparse.Namespace" in error
     assert "--trust" in error
     assert run("convert", "--trust", tmp_path / "saved", file)[0] == 0
     assert torch.load(file, weights_only=False)["options"] == state["options"]
     status, _, error = run("convert", file, tmp_path / "again")
     assert (status, error.count("\n"), (tmp_path / "again").exists()) == (1, 1, False)
+    assert "argparse.Namespace" in error
     assert "--trust" in error
     assert run("convert", "--trust", file, tmp_path / "again")[0] == 0
 

@@ -25,7 +25,13 @@ import torch.distributed.checkpoint as dcp
 from nostall import _torch
 from nostall._cli.checkpoints.checkpoint import Checkpoint, Item, in_file_order, read_checkpoint
 from nostall._cli.checkpoints.nesting import nested
-from nostall._cli.checkpoints.reading import TRUST_HINT, object_in, read_into, read_objects
+from nostall._cli.checkpoints.reading import (
+    TRUST_HINT,
+    object_in,
+    read_into,
+    read_objects,
+    reason_of,
+)
 from nostall._cli.output import progress
 from nostall._storage.posix import (
     create_new,
@@ -166,7 +172,7 @@ def _load(source: str, *, trust: bool) -> Any:
     except Exception as error:  # a pickle can raise anything
         needs_trust = isinstance(error, pickle.UnpicklingError) and not trust
         raise DamagedCheckpointError(
-            f"cannot load: {str(error).partition(chr(10))[0]:.200}",
+            f"cannot load: {reason_of(error)}",
             path=source,
             hint=TRUST_HINT if needs_trust else None,
         ) from error
