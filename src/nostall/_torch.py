@@ -135,6 +135,15 @@ def default_store() -> dist.Store | None:
         return None
 
 
+def has_numpy() -> bool:
+    """Whether torch can use NumPy; its collectives of objects, and so stock DCP, require it."""
+    try:
+        torch.empty(0).numpy()
+    except RuntimeError:
+        return False
+    return True
+
+
 @lru_cache(maxsize=256)
 def can_be_viewed(dtype: torch.dtype) -> bool:
     """Whether raw memory can be viewed with this dtype; false for sub-byte and quantised types."""

@@ -13,6 +13,7 @@ fault tolerance, in-process restart) stay its own, and find nostall's modules wh
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import runpy
@@ -42,7 +43,6 @@ _MODULES = (
 )
 _VERSION = "0.7.0"
 """The release whose names these are (commit d8686d9). Megatron-core asks for 0.6.0 at least."""
-_USAGE = "usage: python -m nostall.nvrx_alias SCRIPT [ARGUMENT ...]"
 
 
 def install(force: bool = False) -> None:  # noqa: FBT001, FBT002  # an established signature
@@ -145,15 +145,25 @@ def _numbers(version: str) -> list[int]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a script as ``python SCRIPT [ARGUMENT ...]`` does, with the aliases installed."""
+    """Run a script as ``python SCRIPT [ARGUMENT ...]`` does, with the aliases installed.
+
+    Exits with status 2 if there is no script.
+    """
     arguments = sys.argv[1:] if argv is None else argv
-    if not arguments or arguments[0] in ("-h", "--help"):
-        sys.exit(_USAGE)
+    parser = argparse.ArgumentParser(
+        usage="python -m nostall.nvrx_alias SCRIPT [ARGUMENT ...]",
+        description="Run a Python script in which imports of"
+        " nvidia_resiliency_ext.checkpointing.async_ckpt find nostall.",
+    )
+    parser.add_argument("script", metavar="SCRIPT")
+    script = parser.parse_args(arguments[:1]).script  # the others are the script's
+    if not os.path.exists(script):
+        parser.exit(2, f"nostall.nvrx_alias: {script}: no such file\n")
     install(force=True)
     sys.argv = list(arguments)
     if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
-        sys.path[0] = os.path.dirname(os.path.realpath(arguments[0]))
-    runpy.run_path(arguments[0], run_name="__main__")
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -73,11 +73,13 @@ def test_objects_of_any_class_need_trust(tmp_path: Path, run: Run) -> None:
     status, _, error = run("convert", tmp_path / "saved", file)
     assert (status, error.count("\n"), file.exists()) == (1, 1, False)
     assert "'options'" in error
+    assert "argparse.Namespace" in error
     assert "--trust" in error
     assert run("convert", "--trust", tmp_path / "saved", file)[0] == 0
     assert torch.load(file, weights_only=False)["options"] == state["options"]
     status, _, error = run("convert", file, tmp_path / "again")
     assert (status, error.count("\n"), (tmp_path / "again").exists()) == (1, 1, False)
+    assert "argparse.Namespace" in error
     assert "--trust" in error
     assert run("convert", "--trust", file, tmp_path / "again")[0] == 0
 
@@ -95,6 +97,42 @@ def test_an_old_file_and_what_is_no_state_dict(tmp_path: Path, run: Run) -> None
     for name in ("tensor.pt", "text.pt"):
         status, _, error = run("convert", tmp_path / name, tmp_path / "other")
         assert (status, error.count("\n"), (tmp_path / "other").exists()) == (1, 1, False)
+
+
+@pytest.mark.parametrize("trust", [(), ("--trust",)], ids=["", "trust"])
+def test_a_file_of_something_else_is_said_to_be_one(
+    tmp_path: Path, run: Run, trust: tuple[str, ...]
+) -> None:
+    """A program that is given by mistake is not a question of trust."""
+    (tmp_path / "make.py").write_text("import torch")
+    status, _, error = run("convert", *trust, tmp_path / "make.py", tmp_path / "x")
+    assert (status, error.count("\n"), (tmp_path / "x").exists()) == (1, 1, False)
+    assert "not a file of torch.save" in error
+    assert "--trust" not in error
+    assert "weights_only" not in error
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("saved", "all.safetensors"),
+        ("saved", "all/"),
+        ("all.pt", "again.pt"),
+        ("all.pt", "again.PTH"),
+        ("all.pt", "again.safetensors"),
+    ],
+)
+def test_a_name_that_contradicts_what_is_written_is_refused(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, source: str, target: str
+) -> None:
+    """No archive of ``torch.save`` is called safetensors, and no directory a file of it."""
+    monkeypatch.chdir(tmp_path)
+    dcp.save({"x": torch.ones(2)}, storage_writer=nostall.FileSystemWriterAsync("saved"))
+    torch.save({"x": torch.ones(2)}, "all.pt")
+    status, _, error = run("convert", source, target)
+    assert (status, error.count("\n")) == (2, 1)
+    assert "contradicts" in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.pt", "saved"]
 
 
 def test_nothing_is_replaced(tmp_path: Path, run: Run) -> None:

@@ -94,6 +94,45 @@ def test_nothing_there_is_an_exit_status(tmp_path: Path, run: Run) -> None:
     assert run("ls", "s3://bucket/checkpoints")[0] == 2
 
 
+def test_commands_that_find_nothing_say_where_checkpoints_are(tmp_path: Path, run: Run) -> None:
+    """One or two levels too high, or the checkpoint instead of its root."""
+    for step in (1, 2):
+        save(tmp_path / "run" / f"step-{step}")
+    newest = str(tmp_path / "run" / "step-2")
+    for command in ("latest", "verify", "inspect"):
+        status, shown, error = run(command, tmp_path)
+        assert (status, (shown + error).count("\n")) == (3, 1)
+        assert f"2 checkpoints, the last {newest} (complete)" in shown + error
+    status, _, error = run("latest", newest)
+    assert status == 3
+    assert "it is a checkpoint itself" in error
+    status, _, error = run("prune", newest, "--keep", "latest=1")
+    assert status == 2
+    assert "pass the directory that holds it" in error
+
+
+def test_filters_that_choose_nothing_are_told_apart(tmp_path: Path, run: Run) -> None:
+    """The status is 0, as without items; standard error has a line with names."""
+    save(tmp_path, {"model": {"weight": torch.zeros(2)}})
+    for command in (["inspect", tmp_path], ["diff", tmp_path, tmp_path]):
+        status, _, error = run(*command, "--name", "wieght")
+        assert (status, error.count("\n")) == (0, 1)
+        assert "model.weight" in error
+        assert run(*command, "--name", "*weight")[2] == ""
+
+
+def test_damage_of_many_items_is_a_short_line(tmp_path: Path, run: Run) -> None:
+    """Three names and a number; the JSON has all names."""
+    save(tmp_path, {f"layer{number}": torch.zeros(100) for number in range(20)})
+    next(tmp_path.glob("*.distcp")).write_bytes(b"")
+    status, shown, _ = run("verify", tmp_path)
+    assert status == 1
+    assert "layer0, layer1, layer2 and 17 more)" in shown
+    assert "20 items, 1 file, " in shown
+    (damage,) = json.loads(run("verify", "--json", tmp_path)[1])["damages"]
+    assert len(damage["items"]) == 20
+
+
 def test_lists_and_help_need_no_torch(tmp_path: Path) -> None:
     """Help, and the list and a dry run over nostall's checkpoints, are answered at once."""
     save(tmp_path / "step-1")

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from nostall import nvrx_alias
+
 Facts = dict[str, Any]
 PACKAGE = "nvidia_resiliency_ext"
 
@@ -161,6 +163,27 @@ def test_a_script_finds_nostall_where_nvrx_is_not_installed(tmp_path: Path) -> N
         "others": f"No module named '{PACKAGE}.inprocess'",
         "put": "from the worker",
     }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--help"], 0, "Run a Python script"),
+        ([], 2, "SCRIPT"),
+        (["nowhere.py", "--help"], 2, "nostall.nvrx_alias: nowhere.py: no such file\n"),
+    ],
+)
+def test_the_command_without_a_script(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, said: str
+) -> None:
+    """Help is no error; what is missing is named without a traceback, and nothing is installed."""
+    with pytest.raises(SystemExit) as ended:
+        nvrx_alias.main(arguments)
+    shown, error = capsys.readouterr()
+    assert ended.value.code == status
+    assert said in (error if status else shown)
+    assert error.count("\n") <= status
+    assert f"{PACKAGE}.checkpointing.async_ckpt" not in sys.modules
 
 
 def test_other_parts_of_an_installed_nvrx_stay_its_own(installed: Path, tmp_path: Path) -> None:

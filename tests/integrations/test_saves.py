@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import errno
+import importlib
+import re
+import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +19,34 @@ from nostall.integrity import is_complete
 from nostall.removal import remove_checkpoint
 from nostall.testing import Fault, Hold, inject
 from support.ranks import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("adapter", "absent", "advice"),
+    [
+        ("accelerate", "accelerate", "needs accelerate: pip install accelerate ("),
+        ("lightning", "lightning", "needs lightning: pip install lightning ("),
+        ("torchtitan", "torchtitan", "needs torchtitan: pip install torchtitan ("),
+        (
+            "transformers",
+            "accelerate",
+            "needs transformers and accelerate: pip install transformers accelerate (",
+        ),
+    ],
+)
+def test_a_framework_that_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, adapter: str, absent: str, advice: str
+) -> None:
+    """In one line, with everything that the adapter needs, and one traceback."""
+    monkeypatch.delitem(sys.modules, f"nostall.integrations.{adapter}", raising=False)
+    monkeypatch.setitem(sys.modules, absent, None)
+    for name in ("lightning_fabric", "pytorch_lightning"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ModuleNotFoundError, match=re.escape(advice)) as raised:
+        importlib.import_module(f"nostall.integrations.{adapter}")
+    shown = "".join(traceback.format_exception(raised.value))
+    assert shown.count("Traceback") == 1
+    assert str(raised.value).count("pip install") == 1
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from support.states import small_state
 
 Found = dict[str, Any]
 
-EXCHANGE = {"all_gather": 1, "scatter_object_list": 1}
+EXCHANGE = {"all_gather": 1, "broadcast": 1, "scatter": 1}
 """All ranks plan together."""
 FIRST = {"all_reduce": 1, **EXCHANGE}
 """The same, after finding out that not all of them have loaded plans that fit."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import sys
 import threading
 import time
@@ -508,6 +509,20 @@ def test_finalize_functions_never_run_after_a_failure(tmp_path: Path) -> None:
         assert queue.poll() == [1]
     assert finalized == ["later"]
     assert names(tmp_path / "1") == []
+
+
+def test_full_storage_is_said_in_one_line(tmp_path: Path) -> None:
+    """With the bytes that are needed and those that are free, and no other process's traceback."""
+    with AsyncCallsQueue() as queue:
+        with inject(Fault.errno("chunk", errno.ENOSPC)):
+            schedule(queue, tmp_path, {"x": torch.zeros(25_000)})
+        with pytest.raises(CheckpointException) as raised:
+            queue.wait()
+    error, _ = raised.value.failures[0]
+    needed = re.search(r"this rank's files take (\d+) bytes; \d+ bytes and", str(error))
+    assert needed is not None
+    assert 100_000 <= int(needed[1]) < 110_000
+    assert str(raised.value).count("\n") < 5
 
 
 def test_saves_to_one_place_do_not_share_files(tmp_path: Path) -> None:

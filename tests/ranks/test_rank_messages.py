@@ -38,3 +38,14 @@ def test_ranks_whose_store_has_gone_still_save(tmp_path: Path) -> None:
         run_ranks(2, "rank_messages:ranks_whose_store_has_gone_still_save", tmp_path)
         == [{"gone": True, "wrong": []}] * 2
     )
+
+
+def test_ranks_without_numpy_save(tmp_path: Path) -> None:
+    """torch's collectives of objects require NumPy; a split save, or its failure, does not.
+
+    One warning says that loading on several ranks does.
+    """
+    for said in run_ranks(2, "rank_messages:ranks_without_numpy_save", tmp_path):
+        assert said["wrong"] == []
+        assert said["failed ranks"] == [1]
+        assert "install numpy" in said["warning"]

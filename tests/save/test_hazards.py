@@ -412,6 +412,13 @@ def test_an_argument_of_the_wrong_kind_is_refused_where_it_is_passed(wrong: Any)
     assert caught.value.hint
 
 
+def test_a_module_is_told_from_its_state_dict() -> None:
+    """``warmup(model)`` says what to pass; the module's text, of any length, is not repeated."""
+    with pytest.raises(OptionError, match=r"type Linear \(pass the state dict") as caught:
+        nostall.warmup(torch.nn.Linear(2, 2))  # type: ignore[arg-type]  # on purpose
+    assert "number of bytes" in str(caught.value)
+
+
 def test_options_take_numbers_of_numpys_and_0_and_1_as_stock_does(tmp_path: Path) -> None:
     """What a configuration file or an array hands over means what it means to stock."""
     options = {"thread_count": np.int64(2), "sync_files": np.False_, "overwrite": 1}

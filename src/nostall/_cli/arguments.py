@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Protocol, TypeVar
+
+from nostall._cli.output import print_error
 
 T = TypeVar("T")
 
@@ -81,6 +84,13 @@ def add_name_filter(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="only items with such a name, as in 'model.*'; several add up",
     )
+
+
+def warn_if_none(chosen: Sequence[object], names: Iterable[str]) -> None:
+    """Say on standard error that no item was chosen, and how names look."""
+    if not chosen:
+        examples = ", ".join(itertools.islice(names, 3))
+        print_error("no item was chosen" + (f"; names are {examples}, ..." if examples else ""))
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

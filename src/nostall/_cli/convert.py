@@ -17,6 +17,11 @@ DESCRIPTION = (
 )
 
 
+_FILE_ENDINGS = (".pt", ".pth", ".bin", ".pkl")
+"""Endings of a file that torch.save writes, none of them a directory's."""
+_OTHER_FORMATS = (".safetensors", ".gguf", ".onnx", ".h5", ".npz", ".npy", ".distcp")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("source", metavar="SOURCE", help="checkpoint directory, or file")
@@ -36,9 +41,27 @@ def run(parsed: argparse.Namespace) -> int:
         raise OptionError(
             "the target exists", path=parsed.target, hint="remove it, or name another one"
         )
+    is_directory = os.path.isdir(parsed.source)
+    _require_fitting_name(parsed.target, to_directory=not is_directory)
     from nostall._cli.checkpoints.converting import to_checkpoint, to_file
 
-    convert = to_file if os.path.isdir(parsed.source) else to_checkpoint
+    convert = to_file if is_directory else to_checkpoint
     items = convert(parsed.source, parsed.target, trust=parsed.trust)
     print(printable(f"{parsed.source} -> {parsed.target}: {items} items"))
     return Status.FINE
+
+
+def _require_fitting_name(target: str, *, to_directory: bool) -> None:
+    """Check that the name does not promise something other than what is written.
+
+    Raises:
+        OptionError: It does.
+    """
+    written = "a checkpoint directory" if to_directory else "one file of torch.save"
+    wrong = _OTHER_FORMATS + (_FILE_ENDINGS if to_directory else (os.sep,))
+    if target.lower().endswith(wrong):
+        raise OptionError(
+            f"{written} is written, which the name of the target contradicts",
+            path=target,
+            hint="name a directory" if to_directory else "use a name such as step-500.pt",
+        )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nostall._cli.arguments import Status, add_json, add_name_filter, matches
+from nostall._cli.arguments import Status, add_json, add_name_filter, matches, warn_if_none
 from nostall._cli.output import counted, print_json, printable, progress
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def run(parsed: argparse.Namespace) -> int:
     names = [
         name for name in {**one.by_name, **other.by_name} if matches(name, parsed.name)
     ]  # in the order of A
+    warn_if_none(names, one.by_name)
     found = list(_structure(one, other, names))
     shared = sorted(set(names) - {each.name for each in found})
     if parsed.values:

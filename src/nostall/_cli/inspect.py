@@ -9,7 +9,15 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from nostall._bench.quantities import format_nbytes, parse_nbytes
-from nostall._cli.arguments import Status, add_json, add_name_filter, at_least, checked, matches
+from nostall._cli.arguments import (
+    Status,
+    add_json,
+    add_name_filter,
+    at_least,
+    checked,
+    matches,
+    warn_if_none,
+)
 from nostall._cli.output import counted, print_json, print_table, printable
 
 if TYPE_CHECKING:
@@ -47,6 +55,7 @@ def run(parsed: argparse.Namespace) -> int:
 
     checkpoint = read_checkpoint(parsed.path)
     items = _chosen(checkpoint, parsed)
+    warn_if_none(items, checkpoint.by_name)
     if parsed.json:
         _print_json(checkpoint, items)
         return Status.FINE

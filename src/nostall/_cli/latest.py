@@ -6,6 +6,7 @@ import argparse
 import os
 
 from nostall._cli.arguments import NotThere, Status
+from nostall._cli.checkpoints.listing import elsewhere
 
 HELP = "print the path of the last complete checkpoint"
 DESCRIPTION = "Print the path of the last committed checkpoint that is complete."
@@ -24,6 +25,6 @@ def run(parsed: argparse.Namespace) -> int:
     found = latest_complete(parsed.root, deep=parsed.deep)
     if found is None:
         missing = "" if os.path.isdir(parsed.root) else "no such directory, so "
-        raise NotThere(f"{parsed.root}: {missing}no complete checkpoint")
+        raise NotThere(f"{parsed.root}: {missing}no complete checkpoint{elsewhere(parsed.root)}")
     print(found)
     return Status.FINE

@@ -20,7 +20,7 @@ from nostall._cli.checkpoints.listing import (
 )
 from nostall._cli.output import counted, print_error, print_json, print_table
 from nostall._manager.policies import KeepEvery, KeepLatest, Policy, StepRecord
-from nostall.errors import NostallError
+from nostall.errors import NostallError, OptionError
 
 HELP = "remove checkpoints that no policy keeps; a dry run by default"
 DESCRIPTION = (
@@ -53,6 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Print what is kept and why; remove the rest with ``--delete``."""
     checkpoints = list_checkpoints(parsed.root)
+    if not checkpoints and look_at(os.path.abspath(parsed.root)) is not None:
+        raise OptionError(
+            "this is a checkpoint", path=parsed.root, hint="pass the directory that holds it"
+        )
     rules = [rule for given in parsed.keep for rule in given]
     kept = why_kept(checkpoints, rules, linked_from(parsed.root))
     removable = [each for each in checkpoints if each.path not in kept]

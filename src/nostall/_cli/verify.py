@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nostall._cli.arguments import Status, add_json, at_least
-from nostall._cli.output import print_json, printable, progress
+from nostall._cli.checkpoints.listing import elsewhere
+from nostall._cli.output import counted, print_json, printable, progress
 
 if TYPE_CHECKING:
     from nostall.integrity import Verification
@@ -52,13 +53,18 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _print(found: Verification) -> None:
+    from nostall.integrity import State
+
+    if found.state is State.NOT_THERE:
+        print(f"{found.path}: NOT THERE: {found.note}{printable(elsewhere(found.path))}")
+        return
     if found.note is not None:
         print(f"note: {printable(found.note)}")
     for damage in found.damages:
         print(f"damaged: {printable(str(damage))}")
     if found.unchecked:
         example = printable(found.unchecked[0])
-        print(f"no checksum: {len(found.unchecked)} items, for example {example}")
+        print(f"no checksum: {counted(len(found.unchecked), 'item')}, for example {example}")
     if not found.ok:
         verdict = found.state.value.upper()
     elif found.has_manifest:
@@ -67,6 +73,5 @@ def _print(found: Verification) -> None:
         verdict = (
             "no damage found; without a manifest, only the checksums of its records were compared"
         )
-    print(
-        f"{found.path}: {verdict} ({found.items} items, {found.files} files, {found.nbytes} bytes)"
-    )
+    size = f"{counted(found.items, 'item')}, {counted(found.files, 'file')}, {found.nbytes} bytes"
+    print(f"{found.path}: {verdict} ({size})")

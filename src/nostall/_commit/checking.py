@@ -34,6 +34,9 @@ from nostall.errors import (
     UntrustedMetadataError,
 )
 
+_FEW = 3
+"""Names in a text; the attribute has them all."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
@@ -46,8 +49,10 @@ class Damage:
     """Names of the items concerned, as far as they are known."""
 
     def __str__(self) -> str:
-        items = f" (items {', '.join(self.items)})" if self.items else ""
-        return f"{self.file}: {self.what}{items}"
+        items, more = ", ".join(self.items[:_FEW]), len(self.items) - _FEW
+        if more > 0:
+            items += f" and {more} more"
+        return f"{self.file}: {self.what}" + (f" (items {items})" if items else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

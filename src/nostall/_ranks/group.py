@@ -13,13 +13,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from functools import cache
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from nostall import _torch
-from nostall._ranks.messages import broadcast_message, gather_messages
+from nostall._ranks.messages import broadcast_message, gather_messages, scatter_messages
 from nostall.errors import OptionError, RankLostError
 
 T = TypeVar("T")
@@ -136,7 +137,7 @@ class TorchGroup:
         """Translate the backend's untyped errors to :class:`RankLostError`."""
         try:
             yield
-        except (RecursionError, NotImplementedError):  # this rank cannot pickle its value
+        except NotImplementedError:  # the backend does not have this collective
             raise
         except RuntimeError as error:
             raise RankLostError(
@@ -207,20 +208,22 @@ class TorchGroup:
         return pickle.loads(received)  # type: ignore[no-any-return]  # of type T
 
     def scatter(self, values: list[T] | None) -> T:
-        """One scatter_object_list."""
-        holder: list[Any] = [None]
+        """One broadcast of the longest message's length, then one scatter."""
+        messages = None if values is None else [pickle.dumps(value) for value in values]
+        device = _torch.device_for_collectives(self._group)
         with self._together():
-            dist.scatter_object_list(
-                holder, values, src=self._coordinator_global, group=self._group
+            message = scatter_messages(
+                messages, sender=self._coordinator_global, group=self._group, device=device
             )
-        return holder[0]  # type: ignore[no-any-return]  # torch fills the list in place
+        return pickle.loads(message)  # type: ignore[no-any-return]  # of type T
 
     def all_gather(self, value: T) -> list[T]:
-        """One all_gather_object."""
-        collected: list[Any] = [None] * self.world_size
+        """One all_gather of short messages, then another one if any message is long."""
+        message, device = pickle.dumps(value), _torch.device_for_collectives(self._group)
         with self._together():
-            dist.all_gather_object(collected, value, group=self._group)
-        return collected
+            messages = gather_messages(message, receiver=None, group=self._group, device=device)
+        assert messages is not None
+        return [pickle.loads(each) for each in messages]
 
 
 def require_members(group: dist.ProcessGroup | None, coordinator: int) -> None:
@@ -241,6 +244,18 @@ def require_members(group: dist.ProcessGroup | None, coordinator: int) -> None:
         raise OptionError(
             f"coordinator_rank={coordinator!r} is not a rank of the group of size {world_size}",
             hint=f"use a rank within the group, 0 to {world_size - 1}",
+        )
+    if world_size > 1:
+        _look_for_numpy()
+
+
+@cache
+def _look_for_numpy() -> None:
+    """Warn once if it is not installed: a job could save, and would fail when it resumes."""
+    if not _torch.has_numpy():
+        _log.warning(
+            "torch cannot use NumPy, without which dcp.load and dcp.save fail on more than one"
+            " rank: install numpy before you resume"
         )
 
 

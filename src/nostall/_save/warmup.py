@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 from nostall._engine import Engine, default_engine
@@ -42,6 +43,11 @@ def warmup(share: int | Mapping[str, Any] = 0, *, timeout: float = 30.0, wait: b
     if not is_possible_wait(timeout):
         raise OptionError(f"timeout={timeout!r} is not possible", hint="use seconds")
     engine = default_engine()
+    if not isinstance(share, Mapping | Integral):
+        raise OptionError(
+            f"share is of type {type(share).__name__}",
+            hint="pass the state dict that will be saved, or a number of bytes",
+        )
     if isinstance(share, Mapping):
         nbytes = _snapshot_nbytes(share, engine)
     else:

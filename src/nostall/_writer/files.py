@@ -73,7 +73,7 @@ def perform(
         remove_files(at.created)
         if not isinstance(error, Exception):  # an interrupt
             raise
-        failure = describe(error, phase=at.phase, path=at.path)
+        failure = describe(error, job, phase=at.phase, path=at.path)
         return RankFailed(rank=job.rank, failure=failure)
     return RankWritten(rank=job.rank, receipts=receipts)
 
@@ -89,15 +89,20 @@ def _require_files(receipts: Iterable[FileReceipt], storage: Files, at: Position
         require_file(storage, receipt.name, receipt.nbytes)
 
 
-def describe(error: BaseException, *, phase: str, path: str) -> Failure:
-    """The failure of a rank whose write raised an error."""
+def describe(error: BaseException, job: WriteJob, *, phase: str, path: str) -> Failure:
+    """The failure of a rank whose write raised an error.
+
+    That of full storage has no traceback, in which nothing could be mended.
+    """
     if isinstance(error, Cancelled):
         return Failure(kind="SaveAbortedError", message=str(error), phase=phase, path=path)
     code = error.errno if isinstance(error, OSError) and isinstance(error.errno, int) else None
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     hint = None
-    if code in (errno.ENOSPC, errno.EDQUOT):
-        hint = _free_space(path)
+    is_full = code in (errno.ENOSPC, errno.EDQUOT)
+    if is_full:
+        needed = sum(image.nbytes for image in job.files)
+        hint = _free_space(path, needed)
     elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
         hint = f"user {os.geteuid()} may not write there; change that or save elsewhere"
     return Failure(
@@ -107,16 +112,16 @@ def describe(error: BaseException, *, phase: str, path: str) -> Failure:
         path=path,
         errno=code,
         hint=hint,
-        traceback="".join(traceback.format_exception(error)),
+        traceback="" if is_full else "".join(traceback.format_exception(error)),
     )
 
 
-def _free_space(path: str) -> str | None:
+def _free_space(path: str, needed_nbytes: int) -> str | None:
     try:
         room = os.statvfs(path if os.path.isdir(path) else os.path.dirname(path))
     except OSError:
         return None
     return (
-        f"{room.f_bavail * room.f_frsize} bytes and {room.f_favail} inodes are free there; make"
-        " room or save elsewhere"
+        f"this rank's files take {needed_nbytes} bytes; {room.f_bavail * room.f_frsize} bytes and"
+        f" {room.f_favail} inodes are free there; make room or save elsewhere"
     )

@@ -197,7 +197,7 @@ class _Writer:
 
 
 def _failed(job: WriteJob, error: BaseException) -> RankFailed:
-    failure = describe(error, phase="write", path=job.directory)
+    failure = describe(error, job, phase="write", path=job.directory)
     return RankFailed(rank=job.rank, failure=failure)
 
 

@@ -22,11 +22,19 @@ from nostall.state_dict_saver import (
 from nostall.torch_ckpt import TorchAsyncCheckpoint
 
 
-def missing(adapter: str, package: str, error: ImportError) -> ImportError:
-    """The error for a framework that cannot be imported, in one line."""
+def missing(package: str, error: ImportError, *, also: str = "") -> ImportError:
+    """The error of the adapter for a package that cannot be imported, in one line.
+
+    Args:
+        package: The package, and the adapter's name.
+        error: What the import has raised.
+        also: Another package that it needs.
+    """
+    packages = f"{package} {also}".split()
     return ModuleNotFoundError(
-        f"nostall.integrations.{adapter} needs {package}: pip install {package} ({error})",
-        name=package,
+        f"nostall.integrations.{package} needs {' and '.join(packages)}:"
+        f" pip install {' '.join(packages)} ({error})",
+        name=error.name or package,
     )
 
 

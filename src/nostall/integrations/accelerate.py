@@ -27,7 +27,7 @@ __all__ = ["NostallAccelerator"]
 try:
     _accelerate = import_module("accelerate")
 except ImportError as error:
-    raise missing("accelerate", "accelerate", error) from error
+    raise missing("accelerate", error) from None
 
 
 class NostallAccelerator(_accelerate.Accelerator):  # type: ignore[misc,name-defined]  # no types

@@ -43,7 +43,7 @@ try:
         _io = import_module("lightning.fabric.plugins.io.torch_io")
         _strategies = import_module("lightning.pytorch.strategies")
 except ImportError as error:
-    raise missing("lightning", "lightning", error) from error
+    raise missing("lightning", error) from None
 
 _META = "meta.pt"
 """File with what is neither model nor optimizer; Lightning recognises sharded checkpoints by it."""

@@ -27,7 +27,7 @@ try:
     _titan = import_module("torchtitan.components.checkpointer.dcp")
     _tools = import_module("torchtitan.tools.utils")
 except ImportError as error:
-    raise missing("torchtitan", "torchtitan", error) from error
+    raise missing("torchtitan", error) from None
 
 _METADATA = (".metadata", "model.safetensors.index.json")
 """A step with one of these is a checkpoint, for torchtitan, too."""

@@ -17,15 +17,16 @@ from typing import Any
 
 from nostall.integrations._directories import DirectorySaves
 from nostall.integrations._saves import missing
-from nostall.integrations.accelerate import saves_shards, shards_on_device
 
 __all__ = ["NostallTrainer"]
 
 try:
+    import_module("accelerate")
     _trainer = import_module("transformers.trainer")
     _checkpoints = import_module("transformers.trainer_utils")
+    from nostall.integrations.accelerate import saves_shards, shards_on_device
 except ImportError as error:
-    raise missing("transformers", "transformers", error) from error
+    raise missing("transformers", error, also="accelerate") from None
 
 
 class NostallTrainer(_trainer.Trainer):  # type: ignore[misc,name-defined]  # no types

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from nostall import _torch
 from nostall._cli.arguments import NotThere
+from nostall._cli.checkpoints.listing import elsewhere
 from nostall._commit.manifest import Manifest, split
 from nostall._commit.metadata import extents_of, load_metadata
 from nostall._storage.destination import require_file_system
@@ -141,7 +142,7 @@ def read_checkpoint(path: str) -> Checkpoint:
         with open_to_read(files, _torch.METADATA_NAME) as stream:
             content = read_metadata(stream, where)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotThere(f"{path}: no checkpoint was committed here") from error
+        raise NotThere(f"{path}: no checkpoint was committed here{elsewhere(path)}") from error
     pickled, manifest = split(content, path=where)
     metadata = load_metadata(pickled, path=where)
     extents_of(metadata, path=where)  # refuses files outside the directory

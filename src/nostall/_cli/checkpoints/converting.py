@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import tarfile
 import tempfile
 import warnings
 import zipfile
@@ -24,7 +25,13 @@ import torch.distributed.checkpoint as dcp
 from nostall import _torch
 from nostall._cli.checkpoints.checkpoint import Checkpoint, Item, in_file_order, read_checkpoint
 from nostall._cli.checkpoints.nesting import nested
-from nostall._cli.checkpoints.reading import TRUST_HINT, object_in, read_into, read_objects
+from nostall._cli.checkpoints.reading import (
+    TRUST_HINT,
+    object_in,
+    read_into,
+    read_objects,
+    reason_of,
+)
 from nostall._cli.output import progress
 from nostall._storage.posix import (
     create_new,
@@ -119,7 +126,7 @@ def to_checkpoint(source: str, target: str, *, trust: bool) -> int:
 
     Raises:
         DamagedCheckpointError: The file cannot be loaded, or needs ``trust``.
-        ReadError: It does not hold a state dict.
+        ReadError: It is not a file of ``torch.save``, or does not hold a state dict.
         NostallError: The checkpoint cannot be saved.
     """
     state = _load(source, trust=trust)
@@ -154,16 +161,24 @@ def _remove_unfinished(target: str) -> None:
 
 
 def _load(source: str, *, trust: bool) -> Any:
+    # The forms from before torch 1.6 cannot be mapped.
+    mapped = zipfile.is_zipfile(source)
+    if not (mapped or _is_pickle(source) or tarfile.is_tarfile(source)):
+        raise ReadError("it is not a file of torch.save", path=source)
     try:
-        # The form from before torch 1.6 cannot be mapped.
-        mapped = zipfile.is_zipfile(source)
         return torch.load(source, map_location="cpu", weights_only=not trust, mmap=mapped)
     except OSError:
         raise
     except Exception as error:  # a pickle can raise anything
         needs_trust = isinstance(error, pickle.UnpicklingError) and not trust
         raise DamagedCheckpointError(
-            f"cannot load: {str(error).partition(chr(10))[0]:.200}",
+            f"cannot load: {reason_of(error)}",
             path=source,
             hint=TRUST_HINT if needs_trust else None,
         ) from error
+
+
+def _is_pickle(source: str) -> bool:
+    """Whether it begins as pickles of protocol 2 and later do."""
+    with open(source, "rb") as file:
+        return file.read(1) == pickle.PROTO

@@ -12,12 +12,18 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from nostall._cli.arguments import NotThere
+from nostall._cli.output import counted
 from nostall._commit.manifest import Manifest, manifest_of
 from nostall._model.names import METADATA_SUFFIX, SHARD_SUFFIX, is_metadata_of_one_rank
 from nostall._storage.destination import require_file_system
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.reading import open_to_read
-from nostall.errors import DamagedCheckpointError, ReadError, UnknownMetadataError
+from nostall.errors import (
+    DamagedCheckpointError,
+    NostallError,
+    ReadError,
+    UnknownMetadataError,
+)
 
 _STEP = re.compile(r"(\d+)(\.ckpt)?\Z")
 
@@ -99,6 +105,20 @@ def _at_or_in(path: str) -> list[Listed]:
         return []
     name = os.path.basename(path)
     return [replace(each, name=f"{name}/{each.name}") for each in parts if each is not None]
+
+
+def elsewhere(path: str) -> str:
+    """Where checkpoints are if a command found none at ``path``, for its message; maybe empty."""
+    if look_at(os.path.abspath(path)) is not None:
+        return "; it is a checkpoint itself: pass the directory that holds it"
+    try:
+        below = list_checkpoints(path)
+    except (NotThere, NostallError):
+        return ""
+    if not below:
+        return ""
+    last = f"the last {below[-1].path} ({below[-1].state.value})"
+    return f"; below it: {counted(len(below), 'checkpoint')}, {last}"
 
 
 def linked_from(root: str) -> set[str]:

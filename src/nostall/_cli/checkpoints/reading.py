@@ -7,6 +7,7 @@ objects as bytes.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from nostall._cli.checkpoints.checkpoint import Checkpoint, Item
 from nostall.errors import DamagedCheckpointError, NostallError
 
 TRUST_HINT = "--trust loads any class; only for files of people you trust"
+_REFUSED = re.compile(r"WeightsUnpickler error: (.*?)(?:\. |$)", re.MULTILINE)
 
 
 class _ObjectsAsBytes(DefaultLoadPlanner):
@@ -95,6 +97,12 @@ def object_in(content: bytes, name: str, *, trust: bool) -> Any:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=not trust)
     except Exception as error:  # a pickle can raise anything
         raise DamagedCheckpointError(
-            f"cannot load the object {name!r}: {str(error).partition(chr(10))[0]:.200}",
+            f"cannot load the object {name!r}: {reason_of(error)}",
             hint=None if trust else TRUST_HINT,
         ) from error
+
+
+def reason_of(error: Exception) -> str:
+    """What ``torch.load`` says, in one line; of ``weights_only`` the class that is refused."""
+    refused = _REFUSED.search(str(error))
+    return f"{refused[1] if refused else str(error).partition(chr(10))[0]:.200}"
