@@ -173,7 +173,8 @@ def test_code_on_the_pages_runs(program: str, ran: Path) -> None:
 def test_the_program_of_the_tutorial_resumes(ran: Path) -> None:
     """Started again, it continues where it ended, and prints what the page shows."""
     shown = re.findall(r"^steps .*", (DOCS / "tutorial.md").read_text(), re.MULTILINE)
-    assert (ran / "tutorial-train.0.log").read_text().splitlines() == shown
+    log = (ran / "tutorial-train.0.log").read_text().splitlines()
+    assert [line for line in log if not line.startswith("[Gloo]")] == shown  # torch 2.9's own lines
 
 
 @pytest.mark.slow
