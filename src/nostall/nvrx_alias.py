@@ -151,6 +151,7 @@ def main(argv: list[str] | None = None) -> None:
     """
     arguments = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
+        prog="nostall.nvrx_alias",
         usage="python -m nostall.nvrx_alias SCRIPT [ARGUMENT ...]",
         description="Run a Python script in which imports of"
         " nvidia_resiliency_ext.checkpointing.async_ckpt find nostall.",
@@ -158,7 +159,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("script", metavar="SCRIPT")
     script = parser.parse_args(arguments[:1]).script  # the others are the script's
     if not os.path.exists(script):
-        parser.exit(2, f"nostall.nvrx_alias: {script}: no such file\n")
+        parser.exit(2, f"{parser.prog}: {script}: no such file\n")
     install(force=True)
     sys.argv = list(arguments)
     if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
