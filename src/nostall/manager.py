@@ -186,12 +186,7 @@ class CheckpointManager:
         writers = [self._make_writer(path) for path in paths]
         handle = SaveHandle(step, self._steps.path(step), writers, self.wait)
         planner, items = self._captured(state, step, numbers, extra)
-        try:
-            for writer, part, cache in zip(writers, items, self._caches, strict=True):
-                self._pending.schedule(handle, writer, part, planner(), cache)
-        except BaseException as error:
-            handle.fail(error)
-            raise
+        self._pending.start(handle, writers, items, planner, self._caches)
         self._saved_at_s = time.monotonic()
         return handle
 
