@@ -29,8 +29,8 @@ from nostall._manager.arguments import (
     parts_of,
     policies_of,
 )
-from nostall._manager.choosing import agreed, choose_step
-from nostall._manager.contents import PerRank, capture, require_state
+from nostall._manager.choosing import agreed, choose_step, choose_verified
+from nostall._manager.contents import About, PerRank, capture, require_state
 from nostall._manager.handles import SaveHandle
 from nostall._manager.pending import FailingPlanner, PendingSaves
 from nostall._manager.policies import (
@@ -333,7 +333,12 @@ class CheckpointManager:
     # --- restoring ----------------------------------------------------------------------------
 
     def restore(
-        self, state: MutableMapping[str, Any], step: int | None = None, *, rng: bool = True
+        self,
+        state: MutableMapping[str, Any],
+        step: int | None = None,
+        *,
+        rng: bool = True,
+        verify: bool = False,
     ) -> Restored | None:
         """Restore a step into a state, after waiting for pending saves. Collective.
 
@@ -350,6 +355,10 @@ class CheckpointManager:
                 skipped with a warning.
             rng: Whether to set the random number generators of Python, NumPy, torch and the current
                 accelerator to what they were on this rank.
+            verify: Whether rank 0 first reads all files of the step and compares every byte with
+                its checksum, as :func:`nostall.verify` does, while other ranks wait. Without it,
+                a step counts as undamaged if its manifest and metadata are, and its files have
+                their sizes; values are not compared with checksums when they are loaded.
 
         Returns:
             What was restored; ``None`` if there is no step to restore by default.
@@ -358,7 +367,8 @@ class CheckpointManager:
             ReadError: The step does not exist or is not complete; or storage refuses to answer.
             SaveTimeoutError: It does not answer rank 0 within ``EngineOptions.save_timeout_s``.
             UnknownMetadataError: No step is known to be complete, and one is not understood.
-            DamagedCheckpointError: Another program saved the step.
+            DamagedCheckpointError: Another program saved the step; or ``verify`` finds that
+                ``step`` is damaged.
             CheckpointException: A rank could not read it.
             OptionError: The state of an object on this rank was not saved; or steps were saved with
                 other ``parts``.
@@ -367,8 +377,7 @@ class CheckpointManager:
         coordination = self._coordination()
         agreed(coordination, self._wait_for_removal)
         with ExitStack() as hold:
-            choose = partial(choose_step, self._steps, step, hold)
-            about = agreed(coordination, lambda: self._steps.look(choose))
+            about = agreed(coordination, partial(self._choose, step, hold, verify=verify))
             if about is None:
                 return None
             with together(coordination):
@@ -382,6 +391,11 @@ class CheckpointManager:
         with together(coordination):
             extra = restoration.finish(rng=rng)
         return Restored(step=about.step, metrics=about.metrics, extra=extra)
+
+    def _choose(self, step: int | None, hold: ExitStack, *, verify: bool) -> About | None:
+        if verify:
+            return choose_verified(self._steps, step, hold)
+        return self._steps.look(partial(choose_step, self._steps, step, hold))
 
     def _coordination(self) -> Coordination:
         return coordination_for(self._group)

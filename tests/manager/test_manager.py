@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest.mock import patch
 
@@ -35,6 +36,8 @@ from nostall.errors import (
     UnknownMetadataError,
 )
 from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.integrity import Verification
+from nostall.options import EngineOptions
 from nostall.testing import Fault, Hold, inject
 from support.training import Job, disturb
 from support.waiting import wait_until
@@ -238,6 +241,49 @@ def test_a_damaged_newest_step_is_skipped_and_a_named_one_is_not(
         with pytest.raises(ReadError, match=f"step {step} has no complete checkpoint"):
             manager.restore(numbered(0), step=step)
     manager.close()
+
+
+def test_verification_finds_a_flipped_bit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With ``verify=True`` such a newest step is skipped with a warning; a named one raises."""
+    manager = CheckpointManager(tmp_path)
+    saved(manager, 1, 2)
+    file = tmp_path / (NAMES % 2) / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    state = numbered(0)
+    restored = manager.restore(state, verify=True)
+    assert restored is not None
+    assert restored.step == 1
+    assert is_step(state, 1)
+    assert "step 2 is skipped: step 2 is damaged: __0_0.distcp" in caplog.text
+    with pytest.raises(DamagedCheckpointError, match="step 2 is damaged: __0_0.distcp") as raised:
+        manager.restore(numbered(0), step=2, verify=True)
+    assert raised.value.path == manager.path(2)
+    manager.close()
+
+
+def test_verification_has_no_deadline_of_storage(tmp_path: Path) -> None:
+    """It reads for as long as the files are; undamaged steps are restored."""
+    with CheckpointManager(tmp_path, parts=("weight", "rest")) as manager:
+        manager.save(1, {**numbered(1), "rest": 1})
+    read = nostall.verify
+
+    def slow(path: str) -> Verification:
+        Event().wait(0.5)
+        return read(path)
+
+    nostall.configure(EngineOptions(save_timeout_s=0.4))
+    try:
+        with patch("nostall._manager.choosing.verify", slow):
+            state = {**numbered(0), "rest": 0}
+            reader = CheckpointManager(tmp_path, parts=("weight", "rest"))
+            assert reader.restore(state, verify=True) is not None
+    finally:
+        nostall.configure(EngineOptions())
+    assert is_step(state, 1)
 
 
 def test_a_step_that_is_not_understood_is_not_taken_for_none(tmp_path: Path) -> None:

@@ -136,12 +136,17 @@ def test_a_second_signal_interrupts_at_once() -> None:
     """The first one waits for the end of the section; the handler is the user's again then."""
     reached = []
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), uninterrupted():
+
+    def interrupted_twice() -> None:
         with uninterrupted():
+            with uninterrupted():
+                signal.raise_signal(signal.SIGINT)
+                reached.append("after the first")
+            reached.append("after the inner section")
             signal.raise_signal(signal.SIGINT)
-            reached.append("after the first")
-        reached.append("after the inner section")
-        signal.raise_signal(signal.SIGINT)
-        reached.append("after the second")
+            reached.append("after the second")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_twice()
     assert reached == ["after the first", "after the inner section"]
     assert signal.getsignal(signal.SIGINT) is handler
