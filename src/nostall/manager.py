@@ -28,6 +28,7 @@ from nostall._manager.arguments import (
     numbers_of,
     parts_of,
     policies_of,
+    require_group,
 )
 from nostall._manager.choosing import agreed, choose_step, choose_verified
 from nostall._manager.contents import About, PerRank, capture, require_state
@@ -96,6 +97,9 @@ class CheckpointManager:
         process_group: The ranks that save together; the default group if ``None``.
         writer: Makes the writer of a directory, such as
             ``partial(FileSystemWriterAsync, thread_count=4)``.
+        alone: Whether this process is a job of its own, with its own root, although a launcher has
+            set ``RANK`` and ``WORLD_SIZE``. Without effect once a process group is initialised;
+            a group of one rank as ``process_group`` says the same then.
 
     Raises:
         OptionError: An argument is not possible.
@@ -111,6 +115,7 @@ class CheckpointManager:
         parts: Sequence[str] = (),
         process_group: dist.ProcessGroup | None = None,
         writer: Callable[[str], FileSystemWriterAsync] = FileSystemWriterAsync,
+        alone: bool = False,
     ) -> None:
         require_possible(root)
         require_file_system(root)
@@ -121,6 +126,7 @@ class CheckpointManager:
         self._steps = StepDirectories(str(absolute(root)), parts_of(parts))
         self._records = Records(self._steps)
         self._group = process_group
+        self._is_alone = alone
         self._make_writer = writer
         self._caches = [CheckpointMetadataCache() for _ in range(self._steps.count)]
         self._pending = PendingSaves(process_group, self._on_commit)
@@ -177,6 +183,7 @@ class CheckpointManager:
             OptionError: An argument is not possible.
             SaveTimeoutError: Storage does not answer rank 0; raised on every rank.
         """
+        self._coordination()  # first, as it may raise
         step = require_integer("step", step, at_least=0)
         numbers = numbers_of(metrics or {})
         require_state(state, self._steps.parts)
@@ -373,8 +380,8 @@ class CheckpointManager:
             OptionError: The state of an object on this rank was not saved; or steps were saved with
                 other ``parts``.
         """
-        self.wait()
         coordination = self._coordination()
+        self.wait()
         agreed(coordination, self._wait_for_removal)
         with ExitStack() as hold:
             about = agreed(coordination, partial(self._choose, step, hold, verify=verify))
@@ -398,4 +405,6 @@ class CheckpointManager:
         return self._steps.look(partial(choose_step, self._steps, step, hold))
 
     def _coordination(self) -> Coordination:
+        if not self._is_alone:
+            require_group(self._steps.root)
         return coordination_for(self._group)

@@ -243,9 +243,7 @@ def test_a_damaged_newest_step_is_skipped_and_a_named_one_is_not(
     manager.close()
 
 
-def test_verification_finds_a_flipped_bit(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_verification_finds_a_flipped_bit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With ``verify=True`` such a newest step is skipped with a warning; a named one raises."""
     manager = CheckpointManager(tmp_path)
     saved(manager, 1, 2)
@@ -690,3 +688,28 @@ def test_a_writer_of_ones_own(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, writer=writer) as manager:
         path = manager.save(1, {f"w{each}": torch.ones(9) for each in range(9)}).result()
     assert len([name for name in os.listdir(path) if name.endswith(".distcp")]) == 3
+
+
+# --- processes of a launcher ----------------------------------------------------------------------
+
+
+def test_processes_of_a_launcher_need_a_process_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that take themselves for the only one would remove each other's steps."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    manager = CheckpointManager(tmp_path)  # init_process_group may follow
+    for call in (
+        lambda: manager.save(1, numbered(1)),
+        lambda: manager.restore(numbered(0)),
+    ):
+        with pytest.raises(OptionError, match="no process group is initialised") as raised:
+            call()
+        assert "init_process_group" in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+    with CheckpointManager(tmp_path / "of rank 1", alone=True) as own:
+        saved(own, 1)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    saved(manager, 2)
+    manager.close()
