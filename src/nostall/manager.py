@@ -33,6 +33,7 @@ from nostall._manager.arguments import (
 from nostall._manager.choosing import agreed, choose_step, choose_verified
 from nostall._manager.contents import About, PerRank, capture, require_state
 from nostall._manager.handles import SaveHandle
+from nostall._manager.lock import RootLock
 from nostall._manager.pending import FailingPlanner, PendingSaves
 from nostall._manager.policies import (
     Better,
@@ -125,8 +126,10 @@ class CheckpointManager:
         self._better = better_of(policies, metrics or {})
         self._steps = StepDirectories(str(absolute(root)), parts_of(parts))
         self._records = Records(self._steps)
+        self._lock = RootLock(self._steps.root)
         self._group = process_group
         self._is_alone = alone
+        self._is_closed = False
         self._make_writer = writer
         self._caches = [CheckpointMetadataCache() for _ in range(self._steps.count)]
         self._pending = PendingSaves(process_group, self._on_commit)
@@ -146,8 +149,10 @@ class CheckpointManager:
 
         Raises:
             CheckpointException: An earlier save failed on some rank; raised on every rank.
-            OptionError: The manager has no ``save_every``.
+            OptionError: The manager has no ``save_every``, or is closed.
         """
+        self._require_open()
+        self._require_group()
         self.poll()
         if self._save_every is None:
             raise OptionError("save_every was not given", hint="pass it, or decide in the loop")
@@ -180,10 +185,12 @@ class CheckpointManager:
         Raises:
             CheckpointException: A rank could not plan this save, or an earlier save failed; raised
                 on every rank.
-            OptionError: An argument is not possible.
+            OptionError: An argument is not possible, the manager is closed, a process group is
+                missing, or another process of this machine saves below the root.
             SaveTimeoutError: Storage does not answer rank 0; raised on every rank.
         """
-        self._coordination()  # first, as it may raise
+        self._require_open()
+        self._require_group()
         step = require_integer("step", step, at_least=0)
         numbers = numbers_of(metrics or {})
         require_state(state, self._steps.parts)
@@ -210,7 +217,8 @@ class CheckpointManager:
         self._highest = max(self._highest, step)
 
     def _begin(self) -> int:
-        """Before the first save: remove what a crash has left; the highest step, or -1."""
+        """Before the first save: lock the root, remove what a crash has left; the highest step."""
+        self._steps.look(self._lock.take)
         self._retention.tidy()
         self._wait_for_removal()
         return max(self._steps.look(self._steps.listed), default=-1)
@@ -264,7 +272,8 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for all saves, and up to 30 s for the removal of steps. Idempotent. Collective.
 
-        The manager can be used again.
+        The lock of the root is released: the manager can still look at steps and restore them, but
+        saves no more.
 
         Raises:
             CheckpointException: A save failed on some rank; later ones were finished.
@@ -276,11 +285,13 @@ class CheckpointManager:
 
     def _end(self) -> None:
         """End the queue; saves that it still has are aborted."""
+        self._is_closed = True
         self._pending.close()
         try:
             self._retention.wait(_REMOVAL_AT_CLOSE_S)
         except SaveTimeoutError as error:
             _log.warning("%s", error)
+        self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -378,8 +389,9 @@ class CheckpointManager:
                 ``step`` is damaged.
             CheckpointException: A rank could not read it.
             OptionError: The state of an object on this rank was not saved; or steps were saved with
-                other ``parts``.
+                other ``parts``; or a process group is missing.
         """
+        self._require_group()
         coordination = self._coordination()
         self.wait()
         agreed(coordination, self._wait_for_removal)
@@ -404,7 +416,17 @@ class CheckpointManager:
             return choose_verified(self._steps, step, hold)
         return self._steps.look(partial(choose_step, self._steps, step, hold))
 
-    def _coordination(self) -> Coordination:
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise OptionError(
+                "the manager is closed",
+                path=self._steps.root,
+                hint="make a new CheckpointManager: another job may save below this root by now",
+            )
+
+    def _require_group(self) -> None:
         if not self._is_alone:
             require_group(self._steps.root)
+
+    def _coordination(self) -> Coordination:
         return coordination_for(self._group)
