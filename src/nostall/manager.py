@@ -68,7 +68,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger("nostall")
-_REMOVAL_AT_CLOSE_S = 30.0
+_REMOVAL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +198,7 @@ class CheckpointManager:
         self._enter(step)
         paths = self._steps.checkpoints(step)
         writers = [self._make_writer(path) for path in paths]
-        handle = SaveHandle(step, self._steps.path(step), writers, self.wait)
+        handle = SaveHandle(step, self._steps.path(step), writers, self._pending.wait)
         planner, items = self._captured(state, step, numbers, extra)
         self._pending.start(handle, writers, items, planner, self._caches)
         self._saved_at_s = time.monotonic()
@@ -258,6 +258,9 @@ class CheckpointManager:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves are committed or have failed. Collective.
 
+        Then it waits up to 30 s until rank 0 has removed what policies do not keep: after it, all
+        ranks see the same steps.
+
         Args:
             timeout: Longest wait for this rank's files, in seconds; ``None`` for
                 ``EngineOptions.save_timeout_s``.
@@ -268,6 +271,13 @@ class CheckpointManager:
             SaveTimeoutError: Some rank was not done within ``timeout`` seconds; saves go on.
         """
         self._pending.wait(timeout)
+        agreed(self._coordination(), self._await_removal)
+
+    def _await_removal(self) -> None:
+        try:
+            self._retention.wait(_REMOVAL_S)
+        except SaveTimeoutError as error:
+            _log.warning("%s", error)
 
     def close(self) -> None:
         """Wait for all saves, and up to 30 s for the removal of steps. Idempotent. Collective.
@@ -279,7 +289,7 @@ class CheckpointManager:
             CheckpointException: A save failed on some rank; later ones were finished.
         """
         try:
-            self.wait()
+            self._pending.wait(None)
         finally:
             self._end()
 
@@ -287,10 +297,7 @@ class CheckpointManager:
         """End the queue; saves that it still has are aborted."""
         self._is_closed = True
         self._pending.close()
-        try:
-            self._retention.wait(_REMOVAL_AT_CLOSE_S)
-        except SaveTimeoutError as error:
-            _log.warning("%s", error)
+        self._await_removal()
         self._lock.release()
 
     def __enter__(self) -> Self:
@@ -393,7 +400,7 @@ class CheckpointManager:
         """
         self._require_group()
         coordination = self._coordination()
-        self.wait()
+        self._pending.wait(None)
         agreed(coordination, self._wait_for_removal)
         with ExitStack() as hold:
             about = agreed(coordination, partial(self._choose, step, hold, verify=verify))

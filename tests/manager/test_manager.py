@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import nostall
 from nostall import CheckpointManager, KeepBest, KeepEvery, KeepLatest, PerRank
-from nostall._manager.steps import held
+from nostall._manager.contents import About, read_about
+from nostall._manager.steps import StepDirectories, held
 from nostall.core import abort_all
 from nostall.errors import (
     DamagedCheckpointError,
@@ -688,6 +689,85 @@ def test_a_writer_of_ones_own(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, writer=writer) as manager:
         path = manager.save(1, {f"w{each}": torch.ones(9) for each in range(9)}).result()
     assert len([name for name in os.listdir(path) if name.endswith(".distcp")]) == 3
+
+
+# --- what is said about removal -------------------------------------------------------------------
+
+
+def test_a_misspelt_metric_is_a_warning_after_the_first_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before anything is removed; once."""
+    with CheckpointManager(tmp_path, keep=[KeepLatest(1), KeepBest(1, "los")]) as manager:
+        manager.save(1, numbered(1), metrics={"loss": 0.5})
+        manager.wait()
+        assert "has the metrics ['los'], by which KeepBest keeps" in caplog.text
+        assert "they have ['loss']" in caplog.text
+        saved(manager, 2, metrics={"loss": 0.75})
+    assert caplog.text.count("by which KeepBest keeps") == 1
+
+
+def test_steps_without_any_metrics_are_a_warning_when_one_is_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not before: the first evaluation may be later."""
+    with CheckpointManager(tmp_path, keep=[KeepLatest(1), KeepBest(1, "loss")]) as manager:
+        manager.save(1, numbered(1))
+        manager.wait()
+        assert "KeepBest" not in caplog.text
+        saved(manager, 2)
+        manager.wait()
+        assert "has the metrics ['loss'], by which KeepBest keeps" in caplog.text
+
+
+def test_a_wait_also_waits_for_removal(tmp_path: Path) -> None:
+    """What is listed after it stays until the next save."""
+    remove = StepDirectories.remove
+
+    def slow(steps: StepDirectories, step: int) -> None:
+        Event().wait(0.3)
+        remove(steps, step)
+
+    with (
+        patch.object(StepDirectories, "remove", slow),
+        CheckpointManager(tmp_path, keep=KeepLatest(1)) as manager,
+    ):
+        for step in (1, 2, 3):
+            manager.save(step, numbered(step))
+        manager.wait()
+        assert manager.all_steps() == [3]
+
+
+def test_a_step_that_is_removed_meanwhile_is_not_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 may remove a step while another rank looks for the best one."""
+    with CheckpointManager(tmp_path, metrics={"loss": "min"}) as manager:
+        saved(manager, 1, metrics={"loss": 0.5})
+        saved(manager, 2, metrics={"loss": 0.75})
+
+    def removed(path: str) -> About | None:
+        if path.endswith("1"):
+            shutil.rmtree(path)
+        return read_about(path)
+
+    with patch("nostall._manager.retention.read_about", removed):
+        assert CheckpointManager(tmp_path, metrics={"loss": "min"}).best_step() == 2
+    assert "cannot be read" not in caplog.text
+
+
+def test_an_unfinished_step_with_other_files_is_said_to_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log does not claim that it was removed."""
+    notes = tmp_path / (NAMES % 1) / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("of the user")
+    with CheckpointManager(tmp_path) as manager:
+        saved(manager, 2)
+    assert notes.read_text() == "of the user"
+    assert "removed path" not in caplog.text
+    assert f"path={notes.parent} was not finished; other files" in caplog.text
 
 
 # --- processes of a launcher ----------------------------------------------------------------------
