@@ -38,6 +38,7 @@ from nostall._queue.finalizing import (
     require_done,
     require_scheduled,
 )
+from nostall._queue.interrupts import uninterrupted
 from nostall._queue.live import (
     abort_all,
     abort_nvrx_checkpoint,
@@ -180,7 +181,7 @@ class AsyncCallsQueue:
         with preemption.deferred():
             index = self._next_index
             self._is_in_use = True
-            with counted(coordination_for(self._process_group)):
+            with counted(coordination_for(self._process_group)), uninterrupted():
                 call = self._caller.begin(request.freeze()._replace(call_idx=index))
                 self._next_index += 1
                 self._calls.append(call)
@@ -229,9 +230,10 @@ class AsyncCallsQueue:
                 continue
             if agreed.alive:
                 break
-            self._take(call)
-            if self._finalize_one(call, agreed, coordination, no_dist=no_dist):
-                finalized.append(call.request.call_idx)
+            with uninterrupted():
+                self._take(call)
+                if self._finalize_one(call, agreed, coordination, no_dist=no_dist):
+                    finalized.append(call.request.call_idx)
         return finalized
 
     def _finalize_one(

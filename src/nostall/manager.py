@@ -28,10 +28,12 @@ from nostall._manager.arguments import (
     numbers_of,
     parts_of,
     policies_of,
+    require_group,
 )
-from nostall._manager.choosing import agreed, choose_step
-from nostall._manager.contents import PerRank, capture, require_state
+from nostall._manager.choosing import agreed, choose_step, choose_verified
+from nostall._manager.contents import About, PerRank, capture, require_state
 from nostall._manager.handles import SaveHandle
+from nostall._manager.lock import RootLock
 from nostall._manager.pending import FailingPlanner, PendingSaves
 from nostall._manager.policies import (
     Better,
@@ -66,7 +68,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger("nostall")
-_REMOVAL_AT_CLOSE_S = 30.0
+_REMOVAL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,9 @@ class CheckpointManager:
         process_group: The ranks that save together; the default group if ``None``.
         writer: Makes the writer of a directory, such as
             ``partial(FileSystemWriterAsync, thread_count=4)``.
+        alone: Whether this process is a job of its own, with its own root, although a launcher has
+            set ``RANK`` and ``WORLD_SIZE``. Without effect once a process group is initialised;
+            a group of one rank as ``process_group`` says the same then.
 
     Raises:
         OptionError: An argument is not possible.
@@ -111,6 +116,7 @@ class CheckpointManager:
         parts: Sequence[str] = (),
         process_group: dist.ProcessGroup | None = None,
         writer: Callable[[str], FileSystemWriterAsync] = FileSystemWriterAsync,
+        alone: bool = False,
     ) -> None:
         require_possible(root)
         require_file_system(root)
@@ -120,7 +126,10 @@ class CheckpointManager:
         self._better = better_of(policies, metrics or {})
         self._steps = StepDirectories(str(absolute(root)), parts_of(parts))
         self._records = Records(self._steps)
+        self._lock = RootLock(self._steps.root)
         self._group = process_group
+        self._is_alone = alone
+        self._is_closed = False
         self._make_writer = writer
         self._caches = [CheckpointMetadataCache() for _ in range(self._steps.count)]
         self._pending = PendingSaves(process_group, self._on_commit)
@@ -140,8 +149,10 @@ class CheckpointManager:
 
         Raises:
             CheckpointException: An earlier save failed on some rank; raised on every rank.
-            OptionError: The manager has no ``save_every``.
+            OptionError: The manager has no ``save_every``, or is closed.
         """
+        self._require_open()
+        self._require_group()
         self.poll()
         if self._save_every is None:
             raise OptionError("save_every was not given", hint="pass it, or decide in the loop")
@@ -174,9 +185,12 @@ class CheckpointManager:
         Raises:
             CheckpointException: A rank could not plan this save, or an earlier save failed; raised
                 on every rank.
-            OptionError: An argument is not possible.
+            OptionError: An argument is not possible, the manager is closed, a process group is
+                missing, or another process of this machine saves below the root.
             SaveTimeoutError: Storage does not answer rank 0; raised on every rank.
         """
+        self._require_open()
+        self._require_group()
         step = require_integer("step", step, at_least=0)
         numbers = numbers_of(metrics or {})
         require_state(state, self._steps.parts)
@@ -184,14 +198,9 @@ class CheckpointManager:
         self._enter(step)
         paths = self._steps.checkpoints(step)
         writers = [self._make_writer(path) for path in paths]
-        handle = SaveHandle(step, self._steps.path(step), writers, self.wait)
+        handle = SaveHandle(step, self._steps.path(step), writers, self._pending.wait)
         planner, items = self._captured(state, step, numbers, extra)
-        try:
-            for writer, part, cache in zip(writers, items, self._caches, strict=True):
-                self._pending.schedule(handle, writer, part, planner(), cache)
-        except BaseException as error:
-            handle.fail(error)
-            raise
+        self._pending.start(handle, writers, items, planner, self._caches)
         self._saved_at_s = time.monotonic()
         return handle
 
@@ -208,7 +217,8 @@ class CheckpointManager:
         self._highest = max(self._highest, step)
 
     def _begin(self) -> int:
-        """Before the first save: remove what a crash has left; the highest step, or -1."""
+        """Before the first save: lock the root, remove what a crash has left; the highest step."""
+        self._steps.look(self._lock.take)
         self._retention.tidy()
         self._wait_for_removal()
         return max(self._steps.look(self._steps.listed), default=-1)
@@ -248,6 +258,9 @@ class CheckpointManager:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves are committed or have failed. Collective.
 
+        Then it waits up to 30 s until rank 0 has removed what policies do not keep: after it, all
+        ranks see the same steps.
+
         Args:
             timeout: Longest wait for this rank's files, in seconds; ``None`` for
                 ``EngineOptions.save_timeout_s``.
@@ -258,27 +271,34 @@ class CheckpointManager:
             SaveTimeoutError: Some rank was not done within ``timeout`` seconds; saves go on.
         """
         self._pending.wait(timeout)
+        agreed(self._coordination(), self._await_removal)
+
+    def _await_removal(self) -> None:
+        try:
+            self._retention.wait(_REMOVAL_S)
+        except SaveTimeoutError as error:
+            _log.warning("%s", error)
 
     def close(self) -> None:
         """Wait for all saves, and up to 30 s for the removal of steps. Idempotent. Collective.
 
-        The manager can be used again.
+        The lock of the root is released: the manager can still look at steps and restore them, but
+        saves no more.
 
         Raises:
             CheckpointException: A save failed on some rank; later ones were finished.
         """
         try:
-            self.wait()
+            self._pending.wait(None)
         finally:
             self._end()
 
     def _end(self) -> None:
         """End the queue; saves that it still has are aborted."""
+        self._is_closed = True
         self._pending.close()
-        try:
-            self._retention.wait(_REMOVAL_AT_CLOSE_S)
-        except SaveTimeoutError as error:
-            _log.warning("%s", error)
+        self._await_removal()
+        self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -338,7 +358,12 @@ class CheckpointManager:
     # --- restoring ----------------------------------------------------------------------------
 
     def restore(
-        self, state: MutableMapping[str, Any], step: int | None = None, *, rng: bool = True
+        self,
+        state: MutableMapping[str, Any],
+        step: int | None = None,
+        *,
+        rng: bool = True,
+        verify: bool = False,
     ) -> Restored | None:
         """Restore a step into a state, after waiting for pending saves. Collective.
 
@@ -355,6 +380,10 @@ class CheckpointManager:
                 skipped with a warning.
             rng: Whether to set the random number generators of Python, NumPy, torch and the current
                 accelerator to what they were on this rank.
+            verify: Whether rank 0 first reads all files of the step and compares every byte with
+                its checksum, as :func:`nostall.verify` does, while other ranks wait. Without it,
+                a step counts as undamaged if its manifest and metadata are, and its files have
+                their sizes; values are not compared with checksums when they are loaded.
 
         Returns:
             What was restored; ``None`` if there is no step to restore by default.
@@ -363,17 +392,18 @@ class CheckpointManager:
             ReadError: The step does not exist or is not complete; or storage refuses to answer.
             SaveTimeoutError: It does not answer rank 0 within ``EngineOptions.save_timeout_s``.
             UnknownMetadataError: No step is known to be complete, and one is not understood.
-            DamagedCheckpointError: Another program saved the step.
+            DamagedCheckpointError: Another program saved the step; or ``verify`` finds that
+                ``step`` is damaged.
             CheckpointException: A rank could not read it.
             OptionError: The state of an object on this rank was not saved; or steps were saved with
-                other ``parts``.
+                other ``parts``; or a process group is missing.
         """
-        self.wait()
+        self._require_group()
         coordination = self._coordination()
+        self._pending.wait(None)
         agreed(coordination, self._wait_for_removal)
         with ExitStack() as hold:
-            choose = partial(choose_step, self._steps, step, hold)
-            about = agreed(coordination, lambda: self._steps.look(choose))
+            about = agreed(coordination, partial(self._choose, step, hold, verify=verify))
             if about is None:
                 return None
             with together(coordination):
@@ -387,6 +417,23 @@ class CheckpointManager:
         with together(coordination):
             extra = restoration.finish(rng=rng)
         return Restored(step=about.step, metrics=about.metrics, extra=extra)
+
+    def _choose(self, step: int | None, hold: ExitStack, *, verify: bool) -> About | None:
+        if verify:
+            return choose_verified(self._steps, step, hold)
+        return self._steps.look(partial(choose_step, self._steps, step, hold))
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise OptionError(
+                "the manager is closed",
+                path=self._steps.root,
+                hint="make a new CheckpointManager: another job may save below this root by now",
+            )
+
+    def _require_group(self) -> None:
+        if not self._is_alone:
+            require_group(self._steps.root)
 
     def _coordination(self) -> Coordination:
         return coordination_for(self._group)

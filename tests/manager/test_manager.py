@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +25,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import nostall
 from nostall import CheckpointManager, KeepBest, KeepEvery, KeepLatest, PerRank
-from nostall._manager.steps import held
+from nostall._manager.contents import About, read_about
+from nostall._manager.steps import StepDirectories, held
 from nostall.core import abort_all
 from nostall.errors import (
     DamagedCheckpointError,
@@ -35,6 +37,8 @@ from nostall.errors import (
     UnknownMetadataError,
 )
 from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.integrity import Verification
+from nostall.options import EngineOptions
 from nostall.testing import Fault, Hold, inject
 from support.training import Job, disturb
 from support.waiting import wait_until
@@ -238,6 +242,47 @@ def test_a_damaged_newest_step_is_skipped_and_a_named_one_is_not(
         with pytest.raises(ReadError, match=f"step {step} has no complete checkpoint"):
             manager.restore(numbered(0), step=step)
     manager.close()
+
+
+def test_verification_finds_a_flipped_bit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With ``verify=True`` such a newest step is skipped with a warning; a named one raises."""
+    manager = CheckpointManager(tmp_path)
+    saved(manager, 1, 2)
+    file = tmp_path / (NAMES % 2) / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    state = numbered(0)
+    restored = manager.restore(state, verify=True)
+    assert restored is not None
+    assert restored.step == 1
+    assert is_step(state, 1)
+    assert "step 2 is skipped: step 2 is damaged: __0_0.distcp" in caplog.text
+    with pytest.raises(DamagedCheckpointError, match="step 2 is damaged: __0_0") as raised:
+        manager.restore(numbered(0), step=2, verify=True)
+    assert raised.value.path == manager.path(2)
+    manager.close()
+
+
+def test_verification_has_no_deadline_of_storage(tmp_path: Path) -> None:
+    """It reads for as long as the files are; undamaged steps are restored."""
+    with CheckpointManager(tmp_path, parts=("weight", "rest")) as manager:
+        manager.save(1, {**numbered(1), "rest": 1})
+    read = nostall.verify
+
+    def slow(path: str) -> Verification:
+        Event().wait(0.5)
+        return read(path)
+
+    nostall.configure(EngineOptions(save_timeout_s=0.4))
+    try:
+        with patch("nostall._manager.choosing.verify", slow):
+            state = {**numbered(0), "rest": 0}
+            reader = CheckpointManager(tmp_path, parts=("weight", "rest"))
+            assert reader.restore(state, verify=True) is not None
+    finally:
+        nostall.configure(EngineOptions())
+    assert is_step(state, 1)
 
 
 def test_a_step_that_is_not_understood_is_not_taken_for_none(tmp_path: Path) -> None:
@@ -644,3 +689,107 @@ def test_a_writer_of_ones_own(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, writer=writer) as manager:
         path = manager.save(1, {f"w{each}": torch.ones(9) for each in range(9)}).result()
     assert len([name for name in os.listdir(path) if name.endswith(".distcp")]) == 3
+
+
+# --- what is said about removal -------------------------------------------------------------------
+
+
+def test_a_misspelt_metric_is_a_warning_after_the_first_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before anything is removed; once."""
+    with CheckpointManager(tmp_path, keep=[KeepLatest(1), KeepBest(1, "los")]) as manager:
+        manager.save(1, numbered(1), metrics={"loss": 0.5})
+        manager.wait()
+        assert "has the metrics ['los'], by which KeepBest keeps" in caplog.text
+        assert "they have ['loss']" in caplog.text
+        saved(manager, 2, metrics={"loss": 0.75})
+    assert caplog.text.count("by which KeepBest keeps") == 1
+
+
+def test_steps_without_any_metrics_are_a_warning_when_one_is_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not before: the first evaluation may be later."""
+    with CheckpointManager(tmp_path, keep=[KeepLatest(1), KeepBest(1, "loss")]) as manager:
+        manager.save(1, numbered(1))
+        manager.wait()
+        assert "KeepBest" not in caplog.text
+        saved(manager, 2)
+        manager.wait()
+        assert "has the metrics ['loss'], by which KeepBest keeps" in caplog.text
+
+
+def test_a_wait_also_waits_for_removal(tmp_path: Path) -> None:
+    """What is listed after it stays until the next save."""
+    remove = StepDirectories.remove
+
+    def slow(steps: StepDirectories, step: int) -> None:
+        Event().wait(0.3)
+        remove(steps, step)
+
+    with (
+        patch.object(StepDirectories, "remove", slow),
+        CheckpointManager(tmp_path, keep=KeepLatest(1)) as manager,
+    ):
+        for step in (1, 2, 3):
+            manager.save(step, numbered(step))
+        manager.wait()
+        assert manager.all_steps() == [3]
+
+
+def test_a_step_that_is_removed_meanwhile_is_not_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 may remove a step while another rank looks for the best one."""
+    with CheckpointManager(tmp_path, metrics={"loss": "min"}) as manager:
+        saved(manager, 1, metrics={"loss": 0.5})
+        saved(manager, 2, metrics={"loss": 0.75})
+
+    def removed(path: str) -> About | None:
+        if path.endswith("1"):
+            shutil.rmtree(path)
+        return read_about(path)
+
+    with patch("nostall._manager.retention.read_about", removed):
+        assert CheckpointManager(tmp_path, metrics={"loss": "min"}).best_step() == 2
+    assert "cannot be read" not in caplog.text
+
+
+def test_an_unfinished_step_with_other_files_is_said_to_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log does not claim that it was removed."""
+    notes = tmp_path / (NAMES % 1) / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("of the user")
+    with CheckpointManager(tmp_path) as manager:
+        saved(manager, 2)
+    assert notes.read_text() == "of the user"
+    assert "removed path" not in caplog.text
+    assert f"path={notes.parent} was not finished; other files" in caplog.text
+
+
+# --- processes of a launcher ----------------------------------------------------------------------
+
+
+def test_processes_of_a_launcher_need_a_process_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that take themselves for the only one would remove each other's steps."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    manager = CheckpointManager(tmp_path)  # init_process_group may follow
+    for call in (
+        lambda: manager.save(1, numbered(1)),
+        lambda: manager.restore(numbered(0)),
+    ):
+        with pytest.raises(OptionError, match="no process group is initialised") as raised:
+            call()
+        assert "init_process_group" in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+    with CheckpointManager(tmp_path / "of rank 1", alone=True) as own:
+        saved(own, 1)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    saved(manager, 2)
+    manager.close()

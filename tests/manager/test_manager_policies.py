@@ -16,6 +16,7 @@ from nostall._manager.policies import (
     Policy,
     StepRecord,
     steps_to_keep,
+    unseen_metrics,
 )
 from nostall._manager.steps import name_of, step_of
 from nostall.errors import OptionError
@@ -144,3 +145,11 @@ def test_a_directory_name_is_parsed_back(step: int) -> None:
 def test_other_names_are_no_steps(name: str) -> None:
     """Two directories never have the same step."""
     assert step_of(name) is None
+
+
+def test_metrics_that_no_step_has_are_found() -> None:
+    """Only those by which a policy keeps steps."""
+    policies = [KeepLatest(1), KeepBest(1, "los"), KeepBest(2, "loss")]
+    assert unseen_metrics(policies, records(1, 2, loss=[0.5, 0.25])) == ["los"]
+    assert unseen_metrics(policies, records(1)) == ["los", "loss"]
+    assert unseen_metrics([KeepLatest(1)], records(1)) == []

@@ -105,7 +105,7 @@ def test_a_killed_job_resumes_from_the_last_commit(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed):
         run_ranks(2, "managing:killed", tmp_path)
     root = tmp_path / "root"
-    assert sorted(os.listdir(root)) == ["step-000000001", "step-000000002"]
+    assert sorted(os.listdir(root)) == [".nostall.lock", "step-000000001", "step-000000002"]
     state = {f"of {rank}": torch.full((9,), -1.0) for rank in range(2)}
     with CheckpointManager(root, keep=KeepLatest(1)) as manager:
         restored = manager.restore(state)

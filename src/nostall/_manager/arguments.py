@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
+import torch.distributed as dist
+
 from nostall._manager.policies import Better, KeepBest, Policy, require_better
 from nostall.errors import OptionError
 from nostall.options import require_integer
@@ -68,6 +70,27 @@ def numbers_of(metrics: Mapping[str, float]) -> dict[str, float]:
             f"metrics={metrics!r:.200} is not possible: {error}", hint='use {"loss": 0.5}'
         ) from error
     return {name: value for name, value in numbers.items() if not math.isnan(value)}
+
+
+def require_group(root: str) -> None:
+    """Require a process group where a launcher such as torchrun has started several processes.
+
+    Each would take itself for the whole job otherwise, and remove the steps of the others.
+
+    Raises:
+        OptionError: ``RANK`` and ``WORLD_SIZE`` are set, the latter to more than 1, and no process
+            group is initialised.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
+    if rank is not None and size.isdecimal() and int(size) > 1:
+        raise OptionError(
+            f"this is RANK={rank} of WORLD_SIZE={size}, and no process group is initialised",
+            path=root,
+            hint="call torch.distributed.init_process_group() first; or pass alone=True if each"
+            " process has a root of its own",
+        )
 
 
 def parts_of(parts: Sequence[str]) -> tuple[str, ...]:

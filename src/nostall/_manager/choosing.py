@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 from nostall._manager.contents import About, read_about
@@ -13,6 +14,7 @@ from nostall._ranks.failures import sendable
 from nostall._ranks.group import Coordination
 from nostall._torch import wrap_exception
 from nostall.errors import DamagedCheckpointError, ReadError, UnknownMetadataError
+from nostall.integrity import verify
 
 _log = logging.getLogger("nostall")
 
@@ -33,13 +35,58 @@ def agreed(coordination: Coordination, decide: Callable[[], T]) -> T:
     return result  # type: ignore[no-any-return]  # of type T
 
 
-def choose_step(steps: StepDirectories, step: int | None, hold: ExitStack) -> About | None:
+def choose_verified(steps: StepDirectories, step: int | None, hold: ExitStack) -> About | None:
+    """As :func:`choose_step`, in time, but of steps that :func:`nostall.verify` finds undamaged.
+
+    Reading their files has no deadline.
+
+    Raises:
+        DamagedCheckpointError: ``step`` is damaged.
+        ReadError, SaveTimeoutError: Storage does not answer while this looks for steps.
+        Exception: As :func:`choose_step`.
+    """
+    damaged: set[int] = set()
+    while True:
+        about = steps.look(partial(choose_step, steps, step, hold, without=damaged))
+        if about is None:
+            return None
+        found = _damage_of(steps, about.step)
+        if found is None:
+            return about
+        if step is not None:
+            raise found
+        _log.warning("step %d is skipped: %s", about.step, found)
+        damaged.add(about.step)
+
+
+def _damage_of(steps: StepDirectories, step: int) -> DamagedCheckpointError | None:
+    for checkpoint in steps.checkpoints(step):
+        found = verify(checkpoint)
+        if not found.ok:
+            what = [f"{damage.file} {damage.what}" for damage in found.damages]
+            return DamagedCheckpointError(
+                f"step {step} is damaged: {', '.join(what) or found.note}",
+                phase="verify",
+                path=checkpoint,
+                hint="restore another step",
+            )
+    return None
+
+
+def choose_step(
+    steps: StepDirectories,
+    step: int | None,
+    hold: ExitStack,
+    *,
+    without: Set[int] = frozenset(),
+) -> About | None:
     """The description of the step to restore.
 
     Args:
         steps: The directories.
         step: A step, or ``None`` for the highest complete one.
         hold: Keeps the step from removal by other processes of this machine.
+        without: Steps that are not chosen by default.
 
     Returns:
         The description; ``None`` if ``step`` is, and there is no complete one.
@@ -62,7 +109,7 @@ def choose_step(steps: StepDirectories, step: int | None, hold: ExitStack) -> Ab
             )
         return about
     unknown: UnknownMetadataError | OSError | None = None
-    for each in reversed(steps.listed()):
+    for each in sorted(set(steps.listed()) - without, reverse=True):
         try:
             about = _described(steps, each, hold)
             if about is not None:

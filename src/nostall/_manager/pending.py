@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from nostall._manager.handles import SaveHandle
 from nostall._manager.retention import Activity
+from nostall._queue.interrupts import uninterrupted
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import SaveAbortedError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -54,7 +55,38 @@ class PendingSaves:
         self.activity = Activity()
         """Replaced, never changed: another thread reads it."""
 
-    def schedule(
+    def start(
+        self,
+        handle: SaveHandle,
+        writers: Sequence[FileSystemWriterAsync],
+        items: Sequence[dict[str, Any]],
+        planner: Callable[[], DefaultSavePlanner],
+        caches: Sequence[CheckpointMetadataCache],
+    ) -> None:
+        """Plan and start the checkpoints of a step. Collective.
+
+        Ctrl-C interrupts it at the end, when the save is under way.
+
+        Args:
+            handle: That of the step; it fails if a checkpoint cannot be started.
+            writers: One per checkpoint.
+            items: The state dict of each checkpoint.
+            planner: Makes the planner of a checkpoint.
+            caches: What is known about earlier saves of each checkpoint.
+
+        Raises:
+            CheckpointException: A rank could not plan; raised on every rank.
+        """
+        with uninterrupted():
+            try:
+                for writer, part, cache in zip(writers, items, caches, strict=True):
+                    self._schedule(handle, writer, part, planner(), cache)
+            except BaseException as error:  # passed on
+                if self._requests.count(handle) < len(writers):
+                    handle.fail(error)
+                raise
+
+    def _schedule(
         self,
         handle: SaveHandle,
         writer: FileSystemWriterAsync,
@@ -62,11 +94,6 @@ class PendingSaves:
         planner: DefaultSavePlanner,
         cache: CheckpointMetadataCache,
     ) -> None:
-        """Plan and start one checkpoint of a step. Collective.
-
-        Raises:
-            CheckpointException: A rank could not plan; raised on every rank.
-        """
         planned = save_state_dict_async_plan(
             state_dict,
             writer,
@@ -82,10 +109,15 @@ class PendingSaves:
         ]
         self._requests.append(handle)
         self._note_activity(self.activity.last)
-        with self._settled():
+        try:
             self._queue.schedule_async_request(
                 AsyncRequest(save_fn, arguments, finalize, preload_fn=preload_fn)
             )
+        except BaseException:  # passed on
+            if len(self._requests) > self._queue.pending:
+                self._requests.pop()  # the queue does not have it
+                self._note_activity(self.activity.last)
+            raise
 
     def poll(self) -> None:
         """Commit what all ranks have written. Collective.

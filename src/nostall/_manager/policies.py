@@ -145,6 +145,13 @@ def best_first(records: Iterable[StepRecord], metric: str, mode: Better) -> list
     return [-step for _, step in sorted(values)]
 
 
+def unseen_metrics(policies: Iterable[Policy], records: Sequence[StepRecord]) -> list[str]:
+    """The metrics of ``KeepBest`` policies that no step has, such as one with a misspelt name."""
+    seen = {name for record in records for name in record.metrics}
+    read = {policy.metric for policy in policies if isinstance(policy, KeepBest)}
+    return sorted(read - seen)
+
+
 def steps_to_keep(
     records: Sequence[StepRecord],
     policies: Sequence[Policy],

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from nostall._manager.contents import read_about
-from nostall._manager.policies import Policy, StepRecord, steps_to_keep
+from nostall._manager.policies import Policy, StepRecord, steps_to_keep, unseen_metrics
 from nostall._manager.steps import StepDirectories, held
 from nostall._storage.deadlines import start_apart
 from nostall.errors import DamagedCheckpointError, SaveTimeoutError, UntrustedMetadataError
@@ -75,7 +75,8 @@ class Records:
         try:
             about = read_about(self._steps.checkpoints(step)[-1])
         except (DamagedCheckpointError, UntrustedMetadataError, FileNotFoundError) as error:
-            _log.warning("step %d: its metrics cannot be read: %s", step, error)
+            if self._steps.committed_at_s(step) is not None:  # not removed meanwhile
+                _log.warning("step %d: its metrics cannot be read: %s", step, error)
             return {}
         return {} if about is None else about.metrics
 
@@ -100,6 +101,7 @@ class Retention:
         self._activity = activity
         self._records = Records(steps)
         self._changed = threading.Condition()
+        self._has_warned = False
         self._next: Callable[[], object] | None = None
         self._is_running = False
 
@@ -157,12 +159,31 @@ class Retention:
             records, self._policies, least=activity.least, protected=activity.protected
         )
         left = {record.step for record in records}
+        self._warn_of_unseen(records, removes=bool(left - kept))
         removed = []
         for step in sorted(left - kept):
             if self._is_free(step, left) and self._remove(step):
                 left.discard(step)
                 removed.append(step)
         return removed
+
+    def _warn_of_unseen(self, records: Sequence[StepRecord], *, removes: bool) -> None:
+        """Warn once of a metric that a policy reads and no step has.
+
+        If no step has any metrics, as before the first evaluation, only when one is removed.
+        """
+        unseen = unseen_metrics(self._policies, records)
+        has = sorted({name for record in records for name in record.metrics})
+        if self._has_warned or not unseen or not (has or removes):
+            return
+        self._has_warned = True
+        _log.warning(
+            "no step below %s has the metrics %s, by which KeepBest keeps steps; they have %s. The"
+            " best step is not kept",
+            self._steps.root,
+            unseen,
+            has or "none",
+        )
 
     def _is_free(self, step: int, left: Set[int]) -> bool:
         """Whether a step may still go: a save may have begun since the decision."""

@@ -154,7 +154,13 @@ class StepDirectories:
         for step in self.listed():
             if self._is_unfinished(step):
                 self.remove(step)
-                _log.warning("removed path=%s: it was not finished", self.path(step))
+                if os.path.lexists(self.path(step)):
+                    _log.warning(
+                        "path=%s was not finished; other files than those of a save stay there",
+                        self.path(step),
+                    )
+                else:
+                    _log.warning("removed path=%s: it was not finished", self.path(step))
 
     def _is_unfinished(self, step: int) -> bool:
         """Whether a checkpoint of a step has no metadata, and the others were saved in these parts.

@@ -1,0 +1,135 @@
+"""The lock of a root: one process at a time saves below it.
+
+It is a POSIX record lock on a file in the root. The system releases it when its process ends,
+however that happens, and children do not inherit it. So a job that was killed never keeps the next
+one from saving. Among machines it is as good as the file system: NFS passes it to the server, which
+may keep that of a crashed machine for some time. A lock of another machine is therefore a warning.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+
+from nostall.errors import OptionError
+
+_log = logging.getLogger("nostall")
+
+NAME = ".nostall.lock"
+_LONGEST_NBYTES = 300
+
+
+@dataclass(slots=True)
+class _Taken:
+    fd: int
+    users: int = 1
+
+
+# Closing any descriptor of the file would end the lock, so the managers of a process share one.
+_taken: dict[tuple[int, str], _Taken] = {}
+_changing = threading.Lock()
+
+
+class RootLock:
+    """The lock of one root, shared by the managers of this process.
+
+    Args:
+        root: The directory; it is made.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._path = f"{root}/{NAME}"
+        self._is_user = False
+
+    def take(self) -> None:
+        """Take the lock, until :meth:`release` or the end of the process.
+
+        A warning tells if the file system has no locks, or another machine has this one.
+
+        Raises:
+            OptionError: Another process of this machine has it.
+        """
+        if self._is_user:
+            return
+        try:
+            with _changing:
+                self._is_user = self._take()
+        except OSError as error:
+            _log.warning(
+                "root=%s cannot be locked: %s. A second job that saves here is not noticed",
+                self._root,
+                error.strerror,
+            )
+
+    def _take(self) -> bool:
+        key = (os.getpid(), self._path)
+        taken = _taken.get(key)
+        if taken is not None and self._is_present(taken.fd):
+            taken.users += 1
+            return True
+        os.makedirs(self._root, exist_ok=True)
+        while True:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                with os.fdopen(fd, "rb") as file:
+                    if not isinstance(error, BlockingIOError | PermissionError):
+                        raise
+                    self._report(file.read(_LONGEST_NBYTES).decode(errors="replace"))
+                return False
+            if self._is_present(fd):
+                break
+            os.close(fd)  # its former owner has removed it meanwhile
+        os.truncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+        _taken[key] = _Taken(fd)
+        return True
+
+    def _is_present(self, fd: int) -> bool:
+        """Whether an open file is still the one in the root."""
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(fd), os.stat(self._path))
+        return False
+
+    def _report(self, owner: str) -> None:
+        pid, _, host = owner.strip().partition(" ")
+        if host not in ("", socket.gethostname()):
+            _log.warning(
+                "process %s on %s has locked root=%s. If it still saves here, each of the two jobs"
+                " removes steps of the other",
+                pid,
+                host,
+                self._root,
+            )
+            return
+        raise OptionError(
+            f"another process saves below this root: pid {pid or 'unknown'}",
+            path=self._root,
+            hint="use another root, or end that process first",
+        )
+
+    def release(self) -> None:
+        """Release the lock, if no other manager of this process needs it. Idempotent."""
+        if not self._is_user:
+            return
+        self._is_user = False
+        key = (os.getpid(), self._path)
+        with _changing:
+            taken = _taken.get(key)
+            if taken is None:  # in a forked child
+                return
+            taken.users -= 1
+            if taken.users:
+                return
+            del _taken[key]
+            if self._is_present(taken.fd):
+                with suppress(OSError):  # it may stay
+                    os.unlink(self._path)
+            os.close(taken.fd)

@@ -1,0 +1,51 @@
+"""Ctrl-C: its exception waits for the end of a section that must not be cut in two.
+
+An exception between two lines of a section, such as "start the save" and "note that it is
+started", would leave a save that nobody commits. The sections are short; a second Ctrl-C
+interrupts at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+class _Later:
+    """A handler of SIGINT that runs the previous one at the end of the section."""
+
+    def __init__(self, previous: Callable[[int, FrameType | None], Any]) -> None:
+        self.previous = previous
+        self.is_asked = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.is_asked:
+            self.previous(number, frame)
+        self.is_asked = True
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """A section that SIGINT interrupts at its end only; nested ones at the end of the outermost.
+
+    Without effect on other threads, which Python never interrupts, and where SIGINT ends the
+    process or is ignored.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = signal.getsignal(signal.SIGINT) if is_main else None
+    if isinstance(previous, _Later) or not callable(previous):
+        yield
+        return
+    later = _Later(previous)
+    signal.signal(signal.SIGINT, later)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is later:
+            signal.signal(signal.SIGINT, previous)
+        if later.is_asked:
+            previous(signal.SIGINT, None)

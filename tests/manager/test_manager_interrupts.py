@@ -1,0 +1,152 @@
+"""Ctrl-C in a call of the manager: it goes on, and what it says agrees with the disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import nostall
+from nostall import CheckpointManager
+from nostall._queue.interrupts import uninterrupted
+from nostall.manager import SaveHandle
+from support.waiting import wait_until
+
+OURS = f"{os.sep}nostall{os.sep}"
+
+
+def state(step: int) -> dict[str, Any]:
+    return {f"weight{number}": torch.full((500,), float(step)) for number in range(20)}
+
+
+@contextmanager
+def counted(at: int) -> Iterator[list[int]]:
+    """SIGINT at a call of a function of the library, counted on this thread; the calls so far."""
+    calls = [0]
+
+    def look(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and OURS in frame.f_code.co_filename:
+            calls[0] += 1
+            if calls[0] == at:
+                signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(look)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+def require_agreement(
+    manager: CheckpointManager, root: Path, handles: list[SaveHandle], step: int
+) -> None:
+    """The next save works; every handle says what is on disk, and nothing else is there."""
+    manager.wait()
+    handles.append(manager.save(step, state(step)))
+    manager.wait()
+    for handle in handles:
+        assert handle.done
+        if (Path(handle.path) / ".metadata").exists():
+            assert nostall.verify(handle.result()).ok
+        else:
+            assert "failed" in repr(handle)
+    assert step in manager.all_steps()
+    wait_until(lambda: nostall.status() == ())  # of saves that were committed just now
+    left = [path for path in root.glob("step-*") if not (path / ".metadata").exists()]
+    assert [path for path in left if list(path.iterdir())] == []
+
+
+def calls_of_a_save(root: Path) -> int:
+    manager = CheckpointManager(root)
+    manager.save(1, state(1))
+    manager.wait()
+    with counted(0) as calls:
+        manager.save(2, state(2))
+    manager.close()
+    return calls[0]
+
+
+def test_a_signal_at_any_call_of_a_save_leaves_a_working_manager(tmp_path: Path) -> None:
+    """While an earlier save is under way; the interrupted one is committed, or leaves nothing."""
+    total = calls_of_a_save(tmp_path / "counted")
+    assert total > 50
+    interrupts = 0
+    manager = CheckpointManager(tmp_path / "root")
+    handles = [manager.save(1, state(1))]
+    for number, at in enumerate(range(1, total, total // 20)):
+        step = 10 * number + 10
+        handles.append(manager.save(step, state(step)))
+        try:
+            with counted(at):
+                handles.append(manager.save(step + 1, state(step + 1)))
+        except KeyboardInterrupt:
+            interrupts += 1
+        require_agreement(manager, tmp_path / "root", handles[-3:], step + 2)
+    assert interrupts >= 10
+    manager.close()
+
+
+@pytest.mark.parametrize("call", [CheckpointManager.poll, CheckpointManager.wait])
+def test_a_signal_while_a_save_is_committed(
+    tmp_path: Path, call: Callable[[CheckpointManager], None]
+) -> None:
+    """At the calls of ``poll`` and ``wait`` after which the files are written."""
+    manager = CheckpointManager(tmp_path)
+    for number in range(12):
+        step = 10 * number
+        handles = [manager.save(step, state(step))]
+        wait_until(lambda: all(each.state == "written" for each in nostall.status()))
+        with suppress(KeyboardInterrupt), counted(1 + 10 * number):
+            call(manager)
+        require_agreement(manager, tmp_path, handles, step + 1)
+    manager.close()
+
+
+def test_signals_at_moments_in_time(tmp_path: Path) -> None:
+    """0 to 50 ms after a save has begun."""
+    manager = CheckpointManager(tmp_path)
+    handles = []
+    for number in range(11):
+        step = 10 * number
+        main, moment_s = threading.main_thread().ident, number / 200
+        assert main is not None
+        timer = threading.Timer(moment_s, signal.pthread_kill, (main, signal.SIGINT))
+        with suppress(KeyboardInterrupt):
+            timer.start()
+            handles.append(manager.save(step, state(step)))
+            handles.append(manager.save(step + 1, state(step + 1)))
+            while timer.is_alive():
+                manager.poll()
+            timer.join()
+        timer.join()
+        require_agreement(manager, tmp_path, handles[-3:], step + 2)
+    manager.close()
+
+
+def test_a_second_signal_interrupts_at_once() -> None:
+    """The first one waits for the end of the section; the handler is the user's again then."""
+    reached = []
+    handler = signal.getsignal(signal.SIGINT)
+
+    def interrupted_twice() -> None:
+        with uninterrupted():
+            with uninterrupted():
+                signal.raise_signal(signal.SIGINT)
+                reached.append("after the first")
+            reached.append("after the inner section")
+            signal.raise_signal(signal.SIGINT)
+            reached.append("after the second")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_twice()
+    assert reached == ["after the first", "after the inner section"]
+    assert signal.getsignal(signal.SIGINT) is handler

@@ -1,0 +1,92 @@
+"""Two jobs below one root: the second one is told, and nothing stops a job that restarts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from nostall import CheckpointManager
+from nostall.errors import OptionError
+
+STATE = {"weight": torch.ones(3)}
+OTHER_JOB = """
+import sys, torch, nostall
+manager = nostall.CheckpointManager(sys.argv[1])
+manager.save(1, {"weight": torch.ones(3)}).result()
+print("saved", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_job_is_an_error_until_the_first_is_killed(tmp_path: Path) -> None:
+    """It may restore, though; the error names the process. Its lock dies with it."""
+    with subprocess.Popen(
+        [sys.executable, "-c", OTHER_JOB, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"saved\n"
+        manager = CheckpointManager(tmp_path)
+        assert manager.restore(dict(STATE)) is not None
+        with pytest.raises(OptionError, match=f"another process saves .* pid {other.pid}"):
+            manager.save(2, STATE)
+        other.kill()
+    manager.save(2, STATE)
+    manager.close()
+    assert sorted(os.listdir(tmp_path)) == ["step-000000001", "step-000000002"]
+
+
+def test_managers_of_one_process_share_the_lock(tmp_path: Path) -> None:
+    """The root stays locked until the last of them is closed."""
+    first, second = CheckpointManager(tmp_path), CheckpointManager(tmp_path)
+    first.save(1, STATE).result()
+    second.save(2, STATE).result()
+    second.close()
+    saving = [sys.executable, "-c", OTHER_JOB, str(tmp_path)]
+    run = subprocess.run(saving, input="", capture_output=True, text=True, check=False)
+    assert f"another process saves below this root: pid {os.getpid()}" in run.stderr
+    first.close()
+    assert not (tmp_path / ".nostall.lock").exists()
+
+
+def test_a_file_system_without_locks_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So is a lock of another machine, which may have crashed."""
+    with (
+        patch("fcntl.lockf", side_effect=OSError(errno.ENOLCK, "No locks available")),
+        CheckpointManager(tmp_path) as manager,
+    ):
+        manager.save(1, STATE)
+    assert "cannot be locked: No locks available" in caplog.text
+    (tmp_path / ".nostall.lock").write_text("123 elsewhere\n")
+    with (
+        patch("fcntl.lockf", side_effect=BlockingIOError(errno.EAGAIN, "held")),
+        CheckpointManager(tmp_path) as manager,
+    ):
+        manager.save(2, STATE)
+    assert "process 123 on elsewhere has locked" in caplog.text
+    assert CheckpointManager(tmp_path).all_steps() == [1, 2]
+
+
+def test_a_closed_manager_saves_no_more(tmp_path: Path) -> None:
+    """Another job may have the root; looking at steps and restoring them need no lock."""
+    with CheckpointManager(tmp_path, save_every=1) as manager:
+        manager.save(1, STATE)
+    for call in (
+        lambda: manager.save(2, STATE),
+        lambda: manager.should_save(2),
+    ):
+        with pytest.raises(OptionError, match="the manager is closed"):
+            call()
+    manager.close()
+    assert manager.all_steps() == [1]
+    assert manager.restore(dict(STATE)) is not None
