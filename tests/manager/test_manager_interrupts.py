@@ -24,6 +24,14 @@ from support.waiting import wait_until
 OURS = f"{os.sep}nostall{os.sep}"
 
 
+@pytest.fixture(autouse=True)
+def python_handles_ctrl_c() -> Iterator[None]:
+    """A shell that starts the tests in the background lets them ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def state(step: int) -> dict[str, Any]:
     return {f"weight{number}": torch.full((500,), float(step)) for number in range(20)}
 
