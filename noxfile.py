@@ -59,8 +59,8 @@ assert "site-packages" in nostall.__file__, nostall.__file__
 nostall.FileSystemWriterAsync
 """
 
-# Three at a time on two cores: tests wait for other processes half of the time. Those of a file stay
-# together, as they share what ranks have done for them.
+# Three at a time on two cores: tests wait for other processes half of the time. Those of a file
+# stay together, as they share what ranks have done for them.
 SIDE_BY_SIDE = ("-n", "3", "--dist", "loadfile")
 
 # Tests that start neither ranks nor trainers: most of the stages, and the public names.
