@@ -50,7 +50,7 @@ from nostall._manager.steps import StepDirectories
 from nostall._queue.finalizing import together
 from nostall._ranks.group import Coordination, coordination_for, require_members
 from nostall._storage.destination import absolute, require_file_system, require_possible
-from nostall.errors import OptionError, SaveTimeoutError
+from nostall.errors import NostallError, OptionError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import require_integer
 from nostall.state_dict_saver import CheckpointMetadataCache
@@ -298,7 +298,10 @@ class CheckpointManager:
         self._is_closed = True
         self._pending.close()
         self._await_removal()
-        self._lock.release()
+        try:
+            self._steps.look(self._lock.release)
+        except NostallError as error:  # the lock ends with the process; saves are not concerned
+            _log.warning("the lock of the root was not released: %s", error)
 
     def __enter__(self) -> Self:
         return self

@@ -89,7 +89,9 @@ class RootLock:
             os.close(fd)  # its former owner has removed it meanwhile
         os.truncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
-        _taken[key] = _Taken(fd)
+        if taken is not None:  # the root was removed and made again
+            os.close(taken.fd)
+        _taken[key] = _Taken(fd, users=1 if taken is None else taken.users + 1)
         return True
 
     def _is_present(self, fd: int) -> bool:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed.checkpoint as dcp
 
@@ -28,9 +28,13 @@ from nostall import _torch
 from nostall._engine import default_engine
 from nostall._queue.finalizing import together
 from nostall._ranks.group import coordination_for
-from nostall._storage.deadlines import begin
+from nostall._storage.deadlines import begin, in_time
+from nostall._storage.port import reason
 from nostall._storage.posix import sync_directory, sync_name
+from nostall.errors import NostallError, WriteError
 from nostall.integrations._saves import Saves
+
+T = TypeVar("T")
 
 _log = logging.getLogger("nostall")
 
@@ -75,10 +79,7 @@ class DirectorySaves:
         place = _Place(path, run)
         with _on_rank_0() as is_here:
             if is_here:
-                self._remove(place.recover())
-                # The Trainer looks whether the best checkpoint exists, which may be this one.
-                os.makedirs(place.new)
-                os.makedirs(os.path.dirname(path), exist_ok=True)
+                self._remove(_in_time(place.make, place.path))
         with _captured(place.new) as states:
             yield place.new
         self._pending.add(path)
@@ -92,7 +93,7 @@ class DirectorySaves:
             states[last],
             last,
             part=os.path.basename(last),
-            before_commit=lambda: synced.result(default_engine().options.save_timeout_s),
+            before_commit=lambda: _in_time(synced.result, place.path),
             after_commit=publish,
         )
 
@@ -100,10 +101,14 @@ class DirectorySaves:
         self._pending.discard(place.path)
         if not coordination_for(None).is_coordinator:
             return
-        # Without one of them its save has failed, which raises an error of its own.
-        if all(os.path.exists(os.path.join(part, _torch.METADATA_NAME)) for part in parts):
-            self._remove(place.publish())
-            then()
+
+        def publish() -> None:
+            # Without one of them its save has failed, which raises an error of its own.
+            if all(os.path.exists(os.path.join(part, _torch.METADATA_NAME)) for part in parts):
+                self._remove(place.publish())
+                then()
+
+        _in_time(publish, place.path)
 
     def recover(self, home: str, run: str) -> None:
         """Remove what a crash has left of saves; does nothing after the first call for a run.
@@ -116,18 +121,14 @@ class DirectorySaves:
             return
         self._recovered.add(run)
         with _on_rank_0() as is_here:
-            names = os.listdir(run) if is_here and os.path.isdir(run) else []
-            self._remove([os.path.join(run, name) for name in names if name.startswith(_REMOVED)])
-            for name in names:
-                if name.startswith(_SAVING):
-                    path = os.path.join(home, name.removeprefix(_SAVING))
-                    self._remove(_Place(path, run).recover())
+            if is_here:
+                self._remove(_in_time(lambda: _left_by_a_crash(home, run), run))
 
     def recover_one(self, path: str, run: str) -> None:
         """Remove what a crash has left of a save; it must not be pending. Arguments as above."""
         with _on_rank_0() as is_here:
             if is_here:
-                self._remove(_Place(path, run).recover())
+                self._remove(_in_time(_Place(path, run).recover, path))
 
     def rotate(
         self, oldest_first: Sequence[str], run: str, *, keep: int, protected: Collection[str]
@@ -200,6 +201,14 @@ class _Place:
             os.rename(self._old, self.path)
         return [_set_aside(self._root, self.run)]
 
+    def make(self) -> list[str]:
+        """Make the directories of a new checkpoint, after :meth:`recover`."""
+        left = self.recover()
+        os.makedirs(self.new)
+        # The Trainer looks whether the best checkpoint exists, which may be this one.
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        return left
+
     def publish(self) -> list[str]:
         """Give the written directory its name, in the place of an existing one."""
         sync_directory(self.new)  # now that all ranks have written
@@ -208,6 +217,38 @@ class _Place:
         os.rename(self.new, self.path)
         sync_directory(os.path.dirname(self.path))
         return [_set_aside(self._root, self.run)]
+
+
+def _left_by_a_crash(home: str, run: str) -> list[str]:
+    """What is to be removed in a run's directory, after undoing what was half done."""
+    names = os.listdir(run) if os.path.isdir(run) else []
+    left = [os.path.join(run, name) for name in names if name.startswith(_REMOVED)]
+    for name in names:
+        if name.startswith(_SAVING):
+            left += _Place(os.path.join(home, name.removeprefix(_SAVING)), run).recover()
+    return left
+
+
+def _in_time(call: Callable[[], T], path: str) -> T:
+    """The result of a call that waits for storage; other ranks may wait for this one.
+
+    Raises:
+        SaveTimeoutError: Storage does not answer within ``EngineOptions.save_timeout_s``.
+        WriteError: Storage refuses.
+    """
+    timeout_s, doing = default_engine().options.save_timeout_s, "changing a checkpoint's directory"
+    try:
+        return in_time(call, timeout_s=timeout_s, doing=doing, phase="commit", path=path)
+    except NostallError:
+        raise
+    except OSError as error:
+        raise WriteError(
+            f"the directory of a checkpoint could not be changed: {reason(error)}",
+            errno=error.errno,
+            phase="commit",
+            path=error.filename or path,
+            hint="the next run undoes what was half done",
+        ) from error
 
 
 def _set_aside(path: str, run: str) -> str:
