@@ -130,15 +130,15 @@ class WriterSettings:
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self.rank}_"
         # A reader of the previous checkpoint's metadata must not find new files under its names.
         is_beside = getattr(plan.storage_data, "beside", None) == self.directory
-        if not is_beside and replaces is None:
-            replaces = self.may_replace(engine)
+        if replaces is None:
+            replaces = is_beside or self.may_replace(engine)
         progress = engine.under_way.begin(job, path=self.directory, rank=self.rank)
         return SaveTarget(
             job=job,
             settings=self,
             naming=FileNaming(
                 prefix=prefix,
-                suffix=f"-{job[:8]}" if is_beside or replaces else "",
+                suffix=f"-{job[:8]}" if replaces else "",
                 separation_hint=self.options.separation_hint,
             ),
             visit=Visit(self.directory, progress.created),
