@@ -24,6 +24,11 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("untimed")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files, so that none is still running when the others have ended."""
+    items.sort(key=lambda item: "stress" not in item.path.parts)
+
+
 def pytest_collection_finish() -> None:
     """Exempt what importing torch left from the collections after each test, to save time."""
     gc.collect()
