@@ -526,10 +526,6 @@ for step in (1, 2):
 REFUSED: dict[str, Callable[[Path], object]] = {
     "empty root": lambda root: CheckpointManager(""),
     "object store": lambda root: CheckpointManager("s3://bucket/root"),
-    "policy": lambda root: CheckpointManager(root, keep=3),  # type: ignore[arg-type]
-    "interval": lambda root: CheckpointManager(root, save_every=0),
-    "time": lambda root: CheckpointManager(root, save_every=timedelta(0)),
-    "mode": lambda root: CheckpointManager(root, metrics={"loss": "least"}),  # type: ignore[dict-item]
     "parts twice": lambda root: CheckpointManager(root, parts=("a", "a")),
     "part outside": lambda root: CheckpointManager(root, parts=("../a",)),
     "missing part": lambda root: CheckpointManager(root, parts=("a",)).save(1, {"b": 1}),
@@ -547,6 +543,44 @@ def test_impossible_arguments_are_refused(tmp_path: Path, what: str) -> None:
     with pytest.raises(OptionError):
         REFUSED[what](tmp_path / "root")
     assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "values", "hint"),
+    [
+        ("keep", [3, [3], "latest", KeepLatest, [KeepLatest]], "KeepLatest(3)"),
+        ("save_every", [0, -1, 1.5, "10", timedelta(0)], "at least 1"),
+        ("metrics", [["loss"], "loss", 3], '{"loss": "min"}'),
+        ("mode", [{"loss": "least"}, {"loss": 1}], '"min" or "max"'),
+        ("parts", [3, None], '("model", "optimizer")'),
+        ("part", [[1]], "names of directories"),
+        ("writer", ["x", FileSystemWriterAsync("checkpoint")], "partial(FileSystemWriterAsync"),
+        ("root", [None, b"root", 3], "pathlib.Path"),
+    ],
+)
+def test_a_wrong_argument_of_a_manager_is_named(
+    tmp_path: Path, argument: str, values: list[Any], hint: str
+) -> None:
+    """With what was given and what is possible."""
+    keyword = {"mode": "metrics", "part": "parts"}.get(argument, argument)
+    for value in values:
+        arguments: dict[str, Any] = {"root": tmp_path / "root", keyword: value}
+        with pytest.raises(OptionError) as raised:
+            CheckpointManager(**arguments)
+        assert hint in str(raised.value)
+        shown = next(iter(value.values())) if argument == "mode" else value
+        assert repr(shown).strip("[]") in str(raised.value)
+
+
+def test_wrong_arguments_of_restore_are_refused(tmp_path: Path) -> None:
+    """As those of ``save`` are."""
+    wrong: Any = "2"
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(OptionError, match="step='2'"):
+        manager.restore({}, wrong)
+    for wrong in (None, torch.nn.Linear(1, 1)):
+        with pytest.raises(OptionError, match="the state is an object of type"):
+            manager.restore(wrong)
 
 
 # --- removal --------------------------------------------------------------------------------------
