@@ -400,9 +400,11 @@ class CheckpointManager:
             UnknownMetadataError: No step is known to be complete, and one is not understood.
             DamagedCheckpointError: Another program saved the step; or ``verify`` finds that
                 ``step`` is damaged.
-            CheckpointException: A rank could not read it.
-            OptionError: The state of an object on this rank was not saved; or steps were saved with
-                other ``parts``; or a process group is missing.
+            CheckpointException: A rank could not read it, or its state does not fit the step.
+            OptionError: The state of this rank does not fit the step: names or shapes differ, or an
+                object refuses what was saved. Tensors, and objects that come first in ``state``,
+                may hold values of the step then; generators do not. Or steps were saved with other
+                ``parts``; or a process group, or NumPy for it, is missing; or an argument is wrong.
         """
         require_state(state, ())
         step = None if step is None else require_integer("step", step, at_least=0)

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -204,6 +205,71 @@ def test_the_snapshot_is_taken_in_the_call(tmp_path: Path) -> None:
         assert restored is not None
         assert restored.extra == {"seen": [1]}
         assert resumed.train(3) == expected
+
+
+# --- into another job -----------------------------------------------------------------------------
+
+
+def restore_into(tmp_path: Path, state: dict[str, Any]) -> str:
+    """The error of restoring a job that has saved step 1 into this state."""
+    job = Job()
+    job.train(1)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"model": job.model, "optimizer": job.optimizer})
+        before = torch.get_rng_state()
+        with pytest.raises(OptionError) as raised:
+            manager.restore(state)
+    assert raised.value.__cause__ is not None
+    assert raised.value.path == manager.path(1)
+    assert torch.equal(torch.get_rng_state(), before)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (
+            [nn.Linear(4, 16), nn.Dropout(), nn.Linear(16, 1), *(nn.Linear(1, 1) for _ in "abc")],
+            "model.3.weight, model.3.bias, model.4.weight, model.4.bias, model.5.weight and 1 more",
+        ),
+        (
+            [nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 1)],
+            "the step holds model.0.weight (16, 4) instead of (8, 4), model.0.bias (16,) instead",
+        ),
+        (
+            [nn.Linear(4, 16), nn.Linear(16, 1)],
+            "the step lacks model.1.weight, model.1.bias; the step also holds model.2.weight",
+        ),
+    ],
+    ids=["more layers", "other width", "other names"],
+)
+def test_another_model_is_refused(tmp_path: Path, layers: list[nn.Module], message: str) -> None:
+    """The error names what differs, and nothing has changed."""
+    model = nn.Sequential(*layers)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    error = restore_into(tmp_path, {"model": model})
+    assert "the state does not fit step 1: the step" in error
+    assert message in error
+    assert "restore another step" in error
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_an_optimizer_with_other_groups_is_refused(tmp_path: Path) -> None:
+    """By the optimizer, whose words are in the error."""
+    job = Job()
+    groups = [{"params": [parameter]} for parameter in job.model.parameters()]
+    optimizer = torch.optim.AdamW(groups)
+    error = restore_into(tmp_path, {"model": job.model, "optimizer": optimizer})
+    assert "the object 'optimizer' does not fit step 1: ValueError: loaded state dict has" in error
+    assert optimizer.state_dict()["state"] == {}
+
+
+def test_an_object_that_was_not_saved_is_refused(tmp_path: Path) -> None:
+    """A tensor and a plain value, too."""
+    job = Job()
+    for value in (job.scheduler, torch.ones(3), 3):
+        error = restore_into(tmp_path, {"model": job.model, "new": value})
+        assert "the state does not fit step 1: the step lacks new" in error
 
 
 # --- which step -----------------------------------------------------------------------------------
