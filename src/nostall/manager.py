@@ -399,7 +399,7 @@ class CheckpointManager:
             SaveTimeoutError: It does not answer rank 0 within ``EngineOptions.save_timeout_s``.
             UnknownMetadataError: No step is known to be complete, and one is not understood.
             DamagedCheckpointError: Another program saved the step; or ``verify`` finds that
-                ``step`` is damaged.
+                ``step`` is damaged, or that all committed steps are.
             CheckpointException: A rank could not read it, or its state does not fit the step.
             OptionError: The state of this rank does not fit the step: names or shapes differ, or an
                 object refuses what was saved. Tensors, and objects that come first in ``state``,

@@ -330,6 +330,27 @@ def test_verification_finds_a_flipped_bit(tmp_path: Path, caplog: pytest.LogCapt
     manager.close()
 
 
+@pytest.mark.parametrize("truncates", [False, True])
+def test_verification_of_damaged_steps_alone_is_an_error(
+    tmp_path: Path, *, truncates: bool
+) -> None:
+    """A job must not start from scratch then; without a committed step it does."""
+    manager = CheckpointManager(tmp_path)
+    (tmp_path / (NAMES % 3)).mkdir()
+    assert manager.restore(numbered(0), verify=True) is None
+    saved(manager, 1, 2)
+    for step in (1, 2):
+        file = tmp_path / (NAMES % step) / "__0_0.distcp"
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content[:10] if truncates and step == 2 else content)
+    with pytest.raises(DamagedCheckpointError, match=r"steps are damaged: \[1, 2\]") as raised:
+        manager.restore(numbered(0), verify=True)
+    assert raised.value.path == str(tmp_path)
+    assert "restore(state, step=...)" in str(raised.value)
+    manager.close()
+
+
 def test_verification_has_no_deadline_of_storage(tmp_path: Path) -> None:
     """It reads for as long as the files are; undamaged steps are restored."""
     with CheckpointManager(tmp_path, parts=("weight", "rest")) as manager:

@@ -41,7 +41,7 @@ def choose_verified(steps: StepDirectories, step: int | None, hold: ExitStack) -
     Reading their files has no deadline.
 
     Raises:
-        DamagedCheckpointError: ``step`` is damaged.
+        DamagedCheckpointError: ``step`` is damaged; or there are committed steps, and all are.
         ReadError, SaveTimeoutError: Storage does not answer while this looks for steps.
         Exception: As :func:`choose_step`.
     """
@@ -49,6 +49,7 @@ def choose_verified(steps: StepDirectories, step: int | None, hold: ExitStack) -
     while True:
         about = steps.look(partial(choose_step, steps, step, hold, without=damaged))
         if about is None:
+            steps.look(partial(_require_none, steps))
             return None
         found = _damage_of(steps, about.step)
         if found is None:
@@ -57,6 +58,19 @@ def choose_verified(steps: StepDirectories, step: int | None, hold: ExitStack) -
             raise found
         _log.warning("step %d is skipped: %s", about.step, found)
         damaged.add(about.step)
+
+
+def _require_none(steps: StepDirectories) -> None:
+    """Require that no step is committed, where none can be restored."""
+    committed = steps.committed()
+    if committed:
+        raise DamagedCheckpointError(
+            f"all committed steps are damaged: {committed!r:.200}",
+            phase="read",
+            path=steps.root,
+            hint="the log says how; restore(state, step=...) restores one if all its files are"
+            " there; to train from the beginning, use another root",
+        )
 
 
 def _damage_of(steps: StepDirectories, step: int) -> DamagedCheckpointError | None:
