@@ -392,14 +392,14 @@ class CheckpointManager:
                 their sizes; values are not compared with checksums when they are loaded.
 
         Returns:
-            What was restored; ``None`` if there is no step to restore by default.
+            What was restored; ``None`` if there is no committed step to restore by default.
 
         Raises:
             ReadError: The step does not exist or is not complete; or storage refuses to answer.
             SaveTimeoutError: It does not answer rank 0 within ``EngineOptions.save_timeout_s``.
             UnknownMetadataError: No step is known to be complete, and one is not understood.
             DamagedCheckpointError: Another program saved the step; or ``verify`` finds that
-                ``step`` is damaged, or that all committed steps are.
+                ``step`` is damaged; or steps are committed, and all are damaged.
             CheckpointException: A rank could not read it, or its state does not fit the step.
             OptionError: The state of this rank does not fit the step: names or shapes differ, or an
                 object refuses what was saved. Tensors, and objects that come first in ``state``,

@@ -415,12 +415,13 @@ def test_a_step_in_parts_counts_when_all_parts_are_there(tmp_path: Path) -> None
 # --- saving ---------------------------------------------------------------------------------------
 
 
-def test_damaged_steps_alone_are_no_step(tmp_path: Path) -> None:
-    """Metadata that is a directory, or empty, tells of no other parts."""
+def test_damaged_steps_alone_are_an_error(tmp_path: Path) -> None:
+    """A job must not start from scratch; metadata that cannot be read tells of no other parts."""
     (tmp_path / (NAMES % 1) / ".metadata").mkdir(parents=True)
     (tmp_path / (NAMES % 2)).mkdir()
     (tmp_path / (NAMES % 2) / ".metadata").write_bytes(b"")
-    assert CheckpointManager(tmp_path).restore(numbered(0)) is None
+    with pytest.raises(DamagedCheckpointError, match=r"steps are damaged: \[1, 2\]"):
+        CheckpointManager(tmp_path).restore(numbered(0))
 
 
 def test_parts_of_different_saves_are_no_step(tmp_path: Path) -> None:

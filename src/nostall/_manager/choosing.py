@@ -41,7 +41,7 @@ def choose_verified(steps: StepDirectories, step: int | None, hold: ExitStack) -
     Reading their files has no deadline.
 
     Raises:
-        DamagedCheckpointError: ``step`` is damaged; or there are committed steps, and all are.
+        DamagedCheckpointError: ``step`` is damaged; or as :func:`choose_step`.
         ReadError, SaveTimeoutError: Storage does not answer while this looks for steps.
         Exception: As :func:`choose_step`.
     """
@@ -49,7 +49,6 @@ def choose_verified(steps: StepDirectories, step: int | None, hold: ExitStack) -
     while True:
         about = steps.look(partial(choose_step, steps, step, hold, without=damaged))
         if about is None:
-            steps.look(partial(_require_none, steps))
             return None
         found = _damage_of(steps, about.step)
         if found is None:
@@ -103,13 +102,14 @@ def choose_step(
         without: Steps that are not chosen by default.
 
     Returns:
-        The description; ``None`` if ``step`` is, and there is no complete one.
+        The description; ``None`` if ``step`` is, and no step is committed.
 
     Raises:
         ReadError: ``step`` has no complete checkpoint.
         UnknownMetadataError: No step is known to be complete, and one is not understood.
         OSError: No step is known to be complete, and one cannot be read at present.
-        DamagedCheckpointError: Another program saved the step.
+        DamagedCheckpointError: Another program saved the step; or there are committed steps, and
+            none is complete.
         OptionError: The step was saved with other parts; or there is none with these.
     """
     if step is not None:
@@ -135,6 +135,7 @@ def choose_step(
         raise unknown
     for each in steps.listed():
         steps.require_own_parts(each)
+    _require_none(steps)
     return None
 
 
