@@ -29,6 +29,8 @@ from nostall._manager.arguments import (
     parts_of,
     policies_of,
     require_group,
+    require_writer,
+    root_of,
 )
 from nostall._manager.choosing import agreed, choose_step, choose_verified
 from nostall._manager.contents import About, PerRank, capture, require_state
@@ -49,7 +51,7 @@ from nostall._manager.retention import Records, Retention
 from nostall._manager.steps import StepDirectories
 from nostall._queue.finalizing import together
 from nostall._ranks.group import Coordination, coordination_for, require_members
-from nostall._storage.destination import absolute, require_file_system, require_possible
+from nostall._storage.destination import require_directory
 from nostall.errors import NostallError, OptionError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import require_integer
@@ -103,7 +105,8 @@ class CheckpointManager:
             a group of one rank as ``process_group`` says the same then.
 
     Raises:
-        OptionError: An argument is not possible.
+        OptionError: An argument is not possible; or ``root`` is, or is below, a regular file.
+        SaveTimeoutError: Storage does not tell which within ``EngineOptions.save_timeout_s``.
     """
 
     def __init__(
@@ -118,13 +121,13 @@ class CheckpointManager:
         writer: Callable[[str], FileSystemWriterAsync] = FileSystemWriterAsync,
         alone: bool = False,
     ) -> None:
-        require_possible(root)
-        require_file_system(root)
         require_members(process_group, 0)
+        require_writer(writer)
         policies = policies_of(keep)
         self._save_every = interval_of(save_every)
         self._better = better_of(policies, metrics or {})
-        self._steps = StepDirectories(str(absolute(root)), parts_of(parts))
+        self._steps = StepDirectories(root_of(root), parts_of(parts))
+        self._steps.look(partial(require_directory, self._steps.root))
         self._records = Records(self._steps)
         self._lock = RootLock(self._steps.root)
         self._group = process_group
@@ -389,18 +392,22 @@ class CheckpointManager:
                 their sizes; values are not compared with checksums when they are loaded.
 
         Returns:
-            What was restored; ``None`` if there is no step to restore by default.
+            What was restored; ``None`` if there is no committed step to restore by default.
 
         Raises:
             ReadError: The step does not exist or is not complete; or storage refuses to answer.
             SaveTimeoutError: It does not answer rank 0 within ``EngineOptions.save_timeout_s``.
             UnknownMetadataError: No step is known to be complete, and one is not understood.
             DamagedCheckpointError: Another program saved the step; or ``verify`` finds that
-                ``step`` is damaged.
-            CheckpointException: A rank could not read it.
-            OptionError: The state of an object on this rank was not saved; or steps were saved with
-                other ``parts``; or a process group is missing.
+                ``step`` is damaged; or steps are committed, and all are damaged.
+            CheckpointException: A rank could not read it, or its state does not fit the step.
+            OptionError: The state of this rank does not fit the step: names or shapes differ, or an
+                object refuses what was saved. Tensors, and objects that come first in ``state``,
+                may hold values of the step then; generators do not. Or steps were saved with other
+                ``parts``; or a process group, or NumPy for it, is missing; or an argument is wrong.
         """
+        require_state(state, ())
+        step = None if step is None else require_integer("step", step, at_least=0)
         self._require_group()
         coordination = self._coordination()
         self._pending.wait(None)

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -206,6 +207,71 @@ def test_the_snapshot_is_taken_in_the_call(tmp_path: Path) -> None:
         assert resumed.train(3) == expected
 
 
+# --- into another job -----------------------------------------------------------------------------
+
+
+def restore_into(tmp_path: Path, state: dict[str, Any]) -> str:
+    """The error of restoring a job that has saved step 1 into this state."""
+    job = Job()
+    job.train(1)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"model": job.model, "optimizer": job.optimizer})
+        before = torch.get_rng_state()
+        with pytest.raises(OptionError) as raised:
+            manager.restore(state)
+    assert raised.value.__cause__ is not None
+    assert raised.value.path == manager.path(1)
+    assert torch.equal(torch.get_rng_state(), before)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (
+            [nn.Linear(4, 16), nn.Dropout(), nn.Linear(16, 1), *(nn.Linear(1, 1) for _ in "abc")],
+            "model.3.weight, model.3.bias, model.4.weight, model.4.bias, model.5.weight and 1 more",
+        ),
+        (
+            [nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 1)],
+            "the step holds model.0.weight (16, 4) instead of (8, 4), model.0.bias (16,) instead",
+        ),
+        (
+            [nn.Linear(4, 16), nn.Linear(16, 1)],
+            "the step lacks model.1.weight, model.1.bias; the step also holds model.2.weight",
+        ),
+    ],
+    ids=["more layers", "other width", "other names"],
+)
+def test_another_model_is_refused(tmp_path: Path, layers: list[nn.Module], message: str) -> None:
+    """The error names what differs, and nothing has changed."""
+    model = nn.Sequential(*layers)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    error = restore_into(tmp_path, {"model": model})
+    assert "the state does not fit step 1: the step" in error
+    assert message in error
+    assert "restore another step" in error
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_an_optimizer_with_other_groups_is_refused(tmp_path: Path) -> None:
+    """By the optimizer, whose words are in the error."""
+    job = Job()
+    groups = [{"params": [parameter]} for parameter in job.model.parameters()]
+    optimizer = torch.optim.AdamW(groups)
+    error = restore_into(tmp_path, {"model": job.model, "optimizer": optimizer})
+    assert "the object 'optimizer' does not fit step 1: ValueError: loaded state dict has" in error
+    assert optimizer.state_dict()["state"] == {}
+
+
+def test_an_object_that_was_not_saved_is_refused(tmp_path: Path) -> None:
+    """A tensor and a plain value, too."""
+    job = Job()
+    for value in (job.scheduler, torch.ones(3), 3):
+        error = restore_into(tmp_path, {"model": job.model, "new": value})
+        assert "the state does not fit step 1: the step lacks new" in error
+
+
 # --- which step -----------------------------------------------------------------------------------
 
 
@@ -261,6 +327,27 @@ def test_verification_finds_a_flipped_bit(tmp_path: Path, caplog: pytest.LogCapt
     with pytest.raises(DamagedCheckpointError, match="step 2 is damaged: __0_0") as raised:
         manager.restore(numbered(0), step=2, verify=True)
     assert raised.value.path == manager.path(2)
+    manager.close()
+
+
+@pytest.mark.parametrize("truncates", [False, True])
+def test_verification_of_damaged_steps_alone_is_an_error(
+    tmp_path: Path, *, truncates: bool
+) -> None:
+    """A job must not start from scratch then; without a committed step it does."""
+    manager = CheckpointManager(tmp_path)
+    (tmp_path / (NAMES % 3)).mkdir()
+    assert manager.restore(numbered(0), verify=True) is None
+    saved(manager, 1, 2)
+    for step in (1, 2):
+        file = tmp_path / (NAMES % step) / "__0_0.distcp"
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content[:10] if truncates and step == 2 else content)
+    with pytest.raises(DamagedCheckpointError, match=r"steps are damaged: \[1, 2\]") as raised:
+        manager.restore(numbered(0), verify=True)
+    assert raised.value.path == str(tmp_path)
+    assert "restore(state, step=...)" in str(raised.value)
     manager.close()
 
 
@@ -328,12 +415,13 @@ def test_a_step_in_parts_counts_when_all_parts_are_there(tmp_path: Path) -> None
 # --- saving ---------------------------------------------------------------------------------------
 
 
-def test_damaged_steps_alone_are_no_step(tmp_path: Path) -> None:
-    """Metadata that is a directory, or empty, tells of no other parts."""
+def test_damaged_steps_alone_are_an_error(tmp_path: Path) -> None:
+    """A job must not start from scratch; metadata that cannot be read tells of no other parts."""
     (tmp_path / (NAMES % 1) / ".metadata").mkdir(parents=True)
     (tmp_path / (NAMES % 2)).mkdir()
     (tmp_path / (NAMES % 2) / ".metadata").write_bytes(b"")
-    assert CheckpointManager(tmp_path).restore(numbered(0)) is None
+    with pytest.raises(DamagedCheckpointError, match=r"steps are damaged: \[1, 2\]"):
+        CheckpointManager(tmp_path).restore(numbered(0))
 
 
 def test_parts_of_different_saves_are_no_step(tmp_path: Path) -> None:
@@ -526,10 +614,6 @@ for step in (1, 2):
 REFUSED: dict[str, Callable[[Path], object]] = {
     "empty root": lambda root: CheckpointManager(""),
     "object store": lambda root: CheckpointManager("s3://bucket/root"),
-    "policy": lambda root: CheckpointManager(root, keep=3),  # type: ignore[arg-type]
-    "interval": lambda root: CheckpointManager(root, save_every=0),
-    "time": lambda root: CheckpointManager(root, save_every=timedelta(0)),
-    "mode": lambda root: CheckpointManager(root, metrics={"loss": "least"}),  # type: ignore[dict-item]
     "parts twice": lambda root: CheckpointManager(root, parts=("a", "a")),
     "part outside": lambda root: CheckpointManager(root, parts=("../a",)),
     "missing part": lambda root: CheckpointManager(root, parts=("a",)).save(1, {"b": 1}),
@@ -547,6 +631,44 @@ def test_impossible_arguments_are_refused(tmp_path: Path, what: str) -> None:
     with pytest.raises(OptionError):
         REFUSED[what](tmp_path / "root")
     assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "values", "hint"),
+    [
+        ("keep", [3, [3], "latest", KeepLatest, [KeepLatest]], "KeepLatest(3)"),
+        ("save_every", [0, -1, 1.5, "10", timedelta(0)], "at least 1"),
+        ("metrics", [["loss"], "loss", 3], '{"loss": "min"}'),
+        ("mode", [{"loss": "least"}, {"loss": 1}], '"min" or "max"'),
+        ("parts", [3, None], '("model", "optimizer")'),
+        ("part", [[1]], "names of directories"),
+        ("writer", ["x", FileSystemWriterAsync("checkpoint")], "partial(FileSystemWriterAsync"),
+        ("root", [None, b"root", 3], "pathlib.Path"),
+    ],
+)
+def test_a_wrong_argument_of_a_manager_is_named(
+    tmp_path: Path, argument: str, values: list[Any], hint: str
+) -> None:
+    """With what was given and what is possible."""
+    keyword = {"mode": "metrics", "part": "parts"}.get(argument, argument)
+    for value in values:
+        arguments: dict[str, Any] = {"root": tmp_path / "root", keyword: value}
+        with pytest.raises(OptionError) as raised:
+            CheckpointManager(**arguments)
+        assert hint in str(raised.value)
+        shown = next(iter(value.values())) if argument == "mode" else value
+        assert repr(shown).strip("[]") in str(raised.value)
+
+
+def test_wrong_arguments_of_restore_are_refused(tmp_path: Path) -> None:
+    """As those of ``save`` are."""
+    wrong: Any = "2"
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(OptionError, match="step='2'"):
+        manager.restore({}, wrong)
+    for wrong in (None, torch.nn.Linear(1, 1)):
+        with pytest.raises(OptionError, match="the state is an object of type"):
+            manager.restore(wrong)
 
 
 # --- removal --------------------------------------------------------------------------------------

@@ -68,6 +68,24 @@ def test_rank_0_chooses_the_step(found: Found) -> None:
         assert each["unreadable"]["step"] == 1
 
 
+def test_a_state_that_does_not_fit_on_one_rank_is_an_error_on_all(found: Found) -> None:
+    """Before any rank has changed a tensor."""
+    errors = [each["unfit"]["error"] for each in found]
+    assert errors[0].startswith("CheckpointException")
+    assert errors[1].startswith("OptionError: the state does not fit step 1: the step holds weight")
+    assert all("weight" in error for error in errors)
+    assert all(each["unfit"]["unchanged"] for each in found)
+
+
+@pytest.mark.parametrize("where", ["everywhere", "on rank 1"])
+def test_restoring_without_numpy_says_so(found: Found, where: str) -> None:
+    """Ranks save without it, but torch loads with it; one without it is an error on all."""
+    for rank, each in enumerate(facts["without_numpy"][where] for facts in found):
+        of_another = where == "on rank 1" and rank == 0
+        assert each.startswith("CheckpointException" if of_another else "OptionError")
+        assert "pip install numpy" in each
+
+
 @pytest.mark.parametrize("call", ["restore", "save"])
 def test_storage_that_hangs_on_rank_0_is_an_error_on_all(found: Found, call: str) -> None:
     """In time, and of one type; the same manager goes on when storage answers."""

@@ -20,7 +20,7 @@ import nostall
 from nostall import CheckpointManager, KeepLatest
 from nostall._manager import steps
 from nostall._storage import posix, posix_files
-from nostall.errors import ReadError, SaveTimeoutError, UnknownMetadataError
+from nostall.errors import OptionError, ReadError, SaveTimeoutError, UnknownMetadataError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from support.waiting import AwayOs, HangingOs, wait_until
@@ -130,13 +130,16 @@ def test_a_job_does_not_begin_anew_while_storage_is_away(tmp_path: Path, operati
 
 
 def test_a_root_that_is_a_file_is_a_typed_error(tmp_path: Path) -> None:
-    """Of every method that looks at it."""
-    (tmp_path / "root").write_text("")
+    """Of every method that looks at it, also if it became one later."""
     manager = CheckpointManager(tmp_path / "root", metrics={"loss": "min"})
+    (tmp_path / "root").write_text("")
     for call in CALLS.values():
         with pytest.raises(ReadError):
             call(manager)
     manager.close()
+    for root in (tmp_path / "root", tmp_path / "root" / "below"):
+        with pytest.raises(OptionError, match=f"{tmp_path / 'root'} is a file"):
+            CheckpointManager(root)
 
 
 def test_what_cannot_be_removed_does_not_end_training(

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -40,6 +40,8 @@ def everything(out: Path) -> Facts:
         stuck,
         saved_again,
         on_more_ranks,
+        unfit,
+        without_numpy,
     ]
     found = {}
     for scenario in scenarios:
@@ -243,6 +245,34 @@ def on_more_ranks(out: Path) -> Facts:
     assert restored is not None
     kept = random.getstate() == before
     return {**found, "extra": restored.extra, "keeps its generators": kept}
+
+
+# --- what does not fit ---------------------------------------------------------------------------
+
+
+def unfit(out: Path) -> Facts:
+    """The model of rank 1 alone is larger than the saved one."""
+    with CheckpointManager(out) as manager:
+        manager.save(1, {"weight": torch.ones(3)})
+        state = {"weight": torch.zeros(3 + dist.get_rank())}
+        found = {"error": _error_of(lambda: manager.restore(state))}
+    return {**found, "unchanged": not state["weight"].any().item()}
+
+
+def without_numpy(out: Path) -> Facts:
+    """torch has no NumPy, on all ranks or on one."""
+
+    def unavailable(*_: object, **__: object) -> NoReturn:
+        raise RuntimeError("Numpy is not available")
+
+    state = {"weight": torch.ones(3)}
+    found = {}
+    for where, is_here in (("everywhere", True), ("on rank 1", dist.get_rank() == 1)):
+        with patch.object(torch.Tensor, "numpy", unavailable) if is_here else nullcontext():
+            with CheckpointManager(out) as manager:
+                manager.save(1, state)
+            found[where] = _error_of(lambda: manager.restore(state))
+    return found
 
 
 # --- killed ---------------------------------------------------------------------------------------

@@ -4,14 +4,41 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from nostall._manager.policies import Better, KeepBest, Policy, require_better
+from nostall._storage.destination import absolute, require_file_system, require_possible
 from nostall.errors import OptionError
 from nostall.options import require_integer
+
+
+def root_of(root: str | os.PathLike[str]) -> str:
+    """The absolute path of a root.
+
+    Raises:
+        OptionError: It is not a path on a file system.
+    """
+    require_possible(root)
+    require_file_system(root)
+    return str(absolute(root))
+
+
+def require_writer(writer: object) -> None:
+    """Require that ``writer`` makes writers.
+
+    Raises:
+        OptionError: It cannot be called: it is a writer, for example.
+    """
+    if not callable(writer):
+        raise OptionError(
+            f"writer={writer!r:.200} cannot be called",
+            hint="pass what makes the writer of a directory, such as"
+            " partial(FileSystemWriterAsync, thread_count=4)",
+        )
 
 
 def policies_of(keep: Policy | Iterable[Policy] | None) -> tuple[Policy, ...]:
@@ -24,10 +51,12 @@ def policies_of(keep: Policy | Iterable[Policy] | None) -> tuple[Policy, ...]:
         return ()
     policies = tuple(keep) if isinstance(keep, Iterable) else (keep,)
     for policy in policies:
-        if not hasattr(policy, "keeps"):
+        has_all = hasattr(policy, "keeps") and hasattr(policy, "reads_metrics")
+        if isinstance(policy, type) or not has_all:
             raise OptionError(
-                f"keep has an object of type {type(policy).__name__}",
-                hint="use KeepLatest, KeepBest, KeepEvery, or an object with their methods",
+                f"keep={keep!r:.200} is not possible: {policy!r:.100} is not a policy",
+                hint="use KeepLatest(3), KeepBest(1, metric), KeepEvery(steps=1000), a list of"
+                " these, or an object with keeps(records) and reads_metrics",
             )
     return policies
 
@@ -47,8 +76,10 @@ def better_of(policies: Iterable[Policy], metrics: Mapping[str, Better]) -> dict
     """Which value of a metric is better: as ``metrics`` says, or as all policies agree.
 
     Raises:
-        OptionError: A mode is unknown.
+        OptionError: A mode is unknown; or ``metrics`` is not a mapping.
     """
+    if not isinstance(metrics, Mapping):
+        raise OptionError(f"metrics={metrics!r:.200} is not possible", hint='use {"loss": "min"}')
     for mode in metrics.values():
         require_better(mode)
     best = [policy for policy in policies if isinstance(policy, KeepBest)]
@@ -93,15 +124,19 @@ def require_group(root: str) -> None:
         )
 
 
-def parts_of(parts: Sequence[str]) -> tuple[str, ...]:
+def parts_of(parts: Iterable[Any]) -> tuple[str, ...]:
     """The names of the parts.
 
     Raises:
-        OptionError: A name is not that of a directory, or occurs twice.
+        OptionError: They are not strings; a name is not that of a directory, or occurs twice.
     """
+    if not isinstance(parts, Iterable):
+        raise OptionError(
+            f"parts={parts!r:.200} is not possible", hint='use ("model", "optimizer")'
+        )
     names = (parts,) if isinstance(parts, str) else tuple(parts)
     for name in names:
-        if os.sep in name or name.startswith(".") or not name:
+        if not isinstance(name, str) or os.sep in name or name.startswith(".") or not name:
             raise OptionError(f"the part {name!r} is not possible", hint="use names of directories")
     if len(set(names)) != len(names):
         raise OptionError(f"parts={names!r} has a name twice", hint="name each part once")

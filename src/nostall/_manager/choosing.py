@@ -41,7 +41,7 @@ def choose_verified(steps: StepDirectories, step: int | None, hold: ExitStack) -
     Reading their files has no deadline.
 
     Raises:
-        DamagedCheckpointError: ``step`` is damaged.
+        DamagedCheckpointError: ``step`` is damaged; or as :func:`choose_step`.
         ReadError, SaveTimeoutError: Storage does not answer while this looks for steps.
         Exception: As :func:`choose_step`.
     """
@@ -57,6 +57,19 @@ def choose_verified(steps: StepDirectories, step: int | None, hold: ExitStack) -
             raise found
         _log.warning("step %d is skipped: %s", about.step, found)
         damaged.add(about.step)
+
+
+def _require_none(steps: StepDirectories) -> None:
+    """Require that no step is committed, where none can be restored."""
+    committed = steps.committed()
+    if committed:
+        raise DamagedCheckpointError(
+            f"all committed steps are damaged: {committed!r:.200}",
+            phase="read",
+            path=steps.root,
+            hint="the log says how; restore(state, step=...) restores one if all its files are"
+            " there; to train from the beginning, use another root",
+        )
 
 
 def _damage_of(steps: StepDirectories, step: int) -> DamagedCheckpointError | None:
@@ -89,13 +102,14 @@ def choose_step(
         without: Steps that are not chosen by default.
 
     Returns:
-        The description; ``None`` if ``step`` is, and there is no complete one.
+        The description; ``None`` if ``step`` is, and no step is committed.
 
     Raises:
         ReadError: ``step`` has no complete checkpoint.
         UnknownMetadataError: No step is known to be complete, and one is not understood.
         OSError: No step is known to be complete, and one cannot be read at present.
-        DamagedCheckpointError: Another program saved the step.
+        DamagedCheckpointError: Another program saved the step; or there are committed steps, and
+            none is complete.
         OptionError: The step was saved with other parts; or there is none with these.
     """
     if step is not None:
@@ -121,6 +135,7 @@ def choose_step(
         raise unknown
     for each in steps.listed():
         steps.require_own_parts(each)
+    _require_none(steps)
     return None
 
 

@@ -13,16 +13,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from nostall import _torch
 from nostall._manager.contents import About, PerRank, index_of_part, key_of_rank
 from nostall._manager.rng import set_rng_states
+from nostall._ranks.group import require_numpy
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import DamagedCheckpointError, OptionError
 
 _log = logging.getLogger("nostall")
+_NAMED = 5
+"""How many names of a kind an error has."""
 
 
 class Restoration:
@@ -36,7 +40,7 @@ class Restoration:
         rank: This rank.
 
     Raises:
-        OptionError: The state of an object on this rank was not saved.
+        OptionError: The state of an object on this rank was not saved; or NumPy is missing.
         OSError: Storage does not answer.
         NostallError: A checkpoint is damaged.
     """
@@ -50,7 +54,10 @@ class Restoration:
         *,
         rank: int,
     ) -> None:
+        require_numpy()
         self._state = state
+        self._step = about.step
+        self._checkpoints = checkpoints
         self._exact = about.exact
         self._parts = parts
         self._readers = [CachedMetadataFileSystemReader(path) for path in checkpoints]
@@ -101,19 +108,38 @@ class Restoration:
         """Read the values; returns when all ranks have. Collective.
 
         Raises:
+            OptionError: The state of this rank has other names or shapes than the step.
             CheckpointException: A rank could not read them.
         """
         with warnings.catch_warnings():
             # torch's, on each load without a process group
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            for reader, items in zip(self._readers, self._items, strict=True):
-                dcp.load(items, storage_reader=reader, process_group=process_group)
+            for number, (reader, items) in enumerate(zip(self._readers, self._items, strict=True)):
+                try:
+                    dcp.load(items, storage_reader=reader, process_group=process_group)
+                except CheckpointException as error:
+                    found = _differences(items, self.metadata[number])
+                    if not found:
+                        raise
+                    raise self._does_not_fit("the state", "; ".join(found), number) from error
+
+    def _does_not_fit(self, what: str, why: str, number: int) -> OptionError:
+        return OptionError(
+            f"{what} does not fit step {self._step}: {why}",
+            phase="read",
+            path=self._checkpoints[number],
+            hint="restore into objects like those that were saved, leave keys out of the state, or"
+            " restore another step",
+        )
 
     def finish(self, *, rng: bool) -> object:
         """Hand the loaded values to the objects of the state; returns ``extra``.
 
         Args:
             rng: Whether to set the random number generators.
+
+        Raises:
+            OptionError: An object refuses what was saved; objects before it have been changed.
         """
         loaded = ChainMap(*self._items)
         content = _Unpickler(io.BytesIO(self._content), loaded).load()
@@ -121,7 +147,7 @@ class Restoration:
             restored = content["objects"][key] if key in self._exact else loaded[key]
             target = value.stateful if isinstance(value, PerRank) else value
             if isinstance(target, Stateful):
-                target.load_state_dict(restored)
+                self._hand_over(key, target, restored)
             else:
                 self._state[key] = _in_place(target, restored)
         if rng and self._has_own:  # last, as objects may draw numbers
@@ -129,6 +155,37 @@ class Restoration:
         elif rng:
             _log.warning("fewer ranks have saved this step: generators keep their states")
         return content["extra"]
+
+    def _hand_over(self, key: str, target: Stateful, restored: Any) -> None:
+        try:
+            target.load_state_dict(restored)
+        except Exception as error:  # of any object: an optimizer, a scheduler, one of the user's
+            why, number = f"{type(error).__name__}: {error!s:.500}", index_of_part(key, self._parts)
+            raise self._does_not_fit(f"the object {key!r}", why, number) from error
+
+
+def _differences(items: Mapping[str, Any], metadata: Metadata) -> list[str]:
+    """How a state dict to load into differs from what was saved; nothing if it can be loaded."""
+    flat, _ = _torch.flatten_state_dict(dict(items))
+    saved, paths = metadata.state_dict_metadata, metadata.planner_data or {}
+    shapes = [
+        f"{name} {tuple(entry.size)} instead of {tuple(value.size())}"
+        for name, value in flat.items()
+        if isinstance(value, torch.Tensor)
+        and isinstance(entry := saved.get(name), TensorStorageMetadata)
+        and entry.size != value.size()
+    ]
+    missing = [name for name in flat if name not in saved]
+    if not missing and not shapes:
+        return []
+    unused = [name for name in saved if name not in flat and paths.get(name, ("",))[0] in items]
+    named = {"lacks": missing, "holds": shapes, "also holds": unused}
+    return [f"the step {what} {_some(names)}" for what, names in named.items() if names]
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def _in_place(target: object, restored: object) -> object:

@@ -259,6 +259,19 @@ def _look_for_numpy() -> None:
         )
 
 
+def require_numpy() -> None:
+    """Require it for a load with a process group: torch sends objects between ranks with it.
+
+    Raises:
+        OptionError: torch cannot use it.
+    """
+    if dist.is_available() and dist.is_initialized() and not _torch.has_numpy():
+        raise OptionError(
+            "torch cannot use NumPy, without which dcp.load fails with a process group",
+            hint="pip install numpy",
+        )
+
+
 def coordination_of(wrapper: _torch.DistWrapper) -> Coordination:
     """The port for DCP's wrapper."""
     if not wrapper.use_dist:

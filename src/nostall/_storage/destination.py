@@ -60,6 +60,17 @@ def absolute(path: str | os.PathLike[str]) -> Path:
         ) from error
 
 
+def require_directory(path: str) -> None:
+    """Refuse a path that is not a directory and cannot become one. Looks at storage.
+
+    Raises:
+        OptionError: Something else has its name, or that of a directory above it.
+    """
+    hint = _why_no_directory(path, None)
+    if hint is not None:
+        raise OptionError("the path is not that of a directory", path=path, hint=hint)
+
+
 def make_ready(
     directory: str,
     metadata_path: str,
