@@ -34,6 +34,7 @@ from nostall._bench.results import (
     ContenderReport,
     FirstSaves,
     MemoryFigures,
+    ProbeReport,
     SaveSample,
 )
 from nostall._bench.run import run
@@ -305,12 +306,38 @@ def test_the_scratch_file_is_as_large_as_a_copy_and_its_page_cache(tmp_path: Pat
 
 def test_a_first_save_is_split_into_copy_memory_and_the_rest() -> None:
     """What any program pays for new memory is not the library's; after a warm-up it is nothing."""
-    figures = {"fresh_memory_found_s": 2.0, "fresh_memory_s": 0.5}
+    figures: dict[str, Any] = {"fresh_memory_found_s": 2.0, "fresh_memory_s": 0.5}
+    figures |= {"contender": "nostall", "durable_s": (1.0, 9, 9, 0.5, 0.4, 0.6)}
     cold = FirstSaves(warmed_up=False, blocked_s=(1.0, 9, 9, 0.2, 0.1, 0.3), **figures)
     warm = FirstSaves(warmed_up=True, blocked_s=(0.5, 9, 9, 0.2, 0.1, 0.3), **figures)
     assert (cold.steady_s, cold.paid_for_memory_s) == (0.2, 0.5)
     assert cold.rest_s == pytest.approx(0.3)
     assert warm.rest_s == pytest.approx(0.3)
+
+
+def test_a_first_save_is_judged_by_the_slower_contender_and_the_larger_ratio() -> None:
+    """Blocked and durable, split and ``dcp.async_save``: none may hide behind another."""
+    figures = {"fresh_memory_found_s": 0.0, "fresh_memory_s": 0.0}
+    quick = FirstSaves(
+        contender="nostall",
+        warmed_up=True,
+        blocked_s=(1.0, 9, 9, 1.0),
+        durable_s=(1.0, 9, 9, 1.0),
+        **figures,
+    )
+    late = dataclasses.replace(
+        quick, contender="nostall dcp.async_save", durable_s=(3.0, 9, 9, 1.0)
+    )
+    cold = dataclasses.replace(quick, warmed_up=False, blocked_s=(7.0, 9, 9, 1.0))
+    probes = ProbeReport(
+        writer_start_s=(),
+        writer_resident_nbytes=(),
+        import_s=(),
+        first_saves=(quick, late, late, cold),
+    )
+    assert probes.first_to_steady == 3.0
+    assert dataclasses.replace(probes, first_saves=(quick, cold)).first_to_steady == 1.0
+    assert dataclasses.replace(probes, first_saves=(cold,)).first_to_steady is None
 
 
 def test_the_command_line_writes_all_samples_as_json(

@@ -109,7 +109,8 @@ class OwnAsyncSave:
     description = "dcp.async_save with FileSystemWriterAsync as writer and stager"
     warmups = 3
 
-    def __init__(self) -> None:
+    def __init__(self, *, warmed_up: bool = True) -> None:
+        self._warmed_up = warmed_up
         self._no_dist = True
 
     def available(self) -> str | None:
@@ -117,7 +118,8 @@ class OwnAsyncSave:
 
     def open(self, setting: Setting) -> None:
         self._no_dist = not setting.ranks.distributed
-        nostall.warmup(setting.nbytes)
+        if self._warmed_up:
+            nostall.warmup(setting.nbytes)
 
     def save(self, state: State, path: Path) -> Pending:
         saved = dcp.async_save(

@@ -28,8 +28,9 @@ def probe(shape: str, nbytes: int, directory: Path) -> ProbeReport:
         writer_resident_nbytes=tuple(nbytes for _, nbytes in started),
         import_s=_import_s(),
         first_saves=tuple(
-            _first_saves(shape, nbytes, directory, warmed_up=warmed_up)
+            _first_saves(shape, nbytes, directory, contender, warmed_up=warmed_up)
             for _ in range(_FRESH_PROCESSES)
+            for contender in ("nostall", "nostall dcp.async_save")
             for warmed_up in (True, False)
         ),
     )
@@ -64,8 +65,10 @@ def _interpreter_s(program: str) -> float:
     return time.perf_counter() - started
 
 
-def _first_saves(shape: str, nbytes: int, directory: Path, *, warmed_up: bool) -> FirstSaves:
-    command = [sys.executable, "-m", "nostall._bench.first_save", shape, str(nbytes)]
+def _first_saves(
+    shape: str, nbytes: int, directory: Path, contender: str, *, warmed_up: bool
+) -> FirstSaves:
+    command = [sys.executable, "-m", "nostall._bench.first_save", contender, shape, str(nbytes)]
     command += [str(directory), str(_SAVES_IN_EACH), "warm" if warmed_up else "cold"]
     done = subprocess.run(
         command,
@@ -77,10 +80,12 @@ def _first_saves(shape: str, nbytes: int, directory: Path, *, warmed_up: bool) -
     )
     found = json.loads(done.stdout.splitlines()[-1])
     return FirstSaves(
+        contender=contender,
         warmed_up=warmed_up,
         fresh_memory_found_s=found["fresh_memory_found_s"],
         fresh_memory_s=found["fresh_memory_s"],
         blocked_s=tuple(found["blocked_s"]),
+        durable_s=tuple(found["durable_s"]),
     )
 
 

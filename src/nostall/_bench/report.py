@@ -170,17 +170,22 @@ def _first_saves_table(report: BenchReport) -> str:
     """The first save of a process, and what of it is the price of fresh memory."""
     if report.probes is None:
         return ""
-    headings = ("blocked ms", "steady", "new memory", "the rest", "new memory, taken away before")
+    headings = (
+        *("blocked ms", "steady", "new memory", "the rest", "new memory, taken away before"),
+        *("durable ms", "steady"),
+    )
     rows: list[tuple[str, ...]] = [("first save of a process", *headings)]
-    for warmed_up, name in ((True, "after warmup()"), (False, "without")):
-        processes = report.probes.of(warmed_up=warmed_up)
+    for (contender, warmed_up), processes in report.probes.kinds.items():
         samples: list[list[float | None]] = [
             [each.blocked_s[0] for each in processes],
             [each.steady_s for each in processes],
             [each.paid_for_memory_s for each in processes],
             [each.rest_s for each in processes],
             [each.fresh_memory_found_s for each in processes],
+            [each.durable_s[0] for each in processes],
+            [median_of(each.durable_s[3:]) for each in processes],
         ]
+        name = f"{contender}, {'after warmup(state_dict)' if warmed_up else 'without'}"
         rows.append((name, *(_number(median_of(column), 1e3, 0) for column in samples)))
     return _table(rows)
 

@@ -140,19 +140,31 @@ class LimitReport:
 class FirstSaves:
     """The first saves of a fresh process."""
 
+    contender: str
+    """Its name."""
     warmed_up: bool
-    """Whether ``warmup()`` came before them."""
+    """Whether ``warmup(state_dict)`` came before them."""
     fresh_memory_found_s: float
     """Seconds of reserving and mapping memory of the state's size when the process started."""
     fresh_memory_s: float
     """The same right afterwards, when the machine has the memory."""
     blocked_s: tuple[float, ...]
     """Of its saves, in order."""
+    durable_s: tuple[float, ...]
+    """Of its saves, in order."""
 
     @property
     def steady_s(self) -> float | None:
         """The median of the saves from the fourth on."""
         return median_of(self.blocked_s[3:])
+
+    @property
+    def to_steady(self) -> float | None:
+        """The first save / the saves from the fourth on: blocked or durable, whichever is more."""
+        steady, durable = self.steady_s, median_of(self.durable_s[3:])
+        if not steady or not durable:
+            return None
+        return max(self.blocked_s[0] / steady, self.durable_s[0] / durable)
 
     @property
     def paid_for_memory_s(self) -> float:
@@ -182,14 +194,21 @@ class ProbeReport:
 
     @property
     def first_to_steady(self) -> float | None:
-        """Median over the processes that have warmed up of first save / steady state."""
-        return median_of(
-            [each.blocked_s[0] / each.steady_s for each in self.of(warmed_up=True) if each.steady_s]
-        )
+        """First save / steady state after a warm-up: each contender's median, the worst of them."""
+        medians = [
+            median_of([each.to_steady for each in processes])
+            for (_, warmed_up), processes in self.kinds.items()
+            if warmed_up
+        ]
+        return max((median for median in medians if median is not None), default=None)
 
-    def of(self, *, warmed_up: bool) -> list[FirstSaves]:
-        """The processes of one kind."""
-        return [each for each in self.first_saves if each.warmed_up is warmed_up]
+    @property
+    def kinds(self) -> dict[tuple[str, bool], list[FirstSaves]]:
+        """The processes by contender, and whether they have warmed up."""
+        kinds: dict[tuple[str, bool], list[FirstSaves]] = {}
+        for each in self.first_saves:
+            kinds.setdefault((each.contender, each.warmed_up), []).append(each)
+        return kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -207,7 +207,7 @@ TARGETS = (
         measure=_off_a_plain_loop,
     ),
     Target(
-        figure="first save after warmup() / steady state",
+        figure="first save after warmup(state_dict) / steady state",
         compare="<=",
         bound=1.5,
         unit="",
