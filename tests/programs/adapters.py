@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from nostall.integrations._directories import DirectorySaves
 from nostall.integrations._saves import Saves
 from nostall.integrity import is_complete
 from nostall.removal import remove_checkpoint
+from support.waiting import wait_until
 
 
 def before_commit(out: Path) -> dict[str, Any]:
@@ -39,15 +42,52 @@ def before_commit(out: Path) -> dict[str, Any]:
     return {"message": message, "committed": [name for name in names if is_complete(out / name)]}
 
 
-def save_directory(saves: DirectorySaves, path: Path, step: int) -> None:
-    """Save a model, an optimizer and a file, as a framework does."""
+def save_directory(
+    saves: DirectorySaves,
+    path: Path,
+    step: int,
+    *,
+    during: Callable[[Path], None] | None = None,
+) -> None:
+    """Save a model, an optimizer and a file, as a framework does.
+
+    Args:
+        saves: Carries it out.
+        path: Directory of the checkpoint.
+        step: The value of everything that is saved.
+        during: Called with the directory of the run while the checkpoint is written.
+    """
     weight = torch.full((100,), float(step))
     with saves.save(str(path), str(path.parent)) as directory:
         for part in ("model", "optimizer"):
             writer = dcp.FileSystemWriter(Path(directory, part))
             dcp.save({part: weight}, storage_writer=writer)
         Path(directory, "step").write_text(str(step))
+        if during is not None:
+            during(path.parent)
     weight.zero_()
+
+
+def commit_directory(
+    saves: DirectorySaves,
+    path: Path,
+    step: int,
+    *,
+    during: Callable[[Path], None] | None = None,
+) -> None:
+    """As :func:`save_directory`; returns when the checkpoint has its name, by polling.
+
+    No wait of the queue, with its deadline for files, is involved.
+    """
+    save_directory(saves, path, step, during=during)
+
+    def is_committed() -> bool:
+        saves.poll()
+        with suppress(FileNotFoundError):
+            return (path / "step").read_text() == str(step)
+        return False
+
+    wait_until(is_committed)
 
 
 def replaced(out: Path, before: str) -> None:
