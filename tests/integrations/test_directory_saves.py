@@ -261,7 +261,7 @@ def test_storage_that_refuses_is_a_typed_error(
     if before:
         before(tmp_path)
     with pytest.raises(WriteError) as caught:
-        commit_directory(saves, path, 2, during=during)
+        commit_directory(saves, path, 2, during)
     error = caught.value
     assert (error.rank, error.path, error.phase) == (0, str(tmp_path / named), phase)
     assert error.errno == code
@@ -285,3 +285,22 @@ def test_a_part_that_cannot_be_looked_at_is_an_error(tmp_path: Path, saves: Dire
         commit_directory(saves, path, 2)
     assert caught.value.errno == errno.ESTALE
     assert _step(path) == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "rank", "phase", "named"),
+    [
+        ("making", "WriteError", 0, "commit", "_saving-last/last"),
+        ("fsync", "WriteError", 1, "fsync", "_saving-last/last/rng_state_1.pth"),
+        ("replacing", "WriteError", 0, "commit", "last"),
+        ("publishing", "SaveTimeoutError", 0, "commit", "last"),
+    ],
+)
+def test_trouble_with_storage_on_one_rank_is_an_error_on_all_ranks(
+    tmp_path: Path, what: str, kind: str, rank: int, phase: str, named: str
+) -> None:
+    """No rank hangs; each learns of the rank and the path. The next save succeeds."""
+    told = run_ranks(2, "adapters:troubled_directories", tmp_path, what)
+    path = str(tmp_path / "run" / named)
+    assert told == [{"kind": kind, "rank": rank, "phase": phase, "path": path}] * 2
+    assert _step(tmp_path / "run" / "last") == 3

@@ -7,19 +7,25 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+import nostall
+from nostall.errors import NostallError
+from nostall.integrations import _directories
 from nostall.integrations._directories import DirectorySaves
 from nostall.integrations._saves import Saves
 from nostall.integrity import is_complete
+from nostall.options import EngineOptions
 from nostall.removal import remove_checkpoint
-from support.waiting import wait_until
+from support.waiting import HangingOs, wait_until
 
 
 def before_commit(out: Path) -> dict[str, Any]:
@@ -46,7 +52,6 @@ def save_directory(
     saves: DirectorySaves,
     path: Path,
     step: int,
-    *,
     during: Callable[[Path], None] | None = None,
 ) -> None:
     """Save a model, an optimizer and a file, as a framework does.
@@ -72,14 +77,13 @@ def commit_directory(
     saves: DirectorySaves,
     path: Path,
     step: int,
-    *,
     during: Callable[[Path], None] | None = None,
 ) -> None:
     """As :func:`save_directory`; returns when the checkpoint has its name, by polling.
 
     No wait of the queue, with its deadline for files, is involved.
     """
-    save_directory(saves, path, step, during=during)
+    save_directory(saves, path, step, during)
 
     def is_committed() -> bool:
         saves.poll()
@@ -107,3 +111,44 @@ def replaced(out: Path, before: str) -> None:
     sys.addaudithook(kill)
     save_directory(saves, out / "last", 2)
     saves.poll(wait=True)
+
+
+def troubled_directories(out: Path, what: str) -> dict[str, Any]:
+    """Storage refuses something on one rank, or hangs; then the next save is made."""
+    nostall.configure(EngineOptions(save_timeout_s=1.0))
+    saves, path, is_first = DirectorySaves(None), out / "run" / "last", dist.get_rank() == 0
+    commit_directory(saves, path, 1)
+    storage = HangingOs("rename", "_saving-last/last")
+    if is_first and what == "making":
+        (out / "run" / "_saving-last").write_text("a file")
+
+    def interfere(run: Path) -> None:
+        if is_first and what == "replacing":
+            (run / "_saving-last" / "_replaced" / "other").mkdir(parents=True)
+        if not is_first and what == "fsync":
+            (run / "_saving-last" / "last" / "rng_state_1.pth").symlink_to("nowhere")
+
+    with patch.object(_directories, "os", storage if is_first and what == "publishing" else os):
+        try:
+            facts = _failure_of(partial(commit_directory, saves, path, 2, interfere))
+        finally:
+            storage.answer()
+    if is_first and what == "making":
+        (out / "run" / "_saving-last").unlink()
+    commit_directory(saves, path, 3)
+    saves.close()
+    return facts
+
+
+def _failure_of(save: Callable[[], None]) -> dict[str, Any]:
+    """Of which rank a save has told an error, and that error."""
+    try:
+        save()
+    except NostallError as error:
+        found: BaseException = error
+    except CheckpointException as error:
+        ((found, _),) = error.failures.values()
+    else:
+        return {}
+    kind = type(found).__name__
+    return {"kind": kind, **{name: getattr(found, name) for name in ("rank", "phase", "path")}}
