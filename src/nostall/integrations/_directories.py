@@ -76,6 +76,10 @@ class DirectorySaves:
                 replaced.
             run: Directory on the same file system, for checkpoints that are being written.
             then: Called on rank 0 after the commit.
+
+        Raises:
+            CheckpointException, SaveTimeoutError, WriteError: As :meth:`poll`; also if the
+                directories cannot be made.
         """
         self.poll(wait=path in self._pending)
         place = _Place(path, run)
@@ -177,7 +181,9 @@ class DirectorySaves:
         """Commit the saves that are done on all ranks; with ``wait``, all of them.
 
         Raises:
-            CheckpointException: A save has failed; raised on every rank.
+            CheckpointException: A save has failed; raised on every rank but as follows.
+            SaveTimeoutError, WriteError: On the rank whose storage hangs or refuses while a
+                checkpoint gets its name.
         """
         self._saves.poll(wait=wait)
 
