@@ -152,6 +152,8 @@ def can_be_viewed(dtype: torch.dtype) -> bool:
         view = torch.frombuffer(memory, dtype=dtype, count=1, offset=0)
         view.copy_(torch.empty_strided((1,), (1,), dtype=dtype, device="cpu"))
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        # Quantised types raise RuntimeError, those below a byte NotImplementedError; frombuffer()
+        # can raise the other two.
         return False
     return view.nbytes == dtype.itemsize
 

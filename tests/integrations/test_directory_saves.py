@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from nostall.errors import SaveTimeoutError, WriteError
+from nostall.integrations import _directories
 from nostall.integrations._directories import DirectorySaves
 from nostall.testing import Fault, Hold, inject
-from programs.adapters import save_directory
+from programs.adapters import commit_directory, save_directory
 from support.ranks import run_ranks
+from support.waiting import AwayOs, HangingOs, error_of, impatient
 
 
 @pytest.fixture
@@ -131,3 +136,171 @@ def test_other_saves_are_not_taken(tmp_path: Path, saves: DirectorySaves) -> Non
         assert (tmp_path / "elsewhere" / ".metadata").exists()
         writer = dcp.FileSystemWriter(Path(directory, "model"))
         dcp.save({"weight": torch.ones(3)}, storage_writer=writer)
+
+
+@pytest.fixture(name="impatient")
+def _impatient() -> Iterator[None]:
+    with impatient():
+        yield
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("operation", "part", "phase"),
+    [
+        pytest.param("makedirs", "_saving-last", "commit", id="making it"),
+        pytest.param("fsync", "last/step", "fsync", id="fsync of a file beside the saves"),
+        pytest.param("rename", "/last", "commit", id="replacing the older one"),
+        pytest.param("rename", "_saving-last/last", "commit", id="publishing it"),
+    ],
+)
+def test_a_save_does_not_wait_for_storage_for_ever(
+    tmp_path: Path, saves: DirectorySaves, operation: str, part: str, phase: str
+) -> None:
+    """Nor does the next one; nothing committed is lost, and when storage answers, saves go on."""
+    path = tmp_path / "last"
+    commit_directory(saves, path, 1)
+    storage = HangingOs(operation, part)
+    with patch.object(_directories, "os", storage):
+        try:
+            errors = [error_of(partial(commit_directory, saves, path, step)) for step in (2, 3)]
+            older = path if path.exists() else tmp_path / "_saving-last" / "_replaced"
+            assert _step(older) == 1
+        finally:
+            storage.answer()
+        commit_directory(saves, path, 4)
+    for error in errors:
+        assert isinstance(error, SaveTimeoutError)
+        assert (error.rank, error.path, error.phase) == (0, str(path), phase)
+    saves.close()
+    assert _step(path) == 4
+    assert _names(tmp_path) == ["last"]
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("call", ["recover", "recover_one"])
+def test_recovery_does_not_wait_for_storage_for_ever(
+    tmp_path: Path, saves: DirectorySaves, call: str
+) -> None:
+    """When storage answers, it is carried out."""
+    (tmp_path / "_saving-1" / "1").mkdir(parents=True)
+    recover, named = RECOVERIES[call]
+    storage = HangingOs("listdir", str(tmp_path))
+    with patch.object(_directories, "os", storage):
+        try:
+            error = error_of(lambda: recover(saves, tmp_path))
+        finally:
+            storage.answer()
+        recover(saves, tmp_path)
+    assert isinstance(error, SaveTimeoutError)
+    assert error.path == f"{tmp_path}{named}"
+    saves.close()
+    assert _names(tmp_path) == []
+
+
+@pytest.mark.parametrize("call", ["recover", "recover_one"])
+def test_recovery_that_storage_refuses_can_be_tried_again(
+    tmp_path: Path, saves: DirectorySaves, call: str
+) -> None:
+    """What cannot be looked at is neither removed nor forgotten."""
+    commit_directory(saves, tmp_path / "1", 1)
+    (tmp_path / "_saving-1").mkdir()
+    (tmp_path / "1").rename(tmp_path / "_saving-1" / "_replaced")
+    recover, _ = RECOVERIES[call]
+    with (
+        patch.object(_directories, "os", AwayOs("listdir", str(tmp_path))),
+        pytest.raises(WriteError, match="Stale file handle") as caught,
+    ):
+        recover(saves, tmp_path)
+    assert caught.value.errno == errno.ESTALE
+    recover(saves, tmp_path)
+    saves.close()
+    assert _names(tmp_path) == ["1"]
+    assert _step(tmp_path / "1") == 1
+
+
+RECOVERIES: dict[str, tuple[Callable[[DirectorySaves, Path], None], str]] = {
+    "recover": (lambda saves, run: saves.recover(str(run), str(run)), ""),
+    "recover_one": (lambda saves, run: saves.recover_one(str(run / "1"), str(run)), "/1"),
+}
+
+
+def _nothing_can_be_made(run: Path) -> None:
+    (run / "_saving-last").write_text("a file")
+
+
+def _nothing_can_be_opened(run: Path) -> None:
+    (run / "_saving-last" / "last" / "link").symlink_to("nowhere")
+
+
+def _nothing_can_be_replaced(run: Path) -> None:
+    (run / "_saving-last" / "_replaced" / "other").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "during", "named", "code", "phase"),
+    [
+        (_nothing_can_be_made, None, "_saving-last/last", errno.ENOTDIR, "commit"),
+        (None, _nothing_can_be_opened, "_saving-last/last/link", errno.ENOENT, "fsync"),
+        (None, _nothing_can_be_replaced, "last", errno.ENOTEMPTY, "commit"),
+    ],
+    ids=["making it", "fsync of a file beside the saves", "replacing the older one"],
+)
+def test_storage_that_refuses_is_a_typed_error(
+    tmp_path: Path,
+    saves: DirectorySaves,
+    before: Callable[[Path], None] | None,
+    during: Callable[[Path], None] | None,
+    named: str,
+    code: int,
+    phase: str,
+) -> None:
+    """It names the rank, the path and the cause; the older checkpoint stays."""
+    path = tmp_path / "last"
+    commit_directory(saves, path, 1)
+    if before:
+        before(tmp_path)
+    with pytest.raises(WriteError) as caught:
+        commit_directory(saves, path, 2, during)
+    error = caught.value
+    assert (error.rank, error.path, error.phase) == (0, str(tmp_path / named), phase)
+    assert error.errno == code
+    assert _step(path) == 1
+    if before:
+        (tmp_path / "_saving-last").unlink()
+    commit_directory(saves, path, 3)
+    saves.close()
+    assert _step(path) == 3
+    assert _names(tmp_path) == ["last"]
+
+
+def test_a_part_that_cannot_be_looked_at_is_an_error(tmp_path: Path, saves: DirectorySaves) -> None:
+    """It is not taken for one that was not saved, which would end without any error."""
+    path = tmp_path / "last"
+    commit_directory(saves, path, 1)
+    with (
+        patch.object(_directories, "os", AwayOs("stat", "/.metadata")),
+        pytest.raises(WriteError, match="Stale file handle") as caught,
+    ):
+        commit_directory(saves, path, 2)
+    assert caught.value.errno == errno.ESTALE
+    assert _step(path) == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "rank", "phase", "named"),
+    [
+        ("making", "WriteError", 0, "commit", "_saving-last/last"),
+        ("fsync", "WriteError", 1, "fsync", "_saving-last/last/rng_state_1.pth"),
+        ("replacing", "WriteError", 0, "commit", "last"),
+        ("publishing", "SaveTimeoutError", 0, "commit", "last"),
+    ],
+)
+def test_trouble_with_storage_on_one_rank_is_an_error_on_all_ranks(
+    tmp_path: Path, what: str, kind: str, rank: int, phase: str, named: str
+) -> None:
+    """No rank hangs; each learns of the rank and the path. The next save succeeds."""
+    told = run_ranks(2, "adapters:troubled_directories", tmp_path, what)
+    path = str(tmp_path / "run" / named)
+    assert told == [{"kind": kind, "rank": rank, "phase": phase, "path": path}] * 2
+    assert _step(tmp_path / "run" / "last") == 3

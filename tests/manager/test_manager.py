@@ -587,6 +587,7 @@ def test_an_abort_from_elsewhere_fails_the_save(tmp_path: Path) -> None:
         assert manager.all_steps() == [2]
 
 
+# Training goes on after the poll: SIGTERM's handler interrupts the sleep within a second.
 @pytest.mark.parametrize(
     ("ending", "status"),
     [("", 0), ("os.kill(os.getpid(), signal.SIGTERM); manager.poll(); time.sleep(60)", 143)],
@@ -611,6 +612,7 @@ for step in (1, 2):
     assert restored.step == 2
 
 
+# Each `type: ignore` is an argument of a wrong type, which is an error at run time, too.
 REFUSED: dict[str, Callable[[Path], object]] = {
     "empty root": lambda root: CheckpointManager(""),
     "object store": lambda root: CheckpointManager("s3://bucket/root"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 import torch
 
 from nostall import CheckpointManager
+from nostall._manager import lock
 from nostall.errors import OptionError
+from support.waiting import AwayOs
 
 STATE = {"weight": torch.ones(3)}
 OTHER_JOB = """
@@ -23,6 +26,12 @@ manager.save(1, {"weight": torch.ones(3)}).result()
 print("saved", flush=True)
 sys.stdin.read()
 """
+
+
+def locks_held(root: Path) -> list[str]:
+    """Lock files of a root that this process has open, removed ones included."""
+    opened = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return [path for path in opened if path.startswith(str(root / lock.NAME))]
 
 
 def test_a_second_job_is_an_error_until_the_first_is_killed(tmp_path: Path) -> None:
@@ -55,6 +64,35 @@ def test_managers_of_one_process_share_the_lock(tmp_path: Path) -> None:
     assert f"another process saves below this root: pid {os.getpid()}" in run.stderr
     first.close()
     assert not (tmp_path / ".nostall.lock").exists()
+
+
+def test_a_root_that_was_made_again_is_locked_for_all_its_managers(tmp_path: Path) -> None:
+    """Until the last of them is closed, those from before included; no descriptor is left."""
+    root = tmp_path / "root"
+    before, after = CheckpointManager(root), CheckpointManager(root)
+    before.save(1, STATE).result()
+    shutil.rmtree(root)
+    after.save(1, STATE).result()
+    assert len(locks_held(root)) == 1
+    before.close()
+    saving = [sys.executable, "-c", OTHER_JOB, str(root)]
+    run = subprocess.run(saving, input="", capture_output=True, text=True, check=False)
+    assert f"another process saves below this root: pid {os.getpid()}" in run.stderr
+    after.close()
+    assert not locks_held(root)
+    subprocess.run(saving, input="", capture_output=True, text=True, check=True)
+
+
+def test_a_lock_is_released_although_its_file_cannot_be_looked_at(tmp_path: Path) -> None:
+    """Another job may save; the file that stays is used again."""
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, STATE).result()
+    with patch.object(lock, "os", AwayOs("stat", lock.NAME)):
+        manager.close()
+    assert not locks_held(tmp_path)
+    saving = [sys.executable, "-c", OTHER_JOB, str(tmp_path)]
+    subprocess.run(saving, input="", capture_output=True, text=True, check=True)
+    assert (tmp_path / lock.NAME).exists()
 
 
 def test_a_file_system_without_locks_is_a_warning(

@@ -69,6 +69,7 @@ def test_every_so_many_steps_or_seconds() -> None:
     assert set(KeepEvery(seconds=2).keeps(records(10, 20, 30, 40, 50))) == {10, 30, 50}
 
 
+# Each `type: ignore` is an argument of a wrong type, which is an error at run time, too.
 REFUSED: dict[str, Callable[[], object]] = {
     "no steps": lambda: KeepLatest(0),
     "no best": lambda: KeepBest(0, "loss"),

@@ -7,7 +7,6 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,14 +17,11 @@ import torch.distributed.checkpoint as dcp
 
 import nostall
 from nostall import CheckpointManager, KeepLatest
-from nostall._manager import steps
+from nostall._manager import lock, steps
 from nostall._storage import posix, posix_files
 from nostall.errors import OptionError, ReadError, SaveTimeoutError, UnknownMetadataError
 from nostall.filesystem_async import FileSystemWriterAsync
-from nostall.options import EngineOptions
-from support.waiting import AwayOs, HangingOs, wait_until
-
-SOON_S = 20.0
+from support.waiting import AwayOs, HangingOs, error_of, impatient, wait_until
 
 
 def numbered(step: int) -> dict[str, Any]:
@@ -38,18 +34,10 @@ def saved(root: Path, *numbers: int) -> None:
             manager.save(step, numbered(step), metrics={"loss": 0.5})
 
 
-@pytest.fixture
-def impatient() -> Iterator[None]:
-    """No wait for storage lasts longer than a second."""
-    nostall.configure(EngineOptions(save_timeout_s=1.0))
-    yield
-    nostall.configure(EngineOptions())
-
-
-def error_of(call: Callable[[], object]) -> BaseException | None:
-    """What a call raises, which must not hang."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(call).exception(SOON_S)
+@pytest.fixture(name="impatient")
+def _impatient() -> Iterator[None]:
+    with impatient():
+        yield
 
 
 def nobody_is_left() -> bool:
@@ -107,6 +95,27 @@ def test_a_removal_that_hangs_keeps_the_step_from_being_saved(tmp_path: Path) ->
     assert [type(error) for error in errors] == [SaveTimeoutError] * 2
     manager.close()
     assert nostall.verify(path).ok
+
+
+@pytest.mark.usefixtures("impatient")
+def test_closing_does_not_wait_for_storage_for_ever(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Saves are committed by then: a lock that cannot be released is a warning."""
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, numbered(1)).result(60)
+    storage = HangingOs("unlink", ".nostall.lock")
+    with patch.object(lock, "os", storage):
+        try:
+            error = error_of(manager.close)
+        finally:
+            storage.answer()
+        wait_until(nobody_is_left)
+    assert error is None
+    assert "the lock of the root was not released: storage did not answer" in caplog.text
+    assert manager.all_steps() == [1]
+    saved(tmp_path, 2)
+    assert manager.all_steps() == [1, 2]
 
 
 @pytest.mark.parametrize("operation", ["stat", "open"])

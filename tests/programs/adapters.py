@@ -5,18 +5,27 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+import nostall
+from nostall.errors import NostallError
+from nostall.integrations import _directories
 from nostall.integrations._directories import DirectorySaves
 from nostall.integrations._saves import Saves
 from nostall.integrity import is_complete
+from nostall.options import EngineOptions
 from nostall.removal import remove_checkpoint
+from support.waiting import HangingOs, wait_until
 
 
 def before_commit(out: Path) -> dict[str, Any]:
@@ -39,15 +48,50 @@ def before_commit(out: Path) -> dict[str, Any]:
     return {"message": message, "committed": [name for name in names if is_complete(out / name)]}
 
 
-def save_directory(saves: DirectorySaves, path: Path, step: int) -> None:
-    """Save a model, an optimizer and a file, as a framework does."""
+def save_directory(
+    saves: DirectorySaves,
+    path: Path,
+    step: int,
+    during: Callable[[Path], None] | None = None,
+) -> None:
+    """Save a model, an optimizer and a file, as a framework does.
+
+    Args:
+        saves: Carries it out.
+        path: Directory of the checkpoint.
+        step: The value of everything that is saved.
+        during: Called with the directory of the run while the checkpoint is written.
+    """
     weight = torch.full((100,), float(step))
     with saves.save(str(path), str(path.parent)) as directory:
         for part in ("model", "optimizer"):
             writer = dcp.FileSystemWriter(Path(directory, part))
             dcp.save({part: weight}, storage_writer=writer)
         Path(directory, "step").write_text(str(step))
+        if during is not None:
+            during(path.parent)
     weight.zero_()
+
+
+def commit_directory(
+    saves: DirectorySaves,
+    path: Path,
+    step: int,
+    during: Callable[[Path], None] | None = None,
+) -> None:
+    """As :func:`save_directory`; returns when the checkpoint has its name, by polling.
+
+    No wait of the queue, with its deadline for files, is involved.
+    """
+    save_directory(saves, path, step, during)
+
+    def is_committed() -> bool:
+        saves.poll()
+        with suppress(FileNotFoundError):
+            return (path / "step").read_text() == str(step)
+        return False
+
+    wait_until(is_committed)
 
 
 def replaced(out: Path, before: str) -> None:
@@ -67,3 +111,44 @@ def replaced(out: Path, before: str) -> None:
     sys.addaudithook(kill)
     save_directory(saves, out / "last", 2)
     saves.poll(wait=True)
+
+
+def troubled_directories(out: Path, what: str) -> dict[str, Any]:
+    """Storage refuses something on one rank, or hangs; then the next save is made."""
+    nostall.configure(EngineOptions(save_timeout_s=1.0))
+    saves, path, is_first = DirectorySaves(None), out / "run" / "last", dist.get_rank() == 0
+    commit_directory(saves, path, 1)
+    storage = HangingOs("rename", "_saving-last/last")
+    if is_first and what == "making":
+        (out / "run" / "_saving-last").write_text("a file")
+
+    def interfere(run: Path) -> None:
+        if is_first and what == "replacing":
+            (run / "_saving-last" / "_replaced" / "other").mkdir(parents=True)
+        if not is_first and what == "fsync":
+            (run / "_saving-last" / "last" / "rng_state_1.pth").symlink_to("nowhere")
+
+    with patch.object(_directories, "os", storage if is_first and what == "publishing" else os):
+        try:
+            facts = _failure_of(partial(commit_directory, saves, path, 2, interfere))
+        finally:
+            storage.answer()
+    if is_first and what == "making":
+        (out / "run" / "_saving-last").unlink()
+    commit_directory(saves, path, 3)
+    saves.close()
+    return facts
+
+
+def _failure_of(save: Callable[[], None]) -> dict[str, Any]:
+    """Of which rank a save has told an error, and that error."""
+    try:
+        save()
+    except NostallError as error:
+        found: BaseException = error
+    except CheckpointException as error:
+        ((found, _),) = error.failures.values()
+    else:
+        return {}
+    kind = type(found).__name__
+    return {"kind": kind, **{name: getattr(found, name) for name in ("rank", "phase", "path")}}

@@ -72,6 +72,7 @@ def test_the_typed_save_has_the_arguments_of_torch_save() -> None:
 
 def test_unknown_names_are_refused_at_run_time(tmp_path: Any) -> None:
     """A misspelt option, as a misspelt name of the package, says what is misspelt."""
+    # Each `type: ignore` is a mistake that type checkers see, too.
     with pytest.raises(TypeError, match="thread_cuont"):
         nostall.FileSystemWriterAsync(tmp_path, thread_cuont=2)  # type: ignore[call-arg]
     with pytest.raises(AttributeError, match="verfiy"):

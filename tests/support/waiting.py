@@ -7,12 +7,18 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
 
+import nostall
+from nostall.options import EngineOptions
+
 DEADLINE_S = 60.0
+SOON_S = 20.0
 
 
 class HangingOs:
@@ -34,12 +40,12 @@ class HangingOs:
         real = getattr(os, name)
         return self._hang if name == self._operation else real
 
-    def _hang(self, target: str | int, *arguments: Any) -> Any:
+    def _hang(self, target: str | int, *arguments: Any, **options: Any) -> Any:
         path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else target
         if self._part in path:
             self.is_reached.set()
             assert self._answers.wait(DEADLINE_S)
-        return getattr(os, self._operation)(target, *arguments)
+        return getattr(os, self._operation)(target, *arguments, **options)
 
     def answer(self) -> None:
         """Let all calls end."""
@@ -61,6 +67,20 @@ class AwayOs:
         if self._part in str(path):
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
         return getattr(os, self._operation)(path, *arguments)
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """A block in which no wait for storage lasts longer than a second."""
+    nostall.configure(EngineOptions(save_timeout_s=1.0))
+    yield
+    nostall.configure(EngineOptions())
+
+
+def error_of(call: Callable[[], object]) -> BaseException | None:
+    """What a call raises, which must not hang."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).exception(SOON_S)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

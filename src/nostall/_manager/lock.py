@@ -131,7 +131,7 @@ class RootLock:
             if taken.users:
                 return
             del _taken[key]
-            if self._is_present(taken.fd):
-                with suppress(OSError):  # it may stay
+            with suppress(OSError):  # it may stay
+                if self._is_present(taken.fd):
                     os.unlink(self._path)
             os.close(taken.fd)

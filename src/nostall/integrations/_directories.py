@@ -59,6 +59,8 @@ class DirectorySaves:
         """Paths of checkpoints that are being written."""
         self._recovered: set[str] = set()
         self._removals: list[Future[None]] = []
+        self._changes: list[Future[None]] = []
+        """The last change of directories; a late one ends after its caller gave up."""
 
     @contextmanager
     def save(
@@ -74,12 +76,14 @@ class DirectorySaves:
                 replaced.
             run: Directory on the same file system, for checkpoints that are being written.
             then: Called on rank 0 after the commit.
+
+        Raises:
+            CheckpointException, SaveTimeoutError, WriteError: As :meth:`poll`; also if the
+                directories cannot be made.
         """
         self.poll(wait=path in self._pending)
         place = _Place(path, run)
-        with _on_rank_0() as is_here:
-            if is_here:
-                self._remove(_in_time(place.make, place.path))
+        self._on_rank_0(place.make, path)
         with _captured(place.new) as states:
             yield place.new
         self._pending.add(path)
@@ -93,7 +97,7 @@ class DirectorySaves:
             states[last],
             last,
             part=os.path.basename(last),
-            before_commit=lambda: _in_time(synced.result, place.path),
+            before_commit=lambda: _in_time(synced.result, path, doing="fsync", phase="fsync"),
             after_commit=publish,
         )
 
@@ -102,13 +106,15 @@ class DirectorySaves:
         if not coordination_for(None).is_coordinator:
             return
 
-        def publish() -> None:
+        def publish() -> list[str]:
             # Without one of them its save has failed, which raises an error of its own.
-            if all(os.path.exists(os.path.join(part, _torch.METADATA_NAME)) for part in parts):
-                self._remove(place.publish())
-                then()
+            if not all(map(_is_committed, parts)):
+                return []
+            replaced = place.publish()
+            then()
+            return replaced
 
-        _in_time(publish, place.path)
+        self._make(publish, place.path)
 
     def recover(self, home: str, run: str) -> None:
         """Remove what a crash has left of saves; does nothing after the first call for a run.
@@ -119,21 +125,17 @@ class DirectorySaves:
         """
         if run in self._recovered:
             return
+        self._on_rank_0(lambda: _left_by_a_crash(home, run), run)
         self._recovered.add(run)
-        with _on_rank_0() as is_here:
-            if is_here:
-                self._remove(_in_time(lambda: _left_by_a_crash(home, run), run))
 
     def recover_one(self, path: str, run: str) -> None:
         """Remove what a crash has left of a save; it must not be pending. Arguments as above."""
-        with _on_rank_0() as is_here:
-            if is_here:
-                self._remove(_in_time(_Place(path, run).recover, path))
+        self._on_rank_0(_Place(path, run).recover, path)
 
     def rotate(
         self, oldest_first: Sequence[str], run: str, *, keep: int, protected: Collection[str]
     ) -> None:
-        """Remove the oldest checkpoints until ``keep`` are left. Not collective: for one rank.
+        """Remove the oldest checkpoints until ``keep`` are left. Only for ``then`` of a save.
 
         Args:
             oldest_first: Paths of all checkpoints.
@@ -149,6 +151,27 @@ class DirectorySaves:
             except OSError as error:  # the save that led here is committed
                 _log.warning("a checkpoint could not be removed path=%s: %s", path, error)
 
+    def _on_rank_0(self, change: Callable[[], list[str]], path: str) -> None:
+        """Make a change on rank 0; all ranks raise its error. Collective."""
+        coordination = coordination_for(None)
+        with together(coordination):
+            if coordination.is_coordinator:
+                self._make(change, path)
+
+    def _make(self, change: Callable[[], list[str]], path: str) -> None:
+        """Make a change of directories, and remove those that it leaves to nobody.
+
+        A late change would mix with the next one, which therefore waits for it.
+
+        Raises:
+            SaveTimeoutError, WriteError: As :func:`_in_time`; also if an earlier change is running.
+        """
+        doing = "changing a checkpoint's directory"
+        _in_time(partial(wait_for, self._changes), path, doing=doing, phase="commit")
+        changing = begin("nostall-storage", lambda: self._remove(change()))
+        self._changes = [changing]
+        _in_time(changing.result, path, doing=doing, phase="commit")
+
     def _remove(self, paths: Sequence[str]) -> None:
         self._removals = [removal for removal in self._removals if not removal.done()]
         if paths:
@@ -158,7 +181,9 @@ class DirectorySaves:
         """Commit the saves that are done on all ranks; with ``wait``, all of them.
 
         Raises:
-            CheckpointException: A save has failed; raised on every rank.
+            CheckpointException: A save has failed; raised on every rank but as follows.
+            SaveTimeoutError, WriteError: On the rank whose storage hangs or refuses while a
+                checkpoint gets its name.
         """
         self._saves.poll(wait=wait)
 
@@ -195,9 +220,12 @@ class _Place:
 
     def recover(self) -> list[str]:
         """Undo what a crash has left."""
-        if not os.path.isdir(self._root):
+        try:
+            names = os.listdir(self._root)
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        if os.path.isdir(self._old) and not os.path.lexists(self.path):
+        # Not isdir(), which is false for every error: the only copy would be removed.
+        if os.path.basename(self._old) in names and not os.path.lexists(self.path):
             os.rename(self._old, self.path)
         return [_set_aside(self._root, self.run)]
 
@@ -221,7 +249,10 @@ class _Place:
 
 def _left_by_a_crash(home: str, run: str) -> list[str]:
     """What is to be removed in a run's directory, after undoing what was half done."""
-    names = os.listdir(run) if os.path.isdir(run) else []
+    try:
+        names = os.listdir(run)
+    except FileNotFoundError:
+        return []
     left = [os.path.join(run, name) for name in names if name.startswith(_REMOVED)]
     for name in names:
         if name.startswith(_SAVING):
@@ -229,25 +260,35 @@ def _left_by_a_crash(home: str, run: str) -> list[str]:
     return left
 
 
-def _in_time(call: Callable[[], T], path: str) -> T:
+def _is_committed(part: str) -> bool:
+    """Whether a save has published its metadata; raises ``OSError`` if storage does not tell."""
+    try:
+        os.stat(os.path.join(part, _torch.METADATA_NAME))
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _in_time(call: Callable[[], T], path: str, *, doing: str, phase: str) -> T:
     """The result of a call that waits for storage; other ranks may wait for this one.
 
     Raises:
         SaveTimeoutError: Storage does not answer within ``EngineOptions.save_timeout_s``.
         WriteError: Storage refuses.
     """
-    timeout_s, doing = default_engine().options.save_timeout_s, "changing a checkpoint's directory"
+    timeout_s, rank = default_engine().options.save_timeout_s, coordination_for(None).rank
     try:
-        return in_time(call, timeout_s=timeout_s, doing=doing, phase="commit", path=path)
+        return in_time(call, timeout_s=timeout_s, doing=doing, phase=phase, path=path, rank=rank)
     except NostallError:
         raise
     except OSError as error:
         raise WriteError(
-            f"the directory of a checkpoint could not be changed: {reason(error)}",
+            f"{doing} failed: {reason(error)}",
             errno=error.errno,
-            phase="commit",
+            rank=rank,
+            phase=phase,
             path=error.filename or path,
-            hint="the next run undoes what was half done",
+            hint="the next save or run undoes what was half done",
         ) from error
 
 
@@ -261,14 +302,6 @@ def _set_aside(path: str, run: str) -> str:
 def _remove_trees(paths: Sequence[str]) -> None:
     for path in paths:
         shutil.rmtree(path, ignore_errors=True)  # the next run tries again
-
-
-@contextmanager
-def _on_rank_0() -> Iterator[bool]:
-    """A block of which all ranks raise the error of rank 0; whether this rank is rank 0."""
-    coordination = coordination_for(None)
-    with together(coordination):
-        yield coordination.is_coordinator
 
 
 @contextmanager
