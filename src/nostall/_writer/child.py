@@ -200,6 +200,8 @@ class ChildProcess(ABC, Generic[T]):
                 self._send_waiting()
                 for message, descriptors in messages:
                     send(self._socket, message, descriptors)
+        except ConnectionError:
+            self._hung_up = True  # the receiving thread learns how it ended, and says so
         except (OSError, ValueError) as error:  # ValueError: the socket was closed meanwhile
             self.kill(f"it no longer receives messages ({type(error).__name__}: {error})")
         except BaseException as error:  # an interrupt, perhaps in the middle of a message
