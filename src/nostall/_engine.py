@@ -25,11 +25,12 @@ from nostall._memory.fence import any_under_way, wait_staged
 from nostall._memory.pinning import Pinning
 from nostall._memory.staged_state import Placement
 from nostall._model.checksum import use_fastest
+from nostall._model.interrupts import is_done
 from nostall._model.jobs import RankReport, WriteJob
 from nostall._model.progress import SaveStatus, UnderWay
 from nostall._model.values import ItemShape, Layout
 from nostall._plan.layout import FileNaming, Packing, lay_out, renamed
-from nostall._ranks.reports import CANCEL_TIMEOUT_S, is_done, joined, when_done
+from nostall._ranks.reports import CANCEL_TIMEOUT_S, joined, when_done
 from nostall._storage.removed_files import RemovedFiles
 from nostall._writer.handle import WriterProcess
 from nostall._writer.seals import ChunkPlans

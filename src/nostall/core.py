@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from concurrent.futures import wait
 from contextlib import suppress
 from typing import Literal
 
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import Self
 
 from nostall._engine import default_engine
+from nostall._model.interrupts import is_done, uninterrupted
 from nostall._model.keywords import also_named
 from nostall._queue.at_exit import add_note
 from nostall._queue.callers import (
@@ -38,7 +38,6 @@ from nostall._queue.finalizing import (
     require_done,
     require_scheduled,
 )
-from nostall._queue.interrupts import uninterrupted
 from nostall._queue.live import (
     abort_all,
     abort_nvrx_checkpoint,
@@ -294,7 +293,10 @@ class AsyncCallsQueue:
             )
         if timeout is not None and (calls := list(self._calls)):
             coordination = coordination_for(self._process_group)
-            unfinished = len(wait([call.outcome for call in calls], timeout).not_done)
+            deadline_s = time.monotonic() + timeout
+            unfinished = sum(
+                not is_done(call.outcome, deadline_s - time.monotonic()) for call in calls
+            )
             require_scheduled(calls, self._calls)
             require_done(calls, unfinished, coordination, scheduled, timeout_s=timeout, hint=hint)
         return self.maybe_finalize_async_calls(blocking=True)

@@ -15,6 +15,7 @@ import torch
 from nostall._engine import default_engine
 from nostall._memory.arena import Lease
 from nostall._memory.snapshot import write_over
+from nostall._model.interrupts import is_done
 from nostall._model.jobs import (
     FileImage,
     RankFailed,
@@ -24,7 +25,6 @@ from nostall._model.jobs import (
     page_aligned,
 )
 from nostall._model.lifecycle import State
-from nostall._ranks.reports import is_done
 from nostall._save.background import BackgroundSave
 from nostall._storage.deadlines import start_apart
 from nostall._storage.destination import absolute

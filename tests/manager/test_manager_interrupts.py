@@ -18,8 +18,9 @@ import torch
 
 import nostall
 from nostall import CheckpointManager
-from nostall._queue.interrupts import uninterrupted
+from nostall._model.interrupts import uninterrupted
 from nostall.manager import SaveHandle
+from nostall.testing import Hold, inject
 from support.waiting import wait_until
 
 OURS = f"{os.sep}nostall{os.sep}"
@@ -51,6 +52,24 @@ def counted(at: int) -> Iterator[list[int]]:
     sys.setprofile(look)
     try:
         yield calls
+    finally:
+        sys.setprofile(None)
+
+
+@contextmanager
+def at_a_lock(number: int) -> Iterator[list[int]]:
+    """SIGINT right after a future or an event has taken its lock; how often one was taken."""
+    taken = [0]
+
+    def look(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "return" and frame.f_code is threading.Condition.__enter__.__code__:
+            taken[0] += 1
+            if taken[0] == number:
+                signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(look)
+    try:
+        yield taken
     finally:
         sys.setprofile(None)
 
@@ -101,6 +120,35 @@ def test_a_signal_at_any_call_of_a_save_leaves_a_working_manager(tmp_path: Path)
             interrupts += 1
         require_agreement(manager, tmp_path / "root", handles[-3:], step + 2)
     assert interrupts >= 10
+    manager.close()
+
+
+def wait_a_minute(manager: CheckpointManager) -> None:
+    manager.wait(60)
+
+
+@pytest.mark.parametrize("call", [CheckpointManager.poll, CheckpointManager.wait, wait_a_minute])
+def test_a_signal_inside_of_a_future_leaves_no_lock_taken(
+    tmp_path: Path, call: Callable[[CheckpointManager], None]
+) -> None:
+    """The thread that settles it would wait for ever, and the save would never end."""
+    manager = CheckpointManager(tmp_path)
+    number = 1
+    while True:
+        step = 10 * number
+        with Hold("fsync") as hold, inject(hold.fault):
+            handles = [manager.save(step, state(step))]
+            hold.wait_reached()
+            releasing = threading.Thread(target=hold.release)
+            releasing.start()
+            with suppress(KeyboardInterrupt), at_a_lock(number) as taken:
+                call(manager)
+            releasing.join()
+        require_agreement(manager, tmp_path, handles, step + 1)
+        if taken[0] < number:
+            break
+        number += 1
+    assert number > 1
     manager.close()
 
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import nostall
-from nostall._ranks.reports import is_done
+from nostall._model.interrupts import is_done
 from nostall._storage import posix
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.core import (
@@ -657,7 +657,7 @@ def test_a_wait_that_another_thread_aborts_says_so(
         hold.wait_reached()
         waiting = threading.Thread(target=finalize)
         waiting.start()
-        wait_until(lambda: stands_in(waiting, threading.Event.wait))
+        wait_until(lambda: stands_in(waiting, is_done))
         aborting = threading.Thread(target=abort_all)
         aborting.start()
         wait_until(lambda: queue.pending == 0)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from nostall._manager.handles import SaveHandle
 from nostall._manager.retention import Activity
-from nostall._queue.interrupts import uninterrupted
+from nostall._model.interrupts import uninterrupted
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import SaveAbortedError
 from nostall.filesystem_async import FileSystemWriterAsync

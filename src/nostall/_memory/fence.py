@@ -14,6 +14,7 @@ from collections.abc import Callable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nostall._memory.copying import Copies
+from nostall._model.interrupts import uninterrupted
 from nostall.errors import SaveTimeoutError
 
 
@@ -65,7 +66,7 @@ class SnapshotFence:
         Raises:
             SaveTimeoutError: The tensors may not be changed yet after ``timeout`` seconds.
         """
-        with self._moved:
+        with uninterrupted(), self._moved:
             # Counted before the wait: the caller may change tensors the moment it ends.
             self._waiting += 1
             self._moved.notify_all()

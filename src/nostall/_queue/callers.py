@@ -16,13 +16,13 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from nostall._engine import default_engine
+from nostall._model.interrupts import is_done
 from nostall._model.jobs import Failure, RankFailed
 from nostall._model.lifecycle import Lifecycle, State
 from nostall._queue.python_worker import Outcome, PythonWorker, serialize_call
 from nostall._queue.requests import AsyncRequest
 from nostall._ranks.failures import error_of, failure_of
 from nostall._ranks.group import coordination_for
-from nostall._ranks.reports import is_done
 from nostall._save.background import BackgroundSave
 from nostall.errors import OptionError, SaveTimeoutError
 from nostall.options import EngineOptions
@@ -149,7 +149,7 @@ class AsyncCaller(ABC):
                         phase="write",
                         hint="wait again, or give it up with close(abort=True)",
                     )
-            alive = not call.outcome.done()
+            alive = not is_done(call.outcome)
             done = not alive if no_dist else self.sync_all_async_calls(alive)
             if done:
                 self.take_over(call)

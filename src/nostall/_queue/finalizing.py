@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nostall._engine import default_engine
+from nostall._model.interrupts import is_done
 from nostall._model.jobs import Failure
 from nostall._model.lifecycle import State
 from nostall._queue.callers import Call
@@ -15,7 +16,6 @@ from nostall._queue.preemption import preemption
 from nostall._ranks.agreement import PATIENCE_S, Scheduled, View, share_failure
 from nostall._ranks.failures import raise_everywhere
 from nostall._ranks.group import Coordination, SingleProcess, coordination_for
-from nostall._ranks.reports import is_done
 from nostall.errors import SaveAbortedError, SaveTimeoutError
 
 
@@ -55,7 +55,7 @@ def look_at(call: Call, first_index: int, last_index: int) -> View:
         first_index: Index of the first request since the queue was created or aborted.
         last_index: That of the last scheduled request.
     """
-    alive = not call.outcome.done()
+    alive = not is_done(call.outcome)
     return View(
         alive=alive,
         failed=not alive and call.failure() is not None,

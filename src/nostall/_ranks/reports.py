@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from typing import Any
+from concurrent.futures import Future
 
+from nostall._model.interrupts import is_done
 from nostall._model.jobs import Failure, FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._ranks.failures import failure_of
 
@@ -49,15 +49,6 @@ def joined(reports: Sequence[RankReport]) -> RankReport:
             return report
         receipts += report.receipts
     return RankWritten(rank=reports[0].rank, receipts=tuple(receipts))
-
-
-def is_done(future: Future[Any], timeout_s: float) -> bool:
-    """Whether a future is done within this time.
-
-    ``result(timeout_s)`` cannot tell: before Python 3.11 its timeout is not the built-in error, and
-    the future itself may have ended with a timeout error.
-    """
-    return not wait([future], timeout_s).not_done
 
 
 def await_report(

@@ -215,6 +215,7 @@ def _publish(
             sync=settings.options.sync_files,
             ahead=save.ahead,
             written_here=written_here[0] if written_here else None,
+            visit=save.visit,
         )
     if fresh:
         metadata.version = _torch.DCP_VERSION

@@ -31,6 +31,7 @@ from nostall._model.names import METADATA_SUFFIX, is_given_to_shards, is_ours_to
 from nostall._model.values import RankFiles
 from nostall._storage import directories
 from nostall._storage.deadlines import REMOVAL_TIMEOUT_S, in_time, remove_in_time
+from nostall._storage.directories import Visit
 from nostall._storage.port import Files
 from nostall._storage.posix import may_be_there, remove_files
 from nostall._storage.posix_files import PosixFiles
@@ -116,6 +117,7 @@ def publish(
     sync: bool,
     ahead: WrittenAhead | None,
     written_here: str | None,
+    visit: Visit | None,
 ) -> None:
     """Publish finished metadata.
 
@@ -127,6 +129,7 @@ def publish(
         sync: Whether to fsync.
         ahead: The part that was written ahead, if any.
         written_here: A file that this rank wrote for the checkpoint, if any.
+        visit: This rank's part of the save; it ends before another save may commit here.
 
     Raises:
         WriteError: The metadata could not be published, or the directory was removed and made again
@@ -160,6 +163,8 @@ def publish(
             )
             paths = [storage.where(each) for each in names]
             directories.note_removed(paths)
+            if visit is not None:
+                visit.end(committed=True)
             return paths
 
     began_s = time.monotonic()

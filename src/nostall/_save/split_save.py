@@ -11,10 +11,10 @@ from nostall._commit.ahead import WrittenAhead
 from nostall._memory.fence import SnapshotFence
 from nostall._memory.overlap import changed_too_early
 from nostall._memory.snapshot import Snapshot
+from nostall._model.interrupts import is_done
 from nostall._model.jobs import FileReceipt, RankReport, RankWritten
 from nostall._model.lifecycle import State
 from nostall._model.values import RankFiles
-from nostall._ranks.reports import is_done
 from nostall._save import session
 from nostall._save.background import BackgroundSave
 from nostall._save.stage import give_up, stage, stage_in_background, without_sources

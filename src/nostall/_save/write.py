@@ -13,12 +13,13 @@ from functools import partial
 
 from nostall._engine import Engine
 from nostall._memory.snapshot import Snapshot
+from nostall._model.interrupts import is_done
 from nostall._model.jobs import NO_BLOCK, FileImage, RankFailed, RankReport, WriteJob, page_aligned
 from nostall._model.lifecycle import State
 from nostall._model.values import Layout
 from nostall._plan.skeleton import container_settings
 from nostall._ranks.failures import failure_of
-from nostall._ranks.reports import CANCEL_TIMEOUT_S, await_report, is_done, joined, when_done
+from nostall._ranks.reports import CANCEL_TIMEOUT_S, await_report, joined, when_done
 from nostall._save.settings import SaveTarget
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.streams import StreamTarget

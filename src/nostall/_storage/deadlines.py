@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
+from nostall._model.interrupts import is_done
 from nostall._storage.posix import remove_files
 from nostall.errors import SaveTimeoutError
 
@@ -75,10 +76,10 @@ def in_time(
     done: Future[T] = Future()
     try:
         start_apart("nostall-storage", partial(_settle, done, call))
-        late = wait([done], timeout_s).not_done
+        late = not is_done(done, timeout_s)
     except BaseException:  # an interrupt, such as Ctrl-C
         give_up()
-        wait([done], _INTERRUPTED_TIMEOUT_S)
+        is_done(done, _INTERRUPTED_TIMEOUT_S)
         raise
     try:
         if late:

@@ -1,8 +1,9 @@
 """Ctrl-C: its exception waits for the end of a section that must not be cut in two.
 
 An exception between two lines of a section, such as "start the save" and "note that it is
-started", would leave a save that nobody commits. The sections are short; a second Ctrl-C
-interrupts at once.
+started", would leave a save that nobody commits. One inside of ``Future.done`` or ``Event.wait``
+can leave their lock taken, and the thread that settles them would wait for ever. The sections are
+short; a second Ctrl-C interrupts at once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -49,3 +51,19 @@ def uninterrupted() -> Iterator[None]:
             signal.signal(signal.SIGINT, previous)
         if later.is_asked:
             previous(signal.SIGINT, None)
+
+
+def is_done(future: Future[Any], timeout_s: float = 0.0) -> bool:
+    """Whether a future is done within this time; Ctrl-C interrupts the wait and harms nothing.
+
+    ``result(timeout_s)`` cannot tell: before Python 3.11 its timeout is not the built-in error, and
+    the future itself may have ended with a timeout error.
+    """
+    ended = threading.Lock()
+    with uninterrupted():
+        if future.done() or timeout_s <= 0:
+            return future.done()
+        ended.acquire()
+        future.add_done_callback(lambda _: ended.release())
+    # Nobody else waits for this lock.
+    return ended.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
