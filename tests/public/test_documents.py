@@ -25,8 +25,11 @@ DOCS = ROOT / "docs"
 TESTED_ELSEWHERE = {"cli.md", "frameworks.md", "manager.md", "megatron.md", "recipes.md"}
 """Pages whose code needs more than nostall, or is tested beside what it documents."""
 ON_TWO_RANKS = {"howto-parallel", "tutorial-train"}
-WARNINGS = "error,ignore:torch.distributed is disabled,ignore:TypedStorage is deprecated"
-"""The latter two are what stock says on a single rank, and with torch 2.9."""
+WARNINGS = (
+    "error,ignore:torch.distributed is disabled,ignore:TypedStorage is deprecated"
+    ",ignore:Guards may run slower on Python 3.13.0"
+)
+"""What torch says on a single rank, in torch 2.9, and where it compiles on Python 3.13.0."""
 RUNNER = ROOT / "tests" / "support" / "page_main.py"
 KILLED_IN_STEP_90 = """
 import os, signal, sys, warnings
