@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall._commit.publish import commit
+from nostall._save.rank_save import RankSave
 from nostall._storage import directories, posix
 from nostall._storage.posix_storage import PosixStorage
 from nostall.core import AsyncCallsQueue, AsyncRequest
@@ -81,6 +82,35 @@ def test_two_threads_that_commit_to_one_directory_take_turns(tmp_path: Path) -> 
     assert ended == [[0], [0]]
     assert holds(path, 2, tmp_path)
     assert len(os.listdir(path)) == 2
+
+
+def test_a_commit_right_after_another_one_leaves_no_file_of_it(tmp_path: Path) -> None:
+    """Even if the thread of the first one has not gone on since it published."""
+    path = tmp_path / "save"
+    first, second = AsyncCallsQueue(), AsyncCallsQueue()
+    schedule(first, path, small_state(1))
+    schedule(second, path, small_state(2))
+    written(first)
+    written(second)
+    published, go_on, end = threading.Event(), threading.Event(), RankSave.end
+
+    def end_late(self: RankSave, *, committed: bool) -> None:
+        published.set()
+        assert go_on.wait(60)
+        end(self, committed=committed)
+
+    with ThreadPoolExecutor(1) as pool:
+        with patch.object(RankSave, "end", end_late):
+            finalizing = pool.submit(first.wait)
+            assert published.wait(60)
+        second.wait()
+        names = os.listdir(path)
+        go_on.set()
+        finalizing.result(60)
+    assert len(names) == 2
+    assert holds(path, 2, tmp_path)
+    first.close()
+    second.close()
 
 
 def test_a_commit_that_is_stuck_is_not_waited_for_for_ever(tmp_path: Path) -> None:
