@@ -38,38 +38,30 @@ def state(step: int) -> dict[str, Any]:
     return {f"weight{number}": torch.full((500,), float(step)) for number in range(20)}
 
 
+def calls_ours(frame: FrameType, event: str) -> bool:
+    """Whether a function of the library is called."""
+    return event == "call" and OURS in frame.f_code.co_filename
+
+
+def takes_a_lock(frame: FrameType, event: str) -> bool:
+    """Whether a future or an event has just taken its lock."""
+    return event == "return" and frame.f_code is threading.Condition.__enter__.__code__
+
+
 @contextmanager
-def counted(at: int) -> Iterator[list[int]]:
-    """SIGINT at a call of a function of the library, counted on this thread; the calls so far."""
-    calls = [0]
+def interrupted(at: int, happens: Callable[[FrameType, str], bool]) -> Iterator[list[int]]:
+    """SIGINT when something happens for the ``at``-th time on this thread; how often it has."""
+    count = [0]
 
     def look(frame: FrameType, event: str, _argument: object) -> None:
-        if event == "call" and OURS in frame.f_code.co_filename:
-            calls[0] += 1
-            if calls[0] == at:
+        if happens(frame, event):
+            count[0] += 1
+            if count[0] == at:
                 signal.raise_signal(signal.SIGINT)
 
     sys.setprofile(look)
     try:
-        yield calls
-    finally:
-        sys.setprofile(None)
-
-
-@contextmanager
-def at_a_lock(number: int) -> Iterator[list[int]]:
-    """SIGINT right after a future or an event has taken its lock; how often one was taken."""
-    taken = [0]
-
-    def look(frame: FrameType, event: str, _argument: object) -> None:
-        if event == "return" and frame.f_code is threading.Condition.__enter__.__code__:
-            taken[0] += 1
-            if taken[0] == number:
-                signal.raise_signal(signal.SIGINT)
-
-    sys.setprofile(look)
-    try:
-        yield taken
+        yield count
     finally:
         sys.setprofile(None)
 
@@ -97,7 +89,7 @@ def calls_of_a_save(root: Path) -> int:
     manager = CheckpointManager(root)
     manager.save(1, state(1))
     manager.wait()
-    with counted(0) as calls:
+    with interrupted(0, calls_ours) as calls:
         manager.save(2, state(2))
     manager.close()
     return calls[0]
@@ -114,7 +106,7 @@ def test_a_signal_at_any_call_of_a_save_leaves_a_working_manager(tmp_path: Path)
         step = 10 * number + 10
         handles.append(manager.save(step, state(step)))
         try:
-            with counted(at):
+            with interrupted(at, calls_ours):
                 handles.append(manager.save(step + 1, state(step + 1)))
         except KeyboardInterrupt:
             interrupts += 1
@@ -141,7 +133,7 @@ def test_a_signal_inside_of_a_future_leaves_no_lock_taken(
             hold.wait_reached()
             releasing = threading.Thread(target=hold.release)
             releasing.start()
-            with suppress(KeyboardInterrupt), at_a_lock(number) as taken:
+            with suppress(KeyboardInterrupt), interrupted(number, takes_a_lock) as taken:
                 call(manager)
             releasing.join()
         require_agreement(manager, tmp_path, handles, step + 1)
@@ -162,7 +154,7 @@ def test_a_signal_while_a_save_is_committed(
         step = 10 * number
         handles = [manager.save(step, state(step))]
         wait_until(lambda: all(each.state == "written" for each in nostall.status()))
-        with suppress(KeyboardInterrupt), counted(1 + 10 * number):
+        with suppress(KeyboardInterrupt), interrupted(1 + 10 * number, calls_ours):
             call(manager)
         require_agreement(manager, tmp_path, handles, step + 1)
     manager.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from nostall._manager import lock
 from nostall.errors import OptionError
 from support.waiting import AwayOs
 
+DEADLINE_S = 60
 STATE = {"weight": torch.ones(3)}
 OTHER_JOB = """
 import sys, torch, nostall
@@ -93,6 +95,23 @@ def test_a_lock_is_released_although_its_file_cannot_be_looked_at(tmp_path: Path
     saving = [sys.executable, "-c", OTHER_JOB, str(tmp_path)]
     subprocess.run(saving, input="", capture_output=True, text=True, check=True)
     assert (tmp_path / lock.NAME).exists()
+
+
+def test_a_forked_child_has_no_locks(tmp_path: Path) -> None:
+    """Closing the manager there neither waits for a thread of the parent nor ends its lock."""
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, STATE).result()
+    with lock._process.changing:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(DEADLINE_S)
+            manager.close()
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    saving = [sys.executable, "-c", OTHER_JOB, str(tmp_path)]
+    run = subprocess.run(saving, input="", capture_output=True, text=True, check=False)
+    assert f"another process saves below this root: pid {os.getpid()}" in run.stderr
+    manager.close()
 
 
 def test_a_file_system_without_locks_is_a_warning(

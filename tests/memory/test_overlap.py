@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -29,6 +30,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import nostall
 from nostall._engine import default_engine
 from nostall._memory.copying import copied_at_once
+from nostall._memory.fence import SnapshotFence
+from nostall._model.interrupts import is_done
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import OptionError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -41,6 +44,9 @@ from nostall.state_dict_saver import (
 from nostall.testing import Fault, Hold, inject
 from support.ranks import run_ranks
 from support.states import blobs, schedule, small_state
+from support.waiting import stands_in, wait_until
+
+DEADLINE_S = 60.0
 
 MUCH = 1_200_000
 """Elements of a tensor in float32 that is too large to be copied inside the call."""
@@ -513,6 +519,29 @@ def test_an_interpreter_that_ends_lets_a_snapshot_be_completed(tmp_path: Path) -
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+
+
+def test_ctrl_c_ends_a_wait_which_then_does_not_count() -> None:
+    """At once, whatever the copy takes: a tensor that is changed nevertheless is noticed."""
+    main = threading.main_thread()
+
+    def interrupt() -> None:
+        wait_until(lambda: stands_in(main, is_done))
+        signal.pthread_kill(main.ident or 0, signal.SIGINT)
+
+    fence, thread = SnapshotFence(), threading.Thread(target=interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            fence.wait(DEADLINE_S)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+    assert fence.close(lambda: ["weight"]) == ["weight"]
+    fence.end()
+    fence.wait(0)
+    assert fence.close(lambda: ["weight"]) == []
 
 
 def test_a_forked_child_does_not_wait_for_its_parents_snapshot(tmp_path: Path) -> None:

@@ -30,9 +30,19 @@ class _Taken:
     users: int = 1
 
 
-# Closing any descriptor of the file would end the lock, so the managers of a process share one.
-_taken: dict[tuple[int, str], _Taken] = {}
-_changing = threading.Lock()
+class _Process:
+    """The locks of this process; a forked child begins without any."""
+
+    def __init__(self) -> None:
+        self.start_over()
+
+    def start_over(self) -> None:
+        # Closing any descriptor of a file would end its lock, so a process's managers share one.
+        self.taken: dict[str, _Taken] = {}
+        self.changing = threading.Lock()  # a thread of the parent may have it at the fork
+
+
+_process = _Process()
 
 
 class RootLock:
@@ -58,7 +68,7 @@ class RootLock:
         if self._is_user:
             return
         try:
-            with _changing:
+            with _process.changing:
                 self._is_user = self._take()
         except OSError as error:
             _log.warning(
@@ -68,8 +78,7 @@ class RootLock:
             )
 
     def _take(self) -> bool:
-        key = (os.getpid(), self._path)
-        taken = _taken.get(key)
+        taken = _process.taken.get(self._path)
         if taken is not None and self._is_present(taken.fd):
             taken.users += 1
             return True
@@ -91,7 +100,7 @@ class RootLock:
         os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
         if taken is not None:  # the root was removed and made again
             os.close(taken.fd)
-        _taken[key] = _Taken(fd, users=1 if taken is None else taken.users + 1)
+        _process.taken[self._path] = _Taken(fd, users=1 if taken is None else taken.users + 1)
         return True
 
     def _is_present(self, fd: int) -> bool:
@@ -122,16 +131,18 @@ class RootLock:
         if not self._is_user:
             return
         self._is_user = False
-        key = (os.getpid(), self._path)
-        with _changing:
-            taken = _taken.get(key)
+        with _process.changing:
+            taken = _process.taken.get(self._path)
             if taken is None:  # in a forked child
                 return
             taken.users -= 1
             if taken.users:
                 return
-            del _taken[key]
+            del _process.taken[self._path]
             with suppress(OSError):  # it may stay
                 if self._is_present(taken.fd):
                     os.unlink(self._path)
             os.close(taken.fd)
+
+
+os.register_at_fork(after_in_child=_process.start_over)

@@ -6,15 +6,17 @@ torch calls :func:`_before_step` before every optimizer's step in the process. O
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nostall._memory.copying import Copies
-from nostall._model.interrupts import uninterrupted
+from nostall._model.interrupts import is_done, uninterrupted
 from nostall.errors import SaveTimeoutError
 
 
@@ -46,11 +48,12 @@ class SnapshotFence:
     def __init__(self, timeout_s: float = 0.0) -> None:
         self._timeout_s = timeout_s
         self._moved = threading.Condition()
-        self._is_safe = False
+        self._safe: Future[None] = Future()
+        """Done when tensors may be changed."""
         self._lost: str | None = None
         self._copies = Copies()
-        self._waiting = 0
-        """Number of threads that wait or have waited."""
+        self._waiters: set[object] = set()
+        """Waits that are under way or have ended as they should."""
         self._entered_s = 0.0
         self._changed: Callable[[], list[str]] | None = None
         """Names of tensors changed since the snapshot was requested; holds counters, no tensors."""
@@ -66,27 +69,38 @@ class SnapshotFence:
         Raises:
             SaveTimeoutError: The tensors may not be changed yet after ``timeout`` seconds.
         """
-        with uninterrupted(), self._moved:
+        waiter = object()
+        try:
             # Counted before the wait: the caller may change tensors the moment it ends.
-            self._waiting += 1
-            self._moved.notify_all()
-            if not self._moved.wait_for(lambda: self._is_safe, timeout):
-                self._waiting -= 1
-                raise SaveTimeoutError(
-                    f"the snapshot is still being taken after {timeout:g} s",
-                    phase="stage",
-                    hint="wait again before changing any tensor",
-                )
-            copies = self._copies
+            with uninterrupted(), self._moved:
+                self._waiters.add(waiter)
+                self._moved.notify_all()
+            is_done(self._safe, math.inf if timeout is None else timeout)
+        except BaseException:  # Ctrl-C: the caller has not waited
+            self._forget(waiter)
+            raise
+        with uninterrupted(), self._moved:
+            is_safe, copies = self._safe.done(), self._copies
+        if not is_safe:
+            self._forget(waiter)
+            raise SaveTimeoutError(
+                f"the snapshot is still being taken after {timeout:g} s",
+                phase="stage",
+                hint="wait again before changing any tensor",
+            )
         copies.precede_what_follows()
+
+    def _forget(self, waiter: object) -> None:
+        with uninterrupted(), self._moved:
+            self._waiters.discard(waiter)
 
     def wait_or_lose(self) -> None:
         """As :meth:`wait`, for an optimizer's step: after the timeout the save fails."""
         try:
             self.wait(self._timeout_s)
         except SaveTimeoutError:
-            with self._moved:
-                if not self._is_safe:
+            with uninterrupted(), self._moved:
+                if not self._safe.done():
                     self._lost = (
                         f"an optimizer's step waited {self._timeout_s:g} s for the snapshot,"
                         " then continued without it"
@@ -96,7 +110,7 @@ class SnapshotFence:
     def wait_awaited(self, timeout: float) -> None:
         """Return when a thread waits for this fence, or after ``timeout`` seconds."""
         with self._moved:
-            self._moved.wait_for(lambda: self._waiting > 0, timeout)
+            self._moved.wait_for(lambda: bool(self._waiters), timeout)
 
     def open(self, copies: Copies) -> None:
         """Let waiting threads change tensors, after copies that an accelerator has yet to make.
@@ -116,14 +130,14 @@ class SnapshotFence:
             self._let_go()
 
     def _let_go(self) -> None:
-        self._is_safe = True
-        self._moved.notify_all()
+        if not self._safe.done():
+            self._safe.set_result(None)
 
     def close(self, changed: Callable[[], list[str]]) -> list[str]:
         """All copies are made: names of tensors changed so far although no thread waited."""
         with self._moved:  # new waiters block until this comparison ends
             self._copies = Copies()
-            return [] if self._waiting else changed()
+            return [] if self._waiters else changed()
 
     def keep_watch(self, changed: Callable[[], list[str]]) -> None:
         """Keep ``changed`` for :meth:`changed_unseen`."""
@@ -135,7 +149,7 @@ class SnapshotFence:
         Includes tensors changed after the snapshot was complete: without a wait the two cannot be
         distinguished.
         """
-        if self._changed is None or self._waiting or _process.waited_s >= self._entered_s:
+        if self._changed is None or self._waiters or _process.waited_s >= self._entered_s:
             return []
         return self._changed()
 
@@ -164,7 +178,8 @@ class SnapshotFence:
         """Open the fence in a forked child, which does not have the copying thread."""
         self._moved = threading.Condition()
         self._copies = Copies()
-        self._is_safe = True
+        self._safe = Future()
+        self._safe.set_result(None)
 
 
 def any_under_way() -> bool:
