@@ -42,7 +42,6 @@ from nostall.integrity import Verification
 from nostall.options import EngineOptions
 from nostall.testing import Fault, Hold, inject
 from support.training import Job, disturb
-from support.waiting import wait_until
 
 NAMES = "step-%09d"
 
@@ -729,7 +728,7 @@ def test_a_step_that_is_being_read_stays(tmp_path: Path) -> None:
     with held(manager.path(1)) as is_held:
         assert is_held
         saved(manager, 2)
-        wait_until(lambda: not manager._retention._is_running)
+        manager._retention.wait(60)
         assert manager.all_steps() == [1, 2]
     saved(manager, 3)
     manager.close()
@@ -772,7 +771,7 @@ def test_a_removal_that_fails_is_not_an_error_of_training(
     saved(manager, 1)
     with patch("nostall._manager.steps.remove_checkpoint", side_effect=OSError(5, "bad disk")):
         saved(manager, 2)
-        wait_until(lambda: not manager._retention._is_running)
+        manager._retention.wait(60)
     assert "bad disk" in caplog.text
     saved(manager, 3)
     manager.close()

@@ -15,15 +15,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from nostall.errors import OptionError
 from nostall.integrations.accelerate import NostallAccelerator
 from nostall.integrations.transformers import NostallTrainer
 from nostall.testing import Hold, inject
@@ -370,6 +373,9 @@ def named(out: Path) -> dict[str, Any]:
     hold.release()
     accelerator.load_state()
     same = _same(_values(model, optimizer.optimizer), at_save)
+    accelerator.project_configuration.iteration = 1
+    with pytest.raises((OptionError, CheckpointException), match="this named checkpoint exists"):
+        accelerator.save_state()
     accelerator.end_training()
     return {
         "while_saving": while_saving,

@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from nostall._manager.contents import read_about
 from nostall._manager.policies import Policy, StepRecord, steps_to_keep, unseen_metrics
 from nostall._manager.steps import StepDirectories, held
+from nostall._model.interrupts import is_done, uninterrupted
 from nostall._storage.deadlines import start_apart
 from nostall.errors import DamagedCheckpointError, SaveTimeoutError, UntrustedMetadataError
 
@@ -100,10 +102,12 @@ class Retention:
         self._policies = policies
         self._activity = activity
         self._records = Records(steps)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._has_warned = False
         self._next: Callable[[], object] | None = None
-        self._is_running = False
+        self._idle: Future[None] = Future()
+        """Done when nothing is being removed."""
+        self._idle.set_result(None)
 
     def start(self) -> None:
         """Begin a pass, or another one after the present one."""
@@ -115,12 +119,13 @@ class Retention:
         self._begin(self._steps.remove_unfinished)
 
     def _begin(self, work: Callable[[], object]) -> None:
-        with self._changed:
-            self._next = work
-            if self._is_running:
-                return
-            self._is_running = True
-        start_apart("nostall-retention", self._run)
+        with uninterrupted():
+            with self._lock:
+                self._next = work
+                if not self._idle.done():
+                    return
+                self._idle = Future()
+            start_apart("nostall-retention", self._run)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until nothing is being removed.
@@ -128,22 +133,20 @@ class Retention:
         Raises:
             SaveTimeoutError: Something still is after ``timeout_s`` seconds.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._is_running, timeout_s):
-                raise SaveTimeoutError(
-                    f"steps were not removed within {timeout_s:g} s",
-                    phase="remove",
-                    path=self._steps.root,
-                    hint="storage hangs, or is slow to remove files",
-                )
+        if not is_done(self._idle, timeout_s):
+            raise SaveTimeoutError(
+                f"steps were not removed within {timeout_s:g} s",
+                phase="remove",
+                path=self._steps.root,
+                hint="storage hangs, or is slow to remove files",
+            )
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 work, self._next = self._next, None
                 if work is None:
-                    self._is_running = False
-                    self._changed.notify_all()
+                    self._idle.set_result(None)
                     return
             try:
                 work()

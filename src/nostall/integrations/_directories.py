@@ -31,7 +31,7 @@ from nostall._ranks.group import coordination_for
 from nostall._storage.deadlines import begin, in_time
 from nostall._storage.port import reason
 from nostall._storage.posix import sync_directory, sync_name
-from nostall.errors import NostallError, WriteError
+from nostall.errors import NostallError, OptionError, WriteError
 from nostall.integrations._saves import Saves
 
 T = TypeVar("T")
@@ -64,7 +64,12 @@ class DirectorySaves:
 
     @contextmanager
     def save(
-        self, path: str, run: str, *, then: Callable[[], None] = lambda: None
+        self,
+        path: str,
+        run: str,
+        *,
+        replaces: bool = True,
+        then: Callable[[], None] = lambda: None,
     ) -> Iterator[str]:
         """Save what the block writes to the directory that it gets.
 
@@ -72,18 +77,19 @@ class DirectorySaves:
         Tensors may be changed after the block.
 
         Args:
-            path: Directory of the checkpoint, on storage that all ranks share. An existing one is
-                replaced.
+            path: Directory of the checkpoint, on storage that all ranks share.
             run: Directory on the same file system, for checkpoints that are being written.
+            replaces: Whether an existing checkpoint is replaced; else it is an error.
             then: Called on rank 0 after the commit.
 
         Raises:
             CheckpointException, SaveTimeoutError, WriteError: As :meth:`poll`; also if the
                 directories cannot be made.
+            OptionError: The checkpoint exists, and is not to be replaced.
         """
         self.poll(wait=path in self._pending)
         place = _Place(path, run)
-        self._on_rank_0(place.make, path)
+        self._on_rank_0(place.make if replaces else place.make_first, path)
         with _captured(place.new) as states:
             yield place.new
         self._pending.add(path)
@@ -236,6 +242,16 @@ class _Place:
         # The Trainer looks whether the best checkpoint exists, which may be this one.
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         return left
+
+    def make_first(self) -> list[str]:
+        """As :meth:`make`, for a checkpoint that does not exist."""
+        if os.path.lexists(self.path):
+            raise OptionError(
+                "this named checkpoint exists",
+                path=self.path,
+                hint="set the iteration to start at",
+            )
+        return self.make()
 
     def publish(self) -> list[str]:
         """Give the written directory its name, in the place of an existing one."""

@@ -18,7 +18,6 @@ from typing import Any
 
 from torch.distributed.fsdp import StateDictType
 
-from nostall.errors import OptionError
 from nostall.integrations._directories import DirectorySaves
 from nostall.integrations._saves import missing
 
@@ -66,11 +65,9 @@ class NostallAccelerator(_accelerate.Accelerator):  # type: ignore[misc,name-def
         if naming.automatic_checkpoint_naming:
             home, run = self._named()
             path = os.path.join(home, f"checkpoint_{self.save_iteration}")
-            if os.path.exists(path):
-                raise OptionError(
-                    "this named checkpoint exists", path=path, hint="set the iteration to start at"
-                )
-            saving = self._directories.save(path, run, then=partial(self._rotate, path))
+            saving = self._directories.save(
+                path, run, replaces=False, then=partial(self._rotate, path)
+            )
         else:
             path = os.path.abspath(output_dir)
             saving = self._directories.save(path, os.path.dirname(path))
