@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import signal
 from collections.abc import Iterator
 
 import psutil
@@ -60,3 +61,11 @@ def queue() -> Iterator[AsyncCallsQueue]:
     except CheckpointException as error:
         # It is no Exception: pytest would undo nothing else of this test, and fail every later one.
         raise AssertionError(f"a save of this test failed: {error}") from error
+
+
+@pytest.fixture
+def python_handles_ctrl_c() -> Iterator[None]:
+    """A shell that starts the tests in the background lets them ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -274,7 +274,8 @@ class CheckpointManager:
             SaveTimeoutError: Some rank was not done within ``timeout`` seconds; saves go on.
         """
         self._pending.wait(timeout)
-        agreed(self._coordination(), self._await_removal)
+        if self._highest is not None and not self._is_closed:
+            agreed(self._coordination(), self._await_removal)
 
     def _await_removal(self) -> None:
         try:
@@ -292,7 +293,7 @@ class CheckpointManager:
             CheckpointException: A save failed on some rank; later ones were finished.
         """
         try:
-            self._pending.wait(None)
+            self.wait()
         finally:
             self._end()
 

@@ -7,63 +7,27 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
 import nostall
-from nostall import CheckpointManager
+from nostall import CheckpointManager, KeepLatest
 from nostall._model.interrupts import uninterrupted
 from nostall.manager import SaveHandle
 from nostall.testing import Hold, inject
+from support.interrupts import calls_ours, interrupted, takes_a_lock
 from support.waiting import wait_until
 
-OURS = f"{os.sep}nostall{os.sep}"
-
-
-@pytest.fixture(autouse=True)
-def python_handles_ctrl_c() -> Iterator[None]:
-    """A shell that starts the tests in the background lets them ignore SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("python_handles_ctrl_c")
 
 
 def state(step: int) -> dict[str, Any]:
     return {f"weight{number}": torch.full((500,), float(step)) for number in range(20)}
-
-
-def calls_ours(frame: FrameType, event: str) -> bool:
-    """Whether a function of the library is called."""
-    return event == "call" and OURS in frame.f_code.co_filename
-
-
-def takes_a_lock(frame: FrameType, event: str) -> bool:
-    """Whether a future or an event has just taken its lock."""
-    return event == "return" and frame.f_code is threading.Condition.__enter__.__code__
-
-
-@contextmanager
-def interrupted(at: int, happens: Callable[[FrameType, str], bool]) -> Iterator[list[int]]:
-    """SIGINT when something happens for the ``at``-th time on this thread; how often it has."""
-    count = [0]
-
-    def look(frame: FrameType, event: str, _argument: object) -> None:
-        if happens(frame, event):
-            count[0] += 1
-            if count[0] == at:
-                signal.raise_signal(signal.SIGINT)
-
-    sys.setprofile(look)
-    try:
-        yield count
-    finally:
-        sys.setprofile(None)
 
 
 def require_agreement(
@@ -157,6 +121,22 @@ def test_a_signal_while_a_save_is_committed(
         with suppress(KeyboardInterrupt), interrupted(1 + 10 * number, calls_ours):
             call(manager)
         require_agreement(manager, tmp_path, handles, step + 1)
+    manager.close()
+
+
+def test_a_signal_while_a_step_is_removed(tmp_path: Path) -> None:
+    """The removal goes on, and the next call waits for it."""
+    manager = CheckpointManager(tmp_path, keep=KeepLatest(1))
+    step, taken = 0, [0]
+    while taken[0] >= step:
+        step += 1
+        manager.save(step, state(step))
+        wait_until(lambda: all(each.state == "written" for each in nostall.status()))
+        with suppress(KeyboardInterrupt), interrupted(step, takes_a_lock) as taken:
+            manager.wait()
+        manager.wait()
+        assert manager.all_steps() == [step]
+    assert step > 1
     manager.close()
 
 

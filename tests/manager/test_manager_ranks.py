@@ -101,6 +101,11 @@ def test_a_step_that_is_being_removed_can_be_saved_again(found: Found) -> None:
         assert each["saved_again"]["steps"][-1] == 6
 
 
+def test_all_ranks_close_when_removals_are_done(found: Found) -> None:
+    """So that they see the same steps afterwards."""
+    assert [each["closed"]["steps"] for each in found] == [[2], [2]]
+
+
 def test_on_more_ranks_than_have_saved(found: Found) -> None:
     """Everything but what differs between ranks; the lack of that is an error on all."""
     for rank, each in enumerate(facts["on_more_ranks"] for facts in found):

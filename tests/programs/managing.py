@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -20,12 +21,13 @@ from torch.distributed.fsdp import fully_shard
 
 import nostall
 from nostall import CheckpointManager, KeepLatest, PerRank
-from nostall._manager import steps
+from nostall._manager import choosing, steps
 from nostall.errors import NostallError
 from nostall.options import EngineOptions
+from nostall.removal import remove_checkpoint
 from nostall.testing import Fault, Hold, inject
 from support.training import Job, disturb
-from support.waiting import HangingOs
+from support.waiting import HangingOs, stands_in, wait_until
 
 Facts = dict[str, Any]
 
@@ -39,6 +41,7 @@ def everything(out: Path) -> Facts:
         unreadable,
         stuck,
         saved_again,
+        closed,
         on_more_ranks,
         unfit,
         without_numpy,
@@ -226,6 +229,34 @@ def saved_again(out: Path) -> Facts:
     restored = manager.restore(state)
     assert restored is not None
     return {"steps": manager.all_steps(), "restored": restored.step}
+
+
+def closed(out: Path) -> Facts:
+    """Rank 0 removes a step only when the other rank waits for it, or does not wait at all."""
+    state: Facts = {f"of {dist.get_rank()}": torch.ones(9)}
+    manager, main = CheckpointManager(out, keep=KeepLatest(1)), threading.main_thread()
+    manager.save(1, state).result()
+    has_looked = threading.Event()
+
+    def allow() -> None:
+        wait_until(lambda: has_looked.is_set() or stands_in(main, choosing.agreed))
+        (out / "may remove").touch()
+
+    def remove(path: str) -> None:
+        wait_until((out / "may remove").exists)
+        remove_checkpoint(path)
+
+    manager.save(2, state)
+    with ExitStack() as stack:
+        if dist.get_rank() == 0:
+            stack.enter_context(patch.object(steps, "remove_checkpoint", remove))
+        else:
+            allowing = threading.Thread(target=allow)
+            allowing.start()
+            stack.callback(allowing.join)
+            stack.callback(has_looked.set)
+        manager.close()
+        return {"steps": manager.all_steps()}
 
 
 def on_more_ranks(out: Path) -> Facts:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -101,7 +102,11 @@ def command_of(process: psutil.Process) -> str:
 
 def stands_in(thread: threading.Thread, function: Callable[..., Any]) -> bool:
     """Whether a thread has called a function that has not returned yet."""
-    frame = sys._current_frames().get(thread.ident or 0)
+    return is_inside(sys._current_frames().get(thread.ident or 0), function)
+
+
+def is_inside(frame: FrameType | None, function: Callable[..., Any]) -> bool:
+    """Whether a frame is that of a function, or of something that it has called."""
     while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back
     return frame is not None

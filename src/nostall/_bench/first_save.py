@@ -35,7 +35,7 @@ def first_saves(
     *,
     warmed_up: bool,
 ) -> dict[str, float | list[float]]:
-    """Blocked and durable seconds of its first saves, in order, and the cost of fresh memory."""
+    """Blocked and durable seconds of a process's first saves, and the cost of fresh memory."""
     ranks = Ranks(0, 1, None)
     trial = Trial(
         ranks=ranks,

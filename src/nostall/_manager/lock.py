@@ -31,7 +31,7 @@ class _Taken:
 
 
 class _Process:
-    """The locks of this process; a forked child begins without any."""
+    """The locks of this process. A forked child has none: the system does not inherit them."""
 
     def __init__(self) -> None:
         self.start_over()
@@ -39,7 +39,7 @@ class _Process:
     def start_over(self) -> None:
         # Closing any descriptor of a file would end its lock, so a process's managers share one.
         self.taken: dict[str, _Taken] = {}
-        self.changing = threading.Lock()  # a thread of the parent may have it at the fork
+        self.changing = threading.Lock()  # a thread of the parent may hold it at the fork
 
 
 _process = _Process()

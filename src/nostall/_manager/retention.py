@@ -102,7 +102,7 @@ class Retention:
         self._policies = policies
         self._activity = activity
         self._records = Records(steps)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may save, too
         self._has_warned = False
         self._next: Callable[[], object] | None = None
         self._idle: Future[None] = Future()

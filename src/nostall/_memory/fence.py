@@ -53,7 +53,8 @@ class SnapshotFence:
         self._lost: str | None = None
         self._copies = Copies()
         self._waiters: set[object] = set()
-        """Waits that are under way or have ended as they should."""
+        """Waits under way, and those that succeeded. Not a count: Ctrl-C may come before one is
+        added, or after it was discarded."""
         self._entered_s = 0.0
         self._changed: Callable[[], list[str]] | None = None
         """Names of tensors changed since the snapshot was requested; holds counters, no tensors."""
@@ -76,23 +77,21 @@ class SnapshotFence:
                 self._waiters.add(waiter)
                 self._moved.notify_all()
             is_done(self._safe, math.inf if timeout is None else timeout)
-        except BaseException:  # Ctrl-C: the caller has not waited
-            self._forget(waiter)
+            with uninterrupted(), self._moved:
+                is_safe, copies = self._safe.done(), self._copies
+                if not is_safe:
+                    self._waiters.discard(waiter)
+            if not is_safe:
+                raise SaveTimeoutError(
+                    f"the snapshot is still being taken after {timeout:g} s",
+                    phase="stage",
+                    hint="wait again before changing any tensor",
+                )
+            copies.precede_what_follows()
+        except BaseException:  # also Ctrl-C: the caller may not change tensors
+            with uninterrupted(), self._moved:
+                self._waiters.discard(waiter)
             raise
-        with uninterrupted(), self._moved:
-            is_safe, copies = self._safe.done(), self._copies
-        if not is_safe:
-            self._forget(waiter)
-            raise SaveTimeoutError(
-                f"the snapshot is still being taken after {timeout:g} s",
-                phase="stage",
-                hint="wait again before changing any tensor",
-            )
-        copies.precede_what_follows()
-
-    def _forget(self, waiter: object) -> None:
-        with uninterrupted(), self._moved:
-            self._waiters.discard(waiter)
 
     def wait_or_lose(self) -> None:
         """As :meth:`wait`, for an optimizer's step: after the timeout the save fails."""

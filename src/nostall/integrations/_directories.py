@@ -85,11 +85,12 @@ class DirectorySaves:
         Raises:
             CheckpointException, SaveTimeoutError, WriteError: As :meth:`poll`; also if the
                 directories cannot be made.
-            OptionError: The checkpoint exists, and is not to be replaced.
+            OptionError: The checkpoint exists, and is not to be replaced; ``CheckpointException``
+                on the other ranks.
         """
         self.poll(wait=path in self._pending)
         place = _Place(path, run)
-        self._on_rank_0(place.make if replaces else place.make_first, path)
+        self._on_rank_0(place.make if replaces else place.make_new, path)
         with _captured(place.new) as states:
             yield place.new
         self._pending.add(path)
@@ -243,15 +244,18 @@ class _Place:
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         return left
 
-    def make_first(self) -> list[str]:
-        """As :meth:`make`, for a checkpoint that does not exist."""
-        if os.path.lexists(self.path):
-            raise OptionError(
-                "this named checkpoint exists",
-                path=self.path,
-                hint="set the iteration to start at",
-            )
-        return self.make()
+    def make_new(self) -> list[str]:
+        """As :meth:`make`; raises ``OptionError`` if the checkpoint exists."""
+        try:
+            os.lstat(self.path)  # not lexists(), which is false for every error
+        except FileNotFoundError:
+            return self.make()
+        raise OptionError(
+            "the checkpoint exists, and is not to be replaced",
+            path=self.path,
+            hint="choose another name; Accelerate continues to count from"
+            " project_configuration.iteration",
+        )
 
     def publish(self) -> list[str]:
         """Give the written directory its name, in the place of an existing one."""

@@ -1,0 +1,41 @@
+"""SIGINT at a chosen event of the main thread."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+OURS = f"{os.sep}nostall{os.sep}"
+
+
+def calls_ours(frame: FrameType, event: str) -> bool:
+    """Whether a function of the library is called."""
+    return event == "call" and OURS in frame.f_code.co_filename
+
+
+def takes_a_lock(frame: FrameType, event: str) -> bool:
+    """Whether a future or an event has just taken its lock."""
+    return event == "return" and frame.f_code is threading.Condition.__enter__.__code__
+
+
+@contextmanager
+def interrupted(at: int, happens: Callable[[FrameType, str], bool]) -> Iterator[list[int]]:
+    """SIGINT when something happens for the ``at``-th time on this thread; how often it has."""
+    count = [0]
+
+    def look(frame: FrameType, event: str, _argument: object) -> None:
+        if happens(frame, event):
+            count[0] += 1
+            if count[0] == at:
+                signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(look)
+    try:
+        yield count
+    finally:
+        sys.setprofile(None)
