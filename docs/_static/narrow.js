@@ -2,7 +2,7 @@
 document.addEventListener("DOMContentLoaded", () => {
   for (const table of document.querySelectorAll("table.docutils")) {
     const columns = [...table.querySelectorAll("th")].map((head) => head.textContent.trim());
-    if (columns.length < 3) continue;
+    if (columns.length < 2 || columns.length > 4) continue;
     for (const row of table.querySelectorAll("tbody tr"))
       [...row.cells].slice(1).forEach((cell, number) => {
         if (columns[number + 1] && cell.textContent.trim())
