@@ -14,6 +14,8 @@ import os
 import time
 from pathlib import Path
 
+from nostall._bench.contender import sync
+
 _CHUNK = memoryview(bytes(8 << 20))
 _MADV_POPULATE_WRITE = 23
 """From ``linux/mman.h``; Python has no name for it."""
@@ -37,6 +39,7 @@ def warm_free_memory(directory: Path, nbytes: int, *, rank: int) -> None:
     finally:
         os.close(descriptor)
         os.unlink(path)
+    sync(directory)  # what deleting costs the file system is not the next save's affair
 
 
 def fresh_memory_s(nbytes: int) -> float:

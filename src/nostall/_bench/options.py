@@ -25,7 +25,7 @@ class BenchOptions:
     """Rounds in which each save follows on idle seconds, without free memory being warmed."""
     idle_s: float
     plain_saves: int
-    """Saves in a plain loop, after one that does not count."""
+    """Saves in a plain loop that find memory at hand, after one that does not count."""
     memory_saves: int
     slowdown_rounds: int
     contenders: tuple[str, ...]

@@ -44,6 +44,8 @@ from nostall._bench.results import (
 T = TypeVar("T")
 
 _LEAST_LOOP_S = 0.2
+_PLAIN_SAVES_AT_MOST = 4
+"""For each that is to find memory at hand."""
 _TIMELINE = ("nostall", "dcp.async_save")
 
 
@@ -144,11 +146,17 @@ class Session:
                     entry.idle_saves.append(sample)
 
     def plain_loops(self) -> None:
-        """Each contender's saves one after the other, as a user's plain loop makes them."""
-        for entry in self.standing() if self.options.plain_saves else ():
+        """Each contender's saves one after the other, as a user's plain loop makes them.
+
+        A loop ends when enough of its saves found memory at hand, or after a few times as many.
+        """
+        wanted = self.options.plain_saves
+        for entry in self.standing() if wanted else ():
             self._say(f"plain loop of {entry.contender.name}")
-            for number in range(-1, self.options.plain_saves):
-                sample = self._timed(entry, number, prepare=lambda: None) if entry.stands else None
+            for number in range(-1, wanted * _PLAIN_SAVES_AT_MOST):
+                if not entry.stands or len(entry.report().warm_plain_saves) >= wanted:
+                    break
+                sample = self._timed(entry, number, prepare=lambda: None)
                 if sample is not None and number >= 0:
                     entry.plain_saves.append(sample)
 
