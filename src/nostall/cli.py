@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -62,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(parsed: argparse.Namespace) -> int:
     """Run the command; an error becomes one line and an exit status."""
+    # torch says this as it is imported; no command needs NumPy.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         status = int(parsed.run(parsed))
         sys.stdout.flush()

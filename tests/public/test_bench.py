@@ -396,7 +396,7 @@ def test_two_ranks_start_themselves_and_agree(tmp_path: Path) -> None:
     [
         (["bench", "--bytes", "lots"], "not a size"),
         (["bench", "--contenders", "nobody"], "no contender matches 'nobody'"),
-        (["bench", "--rounds", "0"], "less than 1"),
+        (["bench", "--rounds", "0"], "not a whole number from 1 on"),
     ],
     ids=["size", "contender", "rounds"],
 )

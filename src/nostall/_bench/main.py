@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from nostall import _torch
 from nostall._bench.contender import Contender
 from nostall._bench.options import BenchOptions, chosen
 from nostall._bench.ours import own_contenders
@@ -51,6 +52,8 @@ def bench(options: BenchOptions, arguments: Sequence[str]) -> int:
             require_matplotlib()
         except PlotUnavailable as error:
             raise ValueError(str(error)) from error
+    if options.ranks > 1 and not _torch.has_numpy():
+        raise ValueError("several ranks need NumPy, as stock DCP does: pip install numpy")
     if options.ranks > 1 and not started_by_launcher():
         return launch(arguments, options.ranks)
     # torch says these on every save without a process group, and on every background save.

@@ -67,7 +67,7 @@ def _contender_table(report: BenchReport) -> str:
             "durable s [quartiles]",
             "/write",
             "CPU s",
-            "of it system",
+            "system s",
             "memory MiB",
             "/bytes",
             "python",
@@ -126,7 +126,7 @@ def _limit_table(report: BenchReport) -> str:
     rows = [("limit", "ms [quartiles]", "GB/s")]
     named: list[tuple[str, Sequence[float]]] = [
         ("warm memcpy, one flat copy", limits.memcpy_s),
-        ("_foreach_copy_ of the tensors", limits.foreach_copy_s),
+        ("`_foreach_copy_` of the tensors", limits.foreach_copy_s),
     ]
     if best is not None:
         through = "O_DIRECT" if limits.direct else "page cache: O_DIRECT was refused"

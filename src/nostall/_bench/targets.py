@@ -160,7 +160,7 @@ TARGETS = (
         shapes=("large",),
     ),
     Target(
-        figure="- of what the raw write would be faster than it",
+        figure="share of the gain that the raw write would have",
         compare=">=",
         bound=0.8,
         unit="",
@@ -168,7 +168,7 @@ TARGETS = (
         shapes=("large",),
     ),
     Target(
-        figure="blocked / _foreach_copy_ of the same tensors",
+        figure="blocked / `_foreach_copy_` of the same tensors",
         compare="<=",
         bound=2.5,
         unit="",
@@ -192,7 +192,7 @@ TARGETS = (
         shapes=("large",),
     ),
     Target(
-        figure="- of what the raw write would be faster than dcp.save",
+        figure="share of the gain of the raw write, synchronous",
         compare=">=",
         bound=0.8,
         unit="",

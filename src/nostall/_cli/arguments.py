@@ -63,8 +63,8 @@ def at_least(least: int) -> Callable[[str], int]:
     """A type for argparse: a whole number that is not lower."""
 
     def parse(text: str) -> int:
-        if int(text) < least:
-            raise ValueError(f"{text} is less than {least}")
+        if not text.isdecimal() or int(text) < least:
+            raise ValueError(f"{text!r} is not a whole number from {least} on")
         return int(text)
 
     return checked(parse)

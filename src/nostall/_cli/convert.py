@@ -61,7 +61,7 @@ def _require_fitting_name(target: str, *, to_directory: bool) -> None:
     wrong = _OTHER_FORMATS + (_FILE_ENDINGS if to_directory else (os.sep,))
     if target.lower().endswith(wrong):
         raise OptionError(
-            f"{written} is written, which the name of the target contradicts",
+            f"the target would be {written}, and has the name of something else",
             path=target,
             hint="name a directory" if to_directory else "use a name such as step-500.pt",
         )

@@ -114,20 +114,22 @@ def choose_step(
     """
     if step is not None:
         about = _described(steps, step, hold)
-        if about is None:
-            raise ReadError(
-                f"step {step} has no complete checkpoint",
-                phase="read",
-                path=steps.path(step),
-                hint=f"the highest committed step is {steps.latest()}",
-            )
-        return about
+        if isinstance(about, About):
+            return about
+        raise ReadError(
+            f"step {step} has no complete checkpoint: {about or 'it is not committed'}",
+            phase="read",
+            path=steps.path(step),
+            hint=f"committed steps: {steps.committed()!r:.200}; `nostall verify` lists all damage",
+        )
     unknown: UnknownMetadataError | OSError | None = None
     for each in sorted(set(steps.listed()) - without, reverse=True):
         try:
             about = _described(steps, each, hold)
-            if about is not None:
+            if isinstance(about, About):
                 return about
+            if about is not None:
+                _log.warning("step %d is skipped: %s path=%s", each, about, steps.path(each))
         except (UnknownMetadataError, OSError) as error:
             _log.warning("step %d is skipped: %s", each, error)
             unknown = unknown or error
@@ -139,19 +141,21 @@ def choose_step(
     return None
 
 
-def _described(steps: StepDirectories, step: int, hold: ExitStack) -> About | None:
-    """The description of a step; ``None`` if it is not complete. It is held before this looks."""
+def _described(steps: StepDirectories, step: int, hold: ExitStack) -> About | str | None:
+    """The description of a step, or its damage; ``None`` if it is not committed.
+
+    It is held before this looks.
+    """
     if not hold.enter_context(held(steps.path(step))) or steps.committed_at_s(step) is None:
         return None
-    if not steps.is_complete(step):
+    why = steps.why_incomplete(step)
+    if why is not None:
         steps.require_answers(step)
-        _log.warning("step %d is skipped: it is not complete", step)
-        return None
+        return why
     steps.require_own_parts(step)
     parts = [_about(checkpoint) for checkpoint in steps.checkpoints(step)]
     if len({about.save for about in parts}) > 1:
-        _log.warning("step %d is skipped: its parts are of different saves", step)
-        return None
+        return "its parts are of different saves"
     return parts[-1]
 
 

@@ -26,7 +26,7 @@ from nostall._manager.contents import read_about
 from nostall._storage.deadlines import in_time
 from nostall._storage.posix import remove_directory
 from nostall.errors import NostallError, OptionError, ReadError
-from nostall.integrity import is_complete
+from nostall.integrity import why_incomplete
 from nostall.removal import remove_checkpoint
 
 T = TypeVar("T")
@@ -122,9 +122,10 @@ class StepDirectories:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def is_complete(self, step: int) -> bool:
-        """Whether all files of a committed step are there, with their sizes."""
-        return all(is_complete(checkpoint) for checkpoint in self.checkpoints(step))
+    def why_incomplete(self, step: int) -> str | None:
+        """What is wrong with a committed step; ``None`` if all its files have their sizes."""
+        found = (why_incomplete(checkpoint) for checkpoint in self.checkpoints(step))
+        return next((why for why in found if why is not None), None)
 
     def require_answers(self, step: int) -> None:
         """As :func:`nostall._commit.checking.require_answers`, for all checkpoints of a step."""

@@ -109,7 +109,10 @@ def _at_or_in(path: str) -> list[Listed]:
 
 def elsewhere(path: str) -> str:
     """Where checkpoints are if a command found none at ``path``, for its message; maybe empty."""
-    if look_at(os.path.abspath(path)) is not None:
+    itself = look_at(os.path.abspath(path))
+    if itself is not None and itself.state is State.UNFINISHED:
+        return "; a save has begun here and was not finished"
+    if itself is not None:
         return "; it is a checkpoint itself: pass the directory that holds it"
     try:
         below = list_checkpoints(path)

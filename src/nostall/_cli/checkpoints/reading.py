@@ -75,10 +75,11 @@ def _read(checkpoint: Checkpoint, state: dict[Any, Any]) -> None:
         raise
     except Exception as error:  # damaged files can raise anything
         names = ", ".join(str(key) for key in list(state)[:3])
+        first_line = str(error).partition("\n")[0]
         raise DamagedCheckpointError(
-            f"cannot read {names}: {type(error).__name__}: {error!s:.200}",
+            f"cannot read {names}: {type(error).__name__}: {first_line:.400}",
             path=checkpoint.path,
-            hint="nostall verify names the damage",
+            hint="`nostall verify` lists the damage",
         ) from error
 
 
