@@ -1,8 +1,7 @@
 """The life of a save request, as a table.
 
 No I/O and no waiting here. A transition succeeds, or raises
-:class:`~nostall.errors.IllegalTransitionError` and changes nothing. ``docs/architecture.md`` shows
-the same table.
+:class:`~nostall.errors.IllegalTransitionError` and changes nothing.
 """
 
 from __future__ import annotations
