@@ -54,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subparser.set_defaults(run=command.run)
         command.add_arguments(subparser)
     with ExitStack() as opened:
+        opened.enter_context(warnings.catch_warnings())
+        # torch says this as it is imported; `bench` with several ranks, which needs it, checks.
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
             if stream is None:  # closed by the caller, as `>&-` does
                 nowhere = opened.enter_context(Path(os.devnull).open("w"))
@@ -63,8 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(parsed: argparse.Namespace) -> int:
     """Run the command; an error becomes one line and an exit status."""
-    # torch says this as it is imported; no command needs NumPy.
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         status = int(parsed.run(parsed))
         sys.stdout.flush()

@@ -105,17 +105,21 @@ def is_complete(path: str | os.PathLike[str], deep: bool = False) -> bool:
             torch or a planner with its own classes may have written it.
         OptionError: The path is in an object store.
     """
-    return why_incomplete(_path_of(path), deep) is None
+    return why_incomplete(_path_of(path), deep=deep) is None
 
 
-def why_incomplete(directory: str, deep: bool = False) -> str | None:
-    """What is wrong with a checkpoint; ``None`` if it is complete. As :func:`is_complete`."""
+def why_incomplete(directory: str, *, deep: bool = False) -> str | None:
+    """What is wrong with a checkpoint; ``None`` if it is complete.
+
+    Raises:
+        UnknownMetadataError: As :func:`is_complete`.
+    """
     if deep:
         found = verify(directory)
         if found.state is State.NOT_UNDERSTOOD:
             note = found.note or "the metadata is not understood"
             raise UnknownMetadataError(note, phase="verify", path=directory, hint=HINT)
-        what = [f"{damage.file} {damage.what}" for damage in found.damages]
+        what = [str(damage) for damage in found.damages]
         return None if found.ok else ", ".join(what) or found.note or found.state.value
     files = PosixFiles(directory)
     try:
@@ -125,11 +129,11 @@ def why_incomplete(directory: str, deep: bool = False) -> str | None:
     except (DamagedCheckpointError, UntrustedMetadataError) as error:
         return error.message
     except OSError as error:
-        return unreadable(error)
+        return f"{_torch.METADATA_NAME}: {unreadable(error)}"
     for file in description.files:
         _, damage = size_of(files, file)
         if damage is not None:
-            return f"{damage.file} {damage.what}"
+            return str(damage)
     return None
 
 
@@ -154,11 +158,11 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
     unknown: list[UnknownMetadataError | ReadError] = []
     for path in _latest_first(_path_of(root)):
         try:
-            why = why_incomplete(path, deep)
+            why = why_incomplete(path, deep=deep)
             if why is None:
                 return path
             require_answers(path)
-            _log.warning("skipped path=%s: the checkpoint is damaged: %s", path, why)
+            _log.warning("skipped path=%s: the checkpoint is not complete: %s", path, why)
         except (UnknownMetadataError, ReadError) as error:
             _log.warning("skipped path=%s: %s", path, error.message)
             unknown.append(error)

@@ -109,6 +109,11 @@ def test_commands_that_find_nothing_say_where_checkpoints_are(tmp_path: Path, ru
     status, _, error = run("prune", newest, "--keep", "latest=1")
     assert status == 2
     assert "pass the directory that holds it" in error
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "__0_0.distcp").write_bytes(b"half")
+    status, _, error = run("latest", tmp_path / "begun")
+    assert status == 3
+    assert "it has files of a save that is under way or was interrupted" in error
 
 
 def test_filters_that_choose_nothing_are_told_apart(tmp_path: Path, run: Run) -> None:

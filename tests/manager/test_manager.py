@@ -302,7 +302,7 @@ def test_a_damaged_newest_step_is_skipped_and_a_named_one_is_not(
     restored = manager.restore(numbered(0))
     assert restored is not None
     assert restored.step == 1
-    assert "step 2 is skipped: __0_0.distcp has 10 bytes, expected" in caplog.text
+    assert "step 2 is skipped: __0_0.distcp: has 10 bytes, expected" in caplog.text
     for step in (2, 3):
         with pytest.raises(ReadError, match=f"step {step} has no complete checkpoint"):
             manager.restore(numbered(0), step=step)

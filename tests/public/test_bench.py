@@ -18,8 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nostall
+from nostall import _torch
 from nostall._bench import plot
 from nostall._bench.contender import Contender, Durable, Pending, PendingFuture, Setting
+from nostall._bench.entry import Entry
 from nostall._bench.free_memory import warm_free_memory
 from nostall._bench.limits import WRITE_SETTINGS, Limits, WriteSetting
 from nostall._bench.machine import file_system_of
@@ -275,6 +277,38 @@ def test_a_plain_loop_is_compared_without_the_saves_that_needed_fresh_memory() -
     assert cold.to_plain is None
 
 
+def test_a_plain_loop_ends_when_enough_saves_found_memory_at_hand() -> None:
+    """Those that paid for fresh pages are made again."""
+
+    def took(system_s: float) -> SaveSample:
+        return SaveSample(
+            round=0,
+            call_s=1.0,
+            finish_s=0.0,
+            blocked_s=1.0,
+            durable_s=1.0,
+            cpu_s=system_s,
+            system_s=system_s,
+        )
+
+    entry = Entry(contender=DcpSave(), unavailable=None, saves=[took(0.2)])
+    entry.plain_saves = [took(0.2), took(2.0), took(3.0)]
+    assert entry.has_plain_saves(1)
+    assert not entry.has_plain_saves(2)
+    entry.plain_saves.append(took(0.3))
+    assert entry.has_plain_saves(2)
+
+
+def test_several_ranks_without_numpy_are_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch's collectives of objects need it; the error names the option and what to install."""
+    monkeypatch.setattr(_torch, "has_numpy", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--ranks", "2"])
+    assert "--ranks above 1 needs NumPy" in capsys.readouterr().err
+
+
 def test_stock_is_compared_with_a_plain_loop_and_with_memory_that_was_taken_away(
     tmp_path: Path,
 ) -> None:
@@ -283,7 +317,8 @@ def test_stock_is_compared_with_a_plain_loop_and_with_memory_that_was_taken_away
     (stock,) = report.contenders
     assert [save.round for save in stock.idle_saves] == [0, 1]
     assert [save.round for save in stock.plain_saves] == list(range(len(stock.plain_saves)))
-    assert len(stock.warm_plain_saves) == 3 or len(stock.plain_saves) == 12
+    warm = len(stock.warm_plain_saves)
+    assert warm == 3 or (warm < 3 and len(stock.plain_saves) == 12)
     here, plain = stock.median("durable_s"), stock.median("durable_s", "warm_plain_saves")
     assert here is not None
     assert plain is not None
@@ -396,7 +431,7 @@ def test_two_ranks_start_themselves_and_agree(tmp_path: Path) -> None:
     [
         (["bench", "--bytes", "lots"], "not a size"),
         (["bench", "--contenders", "nobody"], "no contender matches 'nobody'"),
-        (["bench", "--rounds", "0"], "not a whole number from 1 on"),
+        (["bench", "--rounds", "0"], "not a whole number of 1 or more"),
     ],
     ids=["size", "contender", "rounds"],
 )

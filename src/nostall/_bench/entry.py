@@ -33,6 +33,10 @@ class Entry:
         """Whether it takes part and has not failed."""
         return self.unavailable is None and self.error is None
 
+    def has_plain_saves(self, wanted: int) -> bool:
+        """Whether as many plain saves as wanted found memory at hand."""
+        return len(self.report().warm_plain_saves) >= wanted
+
     def report(self) -> ContenderReport:
         """All that was found, and will not change any more."""
         return ContenderReport(

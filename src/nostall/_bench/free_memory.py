@@ -39,7 +39,7 @@ def warm_free_memory(directory: Path, nbytes: int, *, rank: int) -> None:
     finally:
         os.close(descriptor)
         os.unlink(path)
-    sync(directory)  # what deleting costs the file system is not the next save's affair
+    sync(directory)  # what deleting costs the file system is paid here
 
 
 def fresh_memory_s(nbytes: int) -> float:

@@ -53,7 +53,9 @@ def bench(options: BenchOptions, arguments: Sequence[str]) -> int:
         except PlotUnavailable as error:
             raise ValueError(str(error)) from error
     if options.ranks > 1 and not _torch.has_numpy():
-        raise ValueError("several ranks need NumPy, as stock DCP does: pip install numpy")
+        raise ValueError(
+            "--ranks above 1 needs NumPy for torch's collectives of objects: pip install numpy"
+        )
     if options.ranks > 1 and not started_by_launcher():
         return launch(arguments, options.ranks)
     # torch says these on every save without a process group, and on every background save.

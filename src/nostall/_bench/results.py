@@ -78,7 +78,7 @@ class ContenderReport:
     idle_saves: tuple[SaveSample, ...]
     """After idle seconds, in which a hypervisor takes freed memory away."""
     plain_saves: tuple[SaveSample, ...]
-    """One after the other, with nothing in between."""
+    """One after the other, without free memory being warmed."""
     memory: MemoryFigures | None
     slowdowns: tuple[SlowdownSample, ...]
     verification: Verification | None

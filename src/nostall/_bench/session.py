@@ -33,7 +33,7 @@ from nostall._bench.measure import (
     verify,
 )
 from nostall._bench.options import BenchOptions
-from nostall._bench.processes import memory_sampler
+from nostall._bench.processes import give_memory_back, memory_sampler
 from nostall._bench.results import (
     LimitReport,
     SaveSample,
@@ -44,8 +44,8 @@ from nostall._bench.results import (
 T = TypeVar("T")
 
 _LEAST_LOOP_S = 0.2
-_PLAIN_SAVES_AT_MOST = 4
-"""For each that is to find memory at hand."""
+_PLAIN_SAVES_PER_WARM_ONE = 4
+"""At most this many are made for each that is wanted with memory at hand."""
 _TIMELINE = ("nostall", "dcp.async_save")
 
 
@@ -137,7 +137,11 @@ class Session:
 
     def idle_rounds(self) -> None:
         """Saves after idle seconds, in which a hypervisor may take back freed memory."""
-        idle = partial(time.sleep, self.options.idle_s)
+
+        def idle() -> None:
+            give_memory_back()  # now: what is freed after the idle seconds is still there
+            time.sleep(self.options.idle_s)
+
         for number in range(self.options.idle_rounds):
             self._say(f"idle round {number + 1} of {self.options.idle_rounds}")
             for entry in self.standing():
@@ -146,15 +150,16 @@ class Session:
                     entry.idle_saves.append(sample)
 
     def plain_loops(self) -> None:
-        """Each contender's saves one after the other, as a user's plain loop makes them.
+        """Each contender's saves one after the other, without free memory being warmed.
 
-        A loop ends when enough of its saves found memory at hand, or after a few times as many.
+        A loop ends when enough of its saves found memory at hand, or after
+        ``_PLAIN_SAVES_PER_WARM_ONE`` times as many.
         """
         wanted = self.options.plain_saves
         for entry in self.standing() if wanted else ():
             self._say(f"plain loop of {entry.contender.name}")
-            for number in range(-1, wanted * _PLAIN_SAVES_AT_MOST):
-                if not entry.stands or len(entry.report().warm_plain_saves) >= wanted:
+            for number in range(-1, wanted * _PLAIN_SAVES_PER_WARM_ONE):
+                if not entry.stands or entry.has_plain_saves(wanted):
                     break
                 sample = self._timed(entry, number, prepare=lambda: None)
                 if sample is not None and number >= 0:

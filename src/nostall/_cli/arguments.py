@@ -64,7 +64,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise ValueError(f"{text!r} is not a whole number from {least} on")
+            raise ValueError(f"{text!r} is not a whole number of {least} or more")
         return int(text)
 
     return checked(parse)

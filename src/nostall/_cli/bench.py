@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plain-saves",
         type=at_least(0),
         default=3,
-        help="saves of each contender in a plain loop that find memory at hand, 0 for none"
-        " (default: %(default)s)",
+        help="saves of each contender in a plain loop that find memory at hand, of at most four"
+        " times as many; 0 for none (default: %(default)s)",
     )
     add(
         "--memory-saves",

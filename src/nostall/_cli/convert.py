@@ -61,7 +61,7 @@ def _require_fitting_name(target: str, *, to_directory: bool) -> None:
     wrong = _OTHER_FORMATS + (_FILE_ENDINGS if to_directory else (os.sep,))
     if target.lower().endswith(wrong):
         raise OptionError(
-            f"the target would be {written}, and has the name of something else",
+            f"this command writes {written}, but the target is named like something else",
             path=target,
             hint="name a directory" if to_directory else "use a name such as step-500.pt",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Set
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -76,9 +77,9 @@ def _damage_of(steps: StepDirectories, step: int) -> DamagedCheckpointError | No
     for checkpoint in steps.checkpoints(step):
         found = verify(checkpoint)
         if not found.ok:
-            what = [f"{damage.file} {damage.what}" for damage in found.damages]
+            what = ", ".join(map(str, found.damages)) or found.note
             return DamagedCheckpointError(
-                f"step {step} is damaged: {', '.join(what) or found.note}",
+                f"step {step} is damaged: {what}",
                 phase="verify",
                 path=checkpoint,
                 hint="restore another step",
@@ -117,10 +118,11 @@ def choose_step(
         if isinstance(about, About):
             return about
         raise ReadError(
-            f"step {step} has no complete checkpoint: {about or 'it is not committed'}",
+            f"step {step} has no complete checkpoint: {about.why}",
             phase="read",
             path=steps.path(step),
-            hint=f"committed steps: {steps.committed()!r:.200}; `nostall verify` lists all damage",
+            hint=f"the highest committed steps: {steps.committed()[-5:]};"
+            " `nostall verify` lists all damage",
         )
     unknown: UnknownMetadataError | OSError | None = None
     for each in sorted(set(steps.listed()) - without, reverse=True):
@@ -128,8 +130,8 @@ def choose_step(
             about = _described(steps, each, hold)
             if isinstance(about, About):
                 return about
-            if about is not None:
-                _log.warning("step %d is skipped: %s path=%s", each, about, steps.path(each))
+            if about.is_committed:
+                _log.warning("step %d is skipped: %s path=%s", each, about.why, steps.path(each))
         except (UnknownMetadataError, OSError) as error:
             _log.warning("step %d is skipped: %s", each, error)
             unknown = unknown or error
@@ -141,21 +143,26 @@ def choose_step(
     return None
 
 
-def _described(steps: StepDirectories, step: int, hold: ExitStack) -> About | str | None:
-    """The description of a step, or its damage; ``None`` if it is not committed.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unusable:
+    """A step that cannot be restored."""
 
-    It is held before this looks.
-    """
+    why: str
+    is_committed: bool = True
+
+
+def _described(steps: StepDirectories, step: int, hold: ExitStack) -> About | _Unusable:
+    """The description of a step, or why it cannot be restored. It is held before this looks."""
     if not hold.enter_context(held(steps.path(step))) or steps.committed_at_s(step) is None:
-        return None
+        return _Unusable(why="it is not committed", is_committed=False)
     why = steps.why_incomplete(step)
     if why is not None:
         steps.require_answers(step)
-        return why
+        return _Unusable(why=why)
     steps.require_own_parts(step)
     parts = [_about(checkpoint) for checkpoint in steps.checkpoints(step)]
     if len({about.save for about in parts}) > 1:
-        return "its parts are of different saves"
+        return _Unusable(why="its parts are of different saves")
     return parts[-1]
 
 

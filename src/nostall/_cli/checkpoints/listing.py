@@ -111,7 +111,7 @@ def elsewhere(path: str) -> str:
     """Where checkpoints are if a command found none at ``path``, for its message; maybe empty."""
     itself = look_at(os.path.abspath(path))
     if itself is not None and itself.state is State.UNFINISHED:
-        return "; a save has begun here and was not finished"
+        return "; it has files of a save that is under way or was interrupted"
     if itself is not None:
         return "; it is a checkpoint itself: pass the directory that holds it"
     try:
