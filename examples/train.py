@@ -15,6 +15,8 @@ that, also after a kill in the middle of a save.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import shutil
@@ -341,15 +343,25 @@ def report_save(name: str, turn: int, directory: Path, timing: SaveTiming) -> No
 def warm_free_memory(scratch: Path, state_nbytes: int) -> None:
     """Write and remove a file as large as this rank's state and the page cache of its files.
 
+    Collective: the files of all ranks are there together, as their copies will be.
+
     Hypervisors take back what a virtual machine has freed. Who writes through the page cache would
-    pay for bringing it in again, and that would depend on who saved before.
+    pay for bringing it in again, and that would depend on who saved before. So would what the heap
+    keeps, and what removing files costs: the heap is trimmed, and the directory synced.
     """
     with scratch.open("wb") as stream:
         for _ in range(2 * state_nbytes >> 20):
             stream.write(bytes(1 << 20))
         stream.flush()
         os.fsync(stream.fileno())
+    dist.barrier()
     scratch.unlink()
+    directory = os.open(scratch.parent, os.O_RDONLY)
+    os.fsync(directory)
+    os.close(directory)
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def measure(args: argparse.Namespace) -> None:

@@ -244,20 +244,21 @@ def test_a_failing_contender_is_reported_and_the_run_goes_on(tmp_path: Path) -> 
     assert "FAILED: fails later: OSError: no space left on this fake" in render(report)
 
 
+def took(durable_s: float, system_s: float) -> SaveSample:
+    """A save of a synchronous contender."""
+    return SaveSample(
+        round=0,
+        call_s=durable_s,
+        finish_s=0.0,
+        blocked_s=durable_s,
+        durable_s=durable_s,
+        cpu_s=system_s,
+        system_s=system_s,
+    )
+
+
 def test_a_plain_loop_is_compared_without_the_saves_that_needed_fresh_memory() -> None:
     """Rounds have warm memory, so a save that paid for pages is shown, and not compared."""
-
-    def took(durable_s: float, system_s: float) -> SaveSample:
-        return SaveSample(
-            round=0,
-            call_s=durable_s,
-            finish_s=0.0,
-            blocked_s=durable_s,
-            durable_s=durable_s,
-            cpu_s=system_s,
-            system_s=system_s,
-        )
-
     report = ContenderReport(
         name="dcp.save",
         description="",
@@ -279,23 +280,11 @@ def test_a_plain_loop_is_compared_without_the_saves_that_needed_fresh_memory() -
 
 def test_a_plain_loop_ends_when_enough_saves_found_memory_at_hand() -> None:
     """Those that paid for fresh pages are made again."""
-
-    def took(system_s: float) -> SaveSample:
-        return SaveSample(
-            round=0,
-            call_s=1.0,
-            finish_s=0.0,
-            blocked_s=1.0,
-            durable_s=1.0,
-            cpu_s=system_s,
-            system_s=system_s,
-        )
-
-    entry = Entry(contender=DcpSave(), unavailable=None, saves=[took(0.2)])
-    entry.plain_saves = [took(0.2), took(2.0), took(3.0)]
+    entry = Entry(contender=DcpSave(), unavailable=None, saves=[took(1.0, 0.2)])
+    entry.plain_saves = [took(1.0, 0.2), took(1.0, 2.0), took(1.0, 3.0)]
     assert entry.has_plain_saves(1)
     assert not entry.has_plain_saves(2)
-    entry.plain_saves.append(took(0.3))
+    entry.plain_saves.append(took(1.0, 0.3))
     assert entry.has_plain_saves(2)
 
 
@@ -333,10 +322,18 @@ def test_stock_is_compared_with_a_plain_loop_and_with_memory_that_was_taken_away
 
 
 def test_the_scratch_file_is_as_large_as_a_copy_and_its_page_cache(tmp_path: Path) -> None:
-    """Free memory is warmed by a file of twice the saved bytes, of which nothing stays."""
-    before = psutil.Process().io_counters().write_chars
-    warm_free_memory(tmp_path, 3_000_001, rank=0)
-    assert psutil.Process().io_counters().write_chars - before >= 6_000_002
+    """Free memory is warmed by a file of twice the saved bytes, of which nothing stays.
+
+    It is there until all ranks have written theirs, so that together they take as much memory as
+    the ranks will.
+    """
+    there: list[int] = []
+
+    def barrier() -> None:
+        there.extend(file.stat().st_size for file in tmp_path.iterdir())
+
+    warm_free_memory(tmp_path, 3_000_001, rank=0, barrier=barrier)
+    assert there == [6_000_002]
     assert list(tmp_path.iterdir()) == []
 
 

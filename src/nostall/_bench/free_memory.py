@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from nostall._bench.contender import sync
@@ -23,11 +24,14 @@ _PER_BYTE_SAVED = 2
 """A copy of the state and the page cache of its file: what the contender that needs most needs."""
 
 
-def warm_free_memory(directory: Path, nbytes: int, *, rank: int) -> None:
+def warm_free_memory(
+    directory: Path, nbytes: int, *, rank: int, barrier: Callable[[], None]
+) -> None:
     """Make free memory available for this rank's save: write a file, sync it, remove it.
 
     Anonymous memory that is mapped and unmapped does not do: the page cache is not given the same
-    pages.
+    pages. The files of all ranks are there at the same time, as their copies will be: a rank that
+    removes its file early leaves the same pages to the next rank's.
     """
     path = directory / f"scratch-{rank}"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -36,6 +40,7 @@ def warm_free_memory(directory: Path, nbytes: int, *, rank: int) -> None:
         while rest > 0:
             rest -= os.write(descriptor, _CHUNK[:rest])
         os.fsync(descriptor)
+        barrier()
     finally:
         os.close(descriptor)
         os.unlink(path)

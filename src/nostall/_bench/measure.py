@@ -48,7 +48,12 @@ class Trial:
 
     def warm_free_memory(self) -> None:
         """Let whoever is next find free memory that is there."""
-        warm_free_memory(self.directory, self.workload.nbytes, rank=self.ranks.rank)
+        warm_free_memory(
+            self.directory,
+            self.workload.nbytes,
+            rank=self.ranks.rank,
+            barrier=self.ranks.barrier,
+        )
 
 
 def wait_durable(pending: Pending) -> float:
@@ -70,8 +75,9 @@ def time_save(
 ) -> SaveSample:
     """Time one save of fresh values; ``prepare`` comes before them.
 
-    The heap begins trimmed. Whether it keeps the memory of the last save's copy depends on what
-    happens to lie at its top: stock ``dcp.async_save`` of 256 MiB then blocks 25 ms instead of 60.
+    The heap begins trimmed. Whether it would keep the memory of the last save's copy depends on
+    what happens to lie at its top: stock ``dcp.async_save`` of 256 MiB blocks for 27 ms on a heap
+    that kept it, and for 60 ms on a trimmed one.
     """
     prepare()
     trial.workload.advance()

@@ -46,7 +46,7 @@ def draw(report: BenchReport, file: Path) -> None:
         _timelines(axes[1], report.timeline)
     figure.suptitle(
         f"nostall {report.versions['nostall']}, {report.options['shape']},"
-        f" {report.options['ranks']} rank(s), torch {report.versions['torch']}"
+        f" ranks: {report.options['ranks']}, torch {report.versions['torch']}"
     )
     figure.tight_layout()
     figure.savefig(file, dpi=120)

@@ -8,6 +8,12 @@ from nostall._bench.quantities import Spread, format_nbytes, median_of
 from nostall._bench.results import BenchReport, ContenderReport, TargetReport
 
 _MISSING = "-"
+_LEGEND = """\
+blocked: time inside the library's calls, the call and the finishing poll; staged: until the state
+may be changed; durable: until all is fsynced and committed; /memcpy, /write: by the limits below;
+memory: peak of the extra host memory; python, matmul: loss of a compute loop beside the save;
+bitwise: whether the checkpoint loads as it was saved; -: not measured"""
+_FEW_ROUNDS = 3
 
 
 def render(report: BenchReport) -> str:
@@ -15,11 +21,13 @@ def render(report: BenchReport) -> str:
     parts = [
         _heading(report),
         _contender_table(report),
+        _LEGEND,
         _left_out(report),
         _limit_table(report),
         _free_memory_table(report),
         _first_saves_table(report),
         _target_table(report.targets),
+        _remarks(report),
         _verdict(report),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -45,7 +53,7 @@ def _heading(report: BenchReport) -> str:
     conditions += ", each save over the last one" if options["overwrite"] else ""
     return (
         f"{options['shape']}: {format_nbytes(report.nbytes)} in {report.tensors} tensors per rank,"
-        f" {options['ranks']} rank(s), {options['rounds']} rounds{conditions}\n"
+        f" ranks: {options['ranks']}, rounds: {options['rounds']}{conditions}\n"
         f"{machine['cpu']}, {machine['cpus_usable']} cores,"
         f" {format_nbytes(machine['memory_nbytes'])}, {machine['file_system']};"
         f" torch {report.versions['torch']} on {machine['torch_threads']} threads,"
@@ -192,16 +200,25 @@ def _first_saves_table(report: BenchReport) -> str:
 
 def _target_table(targets: Sequence[TargetReport]) -> str:
     rows = [
-        (each.figure, each.target, _number(each.measured, 1, 2), _verdict_of(each))
+        (each.figure, each.target, _number(each.measured, 1, 2), _VERDICTS[each.met])
         for each in targets
+        if each.measured is not None
     ]
-    return _table([("figure", "target", "measured", ""), *rows])
+    return _table([("figure", "target", "measured", ""), *rows]) if rows else ""
 
 
-def _verdict_of(each: TargetReport) -> str:
-    if each.met is None:
-        return "not measured" if each.measured is None else ""
-    return "met" if each.met else "MISSED"
+_VERDICTS = {True: "met", False: "MISSED", None: ""}
+
+
+def _remarks(report: BenchReport) -> str:
+    """What the table of targets leaves open."""
+    lines = []
+    left_out = [each.figure for each in report.targets if each.measured is None]
+    if left_out:
+        lines.append(f"not measured: {'; '.join(left_out)}")
+    if report.options["rounds"] < _FEW_ROUNDS:
+        lines.append(f"with fewer than {_FEW_ROUNDS} rounds chance decides whether targets are met")
+    return "\n".join(lines)
 
 
 def _verdict(report: BenchReport) -> str:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from nostall._bench.options import DEFAULT_NBYTES, SHAPES, BenchOptions
-from nostall._bench.quantities import parse_nbytes
+from nostall._bench.quantities import format_nbytes, parse_nbytes
 from nostall._cli.arguments import at_least, checked
 
 HELP = "measure nostall, its peers and the machine's limits side by side"
@@ -21,13 +21,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.set_defaults(refuse=parser.error)
     add = parser.add_argument
+    defaults = DEFAULT_NBYTES.items()
     add("--shape", choices=SHAPES, default="large", help="what is saved (default: %(default)s)")
     add(
         "--bytes",
         type=checked(parse_nbytes),
         dest="nbytes",
         metavar="BYTES",
-        help="size per rank, such as 512MiB",
+        help="size per rank, such as 512MiB (default: "
+        + ", ".join(f"{format_nbytes(nbytes)} for {shape}" for shape, nbytes in defaults)
+        + ")",
     )
     add("--ranks", type=at_least(1), help="start this many ranks under torchrun with gloo")
     add("--rounds", type=at_least(1), default=7, help="timed rounds (default: %(default)s)")
@@ -39,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--directory", type=Path, help="where to write (default: the current directory)")
     add("--json", type=Path, metavar="FILE", help="store every sample")
-    add("--plot", type=Path, metavar="FILE.png", help="draw; needs the plot extra")
+    add("--plot", type=Path, metavar="FILE.png", help="draw a step timeline; needs matplotlib")
     add("--noise", action="store_true", help="with a second process that writes and computes")
     add("--overwrite", action="store_true", help="save over the contender's last checkpoint")
     add(
@@ -60,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plain-saves",
         type=at_least(0),
         default=3,
-        help="saves of each contender in a plain loop that find memory at hand, of at most four"
-        " times as many; 0 for none (default: %(default)s)",
+        help="a plain loop of each contender goes on until so many saves found memory at hand, or"
+        " four times as many were made; 0 for none (default: %(default)s)",
     )
     add(
         "--memory-saves",
