@@ -1,4 +1,4 @@
-"""Print how long the Trainer's sharded saves and ours block training, side by side."""
+"""Print how long sharded saves of the Trainer, of Accelerate and ours block training."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import faulthandler
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,7 +31,7 @@ from nostall.errors import OptionError
 from nostall.integrations.accelerate import NostallAccelerator
 from nostall.integrations.transformers import NostallTrainer
 from nostall.testing import Hold, inject
-from support.blocked import Blocked
+from support.blocked import WARM_UP, Blocked
 from support.pages import code_blocks
 
 
@@ -417,7 +418,40 @@ def _time(kind: type[Trainer], out: Path) -> list[float]:
     return timed.blocked.milliseconds()
 
 
+def _time_loop(kind: type[Accelerator], out: Path) -> list[float]:
+    """A loop of one's own: the saves, and ``backward`` until gradients are computed.
+
+    Ours commits in ``backward``.
+    """
+    accelerator = _accelerator(kind, out, automatic_checkpoint_naming=True, total_limit=1)
+    module = _Regression(1024, 8)  # as for the Trainer
+    model, optimizer = accelerator.prepare(module, torch.optim.AdamW(module.parameters(), lr=0.01))
+    inputs = torch.randn(4, 1024)
+    blocked_s = [0.0]
+
+    def blocked_since(began_s: float) -> None:
+        blocked_s[-1] += time.perf_counter() - began_s
+
+    for step in range(1, _EVERY * (_SAVES + 1) + 1):
+        loss = model(inputs, inputs)["loss"]
+        began_s = time.perf_counter()
+        loss.register_hook(lambda _, began_s=began_s: blocked_since(began_s))
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % _EVERY == 0:
+            blocked_s.append(0.0)
+            began_s = time.perf_counter()
+            accelerator.save_state()
+            blocked_since(began_s)
+    accelerator.end_training()
+    dist.barrier()
+    return [1000 * seconds for seconds in blocked_s[1 + WARM_UP : -1]]
+
+
 def measure(out: Path) -> dict[str, list[float]]:
-    """Two ranks, FSDP2: the Trainer's saves, and ours."""
+    """Two ranks, FSDP2: the saves of the Trainer and of Accelerate, and ours."""
     faulthandler.cancel_dump_traceback_later()  # this takes longer than a test may
-    return {kind.__name__: _time(kind, out / kind.__name__) for kind in (Trainer, NostallTrainer)}
+    times = {kind.__name__: _time(kind, out / kind.__name__) for kind in (Trainer, NostallTrainer)}
+    loops = (Accelerator, NostallAccelerator)
+    return times | {kind.__name__: _time_loop(kind, out / kind.__name__) for kind in loops}
