@@ -61,7 +61,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if stream is None:  # closed by the caller, as `>&-` does
                 nowhere = opened.enter_context(Path(os.devnull).open("w"))
                 opened.enter_context(redirect(nowhere))
+        if not given:
+            parser.print_help(sys.stderr)
+            return Status.WRONG_ARGUMENTS
         return _run(parser.parse_args(given, argparse.Namespace(given=given)))
+
+
+def _text(error: Exception) -> str:
+    """What happened where, and the next step; a command has no rank, and needs no phase."""
+    if not isinstance(error, NostallError):
+        return str(error)
+    place = f"{error.path}: " if error.path else ""
+    return f"{place}{error.message}" + (f" ({error.hint})" if error.hint else "")
 
 
 def _run(parsed: argparse.Namespace) -> int:
@@ -83,6 +94,6 @@ def _run(parsed: argparse.Namespace) -> int:
         print_error(str(error) or "not enough memory")
         return Status.FAILED
     except (NotThere, NostallError, OSError) as error:
-        print_error(str(error))
+        print_error(_text(error))
         return next((_STATUS[kind] for kind in _STATUS if isinstance(error, kind)), Status.FAILED)
     return status

@@ -162,9 +162,9 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
             if why is None:
                 return path
             require_answers(path)
-            _log.warning("skipped path=%s: the checkpoint is not complete: %s", path, why)
+            _log.warning("skipped %s: the checkpoint is damaged: %s", path, why)
         except (UnknownMetadataError, ReadError) as error:
-            _log.warning("skipped path=%s: %s", path, error.message)
+            _log.warning("skipped %s: %s", path, error.message)
             unknown.append(error)
     if unknown:
         newest = unknown[0]

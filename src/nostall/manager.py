@@ -216,7 +216,7 @@ class CheckpointManager:
         if self._highest is None:
             self._highest = agreed(self._coordination(), self._begin)
         elif step <= self._highest:
-            agreed(self._coordination(), self._wait_for_removal)
+            agreed(self._coordination(), partial(self._begin_again, step))
         self._highest = max(self._highest, step)
 
     def _begin(self) -> int:
@@ -225,6 +225,12 @@ class CheckpointManager:
         self._retention.tidy()
         self._wait_for_removal()
         return max(self._steps.look(self._steps.listed), default=-1)
+
+    def _begin_again(self, step: int) -> None:
+        """Before a save of a step that may be there: the log tells that it is replaced."""
+        self._wait_for_removal()
+        if self._steps.look(partial(self._steps.committed_at_s, step)) is not None:
+            _log.info("step %d is saved again, and replaces %s", step, self._steps.path(step))
 
     def _captured(
         self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float], extra: object

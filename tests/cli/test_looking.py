@@ -107,7 +107,7 @@ def test_commands_that_find_nothing_say_where_checkpoints_are(tmp_path: Path, ru
     assert status == 3
     assert "it is a checkpoint itself" in error
     status, _, error = run("prune", newest, "--keep", "latest=1")
-    assert status == 2
+    assert status == 3
     assert "pass the directory that holds it" in error
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "__0_0.distcp").write_bytes(b"half")
@@ -116,14 +116,59 @@ def test_commands_that_find_nothing_say_where_checkpoints_are(tmp_path: Path, ru
     assert "it has files of a save that is under way or was interrupted" in error
 
 
-def test_filters_that_choose_nothing_are_told_apart(tmp_path: Path, run: Run) -> None:
-    """The status is 0, as without items; standard error has a line with names."""
+def test_a_misspelt_name_is_an_error(tmp_path: Path, run: Run) -> None:
+    """Not a checkpoint without such items, or without differences; the line has names."""
     save(tmp_path, {"model": {"weight": torch.zeros(2)}})
     for command in (["inspect", tmp_path], ["diff", tmp_path, tmp_path]):
-        status, _, error = run(*command, "--name", "wieght")
-        assert (status, error.count("\n")) == (0, 1)
+        status, shown, error = run(*command, "--name", "wieght")
+        assert (status, shown, error.count("\n")) == (2, "", 1)
         assert "model.weight" in error
         assert run(*command, "--name", "*weight")[2] == ""
+
+
+def test_a_truncated_file_is_named_before_values_are_read(tmp_path: Path, run: Run) -> None:
+    """File and sizes, by each command that shows or reads items; nothing is converted."""
+    for name in ("a", "b"):
+        save(tmp_path / name, {"x": torch.ones(100)})
+    os.truncate(tmp_path / "b" / "__0_0.distcp", 10)
+    commands = (
+        ["inspect", tmp_path / "b"],
+        ["diff", "--values", tmp_path / "a", tmp_path / "b"],
+        ["convert", tmp_path / "b", tmp_path / "b.pt"],
+    )
+    for command in commands:
+        status, _, error = run(*command)
+        assert (status, error.count("\n")) == (1, 1)
+        assert "__0_0.distcp: has 10 bytes, expected" in error
+        assert "nostall verify" in error
+        assert "--trust" not in error
+    assert "__0_0" in json.loads(run("inspect", "--json", tmp_path / "b")[1])["damage"]
+    assert json.loads(run("inspect", "--json", tmp_path / "a")[1])["damage"] is None
+    assert not (tmp_path / "b.pt").exists()
+
+
+def test_a_job_does_not_start_from_scratch_if_all_checkpoints_are_damaged(
+    tmp_path: Path, run: Run
+) -> None:
+    """By their sizes, or with ``--deep`` by their bytes: 1. After an interrupted save: 3."""
+    save(tmp_path / "step-1")
+    file = next((tmp_path / "step-1").glob("*.distcp"))
+    file.write_bytes(bytes(file.stat().st_size))
+    assert run("latest", tmp_path)[0] == 0
+    status, shown, error = run("latest", "--deep", tmp_path)
+    assert (status, shown) == (1, "")
+    assert f"`nostall verify {tmp_path / 'step-1'}`" in error
+    file.write_bytes(b"short")
+    assert run("latest", tmp_path)[0] == 1
+    (tmp_path / "step-1" / ".metadata").unlink()
+    assert run("latest", tmp_path)[0] == 3
+
+
+def test_no_command_is_answered_with_help(run: Run) -> None:
+    """The list of commands, and the status of wrong arguments."""
+    status, shown, error = run()
+    assert (status, shown) == (2, "")
+    assert "verify" in error
 
 
 def test_damage_of_many_items_is_a_short_line(tmp_path: Path, run: Run) -> None:
@@ -224,6 +269,8 @@ def test_the_tree_adds_up(tmp_path: Path, run: Run) -> None:
         line.split()[0]
         for line in run("inspect", tmp_path, "--tree", "--depth", "1")[1].splitlines()[1:-1]
     ] == ["a"]
+    with_depth = run("inspect", tmp_path, "--tree", "--depth", "1")
+    assert run("inspect", tmp_path, "--depth", "1") == with_depth
 
 
 class Evil:
@@ -282,6 +329,8 @@ def test_equal_checkpoints_do_not_differ(tmp_path: Path, run: Run) -> None:
     assert run("diff", tmp_path / "a", tmp_path / "b")[0] == 0
     status, shown, _ = run("diff", "--values", tmp_path / "a", tmp_path / "b")
     assert (status, shown.splitlines()[-1].rsplit(" ", 2)[-2:]) == (0, ["0", "differ"])
+    assert "--values" not in shown
+    assert "values are compared with --values" in run("diff", tmp_path / "a", tmp_path / "b")[1]
 
 
 def test_each_difference_is_named(tmp_path: Path, run: Run) -> None:
@@ -300,7 +349,7 @@ def test_each_difference_is_named(tmp_path: Path, run: Run) -> None:
     assert "! w: float32 [2] -> float64 [2]" in lines
     assert "~ v: 2 of 3000 elements differ, at most by 2" in lines
     assert "~ n.k: the stored objects have other bytes" in lines
-    assert run("diff", tmp_path / "a", tmp_path / "b", "--values", "--name", "x*")[0] == 0
+    assert run("diff", tmp_path / "a", tmp_path / "b", "--values", "--name", "x*")[0] == 2
     plain = json.loads(run("diff", tmp_path / "a", tmp_path / "b", "--json")[1])
     assert {each["name"] for each in plain} == {"gone", "new", "w"}
 

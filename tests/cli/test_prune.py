@@ -53,6 +53,25 @@ def test_a_dry_run_removes_nothing(tmp_path: Path, run: Run) -> None:
     assert not (tmp_path / "step-1500").exists()
 
 
+def test_the_best_steps_stay(tmp_path: Path, run: Run) -> None:
+    """By a metric of the manager that saved them; a metric that none has is an error."""
+    with nostall.CheckpointManager(tmp_path) as manager:
+        for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 4.0)):
+            manager.save(step, {"x": torch.zeros(3)}, metrics={"loss": loss})
+            manager.wait()
+    for keep, kept in (
+        ("best=2:loss", {2, 3, 4}),
+        ("best=1:loss:max", {4}),
+        ("best=1:loss", {2, 4}),
+    ):
+        plain = json.loads(run("prune", tmp_path, "--json", "--keep", keep)[1])
+        assert {int(path[-9:]) for path in plain["kept"]} == kept
+    status, _, error = run("prune", tmp_path, "--keep", "best=1:accuracy", "--delete")
+    assert status == 2
+    assert "they have ['loss']" in error
+    assert manager.all_steps() == [1, 2, 3, 4]
+
+
 def test_what_is_not_complete_is_left(tmp_path: Path, run: Run) -> None:
     """So are links, what they lead to, names without a step, and what another program put there.
 

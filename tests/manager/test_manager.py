@@ -302,7 +302,8 @@ def test_a_damaged_newest_step_is_skipped_and_a_named_one_is_not(
     restored = manager.restore(numbered(0))
     assert restored is not None
     assert restored.step == 1
-    assert "step 2 is skipped: __0_0.distcp: has 10 bytes, expected" in caplog.text
+    damage = "the step is damaged: __0_0.distcp: has 10 bytes, expected"
+    assert f"skipped {manager.path(2)}: {damage}" in caplog.text
     for step in (2, 3):
         with pytest.raises(ReadError, match=f"step {step} has no complete checkpoint"):
             manager.restore(numbered(0), step=step)
@@ -322,7 +323,7 @@ def test_verification_finds_a_flipped_bit(tmp_path: Path, caplog: pytest.LogCapt
     assert restored is not None
     assert restored.step == 1
     assert is_step(state, 1)
-    assert "step 2 is skipped: step 2 is damaged: __0_0.distcp" in caplog.text
+    assert f"skipped {manager.path(2)}: step 2 is damaged: __0_0.distcp" in caplog.text
     with pytest.raises(DamagedCheckpointError, match="step 2 is damaged: __0_0") as raised:
         manager.restore(numbered(0), step=2, verify=True)
     assert raised.value.path == manager.path(2)
@@ -544,12 +545,17 @@ def test_an_object_that_cannot_be_saved_is_an_error_of_the_save(tmp_path: Path) 
         assert manager.all_steps() == [2]
 
 
-def test_a_step_saved_twice_is_the_second_one(tmp_path: Path) -> None:
-    """It is replaced at one instant: until then, the first is there."""
+def test_a_step_saved_twice_is_the_second_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is replaced at one instant: until then, the first is there. The log tells."""
+    caplog.set_level("INFO", "nostall")
     with CheckpointManager(tmp_path) as manager:
         saved(manager, 1, metrics={"loss": 1.0})
         with stopped() as hold:
+            assert "saved again" not in caplog.text
             again = manager.save(1, {"weight": torch.zeros(100)}, metrics={"loss": 2.0})
+            assert f"step 1 is saved again, and replaces {manager.path(1)}" in caplog.text
             hold.wait_reached()
             state = numbered(0)
             reader = CheckpointManager(tmp_path)
@@ -889,8 +895,8 @@ def test_an_unfinished_step_with_other_files_is_said_to_stay(
     with CheckpointManager(tmp_path) as manager:
         saved(manager, 2)
     assert notes.read_text() == "of the user"
-    assert "removed path" not in caplog.text
-    assert f"path={notes.parent} was not finished; other files" in caplog.text
+    assert f"removed {notes.parent}" not in caplog.text
+    assert f"not removed: {notes.parent}: it was not finished; files" in caplog.text
 
 
 # --- processes of a launcher ----------------------------------------------------------------------

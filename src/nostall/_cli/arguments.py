@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
 from typing import Protocol, TypeVar
 
-from nostall._cli.output import print_error
+from nostall.errors import OptionError
 
 T = TypeVar("T")
 
@@ -86,11 +86,15 @@ def add_name_filter(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def warn_if_none(chosen: Sequence[object], names: Iterable[str]) -> None:
-    """Say on standard error that no item was chosen, and how names look."""
-    if not chosen:
+def require_named(patterns: Sequence[str], names: Collection[str]) -> None:
+    """Require that ``--name`` chooses an item: a misspelt one must not look like no difference.
+
+    Raises:
+        OptionError: It chooses none; the hint has examples of names.
+    """
+    if patterns and names and not any(matches(name, patterns) for name in names):
         examples = ", ".join(itertools.islice(names, 3))
-        print_error("no item was chosen" + (f"; names are {examples}, ..." if examples else ""))
+        raise OptionError(f"no item is named like {patterns}", hint=f"names are {examples}, ...")
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

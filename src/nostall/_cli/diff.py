@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nostall._cli.arguments import Status, add_json, add_name_filter, matches, warn_if_none
+from nostall._cli.arguments import Status, add_json, add_name_filter, matches, require_named
 from nostall._cli.output import counted, print_json, printable, progress
 
 if TYPE_CHECKING:
@@ -49,13 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Print the differences."""
-    from nostall._cli.checkpoints.checkpoint import read_checkpoint
+    from nostall._cli.checkpoints.checkpoint import read_checkpoint, require_complete
 
     one, other = read_checkpoint(parsed.a), read_checkpoint(parsed.b)
-    names = [
-        name for name in {**one.by_name, **other.by_name} if matches(name, parsed.name)
-    ]  # in the order of A
-    warn_if_none(names, one.by_name)
+    every = {**one.by_name, **other.by_name}  # in the order of A
+    require_named(parsed.name, every)
+    names = [name for name in every if matches(name, parsed.name)]
+    if parsed.values:
+        require_complete(one)
+        require_complete(other)
     found = list(_structure(one, other, names))
     shared = sorted(set(names) - {each.name for each in found})
     if parsed.values:
@@ -66,7 +68,9 @@ def run(parsed: argparse.Namespace) -> int:
         for each in found:
             print(printable(str(each)))
         compared = "names, dtypes, shapes and values" if parsed.values else "names, dtypes, shapes"
-        print(f"{counted(len(names), 'item')} compared by {compared}: {len(found)} differ")
+        differ = "1 differs" if len(found) == 1 else f"{len(found)} differ"
+        rest = "" if parsed.values else "; values are compared with --values"
+        print(f"{counted(len(names), 'item')} compared by {compared}: {differ}{rest}")
     return Status.FAILED if found else Status.FINE
 
 

@@ -16,17 +16,18 @@ from nostall._cli.arguments import (
     at_least,
     checked,
     matches,
-    warn_if_none,
+    require_named,
 )
-from nostall._cli.output import counted, print_json, print_table, printable
+from nostall._cli.output import counted, print_error, print_json, print_table, printable
 
 if TYPE_CHECKING:
     from nostall._cli.checkpoints.checkpoint import Checkpoint, Item
 
 HELP = "show names, shapes, dtypes, sharding, files and sizes"
 DESCRIPTION = (
-    "Show the items of a checkpoint. Only its metadata is read. Sharding is the"
-    " number of stored parts along each dimension."
+    "Show the items of a checkpoint. Only its metadata is read, and the sizes of its files. Size is"
+    " what an item takes in files. Sharding is the number of stored parts along each dimension."
+    " Exit status: 1 if a file is missing or has another size."
 )
 
 
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--depth",
         type=at_least(1),
         metavar="N",
-        help="with --tree: how many parts of a name to show",
+        help="as --tree, with so many parts of a name at most",
     )
     add_json(parser)
     add_name_filter(parser)
@@ -52,14 +53,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Print items as a table, a tree or JSON."""
     from nostall._cli.checkpoints.checkpoint import read_checkpoint
+    from nostall.integrity import why_incomplete
 
     checkpoint = read_checkpoint(parsed.path)
     items = _chosen(checkpoint, parsed)
-    warn_if_none(items, checkpoint.by_name)
+    require_named(parsed.name, checkpoint.by_name)
+    damage = why_incomplete(checkpoint.path)
     if parsed.json:
-        _print_json(checkpoint, items)
+        _print_json(checkpoint, items, damage)
+    else:
+        _print(checkpoint, items, parsed)
+    if damage is None:
         return Status.FINE
-    if parsed.tree:
+    print_error(f"the checkpoint is damaged: {damage} (`nostall verify` lists all damage)")
+    return Status.FAILED
+
+
+def _print(checkpoint: Checkpoint, items: Sequence[Item], parsed: argparse.Namespace) -> None:
+    if parsed.tree or parsed.depth is not None:
         _print_tree(items, parsed.depth)
     elif items:
         rows = [
@@ -75,7 +86,6 @@ def run(parsed: argparse.Namespace) -> int:
         ]
         print_table(("name", "dtype", "shape", "sharding", "size", "files"), rows, right="size")
     _print_summary(checkpoint, items)
-    return Status.FINE
 
 
 def _chosen(checkpoint: Checkpoint, parsed: argparse.Namespace) -> list[Item]:
@@ -115,13 +125,14 @@ def _print_summary(checkpoint: Checkpoint, items: Sequence[Item]) -> None:
     print("; ".join(parts))
 
 
-def _print_json(checkpoint: Checkpoint, items: Sequence[Item]) -> None:
+def _print_json(checkpoint: Checkpoint, items: Sequence[Item], damage: str | None) -> None:
     manifest = checkpoint.manifest
     print_json(
         {
             "path": checkpoint.path,
             "committed_at": None if manifest is None else manifest.committed_at_s,
             "nostall": None if manifest is None else manifest.version,
+            "damage": damage,
             "items": [
                 {
                     "name": item.name,

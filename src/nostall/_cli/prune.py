@@ -5,21 +5,29 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nostall._bench.quantities import format_nbytes
-from nostall._cli.arguments import Status, add_json, checked
+from nostall._cli.arguments import NotThere, Status, add_json, checked
 from nostall._cli.checkpoints.listing import (
     Listed,
     State,
+    elsewhere,
     linked_from,
     list_checkpoints,
     look_at,
     newest_complete,
 )
 from nostall._cli.output import counted, print_error, print_json, print_table
-from nostall._manager.policies import KeepEvery, KeepLatest, Policy, StepRecord
+from nostall._manager.policies import (
+    KeepBest,
+    KeepEvery,
+    KeepLatest,
+    Policy,
+    StepRecord,
+    unseen_metrics,
+)
 from nostall.errors import NostallError, OptionError
 
 HELP = "remove checkpoints that no policy keeps; a dry run by default"
@@ -31,7 +39,11 @@ DESCRIPTION = (
 )
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _INTERVAL = re.compile(r"(\d+)([smhd])")
-_USAGE = "write latest=3, every=1000 (steps) or every=6h (s, m, h or d), separated by commas"
+_BEST = re.compile(r"(\d+):([^:]+)(?::(min|max))?")
+_USAGE = (
+    "write latest=3, best=2:loss, best=2:accuracy:max, every=1000 (steps) or every=6h (s, m, h or"
+    " d), separated by commas"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         required=True,
         metavar="POLICIES",
-        help="latest=N: the N highest steps; every=N: steps that are multiples of N; every=6h: one"
-        " in 6 hours (s, m, h, d); separated by commas, any of them keeps a checkpoint",
+        help="latest=N: the N highest steps; best=N:METRIC, or best=N:METRIC:max: the N steps with"
+        " the lowest or highest value of a metric saved by a CheckpointManager; every=N: steps"
+        " that are multiples of N; every=6h: one in 6 hours (s, m, h, d); separated by commas, any"
+        " of them keeps a checkpoint",
     )
     parser.add_argument("--delete", action="store_true", help="remove, instead of a dry run")
     add_json(parser)
@@ -53,10 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Print what is kept and why; remove the rest with ``--delete``."""
     checkpoints = list_checkpoints(parsed.root)
-    if not checkpoints and look_at(os.path.abspath(parsed.root)) is not None:
-        raise OptionError(
-            "this is a checkpoint", path=parsed.root, hint="pass the directory that holds it"
-        )
+    if not checkpoints:
+        raise NotThere(f"{parsed.root}: no checkpoint{elsewhere(parsed.root)}")
     rules = [rule for given in parsed.keep for rule in given]
     kept = why_kept(checkpoints, rules, linked_from(parsed.root))
     removable = [each for each in checkpoints if each.path not in kept]
@@ -93,6 +105,9 @@ def _policy(text: str) -> Policy:
     interval = _INTERVAL.fullmatch(value)
     if kind == "every" and interval is not None and int(interval[1]):
         return KeepEvery(seconds=int(interval[1]) * _UNITS_S[interval[2]])
+    best = _BEST.fullmatch(value)
+    if kind == "best" and best is not None and int(best[1]):
+        return KeepBest(int(best[1]), best[2], "max" if best[3] == "max" else "min")
     if kind in ("latest", "every") and value.isascii() and value.isdecimal() and int(value):
         return KeepLatest(int(value)) if kind == "latest" else KeepEvery(steps=int(value))
     raise ValueError(f"{text!r} is not a policy; {_USAGE}")
@@ -104,13 +119,30 @@ def reasons(checkpoints: Sequence[Listed], rules: Sequence[Rule]) -> dict[str, l
     Args:
         checkpoints: Complete checkpoints; those without a step are not kept by a rule.
         rules: Any of them keeps a checkpoint.
+
+    Raises:
+        OptionError: No checkpoint has a metric that a rule names.
+        DamagedCheckpointError: The metrics of a checkpoint cannot be read.
     """
+    policies = [rule.policy for rule in rules]
+    reads_metrics = any(policy.reads_metrics for policy in policies)
     # Of two checkpoints of one step, the later one says when the step was committed.
-    times = {each.step: each.at_s for each in sorted(checkpoints, key=lambda each: each.at_s)}
+    latest = {each.step: each for each in sorted(checkpoints, key=lambda each: each.at_s)}
     records = [
-        StepRecord(step=step, committed_at_s=at_s)
-        for step, at_s in sorted((step, at_s) for step, at_s in times.items() if step is not None)
+        StepRecord(
+            step=step,
+            committed_at_s=latest[step].at_s,
+            metrics=_metrics_of(latest[step]) if reads_metrics else {},
+        )
+        for step in sorted(step for step in latest if step is not None)
     ]
+    unseen = unseen_metrics(policies, records)
+    if unseen and records:
+        has = sorted({name for record in records for name in record.metrics})
+        raise OptionError(
+            f"no checkpoint has the metrics {unseen}",
+            hint=f"they have {has}" if has else "only a CheckpointManager saves metrics",
+        )
     kept: dict[str, list[str]] = {}
     for rule in rules:
         steps = rule.policy.keeps(records)
@@ -118,6 +150,13 @@ def reasons(checkpoints: Sequence[Listed], rules: Sequence[Rule]) -> dict[str, l
             if each.step in steps:
                 kept.setdefault(each.path, []).append(rule.text)
     return kept
+
+
+def _metrics_of(each: Listed) -> Mapping[str, float]:
+    from nostall._manager.contents import read_about
+
+    about = read_about(each.path)
+    return {} if about is None else about.metrics
 
 
 def why_kept(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +57,8 @@ def _print(found: Verification) -> None:
     from nostall.integrity import State
 
     if found.state is State.NOT_THERE:
-        print(f"{found.path}: NOT THERE: {found.note}{printable(elsewhere(found.path))}")
+        missing = found.note if os.path.lexists(found.path) else "no such directory"
+        print(f"{found.path}: NOT THERE: {missing}{printable(elsewhere(found.path))}")
         return
     if found.note is not None:
         print(f"note: {printable(found.note)}")
@@ -74,4 +76,4 @@ def _print(found: Verification) -> None:
             "no damage found; without a manifest, only the checksums of its records were compared"
         )
     size = f"{counted(found.items, 'item')}, {counted(found.files, 'file')}, {found.nbytes} bytes"
-    print(f"{found.path}: {verdict} ({size})")
+    print(f"{found.path}: {verdict}" + (f" ({size})" if found.files else ""))

@@ -40,7 +40,7 @@ _NO_END = "the end of the file is damaged, or a part of the manifest is missing"
 _MOST_LINE_NBYTES = 1 << 30
 """Room for millions of files."""
 _PIECE_NBYTES = 8 << 20
-DAMAGED_HINT = "load another checkpoint; nostall.latest_complete() returns the last complete one"
+DAMAGED_HINT = "load another checkpoint; `nostall latest ROOT` prints the last complete one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

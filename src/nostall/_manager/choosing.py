@@ -7,7 +7,7 @@ from collections.abc import Callable, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from nostall._manager.contents import About, read_about
 from nostall._manager.steps import StepDirectories, held
@@ -56,7 +56,7 @@ def choose_verified(steps: StepDirectories, step: int | None, hold: ExitStack) -
             return about
         if step is not None:
             raise found
-        _log.warning("step %d is skipped: %s", about.step, found)
+        _log.warning("skipped %s: %s", found.path, found.message)
         damaged.add(about.step)
 
 
@@ -68,8 +68,9 @@ def _require_none(steps: StepDirectories) -> None:
             f"all committed steps are damaged: {committed!r:.200}",
             phase="read",
             path=steps.root,
-            hint="the log says how; restore(state, step=...) restores one if all its files are"
-            " there; to train from the beginning, use another root",
+            hint=f"`nostall verify {steps.path(committed[-1])}` lists the damage of the last one;"
+            " restore(state, step=...) restores one whose files are all there; to train from the"
+            " beginning, use another root",
         )
 
 
@@ -130,10 +131,10 @@ def choose_step(
             about = _described(steps, each, hold)
             if isinstance(about, About):
                 return about
-            if about.is_committed:
-                _log.warning("step %d is skipped: %s path=%s", each, about.why, steps.path(each))
+            if isinstance(about, _Damaged):
+                _log.warning("skipped %s: %s", steps.path(each), about.why)
         except (UnknownMetadataError, OSError) as error:
-            _log.warning("step %d is skipped: %s", each, error)
+            _log.warning("skipped %s: %s", steps.path(each), error)
             unknown = unknown or error
     if unknown is not None:
         raise unknown
@@ -143,26 +144,32 @@ def choose_step(
     return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Unusable:
-    """A step that cannot be restored."""
+@dataclass(frozen=True, slots=True)
+class _Absent:
+    """A step that is not committed."""
+
+    why: ClassVar[str] = "it is not committed"
+
+
+@dataclass(frozen=True, slots=True)
+class _Damaged:
+    """A committed step that cannot be restored."""
 
     why: str
-    is_committed: bool = True
 
 
-def _described(steps: StepDirectories, step: int, hold: ExitStack) -> About | _Unusable:
+def _described(steps: StepDirectories, step: int, hold: ExitStack) -> About | _Absent | _Damaged:
     """The description of a step, or why it cannot be restored. It is held before this looks."""
     if not hold.enter_context(held(steps.path(step))) or steps.committed_at_s(step) is None:
-        return _Unusable(why="it is not committed", is_committed=False)
+        return _Absent()
     why = steps.why_incomplete(step)
     if why is not None:
         steps.require_answers(step)
-        return _Unusable(why=why)
+        return _Damaged(f"the step is damaged: {why}")
     steps.require_own_parts(step)
     parts = [_about(checkpoint) for checkpoint in steps.checkpoints(step)]
     if len({about.save for about in parts}) > 1:
-        return _Unusable(why="its parts are of different saves")
+        return _Damaged("its parts are of different saves")
     return parts[-1]
 
 

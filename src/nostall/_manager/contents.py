@@ -222,9 +222,10 @@ def read_about(directory: str) -> About | None:
             return _about(plain)
     except Exception as error:  # the bytes may be anything
         raise DamagedCheckpointError(
-            f"the description of the step cannot be read: {error!r:.200}",
+            f"the description of the step is damaged ({type(error).__name__})",
             phase="read",
             path=files.where(place.relative_path),
+            hint="`nostall verify` lists all damage",
         ) from error
     raise UnknownMetadataError(
         f"the step has a description of format {plain['format']!r:.20}, not {_FORMAT}",

@@ -18,7 +18,12 @@ from nostall._manager.policies import Policy, StepRecord, steps_to_keep, unseen_
 from nostall._manager.steps import StepDirectories, held
 from nostall._model.interrupts import is_done, uninterrupted
 from nostall._storage.deadlines import start_apart
-from nostall.errors import DamagedCheckpointError, SaveTimeoutError, UntrustedMetadataError
+from nostall.errors import (
+    DamagedCheckpointError,
+    NostallError,
+    SaveTimeoutError,
+    UntrustedMetadataError,
+)
 
 _log = logging.getLogger("nostall")
 
@@ -78,7 +83,8 @@ class Records:
             about = read_about(self._steps.checkpoints(step)[-1])
         except (DamagedCheckpointError, UntrustedMetadataError, FileNotFoundError) as error:
             if self._steps.committed_at_s(step) is not None:  # not removed meanwhile
-                _log.warning("step %d: its metrics cannot be read: %s", step, error)
+                why = error.message if isinstance(error, NostallError) else "a file is missing"
+                _log.warning("the metrics of %s cannot be read: %s", self._steps.path(step), why)
             return {}
         return {} if about is None else about.metrics
 
@@ -200,5 +206,5 @@ class Retention:
                 _log.info("step %d stays for now: it is being read", step)
                 return False
             self._steps.remove(step)
-        _log.info("removed path=%s", self._steps.path(step))
+        _log.info("removed %s", self._steps.path(step))
         return True

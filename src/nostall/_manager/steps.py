@@ -156,12 +156,10 @@ class StepDirectories:
             if self._is_unfinished(step):
                 self.remove(step)
                 if os.path.lexists(self.path(step)):
-                    _log.warning(
-                        "path=%s was not finished; other files than those of a save stay there",
-                        self.path(step),
-                    )
+                    what = "it was not finished; files that no save has made stay there"
+                    _log.warning("not removed: %s: %s", self.path(step), what)
                 else:
-                    _log.warning("removed path=%s: it was not finished", self.path(step))
+                    _log.warning("removed %s: it was not finished", self.path(step))
 
     def _is_unfinished(self, step: int) -> bool:
         """Whether a checkpoint of a step has no metadata, and the others were saved in these parts.

@@ -27,6 +27,7 @@ from nostall._storage.destination import require_file_system
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall.errors import DamagedCheckpointError
+from nostall.integrity import why_incomplete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +184,21 @@ def _part(
         offset=place.offset,
         nbytes=place.length,
     )
+
+
+def require_complete(checkpoint: Checkpoint) -> None:
+    """Require that all files are there and have their sizes, before values are read.
+
+    Raises:
+        DamagedCheckpointError: They are not.
+    """
+    why = why_incomplete(checkpoint.path)
+    if why is not None:
+        raise DamagedCheckpointError(
+            f"the checkpoint is damaged: {why}",
+            path=checkpoint.path,
+            hint=f"`nostall verify {checkpoint.path}` lists all damage",
+        )
 
 
 def in_file_order(items: Mapping[str, Item]) -> Iterator[Item]:

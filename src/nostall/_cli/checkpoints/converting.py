@@ -23,7 +23,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from nostall import _torch
-from nostall._cli.checkpoints.checkpoint import Checkpoint, Item, in_file_order, read_checkpoint
+from nostall._cli.checkpoints.checkpoint import (
+    Checkpoint,
+    Item,
+    in_file_order,
+    read_checkpoint,
+    require_complete,
+)
 from nostall._cli.checkpoints.nesting import nested
 from nostall._cli.checkpoints.reading import (
     TRUST_HINT,
@@ -55,10 +61,12 @@ def to_file(source: str, target: str, *, trust: bool) -> int:
 
     Raises:
         NotThere: No checkpoint was committed in the directory.
-        DamagedCheckpointError: It cannot be read, or has an object that needs ``trust``.
+        DamagedCheckpointError: A file is missing, has another size or cannot be read; or it has an
+            object that needs ``trust``.
         WriteError: The file cannot be written.
     """
     checkpoint = read_checkpoint(source)
+    require_complete(checkpoint)
     directory = os.path.dirname(os.path.abspath(target))
     try:
         flat: dict[Any, Any] = dict.fromkeys(item.key for item in checkpoint.items)
