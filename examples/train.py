@@ -347,7 +347,7 @@ def warm_free_memory(scratch: Path, state_nbytes: int) -> None:
 
     Hypervisors take back what a virtual machine has freed. Who writes through the page cache would
     pay for bringing it in again, and that would depend on who saved before. So would what the heap
-    keeps, and what removing files costs: the heap is trimmed, and the directory synced.
+    keeps and what removing files costs; so the heap is trimmed and the directory synced.
     """
     with scratch.open("wb") as stream:
         for _ in range(2 * state_nbytes >> 20):

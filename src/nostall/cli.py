@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nostall._cli import bench, convert, diff, inspect, latest, ls, prune, verify
 from nostall._cli.arguments import Command, NotThere, Status
-from nostall._cli.output import print_error
+from nostall._cli.output import describe, print_error
 from nostall._version import __version__
 from nostall.errors import NostallError, OptionError, UnknownMetadataError
 
@@ -67,14 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(parser.parse_args(given, argparse.Namespace(given=given)))
 
 
-def _text(error: Exception) -> str:
-    """What happened where, and the next step; a command has no rank, and needs no phase."""
-    if not isinstance(error, NostallError):
-        return str(error)
-    place = f"{error.path}: " if error.path else ""
-    return f"{place}{error.message}" + (f" ({error.hint})" if error.hint else "")
-
-
 def _run(parsed: argparse.Namespace) -> int:
     """Run the command; an error becomes one line and an exit status."""
     try:
@@ -94,6 +86,6 @@ def _run(parsed: argparse.Namespace) -> int:
         print_error(str(error) or "not enough memory")
         return Status.FAILED
     except (NotThere, NostallError, OSError) as error:
-        print_error(_text(error))
+        print_error(describe(error))
         return next((_STATUS[kind] for kind in _STATUS if isinstance(error, kind)), Status.FAILED)
     return status

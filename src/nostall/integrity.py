@@ -156,7 +156,7 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
         OptionError: ``root`` is in an object store.
     """
     unknown: list[UnknownMetadataError | ReadError] = []
-    for path in _latest_first(_path_of(root)):
+    for path in committed_latest_first(_path_of(root)):
         try:
             why = why_incomplete(path, deep=deep)
             if why is None:
@@ -178,8 +178,8 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
     return None
 
 
-def _latest_first(root: str) -> list[str]:
-    """The directories in ``root`` with a metadata file, last committed first.
+def committed_latest_first(root: str) -> list[str]:
+    """The directories in ``root`` with a metadata file, last committed first; also behind links.
 
     Raises:
         ReadError: ``root`` is not a directory, or cannot be read.

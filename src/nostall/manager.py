@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -216,7 +216,7 @@ class CheckpointManager:
         if self._highest is None:
             self._highest = agreed(self._coordination(), self._begin)
         elif step <= self._highest:
-            agreed(self._coordination(), partial(self._begin_again, step))
+            agreed(self._coordination(), partial(self._before_replacing, step))
         self._highest = max(self._highest, step)
 
     def _begin(self) -> int:
@@ -226,11 +226,12 @@ class CheckpointManager:
         self._wait_for_removal()
         return max(self._steps.look(self._steps.listed), default=-1)
 
-    def _begin_again(self, step: int) -> None:
-        """Before a save of a step that may be there: the log tells that it is replaced."""
+    def _before_replacing(self, step: int) -> None:
+        """Wait until nothing is being removed; log if the step is there and will be replaced."""
         self._wait_for_removal()
-        if self._steps.look(partial(self._steps.committed_at_s, step)) is not None:
-            _log.info("step %d is saved again, and replaces %s", step, self._steps.path(step))
+        with suppress(NostallError):  # the look is for the log only
+            if self._steps.look(partial(self._steps.committed_at_s, step)) is not None:
+                _log.info("step %d is saved again; it will replace %s", step, self.path(step))
 
     def _captured(
         self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float], extra: object

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -160,8 +161,43 @@ def test_a_job_does_not_start_from_scratch_if_all_checkpoints_are_damaged(
     assert f"`nostall verify {tmp_path / 'step-1'}`" in error
     file.write_bytes(b"short")
     assert run("latest", tmp_path)[0] == 1
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "linked").symlink_to(tmp_path / "step-1")
+    assert run("latest", tmp_path / "other")[0] == 1
+    file.unlink()
+    file.mkdir()
+    assert run("latest", tmp_path)[0] == 1
     (tmp_path / "step-1" / ".metadata").unlink()
     assert run("latest", tmp_path)[0] == 3
+
+
+def test_storage_that_does_not_answer_is_not_damage(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of the system is shown, and not a verdict on the checkpoint."""
+    save(tmp_path, {"x": torch.ones(100)})
+    stat = os.stat
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if str(path).endswith(".distcp"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    status, _, error = run("inspect", tmp_path)
+    assert (status, error.count("\n")) == (1, 1)
+    assert "Input/output error" in error
+    assert "is damaged" not in error
+
+
+def test_errors_begin_with_the_path(tmp_path: Path, run: Run) -> None:
+    """And have no phase, which only a save has."""
+    save(tmp_path)
+    (tmp_path / ".metadata").write_bytes((tmp_path / ".metadata").read_bytes()[:-9])
+    status, _, error = run("inspect", tmp_path)
+    assert status == 1
+    assert error.startswith(f"nostall: {tmp_path / '.metadata'}: ")
+    assert "phase=" not in error
 
 
 def test_no_command_is_answered_with_help(run: Run) -> None:
@@ -330,7 +366,7 @@ def test_equal_checkpoints_do_not_differ(tmp_path: Path, run: Run) -> None:
     status, shown, _ = run("diff", "--values", tmp_path / "a", tmp_path / "b")
     assert (status, shown.splitlines()[-1].rsplit(" ", 2)[-2:]) == (0, ["0", "differ"])
     assert "--values" not in shown
-    assert "values are compared with --values" in run("diff", tmp_path / "a", tmp_path / "b")[1]
+    assert "values were not compared" in run("diff", tmp_path / "a", tmp_path / "b")[1]
 
 
 def test_each_difference_is_named(tmp_path: Path, run: Run) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import nostall
 from cli.conftest import Run
 from nostall._cli.checkpoints.listing import Listed, State
-from nostall._cli.prune import parse_rules, reasons, why_kept
+from nostall._cli.prune import Rule, parse_rules, reasons, why_kept
 from support.states import save_stock_way
 
 
@@ -68,7 +68,10 @@ def test_the_best_steps_stay(tmp_path: Path, run: Run) -> None:
         assert {int(path[-9:]) for path in plain["kept"]} == kept
     status, _, error = run("prune", tmp_path, "--keep", "best=1:accuracy", "--delete")
     assert status == 2
-    assert "they have ['loss']" in error
+    assert "no checkpoint has a metric named accuracy (metrics found: loss)" in error
+    assert parse_rules("best=2:eval:loss:max") == (
+        Rule("best=2:eval:loss:max", nostall.KeepBest(2, "eval:loss", "max")),
+    )
     assert manager.all_steps() == [1, 2, 3, 4]
 
 

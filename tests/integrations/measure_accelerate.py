@@ -1,4 +1,4 @@
-"""Print how long sharded saves of the Trainer, of Accelerate and ours block training."""
+"""Print how long sharded saves block training: the Trainer's, Accelerate's, nostall's for both."""
 
 from __future__ import annotations
 

@@ -424,6 +424,19 @@ def test_damaged_steps_alone_are_an_error(tmp_path: Path) -> None:
         CheckpointManager(tmp_path).restore(numbered(0))
 
 
+def test_damage_of_parts_names_the_commands_that_list_it(tmp_path: Path) -> None:
+    """Each part is a checkpoint of its own; the step's directory is none."""
+    parts = ("model", "optimizer")
+    with CheckpointManager(tmp_path, parts=parts) as manager:
+        manager.save(1, {part: numbered(1) for part in parts})
+        manager.wait()
+        os.truncate(tmp_path / (NAMES % 1) / "model" / "__0_0.distcp", 10)
+        with pytest.raises(DamagedCheckpointError, match="all committed steps") as raised:
+            manager.restore({part: numbered(0) for part in parts})
+    for part in parts:
+        assert f"`nostall verify {manager.path(1)}/{part}`" in str(raised.value)
+
+
 def test_parts_of_different_saves_are_no_step(tmp_path: Path) -> None:
     """A crash between the commits of two parts: never a new model with an old optimizer."""
     parts = ("model", "optimizer")
@@ -555,7 +568,7 @@ def test_a_step_saved_twice_is_the_second_one(
         with stopped() as hold:
             assert "saved again" not in caplog.text
             again = manager.save(1, {"weight": torch.zeros(100)}, metrics={"loss": 2.0})
-            assert f"step 1 is saved again, and replaces {manager.path(1)}" in caplog.text
+            assert f"step 1 is saved again; it will replace {manager.path(1)}" in caplog.text
             hold.wait_reached()
             state = numbered(0)
             reader = CheckpointManager(tmp_path)

@@ -10,7 +10,6 @@ import faulthandler
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,7 +30,7 @@ from nostall.errors import OptionError
 from nostall.integrations.accelerate import NostallAccelerator
 from nostall.integrations.transformers import NostallTrainer
 from nostall.testing import Hold, inject
-from support.blocked import WARM_UP, Blocked
+from support.blocked import Blocked
 from support.pages import code_blocks
 
 
@@ -427,26 +426,21 @@ def _time_loop(kind: type[Accelerator], out: Path) -> list[float]:
     module = _Regression(1024, 8)  # as for the Trainer
     model, optimizer = accelerator.prepare(module, torch.optim.AdamW(module.parameters(), lr=0.01))
     inputs = torch.randn(4, 1024)
-    blocked_s = [0.0]
-
-    def blocked_since(began_s: float) -> None:
-        blocked_s[-1] += time.perf_counter() - began_s
-
+    blocked = Blocked(every=_EVERY)
     for step in range(1, _EVERY * (_SAVES + 1) + 1):
         loss = model(inputs, inputs)["loss"]
-        began_s = time.perf_counter()
-        loss.register_hook(lambda _, began_s=began_s: blocked_since(began_s))
+        blocked.call_begins()
+        loss.register_hook(lambda _: blocked.call_ends())
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+        blocked.step_ends()
         if step % _EVERY == 0:
-            blocked_s.append(0.0)
-            began_s = time.perf_counter()
             accelerator.save_state()
-            blocked_since(began_s)
+        blocked.step_begins()
     accelerator.end_training()
     dist.barrier()
-    return [1000 * seconds for seconds in blocked_s[1 + WARM_UP : -1]]
+    return blocked.milliseconds()
 
 
 def measure(out: Path) -> dict[str, list[float]]:

@@ -39,6 +39,16 @@ class Blocked:
             self._blocked_s[-1] += time.perf_counter() - self._since_s
         self._steps += 1
 
+    def call_begins(self) -> None:
+        """A call of the library begins within the step."""
+        self._since_s = time.perf_counter()
+
+    def call_ends(self) -> None:
+        """It is over; the time counts as that of the last save."""
+        if self._since_s is not None:
+            self._blocked_s[-1] += time.perf_counter() - self._since_s
+        self._since_s = None
+
     def milliseconds(self) -> list[float]:
         """For each save after the first ones, the time that it has taken from training.
 

@@ -27,11 +27,15 @@ _PER_BYTE_SAVED = 2
 def warm_free_memory(
     directory: Path, nbytes: int, *, rank: int, barrier: Callable[[], None]
 ) -> None:
-    """Make free memory available for this rank's save: write a file, sync it, remove it.
+    """Make free memory available for this rank's save by a file that is removed. Collective.
 
-    Anonymous memory that is mapped and unmapped does not do: the page cache is not given the same
-    pages. The files of all ranks are there at the same time, as their copies will be: a rank that
-    removes its file early leaves the same pages to the next rank's.
+    It is written through the page cache and synced. Anonymous memory that is mapped and unmapped
+    does not do: the page cache is not given the same pages. The files of all ranks are there at the
+    same time, as their copies will be: a rank that removes its file early leaves the same pages to
+    the next rank's.
+
+    Raises:
+        OSError: The file cannot be written. Other ranks do not wait for this one then.
     """
     path = directory / f"scratch-{rank}"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -40,9 +44,9 @@ def warm_free_memory(
         while rest > 0:
             rest -= os.write(descriptor, _CHUNK[:rest])
         os.fsync(descriptor)
-        barrier()
     finally:
         os.close(descriptor)
+        barrier()
         os.unlink(path)
     sync(directory)  # what deleting costs the file system is paid here
 

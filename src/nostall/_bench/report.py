@@ -9,10 +9,12 @@ from nostall._bench.results import BenchReport, ContenderReport, TargetReport
 
 _MISSING = "-"
 _LEGEND = """\
-blocked: time inside the library's calls, the call and the finishing poll; staged: until the state
-may be changed; durable: until all is fsynced and committed; /memcpy, /write: by the limits below;
-memory: peak of the extra host memory; python, matmul: loss of a compute loop beside the save;
-bitwise: whether the checkpoint loads as it was saved; -: not measured"""
+blocked: time of the training thread inside the library, the save call and the poll that commits;
+staged: until the state may be changed; durable: until all is fsynced and committed; /memcpy and
+/write: blocked and durable time divided by the limits below; memory: peak of the extra host memory;
+python, matmul: loss of a compute loop beside the save; bitwise: whether the checkpoint loads as it
+was saved; -: not measured, or does not apply"""
+_VERDICTS = {True: "met", False: "MISSED", None: ""}
 _FEW_ROUNDS = 3
 
 
@@ -205,9 +207,6 @@ def _target_table(targets: Sequence[TargetReport]) -> str:
         if each.measured is not None
     ]
     return _table([("figure", "target", "measured", ""), *rows]) if rows else ""
-
-
-_VERDICTS = {True: "met", False: "MISSED", None: ""}
 
 
 def _remarks(report: BenchReport) -> str:

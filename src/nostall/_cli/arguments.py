@@ -93,8 +93,10 @@ def require_named(patterns: Sequence[str], names: Collection[str]) -> None:
         OptionError: It chooses none; the hint has examples of names.
     """
     if patterns and names and not any(matches(name, patterns) for name in names):
-        examples = ", ".join(itertools.islice(names, 3))
-        raise OptionError(f"no item is named like {patterns}", hint=f"names are {examples}, ...")
+        examples = ", ".join(itertools.islice(names, 3)) + (", ..." if len(names) > 3 else "")
+        raise OptionError(
+            f"no item matches --name {', '.join(patterns)}", hint=f"names: {examples}"
+        )
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

@@ -42,7 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--directory", type=Path, help="where to write (default: the current directory)")
     add("--json", type=Path, metavar="FILE", help="store every sample")
-    add("--plot", type=Path, metavar="FILE.png", help="draw a step timeline; needs matplotlib")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw the times, and a timeline of steps; needs matplotlib",
+    )
     add("--noise", action="store_true", help="with a second process that writes and computes")
     add("--overwrite", action="store_true", help="save over the contender's last checkpoint")
     add(
@@ -63,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plain-saves",
         type=at_least(0),
         default=3,
-        help="a plain loop of each contender goes on until so many saves found memory at hand, or"
-        " four times as many were made; 0 for none (default: %(default)s)",
+        help="repeat each contender's saves in a plain loop until this many found memory at hand,"
+        " or four times as many were made; 0 for none (default: %(default)s)",
     )
     add(
         "--memory-saves",

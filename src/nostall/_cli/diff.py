@@ -69,7 +69,7 @@ def run(parsed: argparse.Namespace) -> int:
             print(printable(str(each)))
         compared = "names, dtypes, shapes and values" if parsed.values else "names, dtypes, shapes"
         differ = "1 differs" if len(found) == 1 else f"{len(found)} differ"
-        rest = "" if parsed.values else "; values are compared with --values"
+        rest = "" if parsed.values else "; values were not compared (--values does)"
         print(f"{counted(len(names), 'item')} compared by {compared}: {differ}{rest}")
     return Status.FAILED if found else Status.FINE
 

@@ -18,7 +18,7 @@ from nostall._cli.arguments import (
     matches,
     require_named,
 )
-from nostall._cli.output import counted, print_error, print_json, print_table, printable
+from nostall._cli.output import counted, print_json, print_table, printable
 
 if TYPE_CHECKING:
     from nostall._cli.checkpoints.checkpoint import Checkpoint, Item
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--depth",
         type=at_least(1),
         metavar="N",
-        help="as --tree, with so many parts of a name at most",
+        help="like --tree, with at most N parts of each name",
     )
     add_json(parser)
     add_name_filter(parser)
@@ -52,21 +52,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Print items as a table, a tree or JSON."""
-    from nostall._cli.checkpoints.checkpoint import read_checkpoint
-    from nostall.integrity import why_incomplete
+    from nostall._cli.checkpoints.checkpoint import damage_of, read_checkpoint
 
     checkpoint = read_checkpoint(parsed.path)
     items = _chosen(checkpoint, parsed)
     require_named(parsed.name, checkpoint.by_name)
-    damage = why_incomplete(checkpoint.path)
+    damage = damage_of(checkpoint)
     if parsed.json:
-        _print_json(checkpoint, items, damage)
+        _print_json(checkpoint, items, None if damage is None else damage.message)
     else:
         _print(checkpoint, items, parsed)
-    if damage is None:
-        return Status.FINE
-    print_error(f"the checkpoint is damaged: {damage} (`nostall verify` lists all damage)")
-    return Status.FAILED
+    if damage is not None:
+        raise damage
+    return Status.FINE
 
 
 def _print(checkpoint: Checkpoint, items: Sequence[Item], parsed: argparse.Namespace) -> None:

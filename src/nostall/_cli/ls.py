@@ -31,7 +31,7 @@ def run(parsed: argparse.Namespace) -> int:
     if not checkpoints:
         itself = look_at(os.path.abspath(parsed.root))
         if itself is None:
-            raise NotThere(f"{parsed.root}: no checkpoint")
+            raise NotThere(f"{parsed.root}: no checkpoint directories in it")
         checkpoints = [itself]
     if parsed.json:
         print_json([_plain(each) for each in checkpoints])

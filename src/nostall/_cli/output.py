@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from nostall.errors import NostallError
+
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 
@@ -25,6 +27,14 @@ def printable(text: str) -> str:
 def print_error(text: str) -> None:
     """Print one line on standard error."""
     print(f"nostall: {printable(' '.join(text.split()))}", file=sys.stderr)
+
+
+def describe(error: Exception) -> str:
+    """What happened where, and the next step; a command has no rank, and needs no phase."""
+    if not isinstance(error, NostallError):
+        return str(error)
+    place = f"{error.path}: " if error.path else ""
+    return f"{place}{error.message}" + (f" ({error.hint})" if error.hint else "")
 
 
 def print_json(value: Any) -> None:

@@ -19,7 +19,7 @@ from nostall._cli.checkpoints.listing import (
     look_at,
     newest_complete,
 )
-from nostall._cli.output import counted, print_error, print_json, print_table
+from nostall._cli.output import counted, describe, print_error, print_json, print_table
 from nostall._manager.policies import (
     KeepBest,
     KeepEvery,
@@ -39,7 +39,7 @@ DESCRIPTION = (
 )
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _INTERVAL = re.compile(r"(\d+)([smhd])")
-_BEST = re.compile(r"(\d+):([^:]+)(?::(min|max))?")
+_BEST = re.compile(r"(\d+):(.+?)(?::(min|max))?")
 _USAGE = (
     "write latest=3, best=2:loss, best=2:accuracy:max, every=1000 (steps) or every=6h (s, m, h or"
     " d), separated by commas"
@@ -68,7 +68,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Print what is kept and why; remove the rest with ``--delete``."""
     checkpoints = list_checkpoints(parsed.root)
     if not checkpoints:
-        raise NotThere(f"{parsed.root}: no checkpoint{elsewhere(parsed.root)}")
+        raise NotThere(f"{parsed.root}: no checkpoint directories in it{elsewhere(parsed.root)}")
     rules = [rule for given in parsed.keep for rule in given]
     kept = why_kept(checkpoints, rules, linked_from(parsed.root))
     removable = [each for each in checkpoints if each.path not in kept]
@@ -122,7 +122,9 @@ def reasons(checkpoints: Sequence[Listed], rules: Sequence[Rule]) -> dict[str, l
 
     Raises:
         OptionError: No checkpoint has a metric that a rule names.
-        DamagedCheckpointError: The metrics of a checkpoint cannot be read.
+        DamagedCheckpointError: The metrics of a checkpoint are damaged.
+        UnknownMetadataError: A newer nostall has saved them.
+        OSError: They cannot be read.
     """
     policies = [rule.policy for rule in rules]
     reads_metrics = any(policy.reads_metrics for policy in policies)
@@ -140,8 +142,8 @@ def reasons(checkpoints: Sequence[Listed], rules: Sequence[Rule]) -> dict[str, l
     if unseen and records:
         has = sorted({name for record in records for name in record.metrics})
         raise OptionError(
-            f"no checkpoint has the metrics {unseen}",
-            hint=f"they have {has}" if has else "only a CheckpointManager saves metrics",
+            f"no checkpoint has a metric named {', '.join(unseen)}",
+            hint=f"metrics found: {', '.join(has)}" if has else "a CheckpointManager saves metrics",
         )
     kept: dict[str, list[str]] = {}
     for rule in rules:
@@ -155,7 +157,10 @@ def reasons(checkpoints: Sequence[Listed], rules: Sequence[Rule]) -> dict[str, l
 def _metrics_of(each: Listed) -> Mapping[str, float]:
     from nostall._manager.contents import read_about
 
-    about = read_about(each.path)
+    try:
+        about = read_about(each.path)
+    except FileNotFoundError:  # removed meanwhile
+        return {}
     return {} if about is None else about.metrics
 
 
@@ -215,7 +220,7 @@ def _remove(removable: Sequence[Listed], newest: Listed | None) -> list[str]:
             if _unchanged(each):
                 remove_checkpoint(each.path)
         except NostallError as error:
-            print_error(str(error))
+            print_error(describe(error))
     return [each.path for each in removable if look_at(each.path) is not None]
 
 

@@ -14,7 +14,7 @@ from nostall._manager.steps import StepDirectories, held
 from nostall._ranks.failures import sendable
 from nostall._ranks.group import Coordination
 from nostall._torch import wrap_exception
-from nostall.errors import DamagedCheckpointError, ReadError, UnknownMetadataError
+from nostall.errors import DamagedCheckpointError, NostallError, ReadError, UnknownMetadataError
 from nostall.integrity import verify
 
 _log = logging.getLogger("nostall")
@@ -64,13 +64,14 @@ def _require_none(steps: StepDirectories) -> None:
     """Require that no step is committed, where none can be restored."""
     committed = steps.committed()
     if committed:
+        last = steps.checkpoints(committed[-1])
+        commands = " and ".join(f"`nostall verify {path}`" for path in last)
         raise DamagedCheckpointError(
             f"all committed steps are damaged: {committed!r:.200}",
             phase="read",
             path=steps.root,
-            hint=f"`nostall verify {steps.path(committed[-1])}` lists the damage of the last one;"
-            " restore(state, step=...) restores one whose files are all there; to train from the"
-            " beginning, use another root",
+            hint=f"for the damage of the last one run {commands}; restore(state, step=...) restores"
+            " one whose files are all there; to train from the beginning, use another root",
         )
 
 
@@ -132,9 +133,10 @@ def choose_step(
             if isinstance(about, About):
                 return about
             if isinstance(about, _Damaged):
-                _log.warning("skipped %s: %s", steps.path(each), about.why)
+                _log.warning("skipped %s: the step is damaged: %s", steps.path(each), about.why)
         except (UnknownMetadataError, OSError) as error:
-            _log.warning("skipped %s: %s", steps.path(each), error)
+            why = error.message if isinstance(error, NostallError) else error.strerror
+            _log.warning("skipped %s: %s", steps.path(each), why)
             unknown = unknown or error
     if unknown is not None:
         raise unknown
@@ -165,7 +167,7 @@ def _described(steps: StepDirectories, step: int, hold: ExitStack) -> About | _A
     why = steps.why_incomplete(step)
     if why is not None:
         steps.require_answers(step)
-        return _Damaged(f"the step is damaged: {why}")
+        return _Damaged(why)
     steps.require_own_parts(step)
     parts = [_about(checkpoint) for checkpoint in steps.checkpoints(step)]
     if len({about.save for about in parts}) > 1:

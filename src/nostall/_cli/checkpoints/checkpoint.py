@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from nostall import _torch
 from nostall._cli.arguments import NotThere
 from nostall._cli.checkpoints.listing import elsewhere
+from nostall._commit.checking import require_answers
 from nostall._commit.manifest import Manifest, split
 from nostall._commit.metadata import extents_of, load_metadata
 from nostall._storage.destination import require_file_system
@@ -186,19 +187,34 @@ def _part(
     )
 
 
+def damage_of(checkpoint: Checkpoint) -> DamagedCheckpointError | None:
+    """What is wrong with the files of a checkpoint: one is missing, or has another size.
+
+    Raises:
+        ReadError: Storage does not answer at present.
+        UnknownMetadataError: The metadata was replaced meanwhile by one that is not understood.
+    """
+    why = why_incomplete(checkpoint.path)
+    if why is None:
+        return None
+    require_answers(checkpoint.path)
+    return DamagedCheckpointError(
+        f"the checkpoint is damaged: {why}",
+        path=checkpoint.path,
+        hint=f"`nostall verify {checkpoint.path}` lists all damage",
+    )
+
+
 def require_complete(checkpoint: Checkpoint) -> None:
     """Require that all files are there and have their sizes, before values are read.
 
     Raises:
         DamagedCheckpointError: They are not.
+        ReadError, UnknownMetadataError: As :func:`damage_of`.
     """
-    why = why_incomplete(checkpoint.path)
-    if why is not None:
-        raise DamagedCheckpointError(
-            f"the checkpoint is damaged: {why}",
-            path=checkpoint.path,
-            hint=f"`nostall verify {checkpoint.path}` lists all damage",
-        )
+    damage = damage_of(checkpoint)
+    if damage is not None:
+        raise damage
 
 
 def in_file_order(items: Mapping[str, Item]) -> Iterator[Item]:
