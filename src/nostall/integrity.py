@@ -127,7 +127,7 @@ def why_incomplete(directory: str, *, deep: bool = False) -> str | None:
     except UnknownMetadataError:
         raise
     except (DamagedCheckpointError, UntrustedMetadataError) as error:
-        return error.message
+        return f"{_torch.METADATA_NAME}: {error.message}"
     except OSError as error:
         return f"{_torch.METADATA_NAME}: {unreadable(error)}"
     for file in description.files:

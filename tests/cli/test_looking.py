@@ -92,7 +92,11 @@ def test_nothing_there_is_an_exit_status(tmp_path: Path, run: Run) -> None:
         assert run(command, *paths)[0] == 3
     (tmp_path / "file").write_text("")
     assert run("ls", tmp_path / "file")[0] == 1
-    assert run("ls", "s3://bucket/checkpoints")[0] == 2
+    assert "not a directory" in run("inspect", tmp_path / "file")[2]
+    assert "no such directory" in run("inspect", tmp_path / "nowhere")[2]
+    for name, *more in (["ls"], ["verify"], ["inspect"], ["convert", "new"]):
+        status, _, error = run(name, "s3://bucket/checkpoints", *more)
+        assert (status, "s3://bucket" in error) == (2, True)
 
 
 def test_commands_that_find_nothing_say_where_checkpoints_are(tmp_path: Path, run: Run) -> None:
@@ -134,6 +138,7 @@ def test_a_truncated_file_is_named_before_values_are_read(tmp_path: Path, run: R
     os.truncate(tmp_path / "b" / "__0_0.distcp", 10)
     commands = (
         ["inspect", tmp_path / "b"],
+        ["diff", tmp_path / "a", tmp_path / "b"],
         ["diff", "--values", tmp_path / "a", tmp_path / "b"],
         ["convert", tmp_path / "b", tmp_path / "b.pt"],
     )
@@ -420,11 +425,17 @@ def test_values_are_compared_by_bits(
 
 
 def test_damage_is_not_a_difference(tmp_path: Path, run: Run) -> None:
-    """Values that cannot be read end with an error that says what to run."""
+    """A flipped bit is an error before values are compared, or converted under new checksums."""
     for name in ("a", "b"):
         save(tmp_path / name, {"x": torch.ones(100)})
     file = next((tmp_path / "b").glob("*.distcp"))
-    file.write_bytes(bytes(file.stat().st_size))
-    status, shown, error = run("diff", "--values", tmp_path / "a", tmp_path / "b")
-    assert (status, shown, error.count("\n")) == (1, "", 1)
-    assert "nostall verify" in error
+    content = bytearray(file.read_bytes())
+    content[content.index(b"\0\0\x80\x3f" * 100) + 200] ^= 1
+    file.write_bytes(content)
+    for command in (["diff", "--values", tmp_path / "a"], ["convert"]):
+        status, shown, error = run(
+            *command, tmp_path / "b", *([tmp_path / "c"] * (len(command) < 2))
+        )
+        assert (status, shown, error.count("\n")) == (1, "", 1)
+        assert "the checkpoint is damaged: __0_0.distcp: CRC-32 is" in error
+    assert not (tmp_path / "c").exists()

@@ -7,13 +7,14 @@ import os
 
 from nostall._cli.arguments import NotThere, Status
 from nostall._cli.output import printable
+from nostall._storage.destination import require_file_system
 from nostall.errors import OptionError
 
 HELP = "convert a checkpoint directory to one torch.save file, or back"
 DESCRIPTION = (
-    "Convert a checkpoint directory to one torch.save file, or such a file to a"
-    " checkpoint directory. Tensors are never all in memory; converting to a file needs room"
-    " for them twice on the target's disk. TARGET appears when it is complete."
+    "Convert a checkpoint directory to one torch.save file, or such a file to a checkpoint"
+    " directory. A checkpoint is verified first. Tensors are never all in memory; converting to a"
+    " file needs room for them twice on the target's disk. TARGET appears when it is complete."
 )
 
 
@@ -35,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Convert in the direction that SOURCE says."""
+    for path in (parsed.source, parsed.target):
+        require_file_system(path)
     if not os.path.lexists(parsed.source):
         raise NotThere(f"{parsed.source}: no such file or directory")
     if os.path.lexists(parsed.target):

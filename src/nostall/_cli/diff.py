@@ -31,10 +31,10 @@ class Difference:
 
 HELP = "compare two checkpoints: structure, and values if asked"
 DESCRIPTION = (
-    "Compare names, dtypes and shapes of two checkpoints, and with --values every"
-    " bit. How tensors are divided into files does not matter. Exit status: 0 if nothing"
-    " differs, 1 if something does. Signs: - only in A, + only in B, ! other dtype or shape,"
-    " ~ other values."
+    "Compare names, dtypes and shapes of two checkpoints, and with --values every bit, after"
+    " verifying both. A damaged checkpoint is an error. How tensors are divided into files does not"
+    " matter. Exit status: 0 if nothing differs, 1 if something does. Signs: - only in A, + only in"
+    " B, ! other dtype or shape, ~ other values."
 )
 
 
@@ -49,15 +49,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Print the differences."""
-    from nostall._cli.checkpoints.checkpoint import read_checkpoint, require_complete
+    from nostall._cli.checkpoints.checkpoint import (
+        read_checkpoint,
+        require_complete,
+        require_undamaged,
+    )
 
     one, other = read_checkpoint(parsed.a), read_checkpoint(parsed.b)
     every = {**one.by_name, **other.by_name}  # in the order of A
     require_named(parsed.name, every)
     names = [name for name in every if matches(name, parsed.name)]
-    if parsed.values:
-        require_complete(one)
-        require_complete(other)
+    for checkpoint in (one, other):
+        (require_undamaged if parsed.values else require_complete)(checkpoint)
     found = list(_structure(one, other, names))
     shared = sorted(set(names) - {each.name for each in found})
     if parsed.values:

@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nostall._bench.quantities import format_nbytes
 from nostall._cli.arguments import NotThere, Status, add_json, checked
@@ -60,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " that are multiples of N; every=6h: one in 6 hours (s, m, h, d); separated by commas, any"
         " of them keeps a checkpoint",
     )
+    parser.add_argument(
+        "--deep",
+        action="store_true",
+        help="verify every byte first: a damaged checkpoint is not complete, so it is not the last"
+        " complete one",
+    )
     parser.add_argument("--delete", action="store_true", help="remove, instead of a dry run")
     add_json(parser)
 
@@ -69,14 +75,16 @@ def run(parsed: argparse.Namespace) -> int:
     checkpoints = list_checkpoints(parsed.root)
     if not checkpoints:
         raise NotThere(f"{parsed.root}: no checkpoint directories in it{elsewhere(parsed.root)}")
+    if parsed.deep:
+        checkpoints = [_verified(each) for each in checkpoints]
     rules = [rule for given in parsed.keep for rule in given]
     kept = why_kept(checkpoints, rules, linked_from(parsed.root))
     removable = [each for each in checkpoints if each.path not in kept]
     failed = _remove(removable, newest_complete(checkpoints)) if parsed.delete else []
     gone = [each for each in removable if each.path not in failed]
     if parsed.json:
-        removed = [each.path for each in gone]
-        print_json({"deleted": parsed.delete, "kept": kept, "removed": removed, "failed": failed})
+        action = "removed" if parsed.delete else "would_remove"
+        print_json({"kept": kept, action: [each.path for each in gone], "failed": failed})
     else:
         _print(checkpoints, kept, gone, failed, deleted=parsed.delete)
     return Status.FAILED if failed else Status.FINE
@@ -198,6 +206,15 @@ def why_kept(
 def _is_inside(each: Listed) -> bool:
     """Whether it is a part of a step, or one of another root: the number ends no step of ROOT."""
     return os.sep in each.name
+
+
+def _verified(each: Listed) -> Listed:
+    """The same, but damaged if a byte differs from what was written."""
+    from nostall.integrity import verify
+
+    if each.state is not State.COMPLETE or verify(each.path).ok:
+        return each
+    return replace(each, state=State.DAMAGED)
 
 
 def _unchanged(each: Listed) -> bool:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nostall._cli.arguments import Status, add_json, at_least
-from nostall._cli.checkpoints.listing import elsewhere
+from nostall._cli.checkpoints.listing import elsewhere, why_not_there
 from nostall._cli.output import counted, print_json, printable, progress
 
 if TYPE_CHECKING:
@@ -25,7 +23,7 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("path", type=Path, metavar="PATH", help="checkpoint directory")
+    parser.add_argument("path", metavar="PATH", help="checkpoint directory")
     add_json(parser)
     parser.add_argument(
         "--threads",
@@ -57,8 +55,8 @@ def _print(found: Verification) -> None:
     from nostall.integrity import State
 
     if found.state is State.NOT_THERE:
-        missing = found.note if os.path.lexists(found.path) else "no such directory"
-        print(f"{found.path}: NOT THERE: {missing}{printable(elsewhere(found.path))}")
+        where = printable(elsewhere(found.path))
+        print(f"{found.path}: NOT THERE: {why_not_there(found.path)}{where}")
         return
     if found.note is not None:
         print(f"note: {printable(found.note)}")

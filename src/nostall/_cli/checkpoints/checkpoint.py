@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from nostall import _torch
 from nostall._cli.arguments import NotThere
-from nostall._cli.checkpoints.listing import elsewhere
+from nostall._cli.checkpoints.listing import elsewhere, why_not_there
+from nostall._cli.output import progress
 from nostall._commit.checking import require_answers
 from nostall._commit.manifest import Manifest, split
 from nostall._commit.metadata import extents_of, load_metadata
@@ -28,7 +29,7 @@ from nostall._storage.destination import require_file_system
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall.errors import DamagedCheckpointError
-from nostall.integrity import why_incomplete
+from nostall.integrity import verify, why_incomplete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +145,7 @@ def read_checkpoint(path: str) -> Checkpoint:
         with open_to_read(files, _torch.METADATA_NAME) as stream:
             content = read_metadata(stream, where)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotThere(f"{path}: no checkpoint was committed here{elsewhere(path)}") from error
+        raise NotThere(f"{path}: {why_not_there(path)}{elsewhere(path)}") from error
     pickled, manifest = split(content, path=where)
     metadata = load_metadata(pickled, path=where)
     extents_of(metadata, path=where)  # refuses files outside the directory
@@ -206,7 +207,7 @@ def damage_of(checkpoint: Checkpoint) -> DamagedCheckpointError | None:
 
 
 def require_complete(checkpoint: Checkpoint) -> None:
-    """Require that all files are there and have their sizes, before values are read.
+    """Require that all files are there and have their sizes.
 
     Raises:
         DamagedCheckpointError: They are not.
@@ -215,6 +216,23 @@ def require_complete(checkpoint: Checkpoint) -> None:
     damage = damage_of(checkpoint)
     if damage is not None:
         raise damage
+
+
+def require_undamaged(checkpoint: Checkpoint) -> None:
+    """Require that every byte is as it was written, as far as there are checksums.
+
+    What is converted gets new checksums, so damage could not be found later.
+
+    Raises:
+        DamagedCheckpointError: One is not.
+        ReadError, UnknownMetadataError: As :func:`damage_of`.
+    """
+    require_complete(checkpoint)
+    with progress("verifying") as report:
+        found = verify(checkpoint.path, progress=report)
+    if not found.ok:
+        what = ", ".join(map(str, found.damages)) or found.note
+        raise DamagedCheckpointError(f"the checkpoint is damaged: {what}", path=checkpoint.path)
 
 
 def in_file_order(items: Mapping[str, Item]) -> Iterator[Item]:

@@ -28,7 +28,7 @@ from nostall._cli.checkpoints.checkpoint import (
     Item,
     in_file_order,
     read_checkpoint,
-    require_complete,
+    require_undamaged,
 )
 from nostall._cli.checkpoints.nesting import nested
 from nostall._cli.checkpoints.reading import (
@@ -61,12 +61,12 @@ def to_file(source: str, target: str, *, trust: bool) -> int:
 
     Raises:
         NotThere: No checkpoint was committed in the directory.
-        DamagedCheckpointError: A file is missing, has another size or cannot be read; or it has an
-            object that needs ``trust``.
+        DamagedCheckpointError: A file is missing or damaged; or there is an object that needs
+            ``trust``.
         WriteError: The file cannot be written.
     """
     checkpoint = read_checkpoint(source)
-    require_complete(checkpoint)
+    require_undamaged(checkpoint)
     directory = os.path.dirname(os.path.abspath(target))
     try:
         flat: dict[Any, Any] = dict.fromkeys(item.key for item in checkpoint.items)
@@ -172,7 +172,7 @@ def _load(source: str, *, trust: bool) -> Any:
     # The forms from before torch 1.6 cannot be mapped.
     mapped = zipfile.is_zipfile(source)
     if not (mapped or _is_pickle(source) or tarfile.is_tarfile(source)):
-        raise ReadError("it is not a file of torch.save", path=source)
+        raise ReadError("it is not a file of torch.save, or is cut off", path=source)
     try:
         return torch.load(source, map_location="cpu", weights_only=not trust, mmap=mapped)
     except OSError:

@@ -107,6 +107,13 @@ def _at_or_in(path: str) -> list[Listed]:
     return [replace(each, name=f"{name}/{each.name}") for each in parts if each is not None]
 
 
+def why_not_there(path: str) -> str:
+    """Why there is no checkpoint at a path, for messages."""
+    if not os.path.lexists(path):
+        return "no such directory"
+    return "no checkpoint was committed here" if os.path.isdir(path) else "not a directory"
+
+
 def elsewhere(path: str) -> str:
     """Where checkpoints are if a command found none at ``path``, for its message; maybe empty."""
     itself = look_at(os.path.abspath(path))
