@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from nostall import core as core
     from nostall import errors as errors
     from nostall import filesystem_async as filesystem_async
+    from nostall import filesystem_reader as filesystem_reader
     from nostall import integrity as integrity
     from nostall import options as options
     from nostall import removal as removal
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from nostall.core import abort_all as abort_all
     from nostall.core import drain_on_sigterm as drain_on_sigterm
     from nostall.filesystem_async import FileSystemWriterAsync as FileSystemWriterAsync
+    from nostall.filesystem_reader import FileSystemReader as FileSystemReader
     from nostall.integrity import is_complete as is_complete
     from nostall.integrity import latest_complete as latest_complete
     from nostall.integrity import verify as verify
@@ -59,6 +61,7 @@ _HOME = {
     "CachedMetadataFileSystemReader": "cached_metadata_filesystem_reader",
     "CheckpointManager": "manager",
     "EngineOptions": "options",
+    "FileSystemReader": "filesystem_reader",
     "FileSystemWriterAsync": "filesystem_async",
     "KeepBest": "manager",
     "KeepEvery": "manager",
@@ -86,6 +89,7 @@ _MODULES = (
     "core",
     "errors",
     "filesystem_async",
+    "filesystem_reader",
     "integrity",
     "manager",
     "nvrx_alias",

@@ -81,6 +81,7 @@ class Subclass(FileSystemWriterAsync):
 def mistakes(path: Path) -> None:
     FileSystemWriterAsync(path, thread_cuont=2)  # type: ignore[call-arg]
     FileSystemWriterAsync(path, staging="overlaped")  # type: ignore[arg-type]
+    nostall.FileSystemReader(path, verify="crc32")  # type: ignore[arg-type]
     FileSystemWriterAsync(path, thread_count="2")  # type: ignore[arg-type]
     FileSystemWriterAsync(path, open_file="open")  # type: ignore[arg-type]
     FileSystemWriterAsync()  # type: ignore[call-arg]
@@ -130,6 +131,7 @@ def looking(path: Path) -> None:
     reader = nostall.CachedMetadataFileSystemReader(path, cache_metadata=False)
     assert_type(reader, CachedMetadataFileSystemReader)
     dcp.load(STATE, storage_reader=reader)
+    dcp.load(STATE, storage_reader=nostall.FileSystemReader(path, verify="crc", threads=2))
 
 
 def managing(root: Path) -> None:

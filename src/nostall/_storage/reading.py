@@ -43,6 +43,11 @@ def as_stream(source: Source) -> BinaryIO:
     return _Stream(source, 0, source.stat.nbytes)
 
 
+def part_as_stream(source: Source, offset: int, nbytes: int) -> BinaryIO:
+    """Part of an open file as a stream."""
+    return _Stream(source, offset, nbytes)
+
+
 def read_metadata(stream: BinaryIO, path: str) -> bytes:
     """The content of a metadata file.
 

@@ -1,0 +1,1 @@
+"""Loading: which bytes of which files, and how they get to their tensors."""

@@ -1,0 +1,214 @@
+"""Where a tensor's values lie in the archive that ``torch.save`` has made of it.
+
+An archive of one tensor has two records that matter: ``data.pkl`` names dtype and shape, ``data/0``
+holds the values, uncompressed. All bytes before the values are the same for all tensors of one
+form. So one archive of a form is parsed, and later ones are recognised by these bytes. Whatever has
+another form is left to ``torch.load``.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NoReturn
+
+import torch
+
+HEAD_NBYTES = 4096
+"""More than ``torch.save`` writes before the values: a kilobyte, which ends at a multiple of 64."""
+_MOST_FORMS = 4096
+_LOCAL_HEADER_NBYTES = 30
+_HAS_DESCRIPTOR = 8
+"""Flag of a record whose checksum comes after its content, behind a signature of four bytes."""
+_SIGNATURE_NBYTES = 4
+_OF_STORAGE = {
+    "BFloat16Storage": torch.bfloat16,
+    "BoolStorage": torch.bool,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "ShortStorage": torch.int16,
+}
+"""By the names that pickles have; the classes are deprecated, and warn."""
+
+
+class Unusual(Exception):  # an answer, not an error
+    """Not an archive of one plain tensor; ``torch.load`` may understand it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What archives of equal tensors, except for their values, have in common."""
+
+    prefix: bytes
+    """All bytes before the values."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    """Bytes of the values."""
+    crc32_at: int | None
+    """Where the archive has the checksum of the values."""
+
+    @property
+    def begin(self) -> int:
+        """Where the values begin."""
+        return len(self.prefix)
+
+
+class Forms:
+    """The forms that were seen, by the length of their archives."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[Form]] = {}
+        self._count = 0
+
+    def known(self, head: memoryview, nbytes: int) -> Form | None:
+        """The form of an archive, if one like it was parsed before.
+
+        Args:
+            head: Its first bytes: :data:`HEAD_NBYTES`, or all.
+            nbytes: Its length.
+        """
+        for form in self._known.get(nbytes, ()):
+            if head[: form.begin] == form.prefix:
+                return form
+        return None
+
+    def parse(self, archive: BinaryIO, nbytes: int) -> Form:
+        """The form of an archive.
+
+        Raises:
+            Unusual: It is not an archive of one plain tensor.
+            OSError: It cannot be read.
+        """
+        try:
+            form = _parse(archive, nbytes)
+        except (Unusual, OSError, MemoryError):
+            raise
+        except Exception as error:  # damaged archives and pickles can raise anything
+            raise Unusual from error
+        if self._count < _MOST_FORMS and form.begin <= HEAD_NBYTES:
+            self._known.setdefault(nbytes, []).append(form)
+            self._count += 1
+        return form
+
+
+def _parse(stream: BinaryIO, nbytes: int) -> Form:
+    with zipfile.ZipFile(stream) as archive:
+        records = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+        pickled, values = records["data.pkl"], records["data/0"]
+        stored = {each.compress_type for each in (pickled, values)} == {zipfile.ZIP_STORED}
+        if not stored or max(pickled.file_size, values.file_size) > nbytes:
+            raise Unusual
+        order = records.get("byteorder")
+        if order is not None and archive.read(order) != sys.byteorder.encode():
+            raise Unusual
+        plain = _Unpickler(io.BytesIO(archive.read(pickled))).load()
+    if type(plain) is not _Plain:
+        raise Unusual
+    stream.seek(values.header_offset + _LOCAL_HEADER_NBYTES - 4)
+    name_nbytes, extra_nbytes = struct.unpack("<2H", stream.read(4))
+    begin = values.header_offset + _LOCAL_HEADER_NBYTES + name_nbytes + extra_nbytes
+    needed = math.prod(plain.shape) * plain.dtype.itemsize
+    if values.file_size < needed or begin + values.file_size > nbytes:
+        raise Unusual
+    stream.seek(0)
+    is_after = values.flag_bits & _HAS_DESCRIPTOR and values.file_size == needed and values.CRC
+    return Form(
+        prefix=stream.read(begin),
+        dtype=plain.dtype,
+        shape=plain.shape,
+        nbytes=needed,
+        crc32_at=begin + needed + _SIGNATURE_NBYTES if is_after else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """A tensor without its values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles a contiguous tensor without attributes to a :class:`_Plain`; makes nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _of_typed_storage
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
+            return _of_untyped_storage
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if (module, name) == ("torch.storage", "UntypedStorage"):
+            return None
+        dtype = _OF_STORAGE.get(name) or getattr(torch, name, None)
+        if module == "torch" and isinstance(dtype, torch.dtype):
+            return dtype
+        raise Unusual
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, dtype, key, _, _ = pid
+        if (kind, key) != ("storage", "0"):
+            raise Unusual
+        return dtype
+
+
+def _of_typed_storage(
+    dtype: Any, offset: Any, size: Any, stride: Any, _grad: Any, hooks: Any, *metadata: Any
+) -> _Plain:
+    if hooks or any(metadata) or not isinstance(dtype, torch.dtype):
+        _refuse()
+    return _contiguous(dtype, offset, size, stride)
+
+
+def _of_untyped_storage(
+    _storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    _grad: Any,
+    hooks: Any,
+    dtype: Any,
+    *metadata: Any,
+) -> _Plain:
+    if hooks or any(metadata) or not isinstance(dtype, torch.dtype):
+        _refuse()
+    return _contiguous(dtype, offset, size, stride)
+
+
+def _contiguous(dtype: torch.dtype, offset: Any, size: Any, stride: Any) -> _Plain:
+    numbers = (offset, *size, *stride)
+    if any(type(number) is not int or number < 0 for number in numbers) or offset != 0:
+        _refuse()
+    if not is_contiguous(size, stride):
+        _refuse()
+    return _Plain(dtype, tuple(size))
+
+
+def is_contiguous(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements of a tensor follow each other, the last dimension fastest."""
+    expected = 1
+    for length, step in zip(reversed(size), reversed(stride), strict=True):
+        if length != 1 and step != expected:
+            return False
+        expected *= max(1, length)
+    return True
+
+
+def _refuse() -> NoReturn:
+    raise Unusual

@@ -1,0 +1,88 @@
+"""A reader for ``dcp.load`` that is limited by memory and disk, not by ``torch.load`` per item."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Literal
+
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from nostall._read.plan import Wanted
+from nostall._read.tensors import read_items
+from nostall._storage.destination import require_file_system
+from nostall._storage.posix_files import PosixFiles
+from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
+from nostall.errors import OptionError
+from nostall.options import require_integer
+
+__all__ = ["FileSystemReader"]
+
+Verify = Literal["none", "crc"]
+
+
+class FileSystemReader(CachedMetadataFileSystemReader):
+    """Reads checkpoints of nostall and of stock DCP for ``dcp.load``, with any planner.
+
+    The planner is called on the caller's thread, item by item in the order of the files; reads
+    happen on other threads. Small items are read together; large tensors straight into their
+    target, if it is contiguous memory of the CPU with the stored dtype. Of a slice only the rows
+    from its first to its last are read. At most 256 MiB are read ahead of the planner, and twice
+    4 KiB per large tensor; a single slice or object may be larger. What has another form, such as
+    a quantised tensor, is loaded by ``torch.load(weights_only=True)``, as by stock's reader;
+    items with stream transforms by stock's reader itself.
+
+    Args:
+        path: Checkpoint directory.
+        verify: ``"crc"`` compares the values of each tensor with the CRC-32 in the file before the
+            planner gets it; then of a slice the whole stored tensor is read. Objects are not
+            compared, nor tensors saved without checksums; :func:`nostall.verify` reads every byte.
+        threads: Number of reads at a time.
+        cache_metadata: Whether to keep the metadata for the next reader of this process.
+
+    Raises:
+        OptionError: An argument is not possible, or the path is in an object store.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        verify: Verify = "none",
+        threads: int = 4,
+        cache_metadata: bool = False,
+    ) -> None:
+        require_file_system(path)
+        if verify not in ("none", "crc"):
+            raise OptionError(f"verify={verify!r} is not possible", hint='use "none" or "crc"')
+        super().__init__(path, cache_metadata=cache_metadata)
+        self._verify = verify == "crc"
+        self._threads = require_integer("threads", threads, at_least=1)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan names, and hand it to the planner; done when this returns.
+
+        Raises:
+            DamagedCheckpointError: A file is missing, is shorter than expected, or holds something
+                else. Targets may hold some of the values then.
+            OSError: A file cannot be read.
+        """
+        wanted, transformed = [], []
+        for item in plan.items:
+            place = self.storage_data[item.storage_index]
+            if getattr(place, "transform_descriptors", None):
+                transformed.append(item)
+                continue
+            wanted.append(
+                Wanted(
+                    item=item, file=place.relative_path, offset=place.offset, nbytes=place.length
+                )
+            )
+        files = PosixFiles(os.fspath(self.path))
+        read_items(wanted, planner, files, threads=self._threads, verify=self._verify)
+        if transformed:
+            super().read_data(replace(plan, items=transformed), planner).wait()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
