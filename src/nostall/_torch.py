@@ -105,6 +105,10 @@ local_tensor_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
 
 METADATA_NAME: str = _metadata_fn
 DCP_VERSION: str = CURRENT_DCP_VERSION
+REBUILDS_TYPED = "torch._utils", "_rebuild_tensor_v2"
+"""The function that pickles of ``torch.save`` call for a tensor of a dtype with a typed storage."""
+REBUILDS_UNTYPED = "torch._utils", "_rebuild_tensor_v3"
+"""The same for dtypes without one."""
 StorageInfo: TypeAlias = _StorageInfo
 StoragePrefix: TypeAlias = _StoragePrefix
 MemoryFormat = _MEM_FORMAT_ENCODING

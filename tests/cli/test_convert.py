@@ -198,8 +198,8 @@ def test_a_failed_conversion_leaves_no_directory(
 
 
 def test_the_tensors_are_never_all_in_memory(tmp_path: Path) -> None:
-    """96 MiB become one file in a process that may allocate 48 MiB."""
-    state = {f"layer.{i}": torch.full((2 << 20,), float(i)) for i in range(12)}
+    """192 MiB become one file in a process that may allocate 96 MiB, stacks of threads included."""
+    state = {f"layer.{i}": torch.full((2 << 20,), float(i)) for i in range(24)}
     dcp.save(state, storage_writer=nostall.FileSystemWriterAsync(tmp_path / "saved"))
     program = """
 import resource, sys
@@ -208,7 +208,7 @@ from nostall.cli import main
 nostall._cli.checkpoints.converting.torch.set_num_threads(1)
 with open("/proc/self/status") as stream:
     (now,) = (int(line.split()[1]) << 10 for line in stream if line.startswith("VmData"))
-resource.setrlimit(resource.RLIMIT_DATA, (now + (48 << 20),) * 2)
+resource.setrlimit(resource.RLIMIT_DATA, (now + (96 << 20),) * 2)
 sys.exit(main(["convert", *sys.argv[1:]]))
 """
     paths = [str(tmp_path / name) for name in ("saved", "all.pt")]

@@ -21,6 +21,8 @@ from typing import Any, BinaryIO, NoReturn
 
 import torch
 
+from nostall import _torch
+
 HEAD_NBYTES = 4096
 """More than ``torch.save`` writes before the values: a kilobyte, which ends at a multiple of 64."""
 _MOST_FORMS = 4096
@@ -148,9 +150,9 @@ class _Unpickler(pickle.Unpickler):
     """Unpickles a contiguous tensor without attributes to a :class:`_Plain`; makes nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+        if (module, name) == _torch.REBUILDS_TYPED:
             return _of_typed_storage
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):
+        if (module, name) == _torch.REBUILDS_UNTYPED:
             return _of_untyped_storage
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
