@@ -1,29 +1,20 @@
-"""A reader that caches metadata while the file on disk is unchanged."""
+"""The fast reader, with the metadata cached while the file on disk is unchanged."""
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from contextlib import closing
 from copy import copy, deepcopy
 from threading import Lock
 from typing import Any, ClassVar, TypeVar
 
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from nostall import _torch
 from nostall._commit.guarded_program import HINT
-from nostall._commit.metadata import extents_of, load_metadata
 from nostall._commit.metadata_pickle import no_collection
-from nostall._storage.port import Version
-from nostall._storage.posix_files import PosixFiles
-from nostall._storage.reading import as_stream, read_metadata
+from nostall._storage.port import Source, Version
 from nostall.errors import UntrustedMetadataError
+from nostall.filesystem_reader import FileSystemReader, Verify
 
 __all__ = ["CachedMetadataFileSystemReader"]
 
@@ -32,7 +23,7 @@ _MOST_CACHED = 4
 
 
 class CachedMetadataFileSystemReader(FileSystemReader):
-    """A ``FileSystemReader`` that reads metadata through an allow-list, once per checkpoint.
+    """A :class:`nostall.FileSystemReader` that reads metadata once per checkpoint.
 
     Each process caches the metadata of the last four checkpoints. An entry is used only while the
     file is unchanged (inode, modification time, size). Callers get copies, which share only the
@@ -41,46 +32,38 @@ class CachedMetadataFileSystemReader(FileSystemReader):
     Args:
         path: Checkpoint directory.
         cache_metadata: Whether to cache metadata.
+        verify: As of :class:`nostall.FileSystemReader`.
+        threads: The same.
     """
 
     _cache: ClassVar[OrderedDict[str, tuple[Version, Metadata]]] = OrderedDict()
     _lock: ClassVar[Lock] = Lock()
 
-    def __init__(self, path: str | os.PathLike[str], cache_metadata: bool = True) -> None:
-        super().__init__(path)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        cache_metadata: bool = True,
+        *,
+        verify: Verify = "none",
+        threads: int = 4,
+    ) -> None:
+        super().__init__(path, verify=verify, threads=threads)
         self._cache_metadata = cache_metadata
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's metadata.
-
-        Raises:
-            FileNotFoundError: There is no committed checkpoint.
-            ReadError: It is not a regular file, or is larger than 2 GiB.
-            UnknownMetadataError: It has parts that DCP metadata does not have, such as a planner's
-                own class, or required parts that only a newer torch knows.
-            UntrustedMetadataError: It is damaged, or names files outside the checkpoint directory.
-        """
-        rank = kwargs.get("rank")
-        name = _torch.METADATA_NAME if rank is None else f"__{rank}{_torch.METADATA_NAME}"
-        path = os.path.realpath(os.path.join(self.path, name))
-        directory, name = os.path.split(path)
-        with closing(PosixFiles(directory).open(name)) as source:
-            version = source.stat.version
-            metadata = self._known(path, version)
-            if metadata is None:
-                metadata = load_metadata(read_metadata(as_stream(source), path), path=path)
-                extents_of(metadata, path=path)  # refuses files outside the directory
-        if self._cache_metadata:
-            self._keep(path, version, metadata)
-            metadata = _private(metadata, path)
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+    def _metadata_in(self, source: Source, path: str) -> Metadata:
+        if not self._cache_metadata:
+            return super()._metadata_in(source, path)
+        version = source.stat.version
+        metadata = self._known(path, version)
+        if metadata is None:
+            metadata = super()._metadata_in(source, path)
+        self._keep(path, version, metadata)
+        return _private(metadata, path)
 
     def _known(self, path: str, version: Version) -> Metadata | None:
         with self._lock:
             known = self._cache.get(path)
-        return known[1] if self._cache_metadata and known and known[0] == version else None
+        return known[1] if known and known[0] == version else None
 
     def _keep(self, path: str, version: Version, metadata: Metadata) -> None:
         with self._lock:

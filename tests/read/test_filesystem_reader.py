@@ -57,6 +57,7 @@ DTYPES = [
     torch.bool,
     torch.complex64,
 ]
+KINDS = [nostall.FileSystemReader, nostall.CachedMetadataFileSystemReader]
 
 
 def tensor_of(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -77,9 +78,13 @@ def save(path: Path, state: dict[str, Any], who: str = "nostall") -> None:
     dcp.save(state, storage_writer=writer, no_dist=True)
 
 
-def load(state: dict[str, Any], path: Path, **options: Any) -> None:
-    reader = nostall.FileSystemReader(path, **options)
-    dcp.load(state, storage_reader=reader, no_dist=True)
+def load(
+    state: dict[str, Any],
+    path: Path,
+    kind: type[nostall.FileSystemReader] = nostall.FileSystemReader,
+    **options: Any,
+) -> None:
+    dcp.load(state, storage_reader=kind(path, **options), no_dist=True)
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
@@ -297,9 +302,13 @@ def test_parts_of_several_ranks_are_put_together(tmp_path: Path) -> None:
     assert same(loaded, state)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_plain_tensors_are_not_loaded_by_torch(
-    tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    dtype: torch.dtype,
+    kind: type[nostall.FileSystemReader],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of any dtype: its loader would make every item slow."""
     state = {"x": tensor_of(dtype, (3, 5)), "y": tensor_of(dtype, (600, 1000))}
@@ -310,7 +319,7 @@ def test_plain_tensors_are_not_loaded_by_torch(
 
     monkeypatch.setattr(torch, "load", refuse)
     loaded = empty_like(state)
-    load(loaded, tmp_path)
+    load(loaded, tmp_path, kind)
     assert same(loaded, state)
 
 
@@ -513,10 +522,13 @@ def test_hostile_archives_are_refused(tmp_path: Path, lie: str, count: int) -> N
     assert not (tmp_path / "pwned").exists()
 
 
-def test_wrong_arguments_are_refused_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_arguments_are_refused_at_once(
+    tmp_path: Path, kind: type[nostall.FileSystemReader]
+) -> None:
     """By one typed error each."""
     for options in ({"verify": "sha"}, {"threads": 0}, {"threads": "4"}):
         with pytest.raises(OptionError):
-            nostall.FileSystemReader(tmp_path, **options)
+            kind(tmp_path, **options)
     with pytest.raises(OptionError):
-        nostall.FileSystemReader("s3://bucket/checkpoint")
+        kind("s3://bucket/checkpoint")

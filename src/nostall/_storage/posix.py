@@ -1,7 +1,7 @@
 """Files on a POSIX file system, written in large positional chunks past the page cache if possible.
 
-A save changes storage only through this module, and this module only through ``os``: tests replace
-``os`` to record operations, or to lose them as in a crash.
+A save changes storage only through this module, and this module only through ``os``, but for
+``fallocate``: tests replace ``os`` to record operations, or to lose them as in a crash.
 
 All blocks of a file are allocated when it is made. ``O_DIRECT`` requires page-aligned memory,
 offsets and lengths. Images are page-aligned; the last chunk is written with its padding, and the

@@ -1,4 +1,4 @@
-"""Values of a checkpoint's items, read by DCP's own reader. Imports torch.
+"""Values of a checkpoint's items. Imports torch.
 
 Nothing is unpickled that could run code: tensors are read with ``weights_only``, as stock does, and
 objects as bytes.
@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from nostall._cli.checkpoints.checkpoint import Checkpoint, Item
 from nostall.errors import DamagedCheckpointError, NostallError
+from nostall.filesystem_reader import FileSystemReader
 
 TRUST_HINT = "--trust loads any class; only for files of people you trust"
 _REFUSED = re.compile(r"WeightsUnpickler error: (.*?)(?:\. |$)", re.MULTILINE)
