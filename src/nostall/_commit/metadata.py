@@ -15,9 +15,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -136,9 +135,8 @@ def planned_indices(metadata: Metadata) -> list[MetadataIndex]:
     return indices
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Extent:
-    """Location of one item of a checkpoint."""
+class Extent(NamedTuple):
+    """Location of one item of a checkpoint; a tuple, as there may be millions."""
 
     file: str
     offset: int
@@ -166,7 +164,10 @@ def extents_of(metadata: Metadata, *, path: str) -> list[Extent]:
     if not isinstance(storage_data, Mapping):
         raise _refused("storage_data is not a mapping", path)
     entries = metadata.state_dict_metadata
-    extents = sorted(_extent(index, info, entries, path) for index, info in storage_data.items())
+    files: dict[str, str | None] = {}
+    extents = sorted(
+        _extent(index, info, entries, files, path) for index, info in storage_data.items()
+    )
     for one, other in itertools.pairwise(extents):
         if one.file == other.file and one.end > other.offset:
             raise _refused(
@@ -175,30 +176,38 @@ def extents_of(metadata: Metadata, *, path: str) -> list[Extent]:
     return extents
 
 
-def _extent(index: Any, info: Any, entries: Mapping[Any, Any], path: str) -> Extent:
-    name, offset, length = (
-        getattr(info, attribute, None) for attribute in ("relative_path", "offset", "length")
-    )
+def _extent(
+    index: Any, info: Any, entries: Mapping[Any, Any], files: dict[str, str | None], path: str
+) -> Extent:
     if type(index) is not MetadataIndex or type(getattr(index, "fqn", ())) not in NAMES:
         raise _refused("storage_data has a key that is not an item", path)
+    name = getattr(info, "relative_path", None)
+    offset: Any = getattr(info, "offset", None)
+    length: Any = getattr(info, "length", None)
     item = str(index.fqn)
-    if not isinstance(name, str) or not is_shard_name(name):
+    file = _file_of(name, files) if isinstance(name, str) else None
+    if file is None:
         where = f"the file name {name!r:.200}" if isinstance(name, str) else "no file name"
         raise _refused(f"item {item!r:.80} has {where}", path)
     for value in (offset, length):
         if not isinstance(value, int) or not 0 <= value <= MOST_NBYTES:
             # Without the values: the text of an arbitrary object may have any length.
             raise _refused(f"item {item!r:.80} has an impossible offset or length", path)
-    assert isinstance(offset, int)
-    assert isinstance(length, int)
     return Extent(
-        file=os.path.normpath(name),
-        offset=offset,
-        length=length,
-        item=item,
-        is_tensor=isinstance(entries.get(index.fqn), TensorStorageMetadata),
-        is_transformed=bool(getattr(info, "transform_descriptors", None)),
+        file,
+        offset,
+        length,
+        item,
+        isinstance(entries.get(index.fqn), TensorStorageMetadata),
+        bool(getattr(info, "transform_descriptors", None)),
     )
+
+
+def _file_of(name: str, known: dict[str, str | None]) -> str | None:
+    """The normal form of a shard file's name; ``None`` if it is not one. A file has many items."""
+    if name not in known:
+        known[name] = os.path.normpath(name) if is_shard_name(name) else None
+    return known[name]
 
 
 def _refused(why: str, path: str) -> UntrustedMetadataError:
