@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from nostall import filesystem_async as filesystem_async
     from nostall import filesystem_reader as filesystem_reader
     from nostall import integrity as integrity
+    from nostall import loading as loading
     from nostall import options as options
     from nostall import removal as removal
     from nostall import state_dict_saver as state_dict_saver
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from nostall.integrity import is_complete as is_complete
     from nostall.integrity import latest_complete as latest_complete
     from nostall.integrity import verify as verify
+    from nostall.loading import load as load
     from nostall.manager import CheckpointManager as CheckpointManager
     from nostall.manager import KeepBest as KeepBest
     from nostall.manager import KeepEvery as KeepEvery
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
         save_state_dict_async_finalize as save_state_dict_async_finalize,
     )
     from nostall.state_dict_saver import save_state_dict_async_plan as save_state_dict_async_plan
+    from nostall.stats import LoadStats as LoadStats
     from nostall.stats import SaveStats as SaveStats
     from nostall.torch_ckpt import TorchAsyncCheckpoint as TorchAsyncCheckpoint
 
@@ -66,6 +69,7 @@ _HOME = {
     "KeepBest": "manager",
     "KeepEvery": "manager",
     "KeepLatest": "manager",
+    "LoadStats": "stats",
     "PerRank": "manager",
     "SaveStats": "stats",
     "SaveStatus": "_model.progress",
@@ -75,6 +79,7 @@ _HOME = {
     "drain_on_sigterm": "core",
     "is_complete": "integrity",
     "latest_complete": "integrity",
+    "load": "loading",
     "remove_checkpoint": "removal",
     "save_state_dict_async_finalize": "state_dict_saver",
     "save_state_dict_async_plan": "state_dict_saver",
@@ -91,6 +96,7 @@ _MODULES = (
     "filesystem_async",
     "filesystem_reader",
     "integrity",
+    "loading",
     "manager",
     "nvrx_alias",
     "options",

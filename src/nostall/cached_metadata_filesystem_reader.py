@@ -58,7 +58,11 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         if metadata is None:
             metadata = super()._metadata_in(source, path)
         self._keep(path, version, metadata)
-        return _private(metadata, path)
+        return metadata
+
+    def _own_metadata(self, rank: int | None) -> Metadata:
+        metadata = super()._own_metadata(rank)
+        return _private(metadata, os.fspath(self.path)) if self._cache_metadata else metadata
 
     def _known(self, path: str, version: Version) -> Metadata | None:
         with self._lock:

@@ -14,6 +14,7 @@ from torch.futures import Future
 
 from nostall import _torch
 from nostall._commit.metadata import extents_of, load_metadata
+from nostall._commit.metadata_pickle import no_collection
 from nostall._read.plan import Wanted
 from nostall._read.tensors import read_items
 from nostall._storage.destination import require_file_system
@@ -71,15 +72,25 @@ class FileSystemReader(dcp.FileSystemReader):
                 own class, or required parts that only a newer torch knows.
             UntrustedMetadataError: It is damaged, or names files outside the checkpoint directory.
         """
-        rank = kwargs.get("rank")
+        metadata = self._own_metadata(kwargs.get("rank"))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def shared_metadata(self, rank: int | None = None) -> Metadata:
+        """The same for reading only: other readers may share it.
+
+        Args:
+            rank: The rank of a checkpoint that each rank has saved alone.
+        """
         name = _torch.METADATA_NAME if rank is None else f"__{rank}{_torch.METADATA_NAME}"
         path = os.path.realpath(os.path.join(self.path, name))
         directory, name = os.path.split(path)
         with closing(PosixFiles(directory).open(name)) as source:
-            metadata = self._metadata_in(source, path)
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+            return self._metadata_in(source, path)
+
+    def _own_metadata(self, rank: int | None) -> Metadata:
+        return self.shared_metadata(rank)
 
     def _metadata_in(self, source: Source, path: str) -> Metadata:
         metadata = load_metadata(read_metadata(as_stream(source), path), path=path)
@@ -106,7 +117,8 @@ class FileSystemReader(dcp.FileSystemReader):
                 )
             )
         files = PosixFiles(os.fspath(self.path))
-        read_items(wanted, planner, files, threads=self._threads, verify=self._verify)
+        with no_collection():
+            read_items(wanted, planner, files, threads=self._threads, verify=self._verify)
         if transformed:
             super().read_data(replace(plan, items=transformed), planner).wait()
         done: Future[None] = Future()

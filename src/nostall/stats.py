@@ -13,7 +13,7 @@ from typing import Any
 
 from nostall._model.jobs import FileReceipt
 
-__all__ = ["SaveStats", "Span"]
+__all__ = ["LoadStats", "SaveStats", "Span"]
 
 TRAINER = "trainer"
 
@@ -27,6 +27,18 @@ class Span:
     """``trainer``, or a thread of the writer."""
     begin_s: float
     end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadStats:
+    """What one rank has loaded."""
+
+    path: str
+    items: int
+    """Tensors and objects; a tensor counts once, whatever its chunks."""
+    missing: tuple[str, ...]
+    """Names of what the checkpoint does not have; empty unless ``strict=False``."""
+    load_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

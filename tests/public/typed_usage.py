@@ -132,6 +132,7 @@ def looking(path: Path) -> None:
     assert_type(reader, CachedMetadataFileSystemReader)
     dcp.load(STATE, storage_reader=reader)
     dcp.load(STATE, storage_reader=nostall.FileSystemReader(path, verify="crc", threads=2))
+    assert_type(nostall.load(STATE, path, keys=["model"], strict=False), nostall.LoadStats)
 
 
 def managing(root: Path) -> None:

@@ -77,15 +77,16 @@ class Forms:
         self._known: dict[int, list[Form]] = {}
         self._count = 0
 
-    def known(self, head: memoryview, nbytes: int) -> Form | None:
+    def known(self, content: bytearray, begin: int, nbytes: int) -> Form | None:
         """The form of an archive, if one like it was parsed before.
 
         Args:
-            head: Its first bytes: :data:`HEAD_NBYTES`, or all.
-            nbytes: Its length.
+            content: Contains its first bytes: :data:`HEAD_NBYTES`, or all.
+            begin: Where they begin.
+            nbytes: The archive's length.
         """
         for form in self._known.get(nbytes, ()):
-            if head[: form.begin] == form.prefix:
+            if content.startswith(form.prefix, begin):
                 return form
         return None
 

@@ -223,7 +223,7 @@ class _File:
             if each.item.type is LoadItemType.BYTE_IO:
                 planner.load_bytes(each.item, io.BytesIO(archive))
                 continue
-            form = forms.known(archive, each.nbytes) or self._parsed(io.BytesIO(archive), each)
+            form = forms.known(content, at, each.nbytes) or self._parsed(io.BytesIO(archive), each)
             if form is None:
                 stored = self._loaded_by_torch(io.BytesIO(archive), each)
             else:
@@ -268,9 +268,9 @@ class _File:
     def _slice(self, stored: torch.Tensor, target: torch.Tensor, wanted: Wanted) -> torch.Tensor:
         """The part of a stored tensor that the planner wants."""
         offsets, lengths = wanted.item.storage_offsets, wanted.item.lengths
-        self._require_inside(stored.shape, wanted)
-        for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-            if length != stored.shape[dimension]:
+        if lengths != stored.shape or any(offsets):
+            self._require_inside(stored.shape, wanted)
+            for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
                 stored = stored.narrow(dimension, offset, length)
         self._require_size(target, stored.shape)
         return stored
@@ -298,7 +298,7 @@ class _File:
     # --- large tensors ------------------------------------------------------------------------
 
     def _begin_large(self, head: bytearray, wanted: Wanted) -> _Begun:
-        form = self._load.forms.known(memoryview(head), wanted.nbytes)
+        form = self._load.forms.known(head, 0, wanted.nbytes)
         if form is None:
             archive = part_as_stream(self._source, wanted.offset, wanted.nbytes)
             form = self._parsed(archive, wanted)

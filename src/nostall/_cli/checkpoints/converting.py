@@ -9,6 +9,7 @@ To a checkpoint: the file is mapped, and a synchronous save writes the mapped te
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import tarfile
@@ -31,14 +32,9 @@ from nostall._cli.checkpoints.checkpoint import (
     require_undamaged,
 )
 from nostall._cli.checkpoints.nesting import nested
-from nostall._cli.checkpoints.reading import (
-    TRUST_HINT,
-    object_in,
-    read_into,
-    read_objects,
-    reason_of,
-)
+from nostall._cli.checkpoints.reading import TRUST_HINT, read_into, read_objects
 from nostall._cli.output import progress
+from nostall._read.objects import object_in, reason_of
 from nostall._storage.posix import (
     create_new,
     may_be_there,
@@ -72,7 +68,7 @@ def to_file(source: str, target: str, *, trust: bool) -> int:
         flat: dict[Any, Any] = dict.fromkeys(item.key for item in checkpoint.items)
         objects = [item for item in checkpoint.items if not item.is_tensor]
         for key, content in read_objects(checkpoint, objects).items():
-            flat[key] = object_in(content, str(key), trust=trust)
+            flat[key] = object_in(io.BytesIO(content), str(key), trust=trust, hint=TRUST_HINT)
         _read_tensors(checkpoint, flat, directory)
         _save(nested(flat, checkpoint.metadata.planner_data, source), target, directory)
     except OSError as error:

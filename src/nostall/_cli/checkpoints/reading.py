@@ -7,7 +7,6 @@ objects as bytes.
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +19,6 @@ from nostall.errors import DamagedCheckpointError, NostallError
 from nostall.filesystem_reader import FileSystemReader
 
 TRUST_HINT = "--trust loads any class; only for files of people you trust"
-_REFUSED = re.compile(r"WeightsUnpickler error: (.*?)(?:\. |$)", re.MULTILINE)
 
 
 class _ObjectsAsBytes(DefaultLoadPlanner):
@@ -82,29 +80,3 @@ def _read(checkpoint: Checkpoint, state: dict[Any, Any]) -> None:
             path=checkpoint.path,
             hint="`nostall verify` lists the damage",
         ) from error
-
-
-def object_in(content: bytes, name: str, *, trust: bool) -> Any:
-    """The object that ``torch.save`` has made these bytes of.
-
-    Args:
-        content: The bytes.
-        name: Its name, for errors.
-        trust: Unpickle any class, which can run code; otherwise what ``weights_only`` allows.
-
-    Raises:
-        DamagedCheckpointError: It cannot be loaded in this way.
-    """
-    try:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=not trust)
-    except Exception as error:  # a pickle can raise anything
-        raise DamagedCheckpointError(
-            f"cannot load the object {name!r}: {reason_of(error)}",
-            hint=None if trust else TRUST_HINT,
-        ) from error
-
-
-def reason_of(error: Exception) -> str:
-    """What ``torch.load`` says, in one line; of ``weights_only`` the class that is refused."""
-    refused = _REFUSED.search(str(error))
-    return f"{refused[1] if refused else str(error).partition(chr(10))[0]:.200}"

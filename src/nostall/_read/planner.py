@@ -1,0 +1,175 @@
+"""The planner of :func:`nostall.load`: stock's, with a short way for whole plain tensors.
+
+Stock compares the chunks of each tensor with those that are stored, and narrows each target. A
+plain tensor that was stored in one chunk needs neither.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.tensor import DTensor
+
+from nostall import _torch
+from nostall._read.objects import object_in
+from nostall.errors import OptionError
+
+TRUST_HINT = (
+    "torch.serialization.add_safe_globals allows a class; trust=True loads any, only for files of"
+    " people you trust"
+)
+_NAMED = 5
+"""How many names an error has."""
+_NOTHING = torch.Size((0,))
+
+
+class Planner(DefaultLoadPlanner):
+    """Plans to load the selected items of a state dict.
+
+    Args:
+        is_selected: Whether to load the item of a name.
+        strict: Whether a selected item has to be in the checkpoint.
+        trust: Whether objects may be of any class.
+        path: Checkpoint directory, for errors.
+    """
+
+    def __init__(
+        self, is_selected: Callable[[str], bool], *, strict: bool, trust: bool, path: str
+    ) -> None:
+        super().__init__()
+        self._is_selected = is_selected
+        self._strict = strict
+        self._trust = trust
+        self._path = path
+        self._whole: dict[str, torch.Tensor] = {}
+        self.missing: tuple[str, ...] = ()
+        """Names of selected items that the checkpoint does not have."""
+        self.loaded: tuple[str, ...] = ()
+        """Names of the others."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """What this rank reads.
+
+        Raises:
+            OptionError: An item is not in the checkpoint, or of another shape or kind.
+        """
+        assert isinstance(self.metadata, Metadata)
+        entries = self.metadata.state_dict_metadata
+        wanted = {name: each for name, each in self.state_dict.items() if self._is_selected(name)}
+        self.missing = tuple(name for name in wanted if name not in entries)
+        if self.missing and self._strict:
+            raise self._misfit(f"the checkpoint has no {_some(self.missing)}")
+        self._require_shapes(wanted, entries)
+        items: list[ReadItem] = []
+        for name in self.missing:
+            del wanted[name]
+        for name, value in wanted.items():
+            entry = entries[name]
+            if isinstance(entry, BytesStorageMetadata):
+                items.append(_object(name))
+            elif _is_whole(value, entry):
+                self._whole[name] = value
+                items.append(_tensor(name, entry))
+            else:
+                items += create_default_local_load_plan({name: value}, self.metadata).items
+        self.loaded = tuple(wanted)
+        return LoadPlan(items)
+
+    def _require_shapes(self, wanted: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
+        shapes = [
+            f"{name} {tuple(entry.size)} instead of {tuple(value.size())}"
+            for name, value in wanted.items()
+            if isinstance(entry := entries.get(name), TensorStorageMetadata)
+            and _is_tensor(value)
+            and value.size() != entry.size
+        ]
+        if shapes:
+            raise self._misfit(f"the checkpoint has {_some(shapes)}")
+        kinds = [
+            name
+            for name, value in wanted.items()
+            if name in entries
+            and _is_tensor(value) is isinstance(entries[name], BytesStorageMetadata)
+        ]
+        if kinds:
+            raise self._misfit(
+                f"{_some(kinds)}: a tensor in the state or in the checkpoint, but not in both"
+            )
+
+    def _misfit(self, what: str) -> OptionError:
+        return OptionError(
+            f"the state does not fit: {what}",
+            phase="read",
+            path=self._path,
+            hint="`nostall inspect` lists what a checkpoint has; `keys` selects, and strict=False"
+            " leaves out what is missing",
+        )
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        whole = self._whole.get(read_item.dest_index.fqn)
+        return super().resolve_tensor(read_item) if whole is None else whole
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        loaded = object_in(value, name, trust=self._trust, hint=TRUST_HINT)
+        *outer, last = self.mappings[name]
+        container: Any = self.original_state_dict
+        for key in outer:
+            container = container[key]
+        container[last] = loaded
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor | _torch.ShardedTensor)
+
+
+def _is_whole(value: object, entry: TensorStorageMetadata) -> bool:
+    """Whether a tensor has all values of a stored one, which is one chunk."""
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, DTensor)
+        and not _torch.any_says_its_place([value])
+        and len(entry.chunks) == 1
+        and entry.chunks[0].sizes == entry.size
+    )
+
+
+def _tensor(name: str, entry: TensorStorageMetadata) -> ReadItem:
+    begin = entry.chunks[0].offsets
+    return ReadItem(
+        type=LoadItemType.TENSOR,
+        dest_index=MetadataIndex(name, begin),
+        dest_offsets=begin,
+        storage_index=MetadataIndex(name, begin),
+        storage_offsets=begin,
+        lengths=entry.size,
+    )
+
+
+def _object(name: str) -> ReadItem:
+    index = MetadataIndex(name)
+    return ReadItem(
+        type=LoadItemType.BYTE_IO,
+        dest_index=index,
+        dest_offsets=_NOTHING,
+        storage_index=index,
+        storage_offsets=_NOTHING,
+        lengths=_NOTHING,
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -1,0 +1,221 @@
+"""``nostall.load``: what ``dcp.load`` loads, or the part of it that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import nostall
+from nostall.errors import DamagedCheckpointError, OptionError, ReadError, UntrustedMetadataError
+from support.parts import save_in_halves
+from support.states import save_stock_way
+
+
+class Settings:
+    """A class that ``weights_only`` does not know."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Settings) and self.rate == other.rate
+
+    __hash__ = None  # type: ignore[assignment]  # settings can change
+
+
+def training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 300), torch.nn.Linear(300, 400))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def save(path: Path, state: dict[str, Any], who: str = "nostall") -> None:
+    if who == "stock":
+        save_stock_way(path, state)
+    else:
+        writer = nostall.FileSystemWriterAsync(path, sync_files=False)
+        dcp.save(state, storage_writer=writer, no_dist=True)
+
+
+def values() -> dict[str, Any]:
+    return {
+        "weights": {"a": torch.randn(700, 300), "b": torch.arange(6).view(2, 3)},
+        "list": [torch.randn(2), 7, {"deep": "text"}],
+        "step": 11,
+    }
+
+
+def blank() -> dict[str, Any]:
+    return {
+        "weights": {"a": torch.zeros(700, 300), "b": torch.zeros(2, 3, dtype=torch.int64)},
+        "list": [torch.zeros(2), 0, {"deep": ""}],
+        "step": 0,
+    }
+
+
+def flat(state: Any) -> list[Any]:
+    if isinstance(state, dict):
+        return [each for key in sorted(state) for each in (key, *flat(state[key]))]
+    if isinstance(state, list):
+        return [each for item in state for each in flat(item)]
+    return [state.tolist() if isinstance(state, torch.Tensor) else state]
+
+
+@pytest.mark.parametrize("who", ["nostall", "stock"])
+def test_nested_states_are_loaded_in_place(tmp_path: Path, who: str) -> None:
+    """Tensors keep their memory, other values are replaced, and all is as ``dcp.load`` does it."""
+    saved = values()
+    save(tmp_path, saved, who)
+    loaded, by_stock = blank(), blank()
+    tensor = loaded["weights"]["a"]
+    stats = nostall.load(loaded, tmp_path)
+    dcp.load(by_stock, checkpoint_id=tmp_path)
+    assert loaded["weights"]["a"] is tensor
+    assert flat(loaded) == flat(saved) == flat(by_stock)
+    assert (stats.items, stats.missing, stats.path) == (6, (), str(tmp_path))
+
+
+def test_objects_get_their_states(tmp_path: Path) -> None:
+    """A model and its optimizer train on as the saved ones."""
+    torch.manual_seed(1)
+    model, optimizer = training()
+    save(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    other, its_optimizer = training()
+    nostall.load({"model": other, "optimizer": its_optimizer}, tmp_path)
+    assert flat(dict(other.state_dict())) == flat(dict(model.state_dict()))
+    assert flat(its_optimizer.state_dict()) == flat(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("keys", "changed"),
+    [
+        (["weights"], {"a", "b"}),
+        ("weights.b", {"b"}),
+        (["weights.a", "step"], {"a", "step"}),
+        (["list.2"], {"deep"}),
+    ],
+)
+def test_only_the_keys_are_loaded(tmp_path: Path, keys: list[str] | str, changed: set[str]) -> None:
+    """Names of items or of what they are in; the rest of the state stays as it is."""
+    saved, loaded, unchanged = values(), blank(), blank()
+    save(tmp_path, saved)
+    nostall.load(loaded, tmp_path, keys=keys)
+    for name in ("a", "b"):
+        expected = (saved if name in changed else unchanged)["weights"][name]
+        assert torch.equal(loaded["weights"][name], expected)
+    assert loaded["step"] == (11 if "step" in changed else 0)
+    assert loaded["list"][2] == {"deep": "text" if "deep" in changed else ""}
+    assert loaded["list"][1] == 0
+
+
+def test_one_tensor_reads_no_other(tmp_path: Path) -> None:
+    """With a shard file that misses everything else: the time is that of what was asked for."""
+    save(tmp_path, {"first": torch.ones(5), "second": torch.ones(1 << 20)})
+    file = tmp_path / "__0_0.distcp"
+    place = nostall.FileSystemReader(tmp_path).read_metadata().storage_data
+    end = max(info.offset + info.length for index, info in place.items() if index.fqn == "first")
+    with open(file, "r+b") as stream:
+        stream.truncate(end)
+    loaded = {"first": torch.zeros(5)}
+    nostall.load(loaded, tmp_path)
+    assert loaded["first"].tolist() == [1.0] * 5
+
+
+def test_what_is_missing_stays_unless_strict(tmp_path: Path) -> None:
+    """New parameters keep their initial values only if the caller allows it."""
+    save(tmp_path, {"old": torch.ones(2)})
+    state = {"old": torch.zeros(2), "new": torch.full((2,), 5.0)}
+    with pytest.raises(OptionError, match="the checkpoint has no new") as caught:
+        nostall.load(state, tmp_path)
+    assert caught.value.path == str(tmp_path)
+    assert state["old"].tolist() == [0.0, 0.0]
+    assert nostall.load(state, tmp_path, strict=False).missing == ("new",)
+    assert [state["old"].tolist(), state["new"].tolist()] == [[1.0, 1.0], [5.0, 5.0]]
+
+
+def test_a_state_that_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    """With the names, and both shapes."""
+    save(tmp_path, {"a": torch.ones(2, 3), "b": torch.ones(1), "c": 1})
+    other_shape = {"a": torch.zeros(3, 2), "b": torch.zeros(1)}
+    with pytest.raises(OptionError, match=r"a \(2, 3\) instead of \(3, 2\)"):
+        nostall.load(other_shape, tmp_path)
+    other_kinds: list[dict[str, Any]] = [
+        {"b": torch.zeros(1), "c": torch.zeros(1)},
+        {"a": 1, "b": torch.zeros(1)},
+    ]
+    for other_kind in other_kinds:
+        with pytest.raises(OptionError, match="not in both"):
+            nostall.load(other_kind, tmp_path)
+        assert other_kind["b"].tolist() == [0.0]
+    with pytest.raises(OptionError, match="nothing named weight"):
+        nostall.load({"b": torch.zeros(1)}, tmp_path, keys=["weight", "b"])
+    with pytest.raises(OptionError, match="not a text"):
+        nostall.load({"b": torch.zeros(1)}, tmp_path, keys=[1])  # type: ignore[list-item]
+
+
+def test_objects_of_unknown_classes_need_trust(tmp_path: Path) -> None:
+    """No code of a checkpoint runs unless the caller allows its class, or all."""
+    save(tmp_path, {"settings": Settings(0.5)})
+    state: dict[str, Any] = {"settings": None}
+    with pytest.raises(DamagedCheckpointError, match=r"(?s)'settings'.*trust=True"):
+        nostall.load(state, tmp_path)
+    assert state["settings"] is None
+    with torch.serialization.safe_globals([Settings]):
+        nostall.load(state, tmp_path)
+    assert state["settings"] == Settings(0.5)
+    state["settings"] = None
+    nostall.load(state, tmp_path, trust=True)
+    assert state["settings"] == Settings(0.5)
+
+
+@contextmanager
+def damaged(file: Path, at: int) -> Iterator[None]:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+    yield
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+def test_errors_are_typed_and_name_the_place(tmp_path: Path) -> None:
+    """No checkpoint, a file instead of a directory, damaged values, damaged metadata."""
+    with pytest.raises(ReadError, match="no checkpoint was committed"):
+        nostall.load({}, tmp_path / "nothing")
+    (tmp_path / "file").touch()
+    with pytest.raises(ReadError, match="no checkpoint was committed"):
+        nostall.load({}, tmp_path / "file")
+    save(tmp_path, {"a": torch.ones(1 << 20)})
+    with (
+        damaged(tmp_path / "__0_0.distcp", 1 << 20),
+        pytest.raises(DamagedCheckpointError, match=r"(?s)CRC-32.*items a.*__0_0\.distcp"),
+    ):
+        nostall.load({"a": torch.zeros(1 << 20)}, tmp_path, verify="crc")
+    with damaged(tmp_path / ".metadata", 30), pytest.raises(UntrustedMetadataError):
+        nostall.load({"a": torch.zeros(1 << 20)}, tmp_path)
+
+
+def test_parts_of_several_ranks_are_put_together(tmp_path: Path) -> None:
+    """What two ranks have saved in halves is loaded whole."""
+    whole = torch.randn(64, 3)
+    save_in_halves(tmp_path, {"x": whole})
+    state = {"x": torch.zeros(64, 3)}
+    nostall.load(state, tmp_path)
+    assert torch.equal(state["x"], whole)
+
+
+def test_a_checkpoint_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+    """Metadata is kept from load to load, but never that of another checkpoint."""
+    for value in (1.0, 2.0):
+        save(tmp_path, {"x": torch.full((4,), value)})
+        state = {"x": torch.zeros(4)}
+        nostall.load(state, tmp_path)
+        assert state["x"].tolist() == [value] * 4
