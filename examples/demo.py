@@ -3,7 +3,8 @@
 1. Train without interruption and save every few steps.
 2. Do the same, and SIGKILL every rank in the middle of a save.
 3. Resume from the newest complete checkpoint. Losses and checkpoints must equal those of 1 exactly.
-4. Save one larger state in turns with nostall, `dcp.save` and `dcp.async_save`, and time each.
+4. Save one larger state in turns with nostall, `dcp.save` and `dcp.async_save`, load it with
+   `nostall.load` and `dcp.load`, and time each.
 
 Exits with 0 if every promise held, otherwise with 1 and a message. All training runs in train.py,
 under torchrun, on two CPU processes; train.py is also the code that you would copy.
@@ -274,14 +275,24 @@ class MeasuredSave:
     durable_s: float
 
 
-def measure(scenario: Scenario, scratch: Path) -> list[MeasuredSave]:
-    """Return every measured save but those of the warm-up."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredLoad:
+    """Another such line."""
+
+    loader: str
+    round: int
+    load_s: float
+
+
+def measure(scenario: Scenario, scratch: Path) -> tuple[list[MeasuredSave], list[MeasuredLoad]]:
+    """Return every measured save and load but those of the warm-up."""
     size = ["--width", str(scenario.measured_width), "--rounds", str(scenario.rounds)]
     run = torchrun(["--measure", "--out", str(scratch), *size], MEASURING_LIMIT_S)
     run.expect_success()
-    lines = [line for line in run.output.splitlines() if line.startswith('{"contender"')]
-    saves = [MeasuredSave(**json.loads(line)) for line in lines]
-    return [save for save in saves if save.round > 0]
+    lines = run.output.splitlines()
+    saves = [MeasuredSave(**json.loads(each)) for each in lines if each.startswith('{"contender"')]
+    loads = [MeasuredLoad(**json.loads(each)) for each in lines if each.startswith('{"loader"')]
+    return [each for each in saves if each.round > 0], [each for each in loads if each.round > 0]
 
 
 def table(saves: Sequence[MeasuredSave]) -> str:
@@ -297,6 +308,18 @@ def table(saves: Sequence[MeasuredSave]) -> str:
         row = (name, spread(blocked[name], 1), ratio(blocked[name], blocked["dcp.save"]))
         rows.append((*row, spread(durable[name], 2), ratio(durable[name], durable["dcp.save"])))
     return "\n".join(f"   {a:14}{b:>26}{c:>12}{d:>24}{e:>12}" for a, b, c, d, e in rows)
+
+
+def load_line(loads: Sequence[MeasuredLoad]) -> str:
+    """Say what a restart waits for, by either way of loading."""
+    ours, stock = (
+        [each.load_s for each in loads if each.loader == name]
+        for name in ("nostall.load", "dcp.load")
+    )
+    return (
+        f"   A restart loads it in {spread(ours, 2)} s with nostall.load, and in"
+        f" {spread(stock, 2)} s with dcp.load: x {ratio(ours, stock)}."
+    )
 
 
 def spread(values: Sequence[float], digits: int) -> str:
@@ -324,15 +347,16 @@ def run_demo(scenario: Scenario, root: Path) -> None:
     train_resumed(scenario, resumed, losses)
     for step in (scenario.kill_at, scenario.steps):
         check_same_checkpoint(step, first, resumed)
-    print("4. Save a larger state in turns with nostall and with stock PyTorch", flush=True)
-    saves = measure(scenario, root / "measured")
+    print("4. Save and load a larger state with nostall and with stock PyTorch", flush=True)
+    saves, loads = measure(scenario, root / "measured")
     mib = median(save.nbytes for save in saves) / 2**20
     print(f"   {mib:.0f} MiB on disk per save, half from each rank, fsynced; median (min - max) of")
     print(
         f"   {scenario.rounds} saves after a warm-up, each the slowest rank's; for nostall, blocked"
     )
     print("   counts the call, with its snapshot, and a poll every 50 ms up to the commit\n")
-    print(table(saves), flush=True)
+    print(table(saves))
+    print(f"\n{load_line(loads)}", flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:

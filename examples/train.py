@@ -7,7 +7,7 @@ Run it on two CPU processes::
 
 A byte-level transformer, sharded with FSDP2, learns the help texts that every CPython carries.
 Every few steps `AsyncSaver.save` takes a snapshot, and training goes on while another process
-writes it. `load_latest` resumes with nothing but stock PyTorch. Batches depend on the step and the
+writes it. `load_latest` resumes; stock's `dcp.load` could, too. Batches depend on the step and the
 rank alone, so a resumed run repeats the losses of an uninterrupted one bit for bit; demo.py checks
 that, also after a kill in the middle of a save.
 """
@@ -40,6 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
+import nostall
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.state_dict_saver import (
@@ -262,12 +263,12 @@ def latest_complete(root: Path) -> Path | None:
 
 
 def load_latest(root: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the newest complete checkpoint with stock PyTorch; return its finished steps, or 0."""
+    """Load the newest complete checkpoint; return its finished steps, or 0."""
     directory = latest_complete(root)
     if directory is None:
         return 0
     state = training_state(model, optimizer, step=0)
-    dcp.load(state, checkpoint_id=directory)
+    nostall.load(state, directory, process_group=dist.group.WORLD)
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
@@ -325,12 +326,12 @@ def time_dcp_async_save(directory: Path, state: State) -> SaveTiming:
     return SaveTiming(blocked_ms=blocked_s * 1e3, durable_s=time.perf_counter() - started)
 
 
-def slowest_rank(timing: SaveTiming) -> SaveTiming:
+def slowest_rank(*figures: float) -> list[float]:
     """Return the maximum over all ranks of each figure. Collective."""
-    figures = torch.tensor([timing.blocked_ms, timing.durable_s], dtype=torch.float64)
-    dist.all_reduce(figures, op=dist.ReduceOp.MAX)
-    blocked_ms, durable_s = figures.tolist()
-    return SaveTiming(blocked_ms=blocked_ms, durable_s=durable_s)
+    largest = torch.tensor(figures, dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    figures_of_all: list[float] = largest.tolist()
+    return figures_of_all
 
 
 def report_save(name: str, turn: int, directory: Path, timing: SaveTiming) -> None:
@@ -365,7 +366,7 @@ def warm_free_memory(scratch: Path, state_nbytes: int) -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Let nostall and stock PyTorch save the same state in turns; rank 0 prints a line per save.
+    """Let nostall and stock PyTorch save and load the same state in turns; rank 0 prints each.
 
     Every save is durable, and deleted, before the next one starts, and each begins with free memory
     that was used a moment ago. Round 0 is a warm-up.
@@ -387,11 +388,38 @@ def measure(args: argparse.Namespace) -> None:
                 directory = args.out / f"{name}-{turn}"
                 warm_free_memory(args.out / f"scratch-{dist.get_rank()}", 3 * shard_nbytes)
                 dist.barrier()
-                timing = slowest_rank(time_save(directory, state))
+                own = time_save(directory, state)
+                blocked_ms, durable_s = slowest_rank(own.blocked_ms, own.durable_s)
+                timing = SaveTiming(blocked_ms=blocked_ms, durable_s=durable_s)
                 if dist.get_rank() == 0:
                     report_save(name, turn, directory, timing)
                     shutil.rmtree(directory)
             contenders.append(contenders.pop(0))  # so that nobody always goes first
+        measure_loads(args, saver, state, 3 * shard_nbytes)
+
+
+def measure_loads(args: argparse.Namespace, saver: AsyncSaver, state: State, nbytes: int) -> None:
+    """Load one checkpoint with nostall and with stock PyTorch in turns, from the page cache.
+
+    The cache has the files after round 0, the warm-up.
+    """
+    directory = args.out / "loaded"
+    saver.save(directory, state)
+    saver.wait()
+    loaders: list[tuple[str, Callable[[], object]]] = [
+        ("nostall.load", lambda: nostall.load(state, directory, process_group=dist.group.WORLD)),
+        ("dcp.load", lambda: dcp.load(state, checkpoint_id=directory)),
+    ]
+    for turn in range(args.rounds + 1):
+        for name, load in loaders:
+            warm_free_memory(args.out / f"scratch-{dist.get_rank()}", nbytes)
+            dist.barrier()
+            started = time.perf_counter()
+            load()
+            (load_s,) = slowest_rank(time.perf_counter() - started)
+            if dist.get_rank() == 0:
+                print(json.dumps({"loader": name, "round": turn, "load_s": load_s}), flush=True)
+        loaders.reverse()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -410,7 +438,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--kill-at-step", type=int, help="SIGKILL every rank once the save of this step started")
     add("--width", type=int, default=256, help="width of the model, a multiple of 64")
     add("--layers", type=int, default=4, help="layers of the model")
-    add("--measure", action="store_true", help="do not train: time nostall's and stock saves")
+    add(
+        "--measure",
+        action="store_true",
+        help="do not train: time saves and loads, nostall's and stock's",
+    )
     add("--rounds", type=int, default=5, help="how often to time each, after one warm-up")
     args = parser.parse_args()
     if args.kill_at_step is not None and args.kill_at_step % args.save_every:
