@@ -51,6 +51,10 @@ class Unusual(Exception):  # an answer, not an error
     """Not an archive of one plain tensor; ``torch.load`` may understand it."""
 
 
+class Contradictory(Exception):  # a finding; the reader makes an error of it
+    """An archive of a tensor that has fewer values than its shape needs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """What archives of equal tensors, except for their values, have in common."""
@@ -95,11 +99,12 @@ class Forms:
 
         Raises:
             Unusual: It is not an archive of one plain tensor.
+            Contradictory: It has too few values.
             OSError: It cannot be read.
         """
         try:
             form = _parse(archive, nbytes)
-        except (Unusual, OSError, MemoryError):
+        except (Unusual, Contradictory, OSError, MemoryError):
             raise
         except Exception as error:  # damaged archives and pickles can raise anything
             raise Unusual from error
@@ -127,7 +132,9 @@ def _parse(stream: BinaryIO, nbytes: int) -> Form:
     begin = values.header_offset + _LOCAL_HEADER_NBYTES + name_nbytes + extra_nbytes
     needed = math.prod(plain.shape) * plain.dtype.itemsize
     if values.file_size < needed or begin + values.file_size > nbytes:
-        raise Unusual
+        # Older versions of torch make up the rest.
+        what = f"its values have {values.file_size} bytes, its shape needs {needed}"
+        raise Contradictory(what)
     stream.seek(0)
     is_after = values.flag_bits & _HAS_DESCRIPTOR and values.file_size == needed and values.CRC
     return Form(

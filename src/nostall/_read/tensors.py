@@ -24,7 +24,7 @@ from typing_extensions import Self
 
 from nostall import _torch
 from nostall._model import checksum
-from nostall._read.forms import HEAD_NBYTES, Form, Forms, Unusual
+from nostall._read.forms import HEAD_NBYTES, Contradictory, Form, Forms, Unusual
 from nostall._read.plan import SMALL_NBYTES, Wanted, regions
 from nostall._read.rows import Rows, is_plain, memory_of, over
 from nostall._storage.port import Files
@@ -249,6 +249,8 @@ class _File:
             return self._load.forms.parse(archive, wanted.nbytes)
         except Unusual:
             return None
+        except Contradictory as error:
+            raise self._damaged(f"an item is damaged: {error}", [wanted]) from error
 
     def _loaded_by_torch(self, archive: BinaryIO, wanted: Wanted) -> torch.Tensor:
         try:
