@@ -8,6 +8,7 @@ from copy import copy, deepcopy
 from threading import Lock
 from typing import Any, ClassVar, TypeVar
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from nostall._commit.guarded_program import HINT
@@ -34,6 +35,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         cache_metadata: Whether to cache metadata.
         verify: As of :class:`nostall.FileSystemReader`.
         threads: The same.
+        process_group: The same.
     """
 
     _cache: ClassVar[OrderedDict[str, tuple[Version, Metadata]]] = OrderedDict()
@@ -46,8 +48,9 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         *,
         verify: Verify = "none",
         threads: int = 4,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(path, verify=verify, threads=threads)
+        super().__init__(path, verify=verify, threads=threads, process_group=process_group)
         self._cache_metadata = cache_metadata
 
     def _metadata_in(self, source: Source, path: str) -> Metadata:

@@ -18,6 +18,7 @@
     ├── ReservationError      (also MemoryError)  host memory for the snapshot cannot be reserved
     ├── ProtocolError                             trainer and writer disagree about a message
     ├── ReadError             (also OSError)      a file or directory cannot be read
+    ├── RankFailedError       (also RuntimeError) another rank failed to load what ranks share
     ├── DamagedCheckpointError                    a checkpoint differs from what was committed
     ├── IllegalTransitionError                    a request cannot enter this state
     ├── UntrustedMetadataError                    ``.metadata`` is invalid or not understood
@@ -41,6 +42,7 @@ __all__ = [
     "NotDurableError",
     "OptionError",
     "ProtocolError",
+    "RankFailedError",
     "RankLostError",
     "RankMismatchError",
     "ReadError",
@@ -209,6 +211,10 @@ class ReadError(NostallError, OSError):
     def __init__(self, message: str, *, errno: int | None = None, **place: Any) -> None:
         super().__init__(message, **place)
         self.errno = errno
+
+
+class RankFailedError(NostallError, RuntimeError):
+    """Another rank failed while ranks loaded a checkpoint together; ``rank`` is that rank."""
 
 
 class DamagedCheckpointError(NostallError):

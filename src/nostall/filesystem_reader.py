@@ -7,15 +7,19 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from nostall import _torch
 from nostall._commit.metadata import extents_of, load_metadata
 from nostall._commit.metadata_pickle import no_collection
-from nostall._read.plan import Wanted
+from nostall._ranks.exchange import GroupPeers, require_cpu_members
+from nostall._read.plan import Wanted, nbytes_by_archive, rows_of
+from nostall._read.read_once import read_shared
+from nostall._read.sharing import Member, Share, all_want_to_share, share
 from nostall._read.tensors import read_items
 from nostall._storage.destination import require_file_system
 from nostall._storage.port import Source
@@ -33,13 +37,13 @@ class FileSystemReader(dcp.FileSystemReader):
     """Reads checkpoints of nostall and of stock DCP for ``dcp.load``, with any planner.
 
     Metadata is read through an allow-list. The planner is called on the caller's thread, item by
-    item in the order of the files; reads happen on other threads. Small items are read together;
-    large tensors straight into their target, if it is contiguous memory of the CPU with the stored
-    dtype. Of a slice only the rows from its first to its last are read. At most 256 MiB are read
-    ahead of the planner, and twice 4 KiB per large tensor; a single slice or object may be larger.
-    What has another form, such as a quantised tensor, is loaded by
-    ``torch.load(weights_only=True)``, as by stock's reader; items with stream transforms by stock's
-    reader itself.
+    item in the order of the files, of which each rank begins with another one; reads happen on
+    other threads. Small items are read together; large tensors straight into their target, if it is
+    contiguous memory of the CPU with the stored dtype. Of a slice only the rows from its first to
+    its last are read. At most 256 MiB are read ahead of the planner, and twice 4 KiB per large
+    tensor; a single slice or object may be larger. What has another form, such as a quantised
+    tensor, is loaded by ``torch.load(weights_only=True)``, as by stock's reader; items with stream
+    transforms by stock's reader itself.
 
     Args:
         path: Checkpoint directory.
@@ -47,13 +51,23 @@ class FileSystemReader(dcp.FileSystemReader):
             planner gets it; then of a slice the whole stored tensor is read. Objects are not
             compared, nor tensors saved without checksums; :func:`nostall.verify` reads every byte.
         threads: Number of reads at a time.
+        process_group: The group that ``dcp.load`` has, or one of the same ranks, with a backend for
+            the CPU; ``torch.distributed.group.WORLD`` is the default group. What several of its
+            ranks need is read once: each of them reads a part of it, and they send the parts to
+            each other, 128 MiB per rank at a time, or a single larger tensor. With ``None`` each
+            rank reads what it needs. Give it to the readers of all ranks, or of none.
 
     Raises:
         OptionError: An argument is not possible, or the path is in an object store.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, verify: Verify = "none", threads: int = 4
+        self,
+        path: str | os.PathLike[str],
+        *,
+        verify: Verify = "none",
+        threads: int = 4,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         require_file_system(path)
         if verify not in ("none", "crc"):
@@ -61,6 +75,10 @@ class FileSystemReader(dcp.FileSystemReader):
         super().__init__(path)
         self._verify = verify == "crc"
         self._threads = require_integer("threads", threads, at_least=1)
+        if process_group is not None:
+            require_cpu_members(process_group)
+        self._peers = None if process_group is None else GroupPeers(process_group)
+        self._stored: dict[str, Any] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's metadata.
@@ -97,14 +115,77 @@ class FileSystemReader(dcp.FileSystemReader):
         extents_of(metadata, path=path)  # refuses files outside the directory
         return metadata
 
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take the metadata of the checkpoint to load."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._stored = metadata.state_dict_metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan; it says whether this rank shares."""
+        if self._peers is None:
+            return plan
+        mine = Member(rank=self._peers.rank, world_size=self._peers.world_size)
+        return replace(plan, storage_data=mine)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans, with what each rank gets from others, if all ranks share.
+
+        Raises:
+            OptionError: Some ranks share and others do not, or not in this group.
+        """
+        members = [plan.storage_data for plan in plans]
+        shares: list[Share] | None = None
+        if all_want_to_share(members):
+            wanted = [self._wanted(plan)[0] for plan in plans]
+            shares = share([nbytes_by_archive(each, self._rows_of) for each in wanted])
+        elif not any(isinstance(each, Member) for each in members):
+            return plans
+        return [
+            replace(plan, storage_data=None if shares is None else shares[rank])
+            for rank, plan in enumerate(plans)
+        ]
+
+    def _rows_of(self, item: ReadItem) -> int | None:
+        return None if self._verify else rows_of(self._stored, item)
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan names, and hand it to the planner; done when this returns.
+
+        Collective if ranks share.
 
         Raises:
             DamagedCheckpointError: A file is missing, is shorter than expected, or holds something
                 else. Targets may hold some of the values then.
             OSError: A file cannot be read.
+            RankFailedError: Another rank could not read what ranks share, or its planner failed.
+            RankLostError: Ranks that share can no longer communicate.
         """
+        wanted, transformed = self._wanted(plan)
+        with no_collection():
+            self._read(wanted, planner, plan.storage_data)
+        if transformed:
+            super().read_data(replace(plan, items=transformed), planner).wait()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, wanted: list[Wanted], planner: LoadPlanner, shared: object) -> None:
+        files = PosixFiles(os.fspath(self.path))
+        threads, verify = self._threads, self._verify
+        if isinstance(shared, Share):
+            assert self._peers is not None  # all_want_to_share
+            wanted = read_shared(
+                shared, wanted, planner, files, self._peers, threads=threads, verify=verify
+            )
+        rank, count = _place_of_this_rank()
+        read_items(
+            wanted, planner, files, threads=threads, verify=verify, rank=rank, world_size=count
+        )
+
+    def _wanted(self, plan: LoadPlan) -> tuple[list[Wanted], list[ReadItem]]:
+        """The items and their places; and items that only stock's reader can read."""
         wanted, transformed = [], []
         for item in plan.items:
             place = self.storage_data[item.storage_index]
@@ -116,11 +197,11 @@ class FileSystemReader(dcp.FileSystemReader):
                     item=item, file=place.relative_path, offset=place.offset, nbytes=place.length
                 )
             )
-        files = PosixFiles(os.fspath(self.path))
-        with no_collection():
-            read_items(wanted, planner, files, threads=self._threads, verify=self._verify)
-        if transformed:
-            super().read_data(replace(plan, items=transformed), planner).wait()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return wanted, transformed
+
+
+def _place_of_this_rank() -> tuple[int, int]:
+    """Its number and that of all, of the whole job: also of ranks that load without a group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1

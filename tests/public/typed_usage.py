@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
@@ -133,6 +134,8 @@ def looking(path: Path) -> None:
     dcp.load(STATE, storage_reader=reader)
     dcp.load(STATE, storage_reader=nostall.FileSystemReader(path, verify="crc", threads=2))
     assert_type(nostall.load(STATE, path, keys=["model"], strict=False), nostall.LoadStats)
+    nostall.FileSystemReader(path, process_group=dist.group.WORLD)
+    nostall.FileSystemReader(path, process_group="gloo")  # type: ignore[arg-type]
 
 
 def managing(root: Path) -> None:

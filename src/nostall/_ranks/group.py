@@ -133,8 +133,8 @@ class TorchGroup:
         return self.rank == self.coordinator
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Translate the backend's untyped errors to :class:`RankLostError`."""
+    def together(self) -> Iterator[None]:
+        """A block that communicates: the backend's untyped errors become ``RankLostError``."""
         try:
             yield
         except NotImplementedError:  # the backend does not have this collective
@@ -150,7 +150,7 @@ class TorchGroup:
         """One all_reduce of a few 64-bit integers."""
         device = _torch.device_for_collectives(self._group)
         tensor = torch.tensor(list(values), dtype=torch.int64, device=device)
-        with self._together():
+        with self.together():
             if timeout_s is None:
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
                 return [int(value) for value in tensor.tolist()]
@@ -189,7 +189,7 @@ class TorchGroup:
     def gather(self, value: T) -> list[T] | None:
         """One all_gather of short messages, then one gather if any message is long."""
         message, device = pickle.dumps(value), _torch.device_for_collectives(self._group)
-        with self._together():
+        with self.together():
             messages = gather_messages(
                 message, receiver=self._coordinator_global, group=self._group, device=device
             )
@@ -199,7 +199,7 @@ class TorchGroup:
         """One broadcast of a short message, then another one if it is long."""
         message = pickle.dumps(value) if self.is_coordinator else b""
         device = _torch.device_for_collectives(self._group)
-        with self._together():
+        with self.together():
             received = broadcast_message(
                 message, sender=self._coordinator_global, group=self._group, device=device
             )
@@ -211,7 +211,7 @@ class TorchGroup:
         """One broadcast of the longest message's length, then one scatter."""
         messages = None if values is None else [pickle.dumps(value) for value in values]
         device = _torch.device_for_collectives(self._group)
-        with self._together():
+        with self.together():
             message = scatter_messages(
                 messages, sender=self._coordinator_global, group=self._group, device=device
             )
@@ -220,7 +220,7 @@ class TorchGroup:
     def all_gather(self, value: T) -> list[T]:
         """One all_gather of short messages, then another one if any message is long."""
         message, device = pickle.dumps(value), _torch.device_for_collectives(self._group)
-        with self._together():
+        with self.together():
             messages = gather_messages(message, receiver=None, group=self._group, device=device)
         assert messages is not None
         return [pickle.loads(each) for each in messages]

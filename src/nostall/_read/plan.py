@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from nostall._read.sharing import Span
 
 SMALL_NBYTES = 256 << 10
 """Items up to this length are read together with their neighbours."""
@@ -53,3 +57,47 @@ def regions(ordered: Sequence[Wanted]) -> Iterator[list[Wanted]]:
         region.append(each)
     if region:
         yield region
+
+
+def nbytes_by_archive(
+    wanted: Iterable[Wanted], rows_of: Callable[[ReadItem], int | None]
+) -> dict[Span, int]:
+    """How many bytes of which archives are read for items.
+
+    Args:
+        wanted: The items.
+        rows_of: Rows of an item's stored tensor; ``None`` if all of them are read for any slice.
+    """
+    found: dict[Span, int] = defaultdict(int)
+    for each in wanted:
+        is_object = each.item.type is LoadItemType.BYTE_IO
+        rows = None if is_object or each.nbytes <= SMALL_NBYTES else rows_of(each.item)
+        nbytes = each.nbytes * each.item.lengths[0] // rows if rows else each.nbytes
+        archive = Span(each.file, each.offset, each.end)
+        found[archive] = min(each.nbytes, found[archive] + nbytes)
+    return dict(found)
+
+
+def rows_of(stored: Mapping[str, object], item: ReadItem) -> int | None:
+    """Rows of an item's stored tensor, of which a slice needs some.
+
+    Args:
+        stored: The checkpoint's ``state_dict_metadata``.
+        item: The item.
+
+    Returns:
+        ``None`` if the tensor has no rows, or metadata do not say where the item is from.
+    """
+    index, entry = item.storage_index, stored.get(item.storage_index.fqn)
+    if not isinstance(entry, TensorStorageMetadata) or index.index is None:
+        return None
+    for chunk in entry.chunks[index.index : index.index + 1]:
+        if chunk.offsets == index.offset and len(chunk.sizes) == len(item.lengths) > 0:
+            return chunk.sizes[0]
+    return None
+
+
+def rotated(names: Sequence[str], rank: int, world_size: int) -> list[str]:
+    """The names of files in another order on each rank, so that not all begin with the same."""
+    first = rank * len(names) // world_size
+    return [*names[first:], *names[:first]]

@@ -24,10 +24,11 @@ from typing_extensions import Self
 
 from nostall import _torch
 from nostall._model import checksum
+from nostall._read.damage import damaged, missing, too_short
 from nostall._read.forms import HEAD_NBYTES, Contradictory, Form, Forms, Unusual
-from nostall._read.plan import SMALL_NBYTES, Wanted, regions
+from nostall._read.plan import SMALL_NBYTES, Wanted, regions, rotated
 from nostall._read.rows import Rows, is_plain, memory_of, over
-from nostall._storage.port import Files
+from nostall._storage.port import ReadableFiles
 from nostall._storage.reading import part_as_stream
 from nostall.errors import DamagedCheckpointError
 
@@ -38,8 +39,6 @@ _IN_FLIGHT_NBYTES = 256 << 20
 """Limit on what is being read ahead of the planner, except for a single larger item."""
 _CRC32 = struct.Struct("<L")
 _CRC32_NBYTES = _CRC32.size
-_NAMED = 3
-"""How many items an error names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +55,12 @@ class Load:
 def read_items(
     wanted: Iterable[Wanted],
     planner: LoadPlanner,
-    files: Files,
+    files: ReadableFiles,
     *,
     threads: int,
     verify: bool,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> None:
     """Read items and hand them to a planner; returns when it has all of them.
 
@@ -69,6 +70,8 @@ def read_items(
         files: The checkpoint's files.
         threads: Number of reads at a time.
         verify: Whether to compare whole tensors with the checksums in their archives.
+        rank: Among the ranks that read at the same time: each begins with another file.
+        world_size: Number of these ranks.
 
     Raises:
         DamagedCheckpointError: A file is missing or shorter than expected, or an item in it is
@@ -84,8 +87,8 @@ def read_items(
     load = Load(planner=planner, pool=pool, verify=verify)
     with _Ahead() as ahead:
         try:
-            for name, items in sorted(by_file.items()):
-                ahead.read(_File(load, files, name, items))
+            for name in rotated(sorted(by_file), rank, world_size):
+                ahead.read(_File(load, files, name, by_file[name]))
             ahead.finish_all()
         finally:
             # Nothing reads from a closed file, or writes to a target, after this.
@@ -147,34 +150,28 @@ class _File:
         OSError: It cannot be opened.
     """
 
-    def __init__(self, load: Load, files: Files, name: str, items: Sequence[Wanted]) -> None:
+    def __init__(
+        self, load: Load, files: ReadableFiles, name: str, items: Sequence[Wanted]
+    ) -> None:
         self._load = load
         self._path = files.where(name)
         self._items = sorted(items, key=lambda each: each.offset)
         try:
             self._source = files.open(name)
         except FileNotFoundError as error:
-            raise self._damaged("the file is missing", items) from error
+            raise missing(self._path, items) from error
         nbytes = self._source.stat.nbytes
         beyond = [each for each in items if each.end > nbytes]
         if beyond:
             self.close()
-            end = max(each.end for each in beyond)
-            raise self._damaged(f"the file has {nbytes} bytes, its items end at {end}", beyond)
+            raise too_short(nbytes, self._path, beyond)
 
     def close(self) -> None:
         """Close the file."""
         self._source.close()
 
     def _damaged(self, what: str, items: Sequence[Wanted]) -> DamagedCheckpointError:
-        names = ", ".join(each.name for each in items[:_NAMED])
-        more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
-        return DamagedCheckpointError(
-            f"{what} (items {names}{more})",
-            phase="read",
-            path=self._path,
-            hint="`nostall verify` lists all damage; load another checkpoint",
-        )
+        return damaged(what, self._path, items)
 
     def reads(self) -> Iterator[_Begun]:
         """Begin one read after the other."""

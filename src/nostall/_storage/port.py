@@ -106,11 +106,22 @@ class Draft(Protocol):
         """Release it, published or not; not while another thread appends. Idempotent."""
 
 
-class Files(Protocol):
-    """The files of one checkpoint, as the writer process needs them: it publishes nothing."""
+class ReadableFiles(Protocol):
+    """The files of one checkpoint, as loading needs them."""
 
     def where(self, name: str = "") -> str:
         """Path or address of a file, or of the checkpoint, for errors and logs."""
+
+    def open(self, name: str) -> Source:
+        """Open a file for reading.
+
+        Raises:
+            ReadError: Something that is not a file has the name.
+        """
+
+
+class Files(ReadableFiles, Protocol):
+    """The files of one checkpoint, as the writer process needs them: it publishes nothing."""
 
     def put(self, name: str, nbytes: int, *, on_created: Callable[[str], None]) -> Upload:
         """Begin a new file.
@@ -124,13 +135,6 @@ class Files(Protocol):
 
     def flush(self) -> None:
         """Make finished files and removals durable, where they are not yet."""
-
-    def open(self, name: str) -> Source:
-        """Open a file for reading.
-
-        Raises:
-            ReadError: Something that is not a file has the name.
-        """
 
     def stat(self, name: str) -> Stat:
         """Length, version and age of a file; raises as :meth:`open`."""

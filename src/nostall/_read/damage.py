@@ -1,0 +1,34 @@
+"""The error for files that do not hold what the metadata says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nostall._read.plan import Wanted
+from nostall.errors import DamagedCheckpointError
+
+_NAMED = 3
+"""How many items an error names."""
+
+
+def damaged(what: str, path: str, items: Sequence[Wanted]) -> DamagedCheckpointError:
+    """An error that names the file and the first of the items that cannot be loaded."""
+    names = ", ".join(each.name for each in items[:_NAMED])
+    more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
+    return DamagedCheckpointError(
+        f"{what} (items {names}{more})",
+        phase="read",
+        path=path,
+        hint="`nostall verify` lists all damage; load another checkpoint",
+    )
+
+
+def missing(path: str, items: Sequence[Wanted]) -> DamagedCheckpointError:
+    """The error for a file that does not exist."""
+    return damaged("the file is missing", path, items)
+
+
+def too_short(nbytes: int, path: str, items: Sequence[Wanted]) -> DamagedCheckpointError:
+    """The error for a file that ends before these items do."""
+    end = max(each.end for each in items)
+    return damaged(f"the file has {nbytes} bytes, its items end at {end}", path, items)
