@@ -33,6 +33,7 @@ def load(
     threads: int = 4,
     trust: bool = False,
     process_group: dist.ProcessGroup | None = None,
+    read_once: bool = False,
 ) -> LoadStats:
     """Load a checkpoint of nostall or stock DCP into a state, as ``dcp.load`` does, but faster.
 
@@ -57,6 +58,9 @@ def load(
             types that ``torch.load(weights_only=True)`` allows, or were allowed by
             ``torch.serialization.add_safe_globals``.
         process_group: Ranks that load together, or ``None``.
+        read_once: With a process group: what several ranks need is read by one and sent to the
+            others, as with the ``process_group`` of :class:`nostall.FileSystemReader`. For storage
+            that is slower than the network between ranks.
 
     Returns:
         What was loaded.
@@ -77,7 +81,16 @@ def load(
     planner = Planner(
         lambda name: wanted is None or wanted.has(name), strict=strict, trust=trust, path=where
     )
-    reader = CachedMetadataFileSystemReader(path, verify=verify, threads=threads)
+    if read_once and process_group is None:
+        raise OptionError(
+            "read_once=True needs a process_group", hint="pass the group of all ranks"
+        )
+    reader = CachedMetadataFileSystemReader(
+        path,
+        verify=verify,
+        threads=threads,
+        process_group=process_group if read_once else None,
+    )
     touched = [name for name in state if wanted is None or wanted.touches(name)]
     objects = {name: each for name in touched if (each := _object_in(state[name])) is not None}
     present = {

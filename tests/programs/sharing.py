@@ -171,6 +171,10 @@ def replicated(out: Path, group: dist.ProcessGroup) -> Facts:
     with counted() as counts:
         dcp.load(loaded, storage_reader=reader)  # with the default group, of the same ranks
     found["cached"] = {"read": sum(counts), "same": same(loaded, state)}
+    loaded = empty_like(state)
+    with counted() as counts:
+        nostall.load(loaded, out, process_group=group, read_once=True)
+    found["nostall.load"] = {"read": sum(counts), "same": same(loaded, state)}
     return found
 
 

@@ -157,6 +157,8 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_changes(tmp_path: 
         assert other_kind["b"].tolist() == [0.0]
     with pytest.raises(OptionError, match="nothing named weight"):
         nostall.load({"b": torch.zeros(1)}, tmp_path, keys=["weight", "b"])
+    with pytest.raises(OptionError, match="needs a process_group"):
+        nostall.load({"b": torch.zeros(1)}, tmp_path, read_once=True)
     with pytest.raises(OptionError, match="not a text"):
         nostall.load({"b": torch.zeros(1)}, tmp_path, keys=[1])  # type: ignore[list-item]
 

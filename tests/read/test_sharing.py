@@ -296,7 +296,7 @@ def assert_read_once(facts: list[dict[str, Any]], stored: int) -> None:
     assert sum(each["read"] for each in facts) <= 1.05 * stored + CONSTANT_NBYTES
 
 
-@pytest.mark.parametrize("how", ["plain", "crc", "thread", "cached"])
+@pytest.mark.parametrize("how", ["plain", "crc", "thread", "cached", "nostall.load"])
 def test_a_replicated_state_is_read_once(found: Found, how: str) -> None:
     """Bit by bit what was saved, on all ranks; each of them reads its part."""
     facts = [each["replicated"][how] for each in found]
