@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
@@ -19,6 +20,7 @@ from nostall._commit.checking import (
     Damage,
     Description,
     ReadCounter,
+    damage_by,
     look_at,
     read_description,
     require_answers,
@@ -28,8 +30,9 @@ from nostall._commit.checking import (
 from nostall._commit.guarded_program import HINT
 from nostall._commit.manifest import manifest_alone
 from nostall._model.checksum import use_fastest
+from nostall._model.names import OF_FILE_SYSTEM
 from nostall._storage.destination import require_file_system
-from nostall._storage.port import Files, may_pass
+from nostall._storage.port import leaves_open
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.reading import open_to_read
 from nostall.errors import (
@@ -51,6 +54,8 @@ class State(str, Enum):
     WHOLE = "whole"
     """It is as it was written, as far as there are checksums."""
     DAMAGED = "damaged"
+    UNREADABLE = "unreadable"
+    """Storage does not let some of it be read, and the rest is as it was written."""
     NOT_UNDERSTOOD = "not understood"
     """It has no manifest, and metadata with parts that this nostall and this torch do not know."""
     NOT_THERE = "not there"
@@ -188,10 +193,12 @@ def committed_latest_first(root: str) -> list[str]:
     try:
         with os.scandir(root) as entries:
             for entry in entries:
+                if entry.name == OF_FILE_SYSTEM:
+                    continue
                 metadata = os.path.join(entry.path, _torch.METADATA_NAME)
                 if _may_be_file(metadata):
                     # A directory before a link to it.
-                    rank = _committed_at_s(PosixFiles(entry.path)), not entry.is_symlink()
+                    rank = _committed_at_s(entry.path), not entry.is_symlink()
                     candidates.append((rank, entry.path))
     except FileNotFoundError:
         return []
@@ -207,11 +214,11 @@ def committed_latest_first(root: str) -> list[str]:
 
 
 def _may_be_file(path: str) -> bool:
-    """Whether a regular file has this name; also true after a transient storage error."""
+    """Whether a regular file has this name; also true if storage does not say."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except OSError as error:
-        return may_pass(error)
+        return leaves_open(error)
 
 
 def verify(
@@ -248,13 +255,13 @@ def verify(
     except UnknownMetadataError as error:
         return Verification(path=directory, state=State.NOT_UNDERSTOOD, note=error.message)
     except (OSError, DamagedCheckpointError, UntrustedMetadataError) as error:
-        damage = Damage(file=_torch.METADATA_NAME, what=unreadable(error))
-        return Verification(path=directory, state=State.DAMAGED, damages=(damage,))
+        damage = damage_by(error, _torch.METADATA_NAME)
+        return Verification(path=directory, state=_state_with([damage]), damages=(damage,))
     return _compared(files, description, threads, progress)
 
 
 def _compared(
-    files: Files,
+    files: PosixFiles,
     description: Description,
     threads: int,
     report: Callable[[int, int], object] | None,
@@ -280,7 +287,7 @@ def _compared(
             unchecked += each.strangers
     return Verification(
         path=files.where(),
-        state=State.DAMAGED if found else State.WHOLE,
+        state=_state_with(found),
         note=description.note,
         damages=tuple(found),
         files=len(sizes),
@@ -291,12 +298,20 @@ def _compared(
     )
 
 
-def _committed_at_s(files: Files) -> float:
-    try:
-        with open_to_read(files, _torch.METADATA_NAME) as stream:
+def _state_with(damages: Sequence[Damage]) -> State:
+    if any(damage.is_certain for damage in damages):
+        return State.DAMAGED
+    return State.UNREADABLE if damages else State.WHOLE
+
+
+def _committed_at_s(directory: str) -> float:
+    """When a checkpoint was committed; the next best time if its metadata cannot be read."""
+    with suppress(OSError):
+        with open_to_read(PosixFiles(directory), _torch.METADATA_NAME) as stream:
             manifest = manifest_alone(stream)
         if manifest is not None:
             return manifest.committed_at_s
-        return files.stat(_torch.METADATA_NAME).modified_s
-    except OSError:
-        return 0.0  # skipped later
+    for path in (os.path.join(directory, _torch.METADATA_NAME), directory):
+        with suppress(OSError):
+            return os.stat(path).st_mtime
+    return 0.0

@@ -37,6 +37,7 @@ from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import State
 from nostall.state_dict_saver import CheckpointMetadataCache
 from support.manifests import with_manifest_of
+from support.permissions import without_permission
 from support.states import read_metadata, schedule, small_state
 from support.waiting import AwayOs
 
@@ -642,6 +643,53 @@ def test_the_latest_is_not_denied_while_storage_is_away(tmp_path: Path, operatio
     assert caught.value.path == str(tmp_path / "one" / "save")
     assert caught.value.hint == "try again when storage answers"
     assert nostall.latest_complete(tmp_path / "two") == str(tmp_path / "two" / "save")
+
+
+@pytest.mark.parametrize("hidden", ["new", "new/.metadata"])
+def test_what_may_not_be_read_is_not_denied(
+    tmp_path: Path,
+    hidden: str,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Not damage, and no reason to start from scratch; an older one is taken with a warning."""
+    for path in ("one/new", "two/old", "two/new"):
+        by_queue(tmp_path / path, small_state())
+    (tmp_path / "one" / "lost+found").mkdir()
+    with without_permission(tmp_path / "one" / hidden):
+        with pytest.raises(ReadError, match="Permission denied") as caught:
+            nostall.latest_complete(tmp_path / "one")
+        assert caught.value.hint == "give this user the right to read it"
+        found = nostall.verify(tmp_path / "one" / "new")
+        assert (found.ok, found.state) == (False, State.UNREADABLE)
+        assert main(["latest", str(tmp_path / "one")]) == 1
+        assert main(["verify", str(tmp_path / "one" / "new")]) == 1
+        assert main(["ls", str(tmp_path / "one")]) == 0
+    printed = capsys.readouterr()
+    assert "unreadable: .metadata: cannot be read: Permission denied" in printed.out
+    assert "damaged" not in printed.out.lower() + printed.err.lower()
+    assert printed.out.count("unreadable ") >= 1
+    with without_permission(tmp_path / "two" / hidden), caplog.at_level("WARNING", "nostall"):
+        assert nostall.latest_complete(tmp_path / "two") == str(tmp_path / "two" / "old")
+    assert f"skipped {tmp_path / 'two' / 'new'}: the checkpoint cannot be read" in caplog.text
+
+
+def test_a_shard_that_may_not_be_read_is_not_damage(tmp_path: Path) -> None:
+    """Beside damage, which counts."""
+    by_queue(tmp_path / "new", {f"{each}": torch.ones(9) for each in range(4)}, thread_count=2)
+    first, second = sorted((tmp_path / "new").glob("*.distcp"))
+    with without_permission(first):
+        assert nostall.verify(tmp_path / "new").state is State.UNREADABLE
+        with pytest.raises(ReadError, match="Permission denied"):
+            nostall.latest_complete(tmp_path, deep=True)
+        assert nostall.latest_complete(tmp_path) == str(tmp_path / "new")  # looks at sizes only
+        second.write_bytes(bytes(second.stat().st_size))
+        found = nostall.verify(tmp_path / "new")
+        assert found.state is State.DAMAGED
+        assert [each.is_certain for each in found.damages] == [False, True]
+    second.unlink()
+    with without_permission(first):
+        assert nostall.verify(tmp_path / "new").state is State.DAMAGED
 
 
 @pytest.mark.parametrize("look", [nostall.verify, nostall.is_complete, nostall.latest_complete])

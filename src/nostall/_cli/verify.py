@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 HELP = "read a whole checkpoint and report any damage"
 DESCRIPTION = (
     "Read a whole checkpoint and compare it with its checksums. Exit status: 0 if"
-    " it is as it was written, 1 if it is damaged or not complete, 2 for wrong arguments, 3 if"
-    " there is no checkpoint, 4 if it has no manifest and its metadata is not understood."
+    " it is as it was written, 1 if it is damaged, not complete or cannot be read, 2 for wrong"
+    " arguments, 3 if there is no checkpoint, 4 if it has no manifest and its metadata is not"
+    " understood."
 )
 
 
@@ -46,6 +47,7 @@ def run(parsed: argparse.Namespace) -> int:
     return {
         State.WHOLE: Status.FINE,
         State.DAMAGED: Status.FAILED,
+        State.UNREADABLE: Status.FAILED,
         State.NOT_THERE: Status.NOT_THERE,
         State.NOT_UNDERSTOOD: Status.NOT_UNDERSTOOD,
     }[found.state]
@@ -61,7 +63,8 @@ def _print(found: Verification) -> None:
     if found.note is not None:
         print(f"note: {printable(found.note)}")
     for damage in found.damages:
-        print(f"damaged: {printable(str(damage))}")
+        what = "damaged" if damage.is_certain else "unreadable"
+        print(f"{what}: {printable(str(damage))}")
     if found.unchecked:
         example = printable(found.unchecked[0])
         print(f"no checksum: {counted(len(found.unchecked), 'item')}, for example {example}")

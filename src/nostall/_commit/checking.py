@@ -9,14 +9,14 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 from nostall import _torch
 from nostall._commit.manifest import DAMAGED_HINT, manifest_alone, manifest_of, split
 from nostall._commit.metadata import Extent, extents_of, load_metadata, planned_indices
 from nostall._model.values import WrittenFile
-from nostall._storage.port import Files, may_pass
+from nostall._storage.port import Files, leaves_open, may_pass
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.reading import (
     ChecksumMissing,
@@ -47,6 +47,8 @@ class Damage:
     what: str
     items: tuple[str, ...] = ()
     """Names of the items concerned, as far as they are known."""
+    is_certain: bool = True
+    """False if storage did not let the file be read: it may be as it was written."""
 
     def __str__(self) -> str:
         items, more = ", ".join(self.items[:_FEW]), len(self.items) - _FEW
@@ -157,8 +159,8 @@ def size_of(files: Files, expected: ExpectedFile) -> tuple[int, Damage | None]:
     try:
         nbytes = files.stat(name).nbytes
     except OSError as error:
-        what = "missing" if isinstance(error, FileNotFoundError) else unreadable(error)
-        return 0, Damage(file=name, what=what, items=tuple(each.item for each in extents))
+        items = tuple(each.item for each in extents)
+        return 0, replace(damage_by(error, name), items=items)
     if nbytes == expected.nbytes or (nbytes > expected.nbytes and not expected.is_exact):
         return nbytes, None
     what = f"has {nbytes} bytes, expected {expected.nbytes}"
@@ -167,10 +169,10 @@ def size_of(files: Files, expected: ExpectedFile) -> tuple[int, Damage | None]:
 
 
 def require_answers(directory: str) -> None:
-    """Check that a checkpoint is skipped for its content, not for a transient storage error.
+    """Check that a checkpoint is skipped for its content, not because it cannot be read.
 
     Raises:
-        ReadError: Storage reports a transient error.
+        ReadError: Storage reports a transient error, or denies access.
     """
     files = PosixFiles(directory)
     try:
@@ -179,14 +181,17 @@ def require_answers(directory: str) -> None:
         for name in files.list():
             with suppress(ReadError):  # not a regular file
                 files.stat(name)
+                files.open(name).close()
     except OSError as error:
-        if may_pass(error):
+        if leaves_open(error):
             raise ReadError(
                 f"the checkpoint cannot be read: {error.strerror}",
                 errno=error.errno,
                 phase="read",
                 path=directory,
-                hint="try again when storage answers",
+                hint="try again when storage answers"
+                if may_pass(error)
+                else "give this user the right to read it",
             ) from error
 
 
@@ -221,10 +226,17 @@ def look_at(files: Files, expected: ExpectedFile, on_read: Callable[[int], objec
             return Looked(file=name)
         inside = _look_into(files, expected, lambda _: None)
     except OSError as error:
-        return Looked(file=name, damage=Damage(file=name, what=unreadable(error)))
+        return Looked(file=name, damage=damage_by(error, name))
     items = (*(inside.damage.items if inside.damage is not None else ()), *inside.strangers)
     what = f"CRC-32 is {found:08x}, expected {crc32:08x}"
     return Looked(file=name, damage=Damage(file=name, what=what, items=items))
+
+
+def damage_by(error: OSError | NostallError, file: str) -> Damage:
+    """What an error says about a file."""
+    if isinstance(error, FileNotFoundError):
+        return Damage(file=file, what="missing")
+    return Damage(file=file, what=unreadable(error), is_certain=not leaves_open(error))
 
 
 def unreadable(error: OSError | NostallError) -> str:

@@ -15,7 +15,7 @@ from nostall._ranks.failures import sendable
 from nostall._ranks.group import Coordination
 from nostall._torch import wrap_exception
 from nostall.errors import DamagedCheckpointError, NostallError, ReadError, UnknownMetadataError
-from nostall.integrity import verify
+from nostall.integrity import State, verify
 
 _log = logging.getLogger("nostall")
 
@@ -75,17 +75,25 @@ def _require_none(steps: StepDirectories) -> None:
         )
 
 
-def _damage_of(steps: StepDirectories, step: int) -> DamagedCheckpointError | None:
+def _damage_of(steps: StepDirectories, step: int) -> DamagedCheckpointError | ReadError | None:
     for checkpoint in steps.checkpoints(step):
         found = verify(checkpoint)
-        if not found.ok:
-            what = ", ".join(map(str, found.damages)) or found.note
-            return DamagedCheckpointError(
-                f"step {step} is damaged: {what}",
+        if found.ok:
+            continue
+        what = ", ".join(map(str, found.damages)) or found.note
+        if found.state is State.UNREADABLE:
+            return ReadError(
+                f"step {step} cannot be read: {what}",
                 phase="verify",
                 path=checkpoint,
-                hint="restore another step",
+                hint="try again when storage answers, or give this user the right to read it",
             )
+        return DamagedCheckpointError(
+            f"step {step} is damaged: {what}",
+            phase="verify",
+            path=checkpoint,
+            hint="restore another step",
+        )
     return None
 
 

@@ -6,6 +6,8 @@ import os
 import re
 
 METADATA_SUFFIX = ".metadata"
+OF_FILE_SYSTEM = "lost+found"
+"""A directory at the root of a file system, into which only the administrator may look."""
 SHARD_SUFFIX = ".distcp"
 """Suffix of shard file names, in stock DCP and here."""
 _GIVEN = re.compile(r"__\d+_\d+(-[0-9a-f]{8})*" + re.escape(SHARD_SUFFIX) + r"\Z")

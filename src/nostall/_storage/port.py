@@ -192,6 +192,14 @@ def may_pass(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in _PASSING
 
 
+_DENIED = {errno.EACCES, errno.EPERM}
+
+
+def leaves_open(error: Exception) -> bool:
+    """Whether an error says nothing about what is stored: storage is away, or denies access."""
+    return may_pass(error) or (isinstance(error, OSError) and error.errno in _DENIED)
+
+
 def reason(error: Exception) -> str:
     """Description of an error, without its place."""
     return error.strerror if isinstance(error, OSError) and error.strerror else repr(error)

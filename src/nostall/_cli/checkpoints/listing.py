@@ -14,8 +14,14 @@ from enum import Enum
 from nostall._cli.arguments import NotThere
 from nostall._cli.output import counted
 from nostall._commit.manifest import Manifest, manifest_of
-from nostall._model.names import METADATA_SUFFIX, SHARD_SUFFIX, is_metadata_of_one_rank
+from nostall._model.names import (
+    METADATA_SUFFIX,
+    OF_FILE_SYSTEM,
+    SHARD_SUFFIX,
+    is_metadata_of_one_rank,
+)
 from nostall._storage.destination import require_file_system
+from nostall._storage.port import leaves_open
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.reading import open_to_read
 from nostall.errors import (
@@ -92,7 +98,11 @@ def list_checkpoints(root: str) -> list[Listed]:
 
 def _directories_in(path: str) -> list[str]:
     with os.scandir(path) as entries:
-        return [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+        return [
+            entry.path
+            for entry in entries
+            if entry.is_dir(follow_symlinks=False) and entry.name != OF_FILE_SYSTEM
+        ]
 
 
 def _at_or_in(path: str) -> list[Listed]:
@@ -101,10 +111,23 @@ def _at_or_in(path: str) -> list[Listed]:
         return [itself]
     try:
         parts = map(look_at, _directories_in(path))
-    except OSError:  # it is gone, or this user must not read it
-        return []
+    except OSError as error:
+        return [_unreadable(path)] if leaves_open(error) else []
     name = os.path.basename(path)
     return [replace(each, name=f"{name}/{each.name}") for each in parts if each is not None]
+
+
+def _unreadable(path: str) -> Listed:
+    """A directory that this user must not look into; it may hold a checkpoint."""
+    return Listed(
+        path=path,
+        name=os.path.basename(path),
+        state=State.UNREADABLE,
+        nbytes=0,
+        files=0,
+        at_s=os.lstat(path).st_mtime,
+        manifest=False,
+    )
 
 
 def why_not_there(path: str) -> str:
