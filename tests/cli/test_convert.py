@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import zipfile
@@ -240,3 +241,39 @@ def test_paths_in_metadata_are_not_trusted() -> None:
             nested({"a": {}, "b": 1}, clash, "")
         with pytest.raises(DamagedCheckpointError):
             nested({"b": 1, "a": {}}, clash, "")
+
+
+def test_a_damaged_file_is_not_converted(tmp_path: Path, run: Run) -> None:
+    """What was converted would get new checksums, and the damage could not be found later."""
+    file = tmp_path / "all.pt"
+    torch.save({"a": torch.ones(1000)}, file)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    status, _, error = run("convert", file, tmp_path / "new")
+    assert (status, "does not match its CRC-32" in error) == (1, True)
+    assert not (tmp_path / "new").exists()
+
+
+def test_files_without_checksums_are_converted(tmp_path: Path, run: Run) -> None:
+    """As torch writes them on request."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.ones(1000)}, tmp_path / "all.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert run("convert", tmp_path / "all.pt", tmp_path / "new")[0] == 0
+
+
+def test_what_cannot_be_converted_is_named(tmp_path: Path, run: Run) -> None:
+    """A shard file, a plain pickle, an empty state dict."""
+    dcp.save({"a": torch.ones(9)}, storage_writer=nostall.FileSystemWriterAsync(tmp_path / "saved"))
+    _, _, error = run("convert", tmp_path / "saved" / "__0_0.distcp", tmp_path / "new")
+    assert "it is a shard file of a checkpoint (pass the checkpoint's directory)" in error
+    (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"a": 1}))
+    _, _, error = run("convert", tmp_path / "plain.pkl", tmp_path / "new")
+    assert "cannot load: " in error
+    assert "cannot load: (" not in error
+    torch.save({}, tmp_path / "empty.pt")
+    _, _, error = run("convert", tmp_path / "empty.pt", tmp_path / "new")
+    assert "the state dict in it is empty" in error

@@ -6,15 +6,17 @@ import argparse
 import os
 
 from nostall._cli.arguments import NotThere, Status
-from nostall._cli.output import printable
+from nostall._cli.output import counted, printable
 from nostall._storage.destination import require_file_system
 from nostall.errors import OptionError
 
 HELP = "convert a checkpoint directory to one torch.save file, or back"
 DESCRIPTION = (
     "Convert a checkpoint directory to one torch.save file, or such a file to a checkpoint"
-    " directory. A checkpoint is verified first. Tensors are never all in memory; converting to a"
-    " file needs room for them twice on the target's disk. TARGET appears when it is complete."
+    " directory. SOURCE is verified first. Tensors are never all in memory; converting to a file"
+    " needs room for them twice on the target's disk. TARGET appears when it is complete. In the"
+    " file, keys of dictionaries are texts, as with torch's dcp_to_torch_save: to load an"
+    " optimizer's state, make those of its 'state' numbers again."
 )
 
 
@@ -50,7 +52,7 @@ def run(parsed: argparse.Namespace) -> int:
 
     convert = to_file if is_directory else to_checkpoint
     items = convert(parsed.source, parsed.target, trust=parsed.trust)
-    print(printable(f"{parsed.source} -> {parsed.target}: {items} items"))
+    print(printable(f"{parsed.source} -> {parsed.target}: {counted(items, 'item')}"))
     return Status.FINE
 
 

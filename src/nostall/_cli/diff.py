@@ -29,6 +29,8 @@ class Difference:
         return f"{_SIGNS[self.where]} {self.name}: {self.what}"
 
 
+_OF_MANAGER = "nostall."
+"""How names of a CheckpointManager's own items begin."""
 HELP = "compare two checkpoints: structure, and values if asked"
 DESCRIPTION = (
     "Compare names, dtypes and shapes of two checkpoints, and with --values every bit, after"
@@ -98,6 +100,8 @@ def _values(one: Checkpoint, other: Checkpoint, names: list[str]) -> list[Differ
     with progress("comparing") as report:
         for item in in_file_order(items):
             what = _difference(one, other, item, other.by_name[item.name])
+            if what is not None and item.name.startswith(_OF_MANAGER):
+                what = "the records of a CheckpointManager differ: times, metrics, random numbers"
             if what is not None:
                 found.append(Difference(name=item.name, where="values", what=what))
             done += item.nbytes

@@ -38,4 +38,5 @@ def object_in(content: io.BytesIO, name: str, *, trust: bool, hint: str) -> Any:
 def reason_of(error: Exception) -> str:
     """What ``torch.load`` says, in one line; of ``weights_only`` the class that is refused."""
     refused = _REFUSED.search(str(error))
-    return f"{refused[1] if refused else str(error).partition(chr(10))[0]:.200}"
+    said = refused[1] if refused else str(error).partition("\n")[0]
+    return f"{said or type(error).__name__:.200}"

@@ -17,7 +17,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from nostall._cli.checkpoints.checkpoint import (
 from nostall._cli.checkpoints.nesting import nested
 from nostall._cli.checkpoints.reading import TRUST_HINT, read_into, read_objects
 from nostall._cli.output import progress
+from nostall._model.names import SHARD_SUFFIX
 from nostall._read.objects import object_in, reason_of
 from nostall._storage.posix import (
     create_new,
@@ -42,6 +43,8 @@ from nostall._storage.posix import (
     replace_file,
     sync_directory,
 )
+from nostall._storage.posix_files import PosixFiles
+from nostall._storage.reading import ChecksumMissing, damage_of_container
 from nostall.errors import DamagedCheckpointError, NostallError, ReadError, WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.removal import remove_checkpoint
@@ -129,15 +132,16 @@ def to_checkpoint(source: str, target: str, *, trust: bool) -> int:
     """Convert a ``torch.save`` file to a checkpoint directory; returns the number of items.
 
     Raises:
-        DamagedCheckpointError: The file cannot be loaded, or needs ``trust``.
+        DamagedCheckpointError: The file is damaged, cannot be loaded, or needs ``trust``.
         ReadError: It is not a file of ``torch.save``, or does not hold a state dict.
         NostallError: The checkpoint cannot be saved.
     """
     state = _load(source, trust=trust)
-    if not isinstance(state, Mapping) or not state:
-        raise ReadError(
-            f"it holds an object of type {type(state).__name__}, not a state dict", path=source
-        )
+    if not isinstance(state, Mapping):
+        kind = type(state).__name__
+        raise ReadError(f"it holds an object of type {kind}, not a state dict", path=source)
+    if not state:
+        raise ReadError("the state dict in it is empty", path=source)
     writer = FileSystemWriterAsync(target, overwrite=False)
     try:
         with warnings.catch_warnings():
@@ -169,6 +173,8 @@ def _load(source: str, *, trust: bool) -> Any:
     mapped = zipfile.is_zipfile(source)
     if not (mapped or _is_pickle(source) or tarfile.is_tarfile(source)):
         raise ReadError("it is not a file of torch.save, or is cut off", path=source)
+    if mapped:
+        _require_undamaged(source)
     try:
         return torch.load(source, map_location="cpu", weights_only=not trust, mmap=mapped)
     except OSError:
@@ -180,6 +186,26 @@ def _load(source: str, *, trust: bool) -> Any:
             path=source,
             hint=TRUST_HINT if needs_trust else None,
         ) from error
+
+
+def _require_undamaged(source: str) -> None:
+    """Require that the records of a file of ``torch.save`` match their checksums, if it has some.
+
+    Raises:
+        ReadError: It is a shard file, a row of such files.
+        DamagedCheckpointError: One record does not match.
+    """
+    if source.endswith(SHARD_SUFFIX):
+        raise ReadError(
+            "it is a shard file of a checkpoint",
+            path=source,
+            hint="pass the checkpoint's directory",
+        )
+    directory, name = os.path.split(os.path.abspath(source))
+    with closing(PosixFiles(directory).open(name)) as file, suppress(ChecksumMissing):
+        damage = damage_of_container(file, 0, file.stat.nbytes)
+        if damage is not None:
+            raise DamagedCheckpointError(f"the file is damaged: {damage}", path=source)
 
 
 def _is_pickle(source: str) -> bool:
