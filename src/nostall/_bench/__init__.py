@@ -6,5 +6,6 @@
         -> verification -> BenchReport -> tables
 
 ``run.py`` is the composer, ``session.py`` has the phases; ``measure.py`` says what a figure is,
-``targets.py`` what it should be.
+``targets.py`` what it should be. ``loading`` does the same for loads, ``restarting`` for processes
+from their start until a checkpoint is loaded.
 """

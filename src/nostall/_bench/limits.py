@@ -56,14 +56,14 @@ class Limits:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = list(tensors)
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
-        self._pages = _fast_pages(_rounded(self.nbytes, mmap.PAGESIZE))
+        self._pages = fast_pages(rounded(self.nbytes, mmap.PAGESIZE))
         source = torch.frombuffer(self._pages, dtype=torch.uint8)
         at = 0
         for tensor in tensors:
             source[at : at + tensor.nbytes].copy_(_bytes_of(tensor))
             at += tensor.nbytes
         self._source = source[: self.nbytes]
-        room = sum(_rounded(tensor.nbytes, _ALIGNMENT) for tensor in tensors)
+        room = sum(rounded(tensor.nbytes, _ALIGNMENT) for tensor in tensors)
         copy = torch.zeros(room, dtype=torch.uint8)
         self._copy = copy[: self.nbytes]
         self._copies = _views(copy, self._tensors)
@@ -73,11 +73,11 @@ class Limits:
 
     def memcpy_s(self) -> float:
         """Seconds of one flat copy of all bytes with all of torch's threads; the best of a few."""
-        return _least_s(lambda: self._copy.copy_(self._source))
+        return least_s(lambda: self._copy.copy_(self._source))
 
     def foreach_copy_s(self) -> float:
         """The best seconds of ``torch._foreach_copy_`` of these tensors into warm ones."""
-        return _least_s(lambda: _torch.copy_each(self._copies, self._tensors))
+        return least_s(lambda: _torch.copy_each(self._copies, self._tensors))
 
     def raw_write(self, path: Path, setting: WriteSetting) -> RawWrite:
         """Write all bytes to a new file and fsync it, in 8 MiB chunks from page-aligned memory."""
@@ -110,7 +110,7 @@ class Limits:
         return direct
 
 
-def _fast_pages(nbytes: int) -> mmap.mmap:
+def fast_pages(nbytes: int) -> mmap.mmap:
     """Page-aligned private memory, in huge pages where the system has them: the fastest target."""
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):
@@ -118,7 +118,7 @@ def _fast_pages(nbytes: int) -> mmap.mmap:
     return pages
 
 
-def _least_s(copy: Callable[[], object]) -> float:
+def least_s(copy: Callable[[], object]) -> float:
     """Seconds of the fastest of a few runs; in the first one threads may still be asleep."""
     least = math.inf
     for _ in range(_COPIES):
@@ -140,28 +140,39 @@ def _create(path: Path) -> tuple[int, bool]:
 
 
 def _write_chunks(descriptor: int, pages: memoryview, threads: int) -> None:
-    offsets = iter(range(0, len(pages), _CHUNK_NBYTES))
+    def write(offset: int, end: int) -> None:
+        while offset < end:
+            offset += os.pwrite(descriptor, pages[offset:end], offset)
+
+    by_chunks(write, len(pages), threads)
+
+
+def by_chunks(move: Callable[[int, int], None], nbytes: int, threads: int) -> None:
+    """Call ``move(begin, end)`` for chunks of 8 MiB, from several threads.
+
+    Raises:
+        OSError: A call has failed; no more are begun then.
+    """
+    offsets = iter(range(0, nbytes, _CHUNK_NBYTES))
     lock = threading.Lock()
     errors: list[OSError] = []
 
-    def write() -> None:
+    def work() -> None:
         while not errors:
             with lock:
                 offset = next(offsets, None)
             if offset is None:
                 return
-            end = min(offset + _CHUNK_NBYTES, len(pages))
             try:
-                while offset < end:
-                    offset += os.pwrite(descriptor, pages[offset:end], offset)
+                move(offset, min(offset + _CHUNK_NBYTES, nbytes))
             except OSError as error:
                 errors.append(error)
 
-    writers = [threading.Thread(target=write) for _ in range(threads)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
+    workers = [threading.Thread(target=work) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
     if errors:
         raise errors[0]
 
@@ -170,7 +181,7 @@ def _views(room: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     views, at = [], 0
     for tensor in tensors:
         views.append(room[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-        at += _rounded(tensor.nbytes, _ALIGNMENT)
+        at += rounded(tensor.nbytes, _ALIGNMENT)
     return views
 
 
@@ -178,5 +189,6 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _rounded(nbytes: int, to: int) -> int:
+def rounded(nbytes: int, to: int) -> int:
+    """The next multiple of ``to``."""
     return -(-nbytes // to) * to

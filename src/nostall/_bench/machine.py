@@ -15,7 +15,10 @@ import torch
 import nostall
 from nostall._model.checksum import use_fastest
 
-_PEERS = ("torchsnapshot", "torch_checkpointing", "nvidia-resiliency-ext", "numpy", "psutil")
+_PEERS = (
+    *("torchsnapshot", "torch_checkpointing", "nvidia-resiliency-ext", "safetensors"),
+    *("numpy", "psutil"),
+)
 
 
 def machine_facts(directory: Path) -> dict[str, Any]:

@@ -7,15 +7,23 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol
 
 from nostall import _torch
 from nostall._bench.contender import Contender
-from nostall._bench.options import BenchOptions, chosen
+from nostall._bench.loading.contender import LoadContender
+from nostall._bench.loading.report import loads_failed, render_loads
+from nostall._bench.loading.results import LoadReport
+from nostall._bench.loading.run import run_loads
+from nostall._bench.options import BenchOptions, LoadOptions, RestartOptions, chosen
 from nostall._bench.ours import own_contenders
 from nostall._bench.peers import peer_contenders
 from nostall._bench.plot import PlotUnavailable, draw, require_matplotlib
 from nostall._bench.ranks import joined_ranks, launch, started_by_launcher
 from nostall._bench.report import failed, render
+from nostall._bench.restarting.report import RestartReport, render_restarts, restarts_failed
+from nostall._bench.restarting.run import Way, run_restarts
 from nostall._bench.results import BenchReport
 from nostall._bench.run import run
 
@@ -29,9 +37,20 @@ def all_contenders() -> list[Contender]:
     return [*own_contenders(), *stock_contenders(), *peer_contenders()]
 
 
-def list_contenders() -> int:
+class Listed(Protocol):
+    """What the list of contenders shows."""
+
+    name: str
+    description: str
+
+    def available(self) -> str | None:
+        """Why it cannot take part here, or ``None`` if it can."""
+        ...
+
+
+def list_contenders(contenders: Sequence[Listed]) -> int:
     """Print who could take part, and who cannot and why."""
-    for contender in all_contenders():
+    for contender in contenders:
         reason = contender.available()
         print(f"{contender.name:28} {contender.description}")
         if reason is not None:
@@ -58,9 +77,7 @@ def bench(options: BenchOptions, arguments: Sequence[str]) -> int:
         )
     if options.ranks > 1 and not started_by_launcher():
         return launch(arguments, options.ranks)
-    # torch says these on every save without a process group, and on every background save.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\..*")
+    _ignore_warnings_of_torch()
     with joined_ranks() as ranks:
         if ranks.world_size != options.ranks:
             raise ValueError(
@@ -76,10 +93,52 @@ def bench(options: BenchOptions, arguments: Sequence[str]) -> int:
     return int(wrong)
 
 
+def bench_loads(
+    options: LoadOptions, contenders: Sequence[LoadContender], arguments: Sequence[str]
+) -> int:
+    """The same for loads, on this process.
+
+    Raises:
+        ValueError: The arguments do not fit what is there.
+    """
+    names = chosen([contender.name for contender in contenders], options.contenders)
+    taking_part = [contender for contender in contenders if contender.name in names]
+    _ignore_warnings_of_torch()
+    report = run_loads(options, taking_part, ["python", "-m", "nostall", *arguments])
+    print(render_loads(report))
+    _store_json(report, options.json)
+    return int(loads_failed(report))
+
+
+def bench_restarts(options: RestartOptions, ways: Sequence[Way], arguments: Sequence[str]) -> int:
+    """The same for restarts, in processes of their own.
+
+    Raises:
+        ValueError: The arguments do not fit what is there.
+    """
+    names = chosen([way.name for way in ways], options.contenders)
+    taking_part = [way for way in ways if way.name in names]
+    _ignore_warnings_of_torch()
+    report = run_restarts(options, taking_part, ["python", "-m", "nostall", *arguments])
+    print(render_restarts(report))
+    _store_json(report, options.json)
+    return int(restarts_failed(report))
+
+
+def _ignore_warnings_of_torch() -> None:
+    # Said on every save and load without a process group, and on every background save.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\..*")
+
+
 def _store(report: BenchReport, options: BenchOptions) -> None:
-    if options.json is not None:
-        options.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
-        print(f"samples: {options.json}", file=sys.stderr)
+    _store_json(report, options.json)
     if options.plot is not None:
         draw(report, options.plot)
         print(f"picture: {options.plot}", file=sys.stderr)
+
+
+def _store_json(report: BenchReport | LoadReport | RestartReport, file: Path | None) -> None:
+    if file is not None:
+        file.write_text(json.dumps(asdict(report), indent=1) + "\n")
+        print(f"samples: {file}", file=sys.stderr)

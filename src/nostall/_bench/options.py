@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 SHAPES = ("large", "many", "mixed")
 DEFAULT_NBYTES = {"large": 1 << 30, "many": 20_000 * 4096, "mixed": 3 << 29}
@@ -14,7 +15,7 @@ DEFAULT_NBYTES = {"large": 1 << 30, "many": 20_000 * 4096, "mixed": 3 << 29}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """The command line, checked."""
+    """The command line of a run that measures saves, checked."""
 
     shape: str
     nbytes: int
@@ -38,6 +39,46 @@ class BenchOptions:
     overwrite: bool
     """Whether a contender's timed saves replace each other."""
     probes: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """The command line of a run that measures loads, checked."""
+
+    shape: str
+    nbytes: int
+    rounds: int
+    idle_rounds: int
+    """Rounds in which each load follows idle seconds, without free memory being warmed."""
+    idle_s: float
+    contenders: tuple[str, ...]
+    """As of :class:`BenchOptions`."""
+    directory: Path | None
+    """The same."""
+    json: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartOptions:
+    """The command line of a run that measures restarts, checked."""
+
+    shape: str
+    nbytes: int
+    rounds: int
+    """Processes of each contender."""
+    contenders: tuple[str, ...]
+    """As of :class:`BenchOptions`."""
+    directory: Path | None
+    """The same."""
+    json: Path | None
+
+
+def as_stored(options: BenchOptions | LoadOptions | RestartOptions) -> dict[str, Any]:
+    """The options as JSON has them."""
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in asdict(options).items()
+    }
 
 
 def chosen(names: Sequence[str], patterns: Sequence[str]) -> list[str]:

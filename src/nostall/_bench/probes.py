@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from nostall._bench.processes import lone_environment
 from nostall._bench.results import FirstSaves, ProbeReport
 from nostall._engine import Engine
 
@@ -61,7 +61,7 @@ def _import_s() -> tuple[float, ...]:
 
 def _interpreter_s(program: str) -> float:
     started = time.perf_counter()
-    subprocess.run([sys.executable, "-c", program], env=_lone_environment(), check=True)
+    subprocess.run([sys.executable, "-c", program], env=lone_environment(), check=True)
     return time.perf_counter() - started
 
 
@@ -72,7 +72,7 @@ def _first_saves(
     command += [str(directory), str(_SAVES_IN_EACH), "warm" if warmed_up else "cold"]
     done = subprocess.run(
         command,
-        env=_lone_environment(),
+        env=lone_environment(),
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -87,16 +87,3 @@ def _first_saves(
         blocked_s=tuple(found["blocked_s"]),
         durable_s=tuple(found["durable_s"]),
     )
-
-
-def _lone_environment() -> dict[str, str]:
-    """This environment without what torchrun put there, finding the nostall that runs now."""
-    root = str(Path(__file__).resolve().parents[2])
-    launcher = ("TORCHELASTIC_", "TORCH_NCCL", "MASTER_", "LOCAL_", "ROLE_", "GROUP_")
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(launcher) and name not in {"RANK", "WORLD_SIZE"}
-    }
-    path = [root, *filter(None, [kept.get("PYTHONPATH")])]
-    return {**kept, "PYTHONPATH": os.pathsep.join(path), "PYTHONWARNINGS": "ignore"}

@@ -103,3 +103,16 @@ def noise(directory: Path, *, wanted: bool) -> Iterator[frozenset[int]]:
             assert process.stdin is not None
             process.stdin.close()
             process.wait(60)
+
+
+def lone_environment() -> dict[str, str]:
+    """This environment without what torchrun put there, finding the nostall that runs now."""
+    root = str(Path(__file__).resolve().parents[2])
+    launcher = ("TORCHELASTIC_", "TORCH_NCCL", "MASTER_", "LOCAL_", "ROLE_", "GROUP_")
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(launcher) and name not in {"RANK", "WORLD_SIZE"}
+    }
+    path = [root, *filter(None, [kept.get("PYTHONPATH")])]
+    return {**kept, "PYTHONPATH": os.pathsep.join(path), "PYTHONWARNINGS": "ignore"}

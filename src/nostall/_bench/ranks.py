@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,6 +94,22 @@ def joined_ranks() -> Iterator[Ranks]:
         yield Ranks(dist.get_rank(), dist.get_world_size(), group)
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def working_directory(parent: Path | None, ranks: Ranks) -> Iterator[Path]:
+    """An empty directory on the file system of ``parent``, or here; removed at the end."""
+    made: str | None = None
+    if ranks.leads:
+        parent = parent or Path.cwd()
+        parent.mkdir(parents=True, exist_ok=True)
+        made = tempfile.mkdtemp(prefix="nostall-bench-", dir=parent)
+    path = Path(ranks.from_first(made))
+    try:
+        yield path
+    finally:
+        if ranks.leads:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def started_by_launcher() -> bool:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from nostall._bench.quantities import Spread, format_nbytes, median_of
-from nostall._bench.results import BenchReport, ContenderReport, TargetReport
+from nostall._bench.quantities import format_nbytes, median_of
+from nostall._bench.results import BenchReport, ContenderReport
+from nostall._bench.tables import (
+    MISSING,
+    left_out,
+    limit_table,
+    number,
+    percent,
+    ratio,
+    remarks,
+    table,
+    target_table,
+    where,
+    with_spread,
+)
 
-_MISSING = "-"
 _LEGEND = """\
 blocked: time of the training thread inside the library, the save call and the poll that commits;
 staged: until the state may be changed; durable: until all is fsynced and committed; /memcpy and
 /write: blocked and durable time divided by the limits below; memory: peak of the extra host memory;
 python, matmul: loss of a compute loop beside the save; bitwise: whether the checkpoint loads as it
 was saved; -: not measured, or does not apply"""
-_VERDICTS = {True: "met", False: "MISSED", None: ""}
-_FEW_ROUNDS = 3
 
 
 def render(report: BenchReport) -> str:
@@ -24,12 +34,12 @@ def render(report: BenchReport) -> str:
         _heading(report),
         _contender_table(report),
         _LEGEND,
-        _left_out(report),
+        left_out(report.contenders),
         _limit_table(report),
         _free_memory_table(report),
         _first_saves_table(report),
-        _target_table(report.targets),
-        _remarks(report),
+        target_table(report.targets),
+        remarks(report.targets, rounds=report.options["rounds"]),
         _verdict(report),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -50,16 +60,13 @@ def wrong_checkpoints(report: BenchReport) -> list[ContenderReport]:
 
 
 def _heading(report: BenchReport) -> str:
-    options, machine = report.options, report.machine
+    options = report.options
     conditions = ", with a noisy neighbour" if options["noise"] else ""
     conditions += ", each save over the last one" if options["overwrite"] else ""
     return (
         f"{options['shape']}: {format_nbytes(report.nbytes)} in {report.tensors} tensors per rank,"
         f" ranks: {options['ranks']}, rounds: {options['rounds']}{conditions}\n"
-        f"{machine['cpu']}, {machine['cpus_usable']} cores,"
-        f" {format_nbytes(machine['memory_nbytes'])}, {machine['file_system']};"
-        f" torch {report.versions['torch']} on {machine['torch_threads']} threads,"
-        f" nostall {report.versions['nostall']} with {report.versions['crc32']}'s CRC-32"
+        f"{where(report.machine, report.versions)}"
     )
 
 
@@ -90,7 +97,7 @@ def _contender_table(report: BenchReport) -> str:
         for each in report.contenders
         if each.saves
     ]
-    return _table(rows)
+    return table(rows)
 
 
 def _contender_row(
@@ -101,39 +108,26 @@ def _contender_row(
     verified = each.verification
     return (
         each.name,
-        _with_spread(each.spread("blocked_s"), 1e3, 1),
-        _number(each.median("call_s"), 1e3, 1),
-        _number(each.median("finish_s"), 1e3, 1),
-        _number(verified.staged_s if verified else None, 1e3, 1),
-        _ratio(blocked_s, memcpy),
-        _with_spread(each.spread("durable_s"), 1, 3),
-        _ratio(durable_s, write),
-        _number(each.median("cpu_s"), 1, 2),
-        _number(each.median("system_s"), 1, 2),
-        _number(peak, 1 / (1 << 20), 0),
-        _ratio(peak, total_nbytes),
-        _percent(each.slowdown("python")),
-        _percent(each.slowdown("matmul")),
-        _MISSING if verified is None else "WRONG" if verified.mismatches else "same",
+        with_spread(each.spread("blocked_s"), 1e3, 1),
+        number(each.median("call_s"), 1e3, 1),
+        number(each.median("finish_s"), 1e3, 1),
+        number(verified.staged_s if verified else None, 1e3, 1),
+        ratio(blocked_s, memcpy),
+        with_spread(each.spread("durable_s"), 1, 3),
+        ratio(durable_s, write),
+        number(each.median("cpu_s"), 1, 2),
+        number(each.median("system_s"), 1, 2),
+        number(peak, 1 / (1 << 20), 0),
+        ratio(peak, total_nbytes),
+        percent(each.slowdown("python")),
+        percent(each.slowdown("matmul")),
+        MISSING if verified is None else "WRONG" if verified.mismatches else "same",
     )
-
-
-def _left_out(report: BenchReport) -> str:
-    lines = [
-        f"not available: {each.name}: {each.unavailable}"
-        for each in report.contenders
-        if each.unavailable is not None
-    ]
-    lines += [
-        f"FAILED: {each.name}: {each.error}" for each in report.contenders if each.error is not None
-    ]
-    return "\n".join(lines)
 
 
 def _limit_table(report: BenchReport) -> str:
     limits = report.limits
     best = limits.best_write
-    rows = [("limit", "ms [quartiles]", "GB/s")]
     named: list[tuple[str, Sequence[float]]] = [
         ("warm memcpy, one flat copy", limits.memcpy_s),
         ("`_foreach_copy_` of the tensors", limits.foreach_copy_s),
@@ -141,11 +135,7 @@ def _limit_table(report: BenchReport) -> str:
     if best is not None:
         through = "O_DIRECT" if limits.direct else "page cache: O_DIRECT was refused"
         named.append((f"raw write + fsync ({best}, {through})", limits.raw_write_s[best]))
-    for name, samples in named:
-        spread = Spread.of(samples)
-        speed = None if spread is None else report.nbytes / spread.median / 1e9
-        rows.append((name, _with_spread(spread, 1e3, 1), _number(speed, 1, 2)))
-    return _table(rows)
+    return limit_table(named, report.nbytes)
 
 
 def _free_memory_table(report: BenchReport) -> str:
@@ -161,19 +151,19 @@ def _free_memory_table(report: BenchReport) -> str:
     rows += [
         (
             each.name,
-            _number(each.median("durable_s"), 1, 3),
-            _number(each.median("system_s"), 1, 2),
-            _number(each.median("durable_s", "plain_saves"), 1, 3),
-            _number(each.median("durable_s", "warm_plain_saves"), 1, 3),
+            number(each.median("durable_s"), 1, 3),
+            number(each.median("system_s"), 1, 2),
+            number(each.median("durable_s", "plain_saves"), 1, 3),
+            number(each.median("durable_s", "warm_plain_saves"), 1, 3),
             f"{len(each.warm_plain_saves)} of {len(each.plain_saves)}",
-            _number(each.to_plain, 1, 2),
-            _number(each.median("durable_s", "idle_saves"), 1, 3),
-            _number(each.median("system_s", "idle_saves"), 1, 2),
+            number(each.to_plain, 1, 2),
+            number(each.median("durable_s", "idle_saves"), 1, 3),
+            number(each.median("system_s", "idle_saves"), 1, 2),
         )
         for each in report.contenders
         if each.idle_saves or each.plain_saves
     ]
-    return _table(rows) if len(rows) > 1 else ""
+    return table(rows) if len(rows) > 1 else ""
 
 
 def _first_saves_table(report: BenchReport) -> str:
@@ -196,28 +186,8 @@ def _first_saves_table(report: BenchReport) -> str:
             [median_of(each.durable_s[3:]) for each in processes],
         ]
         name = f"{contender}, {'after warmup(state_dict)' if warmed_up else 'without'}"
-        rows.append((name, *(_number(median_of(column), 1e3, 0) for column in samples)))
-    return _table(rows)
-
-
-def _target_table(targets: Sequence[TargetReport]) -> str:
-    rows = [
-        (each.figure, each.target, _number(each.measured, 1, 2), _VERDICTS[each.met])
-        for each in targets
-        if each.measured is not None
-    ]
-    return _table([("figure", "target", "measured", ""), *rows]) if rows else ""
-
-
-def _remarks(report: BenchReport) -> str:
-    """What the table of targets leaves open."""
-    lines = []
-    left_out = [each.figure for each in report.targets if each.measured is None]
-    if left_out:
-        lines.append(f"not measured: {'; '.join(left_out)}")
-    if report.options["rounds"] < _FEW_ROUNDS:
-        lines.append(f"with fewer than {_FEW_ROUNDS} rounds chance decides whether targets are met")
-    return "\n".join(lines)
+        rows.append((name, *(number(median_of(column), 1e3, 0) for column in samples)))
+    return table(rows)
 
 
 def _verdict(report: BenchReport) -> str:
@@ -227,42 +197,3 @@ def _verdict(report: BenchReport) -> str:
         for each in wrong_checkpoints(report)
         if each.verification is not None
     )
-
-
-# --- cells ------------------------------------------------------------------------------------
-
-
-def _number(value: float | None, scale: float, digits: int) -> str:
-    return _MISSING if value is None else f"{value * scale:.{digits}f}"
-
-
-def _ratio(value: float | None, of: float | None) -> str:
-    return _MISSING if value is None or not of else f"{value / of:.2f}"
-
-
-def _percent(value: float | None) -> str:
-    return _MISSING if value is None else f"{value * 100:+.0f} %"
-
-
-def _with_spread(spread: Spread | None, scale: float, digits: int) -> str:
-    if spread is None:
-        return _MISSING
-    low, high = (f"{end * scale:.{digits}f}" for end in spread.quartiles)
-    return f"{spread.median * scale:.{digits}f} [{low}, {high}]"
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-
-    def line(cells: Sequence[str], fill: Callable[[str, int], str]) -> str:
-        first, *rest = cells
-        aligned = [first.ljust(widths[0])]
-        aligned += [fill(cell, width) for cell, width in zip(rest, widths[1:], strict=True)]
-        return "| " + " | ".join(aligned) + " |"
-
-    header, *body = (line(row, str.rjust) for row in rows)
-    ruler = "|" + "|".join(
-        "-" * (width + 2) if column == 0 else "-" * (width + 1) + ":"
-        for column, width in enumerate(widths)
-    )
-    return "\n".join([header, ruler + "|", *body])

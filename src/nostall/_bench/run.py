@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 
 from nostall._bench.contender import Contender
 from nostall._bench.limits import Limits
 from nostall._bench.machine import machine_facts, versions
 from nostall._bench.measure import Trial
-from nostall._bench.options import BenchOptions
+from nostall._bench.options import BenchOptions, as_stored
 from nostall._bench.probes import probe
 from nostall._bench.processes import noise
-from nostall._bench.ranks import Ranks
+from nostall._bench.ranks import Ranks, working_directory
 from nostall._bench.results import BenchReport
 from nostall._bench.session import Session
-from nostall._bench.targets import check_targets
+from nostall._bench.targets import TARGETS, check_targets
 from nostall._bench.workloads import make_workload
-
-
-@contextmanager
-def _working_directory(options: BenchOptions, ranks: Ranks) -> Iterator[Path]:
-    """An empty directory on the file system that is asked for; removed at the end."""
-    made: str | None = None
-    if ranks.leads:
-        parent = options.directory or Path.cwd()
-        parent.mkdir(parents=True, exist_ok=True)
-        made = tempfile.mkdtemp(prefix="nostall-bench-", dir=parent)
-    path = Path(ranks.from_first(made))
-    try:
-        yield path
-    finally:
-        if ranks.leads:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def run(
@@ -47,7 +28,7 @@ def run(
 ) -> BenchReport:
     """Measure these contenders and return what was found. Collective."""
     with ExitStack() as stack:
-        directory = stack.enter_context(_working_directory(options, ranks))
+        directory = stack.enter_context(working_directory(options.directory, ranks))
         wanted = options.noise and ranks.leads
         helpers = stack.enter_context(noise(directory, wanted=wanted))
         workload = make_workload(
@@ -71,10 +52,7 @@ def run(
         ranks.barrier()
         report = BenchReport(
             command=tuple(command),
-            options={
-                name: str(value) if isinstance(value, Path) else value
-                for name, value in asdict(options).items()
-            },
+            options=as_stored(options),
             machine=machine_facts(directory),
             versions=versions(),
             nbytes=workload.nbytes,
@@ -85,4 +63,4 @@ def run(
             targets=(),
             timeline=steps,
         )
-    return replace(report, targets=check_targets(report))
+    return replace(report, targets=check_targets(TARGETS, report, shape=options.shape))

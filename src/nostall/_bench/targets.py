@@ -6,20 +6,23 @@ Every measured value comes from the run's own medians.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from nostall._bench.options import SHAPES
 from nostall._bench.quantities import median_of
 from nostall._bench.results import BenchReport, ContenderReport, TargetReport
+
+R = TypeVar("R")
 
 MAIN = "nostall"
 _COMPARE = {"<=": operator.le, ">=": operator.ge}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """A bound on one figure."""
+class Target(Generic[R]):
+    """A bound on one figure of a report."""
 
     figure: str
     compare: str
@@ -27,10 +30,10 @@ class Target:
     bound: float | None
     """``None`` for what is only shown: it depends on others as much as on nostall."""
     unit: str
-    measure: Callable[[BenchReport], float | None]
+    measure: Callable[[R], float | None]
     shapes: tuple[str, ...] = SHAPES
 
-    def check(self, report: BenchReport) -> TargetReport:
+    def check(self, report: R) -> TargetReport:
         """Whether a run meets it; neither yes nor no if the run did not measure it."""
         measured = self.measure(report)
         if self.bound is None:
@@ -43,14 +46,15 @@ class Target:
         )
 
 
-def check_targets(report: BenchReport) -> tuple[TargetReport, ...]:
+def check_targets(
+    targets: Iterable[Target[R]], report: R, *, shape: str
+) -> tuple[TargetReport, ...]:
     """All targets that are set for this shape."""
-    return tuple(
-        target.check(report) for target in TARGETS if report.options["shape"] in target.shapes
-    )
+    return tuple(target.check(report) for target in targets if shape in target.shapes)
 
 
-def _quotient(above: float | None, below: float | None) -> float | None:
+def quotient(above: float | None, below: float | None) -> float | None:
+    """One figure divided by another, if both were measured."""
     return above / below if above is not None and below else None
 
 
@@ -64,11 +68,11 @@ def _figure(report: BenchReport, name: str, figure: str) -> float | None:
 
 
 def _against_limit(figure: str, limit: str) -> Callable[[BenchReport], float | None]:
-    return lambda report: _quotient(_figure(report, MAIN, figure), report.limits.median(limit))
+    return lambda report: quotient(_figure(report, MAIN, figure), report.limits.median(limit))
 
 
 def _against(slower: str, faster: str) -> Callable[[BenchReport], float | None]:
-    return lambda report: _quotient(
+    return lambda report: quotient(
         _figure(report, slower, "durable_s"), _figure(report, faster, "durable_s")
     )
 
@@ -84,14 +88,14 @@ def _against_best_stock(figure: str) -> Callable[[BenchReport], float | None]:
     def measure(report: BenchReport) -> float | None:
         stock = [each.median(figure) for each in stock_async(report)]
         least = min((value for value in stock if value is not None), default=None)
-        return _quotient(least, _figure(report, MAIN, figure))
+        return quotient(least, _figure(report, MAIN, figure))
 
     return measure
 
 
 def _share_of_possible(name: str) -> Callable[[BenchReport], float | None]:
     """(stock's time until durable / ours) / (stock's / the raw write): stock's time cancels out."""
-    return lambda report: _quotient(
+    return lambda report: quotient(
         report.limits.median("raw_write"), _figure(report, name, "durable_s")
     )
 
@@ -126,7 +130,7 @@ def _python_loss(report: BenchReport) -> float | None:
     return None if contender is None else _scaled(contender.slowdown("python"), 100)
 
 
-TARGETS = (
+TARGETS: tuple[Target[BenchReport], ...] = (
     Target(
         figure="blocked / warm memcpy",
         compare="<=",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -45,8 +45,13 @@ class Workload:
 
     def blank(self) -> State:
         """A state dict of the same structure, all zeros: what a checkpoint is loaded into."""
-        blank: State = _mapped(self.state)
+        blank: State = _mapped(self.state, torch.zeros_like)
         return blank
+
+    def same_tensors(self) -> State:
+        """A state dict of its own with these very tensors: its entries may be replaced."""
+        same: State = _mapped(self.state, lambda tensor: tensor)
+        return same
 
 
 def make_workload(shape: str, nbytes: int, *, rank: int, world_size: int) -> Workload:
@@ -98,13 +103,14 @@ def _same_bits(tensor: Tensor, other: Tensor | None) -> bool:
     )
 
 
-def _mapped(value: Any) -> Any:
+def _mapped(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
+    """A nested state dict with new containers, and what ``make`` returns for each tensor."""
     if isinstance(value, Tensor):
-        return torch.zeros_like(value)
+        return make(value)
     if isinstance(value, dict):
-        return {key: _mapped(entry) for key, entry in value.items()}
+        return {key: _mapped(entry, make) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_mapped(entry) for entry in value]
+        return [_mapped(entry, make) for entry in value]
     return value
 
 

@@ -6,8 +6,15 @@ import argparse
 import os
 from dataclasses import fields
 from pathlib import Path
+from typing import Any, TypeVar
 
-from nostall._bench.options import DEFAULT_NBYTES, SHAPES, BenchOptions
+from nostall._bench.options import (
+    DEFAULT_NBYTES,
+    SHAPES,
+    BenchOptions,
+    LoadOptions,
+    RestartOptions,
+)
 from nostall._bench.quantities import format_nbytes, parse_nbytes
 from nostall._cli.arguments import at_least, checked
 
@@ -16,12 +23,44 @@ DESCRIPTION = (
     "Measure nostall, its peers and the machine's limits on the same state dict, in turns."
 )
 
+Options = TypeVar("Options", BenchOptions, LoadOptions, RestartOptions)
+
+_DEFAULTS: dict[str, Any] = {
+    "ranks": 1,
+    "rounds": 7,
+    "idle_rounds": 2,
+    "idle_s": 10.0,
+    "plain_saves": 3,
+    "memory_saves": 5,
+    "slowdown_rounds": 3,
+    "noise": False,
+    "overwrite": False,
+    "probes": True,
+}
+"""For options that were not given: those that a kind of run does not use must not be."""
+_OF_SAVES_ONLY = {
+    "plot": "--plot",
+    "noise": "--noise",
+    "overwrite": "--overwrite",
+    "plain_saves": "--plain-saves",
+    "memory_saves": "--memory-saves",
+    "slowdown_rounds": "--slowdown-rounds",
+    "probes": "--no-probes",
+}
+_IDLE = {"idle_rounds": "--idle-rounds", "idle_s": "--idle-seconds"}
+_UNUSED: dict[str, dict[str, str]] = {
+    "save": {},
+    "load": _OF_SAVES_ONLY,
+    "restart": {**_OF_SAVES_ONLY, **_IDLE},
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.set_defaults(refuse=parser.error)
     add = parser.add_argument
-    defaults = DEFAULT_NBYTES.items()
+    _add_kinds(parser)
+    sizes = DEFAULT_NBYTES.items()
     add("--shape", choices=SHAPES, default="large", help="what is saved (default: %(default)s)")
     add(
         "--bytes",
@@ -29,11 +68,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="nbytes",
         metavar="BYTES",
         help="size per rank, such as 512MiB (default: "
-        + ", ".join(f"{format_nbytes(nbytes)} for {shape}" for shape, nbytes in defaults)
+        + ", ".join(f"{format_nbytes(nbytes)} for {shape}" for shape, nbytes in sizes)
         + ")",
     )
     add("--ranks", type=at_least(1), help="start this many ranks under torchrun with gloo")
-    add("--rounds", type=at_least(1), default=7, help="timed rounds (default: %(default)s)")
+    add(
+        "--rounds",
+        type=at_least(1),
+        help="timed rounds; with --restart, processes of each contender" + _default("rounds"),
+    )
     add(
         "--contenders",
         type=_names,
@@ -43,53 +86,83 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--directory", type=Path, help="where to write (default: the current directory)")
     add("--json", type=Path, metavar="FILE", help="store every sample")
     add(
+        "--idle-rounds",
+        type=at_least(0),
+        help="rounds in which each save or load follows idle seconds, 0 for none"
+        + _default("idle_rounds"),
+    )
+    add(
+        "--idle-seconds",
+        type=float,
+        dest="idle_s",
+        metavar="SECONDS",
+        help="how many" + _default("idle_s"),
+    )
+    _add_options_of_saves(parser)
+    add("--list", action="store_true", help="list the contenders and exit")
+
+
+def _add_kinds(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_mutually_exclusive_group()
+    add = kinds.add_argument
+    parser.set_defaults(kind="save")
+    add("--load", action="store_const", const="load", dest="kind", help="measure loads")
+    add(
+        "--restart",
+        action="store_const",
+        const="restart",
+        dest="kind",
+        help="measure fresh processes, from their start until a checkpoint is loaded",
+    )
+
+
+def _add_options_of_saves(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("only for saves").add_argument
+    add(
         "--plot",
         type=Path,
         metavar="FILE.png",
         help="draw the times, and a timeline of steps; needs matplotlib",
     )
-    add("--noise", action="store_true", help="with a second process that writes and computes")
-    add("--overwrite", action="store_true", help="save over the contender's last checkpoint")
     add(
-        "--idle-rounds",
-        type=at_least(0),
-        default=2,
-        help="rounds in which each save follows idle seconds, 0 for none (default: %(default)s)",
+        "--noise",
+        action="store_true",
+        default=None,
+        help="with a second process that writes and computes",
     )
     add(
-        "--idle-seconds",
-        type=float,
-        default=10,
-        dest="idle_s",
-        metavar="SECONDS",
-        help="how many (default: %(default)s)",
+        "--overwrite",
+        action="store_true",
+        default=None,
+        help="save over the contender's last checkpoint",
     )
     add(
         "--plain-saves",
         type=at_least(0),
-        default=3,
         help="repeat each contender's saves in a plain loop until this many found memory at hand,"
-        " or four times as many were made; 0 for none (default: %(default)s)",
+        " or four times as many were made; 0 for none" + _default("plain_saves"),
     )
     add(
         "--memory-saves",
         type=at_least(0),
-        default=5,
-        help="saves in a row while memory is sampled, 0 for none (default: %(default)s)",
+        help="saves in a row while memory is sampled, 0 for none" + _default("memory_saves"),
     )
     add(
         "--slowdown-rounds",
         type=at_least(0),
-        default=3,
-        help="rounds with compute loops (default: %(default)s)",
+        help="rounds with compute loops" + _default("slowdown_rounds"),
     )
     add(
         "--no-probes",
         action="store_false",
+        default=None,
         dest="probes",
         help="leave out start, import and first-save times",
     )
-    add("--list", action="store_true", help="list the contenders and exit")
+
+
+def _default(name: str) -> str:
+    return f" (default: {_DEFAULTS[name]:g})"
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -98,16 +171,62 @@ def _names(text: str) -> tuple[str, ...]:
 
 def run(parsed: argparse.Namespace) -> int:
     """Measure and print a report."""
-    from nostall._bench.main import bench, list_contenders
-
-    if parsed.list:
-        return list_contenders()
-    launched = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
-    parsed.ranks = parsed.ranks or launched
-    parsed.nbytes = parsed.nbytes or DEFAULT_NBYTES[parsed.shape]
-    options = {field.name: getattr(parsed, field.name) for field in fields(BenchOptions)}
     try:
-        return bench(BenchOptions(**options), parsed.given)
+        _refuse_unused(parsed)
+        return {"save": _saves, "load": _loads, "restart": _restarts}[parsed.kind](parsed)
     except ValueError as error:  # options that exclude each other
         parsed.refuse(str(error))
         raise
+
+
+def _refuse_unused(parsed: argparse.Namespace) -> None:
+    """Require that no option was given that this kind of run would ignore.
+
+    Raises:
+        ValueError: One was.
+    """
+    for name, option in _UNUSED[parsed.kind].items():
+        if getattr(parsed, name) is not None:
+            raise ValueError(f"{option} has no meaning with --{parsed.kind}; leave it out")
+    launched = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    parsed.ranks = parsed.ranks or launched
+    if parsed.kind != "save" and parsed.ranks > 1:
+        raise ValueError(
+            f"--{parsed.kind} measures one process, not {parsed.ranks} ranks;"
+            " leave --ranks out, and torchrun"
+        )
+
+
+def _options(kind: type[Options], parsed: argparse.Namespace) -> Options:
+    """What was given, and defaults for the rest."""
+    values = {field.name: getattr(parsed, field.name) for field in fields(kind)}
+    given = {name: value for name, value in values.items() if value is not None}
+    default = {name: _DEFAULTS.get(name) for name in values}
+    default["nbytes"] = DEFAULT_NBYTES[parsed.shape]
+    return kind(**{**default, **given})
+
+
+def _saves(parsed: argparse.Namespace) -> int:
+    from nostall._bench.main import all_contenders, bench, list_contenders
+
+    if parsed.list:
+        return list_contenders(all_contenders())
+    return bench(_options(BenchOptions, parsed), parsed.given)
+
+
+def _loads(parsed: argparse.Namespace) -> int:
+    from nostall._bench.loading.contenders import load_contenders
+    from nostall._bench.main import bench_loads, list_contenders
+
+    if parsed.list:
+        return list_contenders(load_contenders())
+    return bench_loads(_options(LoadOptions, parsed), load_contenders(), parsed.given)
+
+
+def _restarts(parsed: argparse.Namespace) -> int:
+    from nostall._bench.main import bench_restarts, list_contenders
+    from nostall._bench.restarting.run import restart_ways
+
+    if parsed.list:
+        return list_contenders(restart_ways())
+    return bench_restarts(_options(RestartOptions, parsed), restart_ways(), parsed.given)
