@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import io
 import struct
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,10 +19,10 @@ from typing import BinaryIO
 import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
-from typing_extensions import Self
 
 from nostall import _torch
 from nostall._model import checksum
+from nostall._read.ahead import Ahead, Begun
 from nostall._read.damage import damaged, missing, too_short
 from nostall._read.forms import HEAD_NBYTES, Contradictory, Form, Forms, Unusual
 from nostall._read.plan import SMALL_NBYTES, Wanted, regions, rotated
@@ -34,9 +33,6 @@ from nostall.errors import DamagedCheckpointError
 
 _PIECE_NBYTES = 8 << 20
 """Of a large item, read by one call."""
-_MOST_IN_FLIGHT = 256
-_IN_FLIGHT_NBYTES = 256 << 20
-"""Limit on what is being read ahead of the planner, except for a single larger item."""
 _CRC32 = struct.Struct("<L")
 _CRC32_NBYTES = _CRC32.size
 
@@ -85,7 +81,7 @@ def read_items(
         checksum.use_fastest()
     pool = ThreadPoolExecutor(threads, "nostall-read")
     load = Load(planner=planner, pool=pool, verify=verify)
-    with _Ahead() as ahead:
+    with Ahead() as ahead:
         try:
             for name in rotated(sorted(by_file), rank, world_size):
                 ahead.read(_File(load, files, name, by_file[name]))
@@ -93,53 +89,6 @@ def read_items(
         finally:
             # Nothing reads from a closed file, or writes to a target, after this.
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-class _Ahead:
-    """Reads that are under way, oldest first; as a context manager it closes what is left open."""
-
-    def __init__(self) -> None:
-        self._under_way: deque[tuple[int, Callable[[], None]]] = deque()
-        self._nbytes = 0
-        self._open: set[_File] = set()
-
-    def read(self, file: _File) -> None:
-        """Begin to read a file; hand over what is read, so that memory and files are bounded."""
-        self._open.add(file)
-        for nbytes, finish in file.reads():
-            self._add(nbytes, finish)
-        self._add(0, partial(self._close, file))
-
-    def finish_all(self) -> None:
-        """Hand over everything."""
-        while self._under_way:
-            self._finish_oldest()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._open:
-            file.close()
-
-    def _add(self, nbytes: int, finish: Callable[[], None]) -> None:
-        self._under_way.append((nbytes, finish))
-        self._nbytes += nbytes
-        while self._nbytes > _IN_FLIGHT_NBYTES or len(self._under_way) > _MOST_IN_FLIGHT:
-            self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        nbytes, finish = self._under_way.popleft()
-        finish()
-        self._nbytes -= nbytes
-
-    def _close(self, file: _File) -> None:
-        file.close()
-        self._open.discard(file)
-
-
-_Begun = tuple[int, Callable[[], None]]
-"""Bytes that are being read, and what hands them over."""
 
 
 class _File:
@@ -173,7 +122,7 @@ class _File:
     def _damaged(self, what: str, items: Sequence[Wanted]) -> DamagedCheckpointError:
         return damaged(what, self._path, items)
 
-    def reads(self) -> Iterator[_Begun]:
+    def reads(self) -> Iterator[Begun]:
         """Begin one read after the other."""
         heads = {
             each: self._read(each.offset, min(each.nbytes, HEAD_NBYTES))
@@ -296,7 +245,7 @@ class _File:
 
     # --- large tensors ------------------------------------------------------------------------
 
-    def _begin_large(self, head: bytearray, wanted: Wanted) -> _Begun:
+    def _begin_large(self, head: bytearray, wanted: Wanted) -> Begun:
         form = self._load.forms.known(head, 0, wanted.nbytes)
         if form is None:
             archive = part_as_stream(self._source, wanted.offset, wanted.nbytes)
