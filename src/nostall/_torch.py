@@ -313,7 +313,9 @@ class _Unpickler(pickle.Unpickler):
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into the target of the same position."""
-    if _foreach_copy is not None:
+    if _foreach_copy is not None and not any(
+        target.is_conj() or target.is_neg() for target in targets
+    ):
         _foreach_copy(targets, sources)
         return
     for target, source in zip(targets, sources, strict=True):

@@ -23,6 +23,7 @@
     ├── IllegalTransitionError                    a request cannot enter this state
     ├── UntrustedMetadataError                    ``.metadata`` is invalid or not understood
     │   └── UnknownMetadataError                  it has parts that this version does not know
+    ├── UntrustedObjectError                      an object is of a class that is not allowed
     └── UnsupportedTorchError (also ImportError)  the installed torch lacks a required part
 
 Each of them survives pickling with its attributes and notes, so that it can cross processes and
@@ -54,6 +55,7 @@ __all__ = [
     "UnknownMetadataError",
     "UnsupportedTorchError",
     "UntrustedMetadataError",
+    "UntrustedObjectError",
     "WriteError",
     "WriterDiedError",
 ]
@@ -235,6 +237,10 @@ class UnknownMetadataError(UntrustedMetadataError):
     A newer torch or a planner with its own classes may have written it. It may also be hostile;
     none of its code has run.
     """
+
+
+class UntrustedObjectError(NostallError):
+    """An object in a checkpoint is of a class that is loaded on request only; no code of it ran."""
 
 
 class UnsupportedTorchError(NostallError, ImportError):

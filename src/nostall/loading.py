@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Collection, Iterable, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -42,7 +42,8 @@ def load(
     ``load_state_dict`` get what was loaded. If it raises, parts of ``state`` may have been changed.
 
     Each rank loads what its own tensors need, without communication. With a process group all of
-    its ranks have to call this, and if one fails, all raise.
+    its ranks have to call this, and if one cannot plan or read, all raise. Objects get their states
+    after that, in the order of ``state``; an error of theirs is of one rank.
 
     Args:
         state: What to load into.
@@ -69,7 +70,8 @@ def load(
         OptionError: The state does not fit the checkpoint, a key selects nothing, or an argument is
             not possible.
         ReadError: No checkpoint was committed at the path.
-        DamagedCheckpointError: A file is missing or damaged, or an object needs ``trust``.
+        DamagedCheckpointError: A file is missing or damaged.
+        UntrustedObjectError: An object needs ``trust``.
         UntrustedMetadataError: The metadata is damaged or not understood.
         OSError: Storage does not answer.
         torch.distributed.checkpoint.api.CheckpointException: With a process group, in place of
@@ -81,6 +83,9 @@ def load(
     planner = Planner(
         lambda name: wanted is None or wanted.has(name), strict=strict, trust=trust, path=where
     )
+    for name, flag in (("strict", strict), ("trust", trust), ("read_once", read_once)):
+        if not isinstance(flag, bool):
+            raise OptionError(f"{name}={flag!r:.80} is neither True nor False")
     if read_once and process_group is None:
         raise OptionError(
             "read_once=True needs a process_group", hint="pass the group of all ranks"
@@ -148,24 +153,23 @@ class _Selection:
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
-        self._keys = frozenset([keys] if isinstance(keys, str) else keys)
-        if not all(isinstance(key, str) for key in self._keys):
+        given = [keys] if isinstance(keys, str) else list(keys)
+        if not all(isinstance(key, str) for key in given):
             raise OptionError("keys has something that is not a text", hint="pass names of items")
+        self._keys = frozenset(given)
+        self._containing = {outer for key in self._keys for outer in _and_outer(key)}
         self._used: set[str] = set()
 
     def has(self, name: str) -> bool:
         """Whether an item is selected."""
-        end = len(name)
-        while end > 0:
-            if name[:end] in self._keys:
-                self._used.add(name[:end])
-                return True
-            end = name.rfind(".", 0, end)
-        return False
+        selecting = self._keys.intersection(_and_outer(name))
+        self._used |= selecting
+        return bool(selecting)
 
-    def touches(self, name: str) -> bool:
+    def touches(self, name: object) -> bool:
         """Whether an entry of the state may have a selected item."""
-        return any(_contains(name, key) or _contains(key, name) for key in self._keys)
+        text = str(name)
+        return text in self._containing or not self._keys.isdisjoint(_and_outer(text))
 
     def require_used(self, path: str) -> None:
         """Require that each key has selected something."""
@@ -178,5 +182,9 @@ class _Selection:
             )
 
 
-def _contains(outer: str, inner: str) -> bool:
-    return inner == outer or inner.startswith(f"{outer}.")
+def _and_outer(name: str) -> Iterator[str]:
+    """A name, and the names of all that it is in."""
+    end = len(name)
+    while end > 0:
+        yield name[:end]
+        end = name.rfind(".", 0, end)

@@ -30,6 +30,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 import nostall
+from nostall._read import forms
+from nostall._read.forms import Unusual
 from nostall._read.plan import Wanted
 from nostall._read.tensors import read_items
 from nostall._storage.port import Source
@@ -532,3 +534,56 @@ def test_wrong_arguments_are_refused_at_once(
             kind(tmp_path, **options)
     with pytest.raises(OptionError):
         kind("s3://bucket/checkpoint")
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 3, 3), (64, 64, 5, 5)], ids=["small", "large"])
+def test_damage_of_what_torch_loads_is_found(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Tensors that were saved with other strides are verified, too."""
+    state = {"x": torch.randn(shape).to(memory_format=torch.channels_last)}
+    save(tmp_path, state, "stock")
+    loaded = empty_like(state)
+    load(loaded, tmp_path, verify="crc")
+    assert same(loaded, state)
+    file = tmp_path / "__0_0.distcp"
+    with flipped(file, file.stat().st_size // 2):
+        error = _error_of(tmp_path, empty_like(state), verify="crc")
+    assert isinstance(error, DamagedCheckpointError)
+
+
+@pytest.mark.parametrize("count", [3, 100_000], ids=["small", "large"])
+def test_planners_may_use_one_buffer_for_all_tensors(tmp_path: Path, count: int) -> None:
+    """Each value is there when its tensor is committed."""
+    state = {f"{each}": torch.full((count,), float(each)) for each in range(6)}
+    save(tmp_path, state)
+    buffer = torch.zeros(count)
+    found: dict[str, list[float]] = {}
+
+    class Scratch(dcp.DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+            return buffer
+
+        def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+            found[read_item.dest_index.fqn] = tensor.unique().tolist()
+
+    reader = nostall.FileSystemReader(tmp_path)
+    dcp.load(state, storage_reader=reader, planner=Scratch(), no_dist=True)
+    assert found == {f"{each}": [float(each)] for each in range(6)}
+
+
+@pytest.mark.parametrize("count", [3, 100_000], ids=["small", "large"])
+def test_conjugate_targets(tmp_path: Path, count: int) -> None:
+    """As stock fills them."""
+    state = {"x": torch.randn(count, dtype=torch.complex64), "y": torch.randn(3)}
+    save(tmp_path, state)
+    loaded = {"x": torch.zeros(count, dtype=torch.complex64).conj(), "y": torch.zeros(3)}
+    load(loaded, tmp_path)
+    assert torch.equal(loaded["x"], state["x"])
+
+
+@pytest.mark.parametrize(
+    "pickled", [b"\x80\x02Nr\xff\xff\xff\x0f.", b"\x80\x02)2\x86."], ids=["memo", "twice"]
+)
+def test_pickles_that_take_much_for_few_bytes_are_not_run(pickled: bytes) -> None:
+    """Memo indices beyond the length, and nested tuples of shared parts."""
+    with pytest.raises(Unusual):
+        forms._require_simple(pickled)

@@ -12,7 +12,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import nostall
-from nostall.errors import DamagedCheckpointError, OptionError, ReadError, UntrustedMetadataError
+from nostall.errors import (
+    DamagedCheckpointError,
+    OptionError,
+    ReadError,
+    UntrustedMetadataError,
+    UntrustedObjectError,
+)
 from support.parts import save_in_halves
 from support.states import save_stock_way
 
@@ -167,7 +173,7 @@ def test_objects_of_unknown_classes_need_trust(tmp_path: Path) -> None:
     """No code of a checkpoint runs unless the caller allows its class, or all."""
     save(tmp_path, {"settings": Settings(0.5)})
     state: dict[str, Any] = {"settings": None}
-    with pytest.raises(DamagedCheckpointError, match=r"(?s)'settings'.*trust=True"):
+    with pytest.raises(UntrustedObjectError, match=r"(?s)'settings'.*trust=True"):
         nostall.load(state, tmp_path)
     assert state["settings"] is None
     with torch.serialization.safe_globals([Settings]):
@@ -221,3 +227,80 @@ def test_a_checkpoint_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
         state = {"x": torch.zeros(4)}
         nostall.load(state, tmp_path)
         assert state["x"].tolist() == [value] * 4
+
+
+def test_what_is_not_loaded_stays_as_it_is(tmp_path: Path) -> None:
+    """Objects of any class, and tensors on the meta device, beside what is selected or missing."""
+    save(tmp_path, {"m": {"w": torch.ones(3)}})
+    others = {"cfg": Settings(1.0), "set": {1, 2}, "meta": torch.empty(2, device="meta")}
+    state: dict[str, Any] = {"m": {"w": torch.zeros(3), **others}}
+    nostall.load(state, tmp_path, keys=["m.w"])
+    assert state["m"]["w"].tolist() == [1.0] * 3
+    assert all(state["m"][name] is each for name, each in others.items())
+    assert set(nostall.load(state, tmp_path, strict=False).missing) == {f"m.{n}" for n in others}
+    assert all(state["m"][name] is each for name, each in others.items())
+    with pytest.raises(OptionError, match=r"the checkpoint has no m\.cfg"):
+        nostall.load(state, tmp_path)
+    assert all(state["m"][name] is each for name, each in others.items())
+
+
+def test_a_tensor_without_memory_is_named(tmp_path: Path) -> None:
+    """On the meta device, or with a storage that was resized to nothing."""
+    save(tmp_path, {"x": torch.ones(400, 300)})
+    with pytest.raises(OptionError, match="x: on the meta device"):
+        nostall.load({"x": torch.empty(400, 300, device="meta")}, tmp_path)
+    freed = torch.zeros(400, 300)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(OptionError, match=r"cannot load x: .* resized to 0"):
+        nostall.load({"x": freed}, tmp_path)
+
+
+def test_keys_that_are_numbers_are_those_of_the_state(tmp_path: Path) -> None:
+    """As in the state of an optimizer."""
+    save(tmp_path, {"opt": {0: {"step": 5, "x": torch.ones(2)}}, "3": 7})
+    state: dict[Any, Any] = {"opt": {0: {"step": 0, "x": torch.zeros(2)}}, 3: 0}
+    nostall.load(state, tmp_path)
+    assert (state["opt"].keys(), state["opt"][0]["step"]) == ({0}, 5)
+    assert (list(state), state[3]) == (["opt", 3], 7)
+    state[3] = 0
+    nostall.load(state, tmp_path, keys=["3"])
+    assert state[3] == 7
+
+
+def test_a_key_inside_of_another_is_no_error(tmp_path: Path) -> None:
+    """Both have selected something."""
+    save(tmp_path, {"m": {"a": torch.ones(2)}})
+    state = {"m": {"a": torch.zeros(2)}}
+    assert nostall.load(state, tmp_path, keys=["m", "m.a"]).items == 1
+
+
+@pytest.mark.parametrize("flag", [{"trust": "no"}, {"strict": 0}, {"read_once": "yes"}])
+def test_flags_are_checked(tmp_path: Path, flag: dict[str, Any]) -> None:
+    """A text that says no would be taken for true."""
+    with pytest.raises(OptionError, match="neither True nor False"):
+        nostall.load({}, tmp_path, **flag)
+
+
+@pytest.mark.parametrize("count", [3, 3_000_000])
+def test_of_tied_tensors_with_different_values_one_is_loaded_whole(
+    tmp_path: Path, count: int
+) -> None:
+    """Never a mixture, and an intact file is not called damaged."""
+    save(tmp_path, {"a": torch.full((count,), 1.0), "b": torch.full((count,), 2.0)})
+    tied = torch.zeros(count)
+    nostall.load({"a": tied, "b": tied}, tmp_path, verify="crc")
+    assert tied.unique().tolist() in ([1.0], [2.0])
+
+
+def test_a_default_device_does_not_matter(tmp_path: Path) -> None:
+    """Memory to read into is that of the CPU; targets are where they are."""
+    saved = {"x": torch.ones(400, 300), "none": torch.ones(0, 3), "s": torch.ones(3)}
+    save(tmp_path, saved)
+    state = {
+        "x": torch.zeros(400, 300, dtype=torch.bfloat16),
+        "none": torch.zeros(0, 3),
+        "s": torch.zeros(3),
+    }
+    with torch.device("meta"):
+        nostall.load(state, tmp_path)
+    assert state["x"].unique().tolist() == state["s"].unique().tolist() == [1.0]

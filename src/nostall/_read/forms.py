@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import pickletools
 import struct
 import sys
 import zipfile
@@ -30,6 +31,17 @@ _LOCAL_HEADER_NBYTES = 30
 _HAS_DESCRIPTOR = 8
 """Flag of a record whose checksum comes after its content, behind a signature of four bytes."""
 _SIGNATURE_NBYTES = 4
+_CRC32_NBYTES = 4
+_MOST_PICKLE_NBYTES = 4096
+_OPERATIONS = frozenset(
+    {
+        *("PROTO", "FRAME", "STOP", "MARK", "GLOBAL", "STACK_GLOBAL", "REDUCE", "BINPERSID"),
+        *("BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET"),
+        *("BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"),
+        *("NONE", "NEWTRUE", "NEWFALSE", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    }
+)
+"""All that pickles of a plain tensor have. None of them hashes or repeats what was made."""
 _OF_STORAGE = {
     "BFloat16Storage": torch.bfloat16,
     "BoolStorage": torch.bool,
@@ -118,13 +130,19 @@ def _parse(stream: BinaryIO, nbytes: int) -> Form:
     with zipfile.ZipFile(stream) as archive:
         records = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
         pickled, values = records["data.pkl"], records["data/0"]
-        stored = {each.compress_type for each in (pickled, values)} == {zipfile.ZIP_STORED}
-        if not stored or max(pickled.file_size, values.file_size) > nbytes:
+        order = records.get("byteorder", pickled)
+        for each in (pickled, order):
+            # What a form is recognised by has to be before the values.
+            is_before = each.header_offset < values.header_offset
+            if not is_before or each.file_size > _MOST_PICKLE_NBYTES:
+                raise Unusual
+        if {each.compress_type for each in (pickled, order, values)} != {zipfile.ZIP_STORED}:
             raise Unusual
-        order = records.get("byteorder")
-        if order is not None and archive.read(order) != sys.byteorder.encode():
+        if order is not pickled and archive.read(order) != sys.byteorder.encode():
             raise Unusual
-        plain = _Unpickler(io.BytesIO(archive.read(pickled))).load()
+        content = archive.read(pickled)
+    _require_simple(content)
+    plain = _Unpickler(io.BytesIO(content)).load()
     if type(plain) is not _Plain:
         raise Unusual
     stream.seek(values.header_offset + _LOCAL_HEADER_NBYTES - 4)
@@ -136,14 +154,23 @@ def _parse(stream: BinaryIO, nbytes: int) -> Form:
         what = f"its values have {values.file_size} bytes, its shape needs {needed}"
         raise Contradictory(what)
     stream.seek(0)
+    crc32_at = begin + needed + _SIGNATURE_NBYTES
     is_after = values.flag_bits & _HAS_DESCRIPTOR and values.file_size == needed and values.CRC
     return Form(
         prefix=stream.read(begin),
         dtype=plain.dtype,
         shape=plain.shape,
         nbytes=needed,
-        crc32_at=begin + needed + _SIGNATURE_NBYTES if is_after else None,
+        crc32_at=crc32_at if is_after and crc32_at + _CRC32_NBYTES <= nbytes else None,
     )
+
+
+def _require_simple(content: bytes) -> None:
+    """Require a pickle without instructions that can take much time or memory for few bytes."""
+    for op, argument, _ in pickletools.genops(content):
+        index = argument if op.name in ("BINPUT", "LONG_BINPUT") else 0
+        if op.name not in _OPERATIONS or not isinstance(index, int) or index > len(content):
+            raise Unusual
 
 
 @dataclass(frozen=True, slots=True)

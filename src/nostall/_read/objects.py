@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import pickle
 import re
 from typing import Any
 
 import torch
 
-from nostall.errors import DamagedCheckpointError
+from nostall.errors import DamagedCheckpointError, UntrustedObjectError
 
 _REFUSED = re.compile(r"WeightsUnpickler error: (.*?)(?:\. |$)", re.MULTILINE)
 
@@ -23,16 +24,20 @@ def object_in(content: io.BytesIO, name: str, *, trust: bool, hint: str) -> Any:
         hint: How to trust it, for errors.
 
     Raises:
-        DamagedCheckpointError: It cannot be loaded in this way.
+        UntrustedObjectError: It is of a class that is not allowed.
+        DamagedCheckpointError: It cannot be loaded.
     """
+    what = f"cannot load the object {name!r}"
     try:
         return torch.load(content, map_location="cpu", weights_only=not trust)
+    except MemoryError:
+        raise
+    except pickle.UnpicklingError as error:
+        kind = DamagedCheckpointError if trust else UntrustedObjectError
+        why = f"{what}: {reason_of(error)}"
+        raise kind(why, phase="read", hint=None if trust else hint) from error
     except Exception as error:  # a pickle can raise anything
-        raise DamagedCheckpointError(
-            f"cannot load the object {name!r}: {reason_of(error)}",
-            phase="read",
-            hint=None if trust else hint,
-        ) from error
+        raise DamagedCheckpointError(f"{what}: {reason_of(error)}", phase="read") from error
 
 
 def reason_of(error: Exception) -> str:

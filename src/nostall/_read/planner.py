@@ -59,6 +59,18 @@ class Planner(DefaultLoadPlanner):
         self.loaded: tuple[str, ...] = ()
         """Names of the others."""
 
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002  # DCP's signature
+    ) -> None:
+        # Not stock's: it replaces objects in the state, also those that are not loaded.
+        self.original_state_dict = state_dict
+        self.state_dict, self.mappings = _torch.flatten_state_dict(state_dict)
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
     def create_local_plan(self) -> LoadPlan:
         """What this rank reads.
 
@@ -71,10 +83,10 @@ class Planner(DefaultLoadPlanner):
         self.missing = tuple(name for name in wanted if name not in entries)
         if self.missing and self._strict:
             raise self._misfit(f"the checkpoint has no {_some(self.missing)}")
-        self._require_shapes(wanted, entries)
-        items: list[ReadItem] = []
         for name in self.missing:
             del wanted[name]
+        self._require_shapes(wanted, entries)
+        items: list[ReadItem] = []
         for name, value in wanted.items():
             entry = entries[name]
             if isinstance(entry, BytesStorageMetadata):
@@ -97,6 +109,9 @@ class Planner(DefaultLoadPlanner):
         ]
         if shapes:
             raise self._misfit(f"the checkpoint has {_some(shapes)}")
+        without = [name for name, value in wanted.items() if _is_tensor(value) and value.is_meta]
+        if without:
+            raise self._misfit(f"{_some(without)}: on the meta device, without memory to load into")
         kinds = [
             name
             for name, value in wanted.items()
@@ -127,8 +142,15 @@ class Planner(DefaultLoadPlanner):
         *outer, last = self.mappings[name]
         container: Any = self.original_state_dict
         for key in outer:
-            container = container[key]
-        container[last] = loaded
+            container = container[_own_key(container, key)]
+        container[_own_key(container, last)] = loaded
+
+
+def _own_key(container: Any, key: Any) -> Any:
+    """The key that has this text in names; in the state of an optimizer it is a number."""
+    if not isinstance(container, Mapping) or key in container:
+        return key
+    return next(own for own in container if str(own) == key)
 
 
 def _is_tensor(value: object) -> bool:

@@ -35,9 +35,9 @@ class Buffers:
         """Memory of a round's length, until that of the next but one is requested."""
         nbytes, is_odd = _nbytes_of(content), number % 2 == 1
         if nbytes > self._most:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if is_odd not in self._kept:
-            self._kept[is_odd] = torch.empty(self._most, dtype=torch.uint8)
+            self._kept[is_odd] = torch.empty(self._most, dtype=torch.uint8, device="cpu")
         return self._kept[is_odd][:nbytes]
 
 

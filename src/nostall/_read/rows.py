@@ -75,5 +75,5 @@ def over(
     """A tensor over bytes that were read."""
     count = math.prod(shape)
     if not count:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(content, dtype=dtype, count=count, offset=offset).view(shape)

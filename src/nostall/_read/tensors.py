@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import io
 import struct
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import BinaryIO
@@ -28,8 +30,13 @@ from nostall._read.forms import HEAD_NBYTES, Contradictory, Form, Forms, Unusual
 from nostall._read.plan import SMALL_NBYTES, Wanted, regions, rotated
 from nostall._read.rows import Rows, is_plain, memory_of, over
 from nostall._storage.port import ReadableFiles
-from nostall._storage.reading import part_as_stream
-from nostall.errors import DamagedCheckpointError
+from nostall._storage.reading import (
+    ChecksumMissing,
+    NoArchive,
+    damage_of_container,
+    part_as_stream,
+)
+from nostall.errors import DamagedCheckpointError, OptionError
 
 _PIECE_NBYTES = 8 << 20
 """Of a large item, read by one call."""
@@ -46,6 +53,20 @@ class Load:
     pool: ThreadPoolExecutor
     verify: bool
     forms: Forms = field(default_factory=Forms)
+    filled: list[tuple[int, int]] = field(default_factory=list)
+    """Addresses that are read into, from first to end, in order; they do not overlap."""
+
+    def claim(self, memory: torch.Tensor) -> bool:
+        """Whether nothing else is read into this memory; then nothing else will be."""
+        begin = memory.data_ptr()
+        end = begin + memory.nbytes
+        at = bisect_right(self.filled, (begin, end))
+        before_ends = self.filled[at - 1][1] if at else 0
+        next_begins = self.filled[at][0] if at < len(self.filled) else end
+        if before_ends > begin or next_begins < end:
+            return False
+        self.filled.insert(at, (begin, end))
+        return True
 
 
 def read_items(
@@ -177,11 +198,15 @@ class _File:
                 stored = over(content, at + form.begin, form.dtype, form.shape)
             target = planner.resolve_tensor(each.item).detach()
             tensors.append((each.item, target, self._slice(stored, target, each)))
-        if tensors:
-            _, targets, found = zip(*tensors, strict=True)
-            _torch.copy_each(targets, found)
-        for item, target, _ in tensors:
-            planner.commit_tensor(item, target)
+        targets = [target for _, target, _ in tensors]
+        if targets and _are_apart(targets):
+            _torch.copy_each(targets, [found for _, _, found in tensors])
+            for item, target, _ in tensors:
+                planner.commit_tensor(item, target)
+        else:  # a planner may use the same memory again
+            for item, target, found in tensors:
+                target.copy_(found)
+                planner.commit_tensor(item, target)
 
     def _verify_small(self, archive: memoryview, form: Form, wanted: Wanted) -> None:
         if self._load.verify and form.crc32_at is not None:
@@ -199,10 +224,15 @@ class _File:
             raise self._damaged(f"an item is damaged: {error}", [wanted]) from error
 
     def _loaded_by_torch(self, archive: BinaryIO, wanted: Wanted) -> torch.Tensor:
+        if self._load.verify:
+            with suppress(ChecksumMissing, NoArchive):
+                damage = damage_of_container(self._source, wanted.offset, wanted.nbytes)
+                if damage is not None:
+                    raise self._damaged(damage, [wanted])
         try:
             archive.seek(0)
             loaded = torch.load(archive, map_location="cpu", weights_only=True)
-        except OSError:
+        except (OSError, MemoryError):
             raise
         except Exception as error:  # damaged archives and pickles can raise anything
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
@@ -255,10 +285,15 @@ class _File:
         self._require_inside(form.shape, wanted)
         target = self._load.planner.resolve_tensor(wanted.item).detach()
         self._require_size(target, wanted.item.lengths)
+        if missing_memory := _torch.missing_data(target):
+            raise OptionError(f"cannot load {wanted.name}: {missing_memory}", phase="read")
         verify = self._load.verify and form.crc32_at is not None
         rows = Rows.of(form, wanted.item.storage_offsets, wanted.item.lengths, whole=verify)
-        stored = target if rows.is_exact and is_plain(target, form.dtype) else None
-        memory = target if stored is not None else torch.empty(rows.shape, dtype=form.dtype)
+        is_direct = rows.is_exact and is_plain(target, form.dtype) and self._load.claim(target)
+        stored = target if is_direct else None
+        memory = target
+        if stored is None:
+            memory = torch.empty(rows.shape, dtype=form.dtype, device="cpu")
         reads = self._fill_all(memory_of(memory), wanted.offset + rows.begin, in_order=verify)
 
         def finish() -> None:
@@ -301,3 +336,12 @@ class _File:
         if in_order:
             return [self._load.pool.submit(fill_and_sum)]
         return [self._load.pool.submit(fill, begin) for begin in pieces]
+
+
+def _are_apart(targets: Sequence[torch.Tensor]) -> bool:
+    """Whether no two tensors begin at the same address."""
+    try:
+        begins = [target.data_ptr() for target in targets if target.numel()]
+    except RuntimeError:  # a subclass without a storage
+        return False
+    return len(set(begins)) == len(begins)
