@@ -59,16 +59,25 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         # Even without metadata: an interrupted call may not have reached this line.
         files.flush()
         files.remove(contents.rest)
-        if not contents.others:
-            remove_directory(directory)
     except OSError as error:
-        raise WriteError(
-            f"the checkpoint could not be removed: {error.strerror or error}",
-            errno=error.errno,
-            phase="remove",
-            path=error.filename or directory,
-            hint="remove it again when the cause is gone",
-        ) from error
+        raise _not_removed("the checkpoint could not be removed", error, directory) from error
+    if contents.others:
+        return
+    try:
+        remove_directory(directory)
+    except OSError as error:
+        what = "the checkpoint is removed, but its empty directory stays"
+        raise _not_removed(what, error, directory) from error
+
+
+def _not_removed(what: str, error: OSError, directory: str) -> WriteError:
+    return WriteError(
+        f"{what}: {error.strerror or error}",
+        errno=error.errno,
+        phase="remove",
+        path=error.filename or directory,
+        hint="remove it again when the cause is gone",
+    )
 
 
 def _contents(directory: str) -> _Contents | None:

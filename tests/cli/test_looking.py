@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 import nostall
 from cli.conftest import Run
 from support.parts import save_in_halves
+from support.permissions import without_permission
 from support.states import read_metadata, save_stock_way, small_state
 
 STORED = Path(__file__).parents[1] / "checkpoints"
@@ -129,6 +130,32 @@ def test_a_misspelt_name_is_an_error(tmp_path: Path, run: Run) -> None:
         assert (status, shown, error.count("\n")) == (2, "", 1)
         assert "model.weight" in error
         assert run(*command, "--name", "*weight")[2] == ""
+
+
+@pytest.mark.parametrize(
+    ("option", "wrong", "right"), [("--dtype", "floaty", "float32"), ("--file", "__1*", "__0*")]
+)
+def test_a_misspelt_filter_is_an_error(
+    tmp_path: Path, run: Run, option: str, wrong: str, right: str
+) -> None:
+    """Not a checkpoint without such items; the line has what there is."""
+    save(tmp_path, {"x": torch.zeros(2)})
+    status, shown, error = run("inspect", tmp_path, option, wrong)
+    assert (status, shown, error.count("\n")) == (2, "", 1)
+    assert f"no item matches {option} {wrong}" in error
+    assert run("inspect", tmp_path, option, right)[0] == 0
+
+
+def test_an_error_of_the_system_begins_with_its_path(tmp_path: Path, run: Run) -> None:
+    """Without number and quotation marks."""
+    save(tmp_path / "saved", {"x": torch.zeros(2)})
+    with without_permission(tmp_path / "saved" / ".metadata"):
+        for command in (["inspect"], ["diff", tmp_path / "saved"]):
+            status, _, error = run(*command, tmp_path / "saved")
+            assert (status, error) == (
+                1,
+                f"nostall: {tmp_path / 'saved' / '.metadata'}: Permission denied\n",
+            )
 
 
 def test_a_truncated_file_is_named_before_values_are_read(tmp_path: Path, run: Run) -> None:
@@ -294,7 +321,7 @@ def test_filters_add_up(tmp_path: Path, run: Run) -> None:
     assert names("--name", "a.*", "--dtype", "float64") == ["a.y"]
     assert names("--name", "b", "--name", "a.x") == ["a.x", "b"]
     assert names("--larger", "4KB") == ["a.x"]
-    assert names("--file", "__1*") == []
+    assert names("--file", "__0*", "--dtype", "float64") == ["a.y"]
     assert names("--sort", "size")[0] == "a.x"
     assert "1 tensor, 0 objects (of 3)" in run("inspect", tmp_path, "--name", "b")[1]
 

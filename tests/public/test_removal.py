@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 import nostall
 from nostall.errors import OptionError, WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
+from support.permissions import without_permission
 from support.states import small_state
 
 
@@ -104,3 +105,14 @@ def test_what_is_no_path_is_refused(path: str) -> None:
     """Instead of taken for a directory that is gone already."""
     with pytest.raises(OptionError):
         nostall.remove_checkpoint(path)
+
+
+def test_a_directory_that_may_not_be_removed_is_named(tmp_path: Path) -> None:
+    """The checkpoint is gone all the same, and the error does not deny it."""
+    path = saved(tmp_path / "root" / "save")
+    with without_permission(tmp_path / "root", 0o555), pytest.raises(WriteError) as caught:
+        nostall.remove_checkpoint(path)
+    assert "the checkpoint is removed, but its empty directory stays" in str(caught.value)
+    assert os.listdir(path) == []
+    nostall.remove_checkpoint(path)
+    assert not path.exists()

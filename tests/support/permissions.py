@@ -15,10 +15,10 @@ _DAC_READ_SEARCH = 1 << 2
 
 
 @contextmanager
-def without_permission(path: Path) -> Iterator[None]:
-    """A block in which this thread, and those that it starts, may not look into a path."""
+def without_permission(path: Path, mode_inside: int = 0) -> Iterator[None]:
+    """A block in which a path has another mode, for this thread and those that it starts."""
     mode = stat.S_IMODE(path.stat().st_mode)
-    path.chmod(0)
+    path.chmod(mode_inside)
     try:
         with _as_other_users():
             yield

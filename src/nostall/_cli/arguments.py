@@ -86,16 +86,21 @@ def add_name_filter(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def require_named(patterns: Sequence[str], names: Collection[str]) -> None:
-    """Require that ``--name`` chooses an item: a misspelt one must not look like no difference.
+def require_chosen(option: str, patterns: Sequence[str], names: Collection[str]) -> None:
+    """Require that an option chooses an item: a misspelt one must not look like no difference.
+
+    Args:
+        option: Such as ``--name``.
+        patterns: What it was given; nothing chooses all.
+        names: What it chooses from.
 
     Raises:
-        OptionError: It chooses none; the hint has examples of names.
+        OptionError: It chooses none; the hint has examples of what there is.
     """
     if patterns and names and not any(matches(name, patterns) for name in names):
         examples = ", ".join(itertools.islice(names, 3)) + (", ..." if len(names) > 3 else "")
         raise OptionError(
-            f"no item matches --name {', '.join(patterns)}", hint=f"names: {examples}"
+            f"no item matches {option} {', '.join(patterns)}", hint=f"there are: {examples}"
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nostall._cli.arguments import Status, add_json, add_name_filter, matches, require_named
+from nostall._cli.arguments import Status, add_json, add_name_filter, matches, require_chosen
 from nostall._cli.output import counted, print_json, printable, progress
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def run(parsed: argparse.Namespace) -> int:
 
     one, other = read_checkpoint(parsed.a), read_checkpoint(parsed.b)
     every = {**one.by_name, **other.by_name}  # in the order of A
-    require_named(parsed.name, every)
+    require_chosen("--name", parsed.name, every)
     names = [name for name in every if matches(name, parsed.name)]
     for checkpoint in (one, other):
         (require_undamaged if parsed.values else require_complete)(checkpoint)

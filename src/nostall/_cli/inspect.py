@@ -16,7 +16,7 @@ from nostall._cli.arguments import (
     at_least,
     checked,
     matches,
-    require_named,
+    require_chosen,
 )
 from nostall._cli.output import counted, print_json, print_table, printable
 
@@ -56,7 +56,11 @@ def run(parsed: argparse.Namespace) -> int:
 
     checkpoint = read_checkpoint(parsed.path)
     items = _chosen(checkpoint, parsed)
-    require_named(parsed.name, checkpoint.by_name)
+    require_chosen("--name", parsed.name, checkpoint.by_name)
+    kinds = dict.fromkeys(item.kind for item in checkpoint.items)
+    require_chosen("--dtype", [] if parsed.dtype is None else [parsed.dtype], kinds)
+    files = dict.fromkeys(file for item in checkpoint.items for file in item.files)
+    require_chosen("--file", [] if parsed.file is None else [parsed.file], files)
     damage = damage_of(checkpoint)
     if parsed.json:
         _print_json(checkpoint, items, None if damage is None else damage.message)

@@ -32,6 +32,8 @@ def print_error(text: str) -> None:
 def describe(error: Exception) -> str:
     """What happened where, and the next step; a command has no rank, and needs no phase."""
     if not isinstance(error, NostallError):
+        if isinstance(error, OSError) and error.strerror and isinstance(error.filename, str):
+            return f"{error.filename}: {error.strerror}"
         return str(error)
     place = f"{error.path}: " if error.path else ""
     return f"{place}{error.message}" + (f" ({error.hint})" if error.hint else "")
