@@ -78,7 +78,7 @@ def test_parts_of_a_step_are_listed(tmp_path: Path, run: Run) -> None:
     shown = run("ls", tmp_path)[1]
     assert "complete" in row_of(shown, "step-1/model")
     assert "complete" in row_of(shown, "step-1/optimizer")
-    assert "would remove 0" in run("prune", tmp_path, "--keep", "latest=1")[1]
+    assert "nothing to remove" in run("prune", tmp_path, "--keep", "latest=1")[1]
 
 
 def test_nothing_there_is_an_exit_status(tmp_path: Path, run: Run) -> None:
@@ -92,7 +92,9 @@ def test_nothing_there_is_an_exit_status(tmp_path: Path, run: Run) -> None:
         paths = [tmp_path] * (2 if command == "diff" else 1)
         assert run(command, *paths)[0] == 3
     (tmp_path / "file").write_text("")
-    assert run("ls", tmp_path / "file")[0] == 1
+    for command in ("ls", "latest", "verify", "inspect"):
+        status, shown, error = run(command, tmp_path / "file")
+        assert (status, "not a directory" in shown + error) == (3, True)
     assert "not a directory" in run("inspect", tmp_path / "file")[2]
     assert "no such directory" in run("inspect", tmp_path / "nowhere")[2]
     for name, *more in (["ls"], ["verify"], ["inspect"], ["convert", "new"]):

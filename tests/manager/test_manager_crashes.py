@@ -114,13 +114,17 @@ def live(root: Path, policies: list[Policy], calls: list[str], saved: dict[int, 
     if restored is not None:
         assert restored.metrics == {"loss": loss_of(step)}
         assert facts(job) in saved[step]
+        saved[step] = [facts(job)]
+    begun: set[int] = set()
     try:
         for call in calls:
             if call == "wait":
                 manager.wait()
-                saved.update({each: states[-1:] for each, states in saved.items()})
+                # Those of an earlier life may have crashed before their commit.
+                saved.update({each: saved[each][-1:] for each in begun})
                 continue
             step += call == "save" or not step
+            begun.add(step)
             job.train(1)
             saved.setdefault(step, []).append(facts(job))
             manager.save(step, job.state, metrics={"loss": loss_of(step)})

@@ -448,6 +448,12 @@ def test_wrong_arguments_end_with_usage(
 
 def test_the_list_names_every_contender(capsys: pytest.CaptureFixture[str]) -> None:
     """``--list`` measures nothing and says who could take part."""
+    assert main(["bench", "--list", "--contenders", "dcp.save"]) == 0
+    assert "nostall" not in capsys.readouterr().out
+    for wrong in (["--list", "--contenders", "misspelt"], ["--directory", "nowhere"]):
+        with pytest.raises(SystemExit):
+            main(["bench", *wrong])
+        assert "nowhere" in (error := capsys.readouterr().err) or "misspelt" in error
     assert main(["bench", "--list"]) == 0
     shown = capsys.readouterr().out
     for name in ("nostall ", "torch.save", "dcp.async_save process", "torchsnapshot", "nvrx"):

@@ -48,9 +48,16 @@ class Listed(Protocol):
         ...
 
 
-def list_contenders(contenders: Sequence[Listed]) -> int:
-    """Print who could take part, and who cannot and why."""
+def list_contenders(contenders: Sequence[Listed], patterns: Sequence[str]) -> int:
+    """Print who could take part, and who cannot and why.
+
+    Raises:
+        ValueError: A pattern matches nobody.
+    """
+    names = chosen([contender.name for contender in contenders], patterns)
     for contender in contenders:
+        if contender.name not in names:
+            continue
         reason = contender.available()
         print(f"{contender.name:28} {contender.description}")
         if reason is not None:

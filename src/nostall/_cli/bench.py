@@ -83,7 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=(),
         help="names or patterns, comma-separated, such as 'nostall*,dcp.*'",
     )
-    add("--directory", type=Path, help="where to write (default: the current directory)")
+    add(
+        "--directory",
+        type=checked(_directory),
+        help="existing directory to write in (default: the current one)",
+    )
     add("--json", type=Path, metavar="FILE", help="store every sample")
     add(
         "--idle-rounds",
@@ -165,6 +169,12 @@ def _default(name: str) -> str:
     return f" (default: {_DEFAULTS[name]:g})"
 
 
+def _directory(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise ValueError(f"{text!r} is not an existing directory")
+    return Path(text)
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
@@ -210,7 +220,7 @@ def _saves(parsed: argparse.Namespace) -> int:
     from nostall._bench.main import all_contenders, bench, list_contenders
 
     if parsed.list:
-        return list_contenders(all_contenders())
+        return list_contenders(all_contenders(), parsed.contenders)
     return bench(_options(BenchOptions, parsed), parsed.given)
 
 
@@ -219,7 +229,7 @@ def _loads(parsed: argparse.Namespace) -> int:
     from nostall._bench.main import bench_loads, list_contenders
 
     if parsed.list:
-        return list_contenders(load_contenders())
+        return list_contenders(load_contenders(), parsed.contenders)
     return bench_loads(_options(LoadOptions, parsed), load_contenders(), parsed.given)
 
 
@@ -228,5 +238,5 @@ def _restarts(parsed: argparse.Namespace) -> int:
     from nostall._bench.restarting.run import restart_ways
 
     if parsed.list:
-        return list_contenders(restart_ways())
+        return list_contenders(restart_ways(), parsed.contenders)
     return bench_restarts(_options(RestartOptions, parsed), restart_ways(), parsed.given)

@@ -6,13 +6,14 @@ import argparse
 import os
 
 from nostall._cli.arguments import NotThere, Status
-from nostall._cli.checkpoints.listing import elsewhere
+from nostall._cli.checkpoints.listing import elsewhere, why_not_there
 from nostall._cli.output import counted
 from nostall.errors import DamagedCheckpointError
 
 HELP = "print the path of the last complete checkpoint"
 DESCRIPTION = (
-    "Print the path of the last committed checkpoint directly in ROOT that is complete: its"
+    "Print the path of the last committed checkpoint directly in ROOT, symbolic links included,"
+    " that is complete: its"
     " metadata is intact, and its files have their sizes; with --deep, every byte is as it was"
     " written. Exit status: 3 if no checkpoint was committed there, 1 if all are damaged."
 )
@@ -28,6 +29,8 @@ def run(parsed: argparse.Namespace) -> int:
     """Print one path."""
     from nostall.integrity import latest_complete
 
+    if os.path.lexists(parsed.root) and not os.path.isdir(parsed.root):
+        raise NotThere(f"{parsed.root}: {why_not_there(parsed.root)}")
     found = latest_complete(parsed.root, deep=parsed.deep)
     if found is None:
         _require_nothing_committed(parsed.root)

@@ -259,7 +259,17 @@ def _print(
     if rows:
         print_table(("step", "size", "action", "why", "name"), rows, right="step size")
     total = f"{counted(len(gone), 'checkpoint')}, {format_nbytes(sum(e.nbytes for e in gone))}"
-    if deleted:
+    if not (gone or failed):
+        print(f"nothing to remove{_one_level_deeper(checkpoints)}")
+    elif deleted:
         print(f"removed {total}")
     else:
         print(f"would remove {total}" + ("; nothing is removed without --delete" if gone else ""))
+
+
+def _one_level_deeper(checkpoints: Sequence[Listed]) -> str:
+    """Where ROOT may have been meant, if every checkpoint is inside of another directory."""
+    if not all(map(_is_inside, checkpoints)):
+        return ""
+    meant = os.path.dirname(checkpoints[-1].path)
+    return f": all checkpoints are one level deeper, the last in {meant}; pass that to prune it"

@@ -71,7 +71,7 @@ def _print(found: Verification) -> None:
     if not found.ok:
         verdict = found.state.value.upper()
     elif found.has_manifest:
-        verdict = "as it was written"
+        verdict = "whole, as it was written"
     else:
         verdict = (
             "no damage found; without a manifest, only the checksums of its records were compared"

@@ -117,8 +117,9 @@ def manifest_of(stream: BinaryIO, *, path: str) -> Manifest | None:
     """
     found = _find(stream, path=path)
     if found is None:
-        if _read_at(stream, stream.seek(0, os.SEEK_END) - 1, 1) != pickle.STOP:
-            raise _damaged(_NO_END, path)
+        end = stream.seek(0, os.SEEK_END)
+        if _read_at(stream, end - 1, 1) != pickle.STOP:
+            raise _damaged(_NO_END if end else "the file is empty", path)
         return None
     manifest, begin = found
     if (begin - 1, _crc32_of_first(stream, begin - 1), stream.read(1)) != (

@@ -79,15 +79,15 @@ def list_checkpoints(root: str) -> list[Listed]:
     ``step-100/model`` and ``step-100/optimizer``.
 
     Raises:
-        NotThere: ``root`` does not exist.
-        ReadError: It is not a directory, or cannot be read.
+        NotThere: ``root`` does not exist, or is a file.
+        ReadError: It cannot be read.
         OptionError: It is in an object store.
     """
     require_file_system(root)
     try:
         paths = _directories_in(root)
-    except FileNotFoundError as error:
-        raise NotThere(f"{root}: no such directory") from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotThere(f"{root}: {why_not_there(root)}") from error
     except OSError as error:
         raise ReadError(
             f"cannot list checkpoints: {error.strerror}", errno=error.errno, path=root
