@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -19,6 +20,7 @@ VENV = ROOT / ".venv-dev"
 CONSTRAINTS = ROOT / "constraints.txt"
 STAMP = VENV / "made-from"
 OLDEST_PYTHON = (3, 10)
+BESIDE_THE_TESTS = ("lint", "types", "docs")
 QUIET_PIP = {
     "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     "PIP_NO_WARN_SCRIPT_LOCATION": "1",
@@ -43,12 +45,36 @@ def main() -> int:
         return 0 if sessions in (["-h"], ["--help"]) else 2
     refuse_unusable_python()
     nox = [str(environment_python()), "-m", "nox", "--noxfile", str(ROOT / "noxfile.py")]
-    chosen = ["--sessions", *sessions] if sessions else []
     sys.stdout.flush()
     try:
+        if not sessions and not rest:
+            return full_check(nox)
+        chosen = ["--sessions", *sessions] if sessions else []
         return subprocess.run([*nox, *chosen, *rest], cwd=ROOT, check=False).returncode
     except KeyboardInterrupt:
         return 130
+
+
+def full_check(nox: list[str]) -> int:
+    """Run the tests, and beside them the other sessions, as tests often wait; the exit code.
+
+    What the others print is shown after the tests.
+    """
+    with tempfile.TemporaryFile() as printed:
+        others = subprocess.Popen(
+            [*nox, "--sessions", *BESIDE_THE_TESTS],
+            cwd=ROOT,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            tests = subprocess.run([*nox, "--sessions", "tests"], cwd=ROOT, check=False).returncode
+        finally:
+            others.wait()  # it gets Ctrl-C, too
+        printed.seek(0)
+        sys.stdout.write(printed.read().decode(errors="replace"))
+        sys.stdout.flush()
+    return tests or others.returncode
 
 
 def refuse_unusable_python() -> None:

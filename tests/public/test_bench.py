@@ -409,8 +409,8 @@ def test_two_ranks_start_themselves_and_agree(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     command = [sys.executable, "-m", "nostall", "bench", "--ranks", "2", "--bytes", "256KiB"]
     command += ["--rounds", "1", "--contenders", "nostall,nostall dcp.save,torch.save"]
-    command += ["--memory-saves", "2", "--slowdown-rounds", "1", "--no-probes"]
-    command += ["--idle-rounds", "0", "--plain-saves", "1"]
+    command += ["--memory-saves", "1", "--slowdown-rounds", "0", "--no-probes"]
+    command += ["--idle-rounds", "0", "--plain-saves", "0"]
     command += ["--directory", str(tmp_path), "--json", str(file)]
     root = str(Path(nostall.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
