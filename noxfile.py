@@ -141,6 +141,12 @@ def install_package(
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the test suite against the installed package; arguments after `--` go to pytest."""
+    run_tests_with(session, {})
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Run the test suite, and require that it reaches most lines; arguments go to pytest."""
     install_group(session, "test")
     install_package(session)
     # Absolute and outside the tree: tests change the current directory, and so do the processes
