@@ -45,9 +45,9 @@ def saves_again_and_again(out: Path, *structures: str) -> None:
             schedule(queue, out / f"{number % 2}", states[number % len(states)])
             queue.wait()
             measured.append(_held())
-        # Or the trainer sends some that are never closed.
-        (writer,) = writer_pids()
-        wait_until(lambda: not any(map(_is_replaced, _open_in(writer))))
+        # Counted apart, they could be held for ever.
+        pids = (os.getpid(), *writer_pids())
+        wait_until(lambda: not any(_is_replaced(link) for pid in pids for link in _open_in(pid)))
     print(json.dumps(measured))
 
 
@@ -60,8 +60,12 @@ def _open_in(pid: int) -> list[str]:
     return links
 
 
+def _lasting_descriptors(pid: int) -> int:
+    return sum(not _is_replaced(link) for link in _open_in(pid))
+
+
 def _is_replaced(link: str) -> bool:
-    """Whether it leads to a replaced checkpoint's file, whose room the writer gives back later."""
+    """Whether it leads to a replaced checkpoint's file, which a thread closes later."""
     return link.endswith(".distcp (deleted)")
 
 
@@ -78,10 +82,8 @@ def _held() -> dict[str, int]:
         "trainer": of_trainer.rss,
         "writer": of_writer.rss,
         "reserved": default_engine().arena.reserved_nbytes,
-        "trainer descriptors": trainer.num_fds(),
-        "writer descriptors": len(
-            [link for link in _open_in(writer.pid) if not _is_replaced(link)]
-        ),
+        "trainer descriptors": _lasting_descriptors(trainer.pid),
+        "writer descriptors": _lasting_descriptors(writer.pid),
         "trainer threads": trainer.num_threads(),
         "writer threads": writer.num_threads(),
         "children": len(trainer.children(recursive=True)),
