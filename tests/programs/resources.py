@@ -45,7 +45,7 @@ def saves_again_and_again(out: Path, *structures: str) -> None:
             schedule(queue, out / f"{number % 2}", states[number % len(states)])
             queue.wait()
             measured.append(_held())
-        # Counted apart, they could be held for ever.
+        # What was not counted must not be held for ever either.
         pids = (os.getpid(), *writer_pids())
         wait_until(lambda: not any(_is_replaced(link) for pid in pids for link in _open_in(pid)))
     print(json.dumps(measured))

@@ -37,6 +37,7 @@ from nostall._read.tensors import read_items
 from nostall._storage.port import Source
 from nostall._storage.posix_files import PosixFiles
 from nostall.errors import DamagedCheckpointError, OptionError
+from nostall.filesystem_reader import Verify
 from programs.streams import Zlib
 from support.parts import save_in_halves
 from support.states import read_metadata, save_stock_way, small_state
@@ -268,7 +269,7 @@ def test_any_slice_is_what_stock_reads(
     shape: list[int],
     scale: int,
     dtype: torch.dtype,
-    verify: str,
+    verify: Verify,
 ) -> None:
     """Of small and large stored tensors, into targets of the slice's shape."""
     path = tmp_path_factory.mktemp("slices")
@@ -288,7 +289,7 @@ def test_any_slice_is_what_stock_reads(
 
     slices = list(dict.fromkeys(slices))
     ours, stock = Recorder(make), Recorder(make)
-    read(nostall.FileSystemReader(path, verify=verify), slices, ours)  # type: ignore[arg-type]
+    read(nostall.FileSystemReader(path, verify=verify), slices, ours)
     read(dcp.FileSystemReader(path), slices, stock)
     assert ours.tensors.keys() == stock.tensors.keys()
     assert all(same(ours.tensors[each], stock.tensors[each]) for each in slices)

@@ -166,7 +166,7 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_changes(tmp_path: 
     with pytest.raises(OptionError, match="needs a process_group"):
         nostall.load({"b": torch.zeros(1)}, tmp_path, read_once=True)
     with pytest.raises(OptionError, match="not a text"):
-        nostall.load({"b": torch.zeros(1)}, tmp_path, keys=[1])  # type: ignore[list-item]
+        nostall.load({"b": torch.zeros(1)}, tmp_path, keys=[1])  # type: ignore[list-item]  # refused
 
 
 def test_objects_of_unknown_classes_need_trust(tmp_path: Path) -> None:
