@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from nostall._engine import wait_staged_before_step as wait_staged_before_step
     from nostall._memory.fence import wait_staged as wait_staged
     from nostall._model.progress import SaveStatus as SaveStatus
+    from nostall._model.reads import LoadStatus as LoadStatus
     from nostall._save.warmup import warmup as warmup
     from nostall.cached_metadata_filesystem_reader import (
         CachedMetadataFileSystemReader as CachedMetadataFileSystemReader,
@@ -70,6 +71,7 @@ _HOME = {
     "KeepEvery": "manager",
     "KeepLatest": "manager",
     "LoadStats": "stats",
+    "LoadStatus": "_model.reads",
     "PerRank": "manager",
     "SaveStats": "stats",
     "SaveStatus": "_model.progress",

@@ -28,6 +28,7 @@ from nostall._model.checksum import use_fastest
 from nostall._model.interrupts import is_done
 from nostall._model.jobs import RankReport, WriteJob
 from nostall._model.progress import SaveStatus, UnderWay
+from nostall._model.reads import LoadStatus, load_statuses
 from nostall._model.values import ItemShape, Layout
 from nostall._plan.layout import FileNaming, Packing, lay_out, renamed
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, joined, when_done
@@ -323,11 +324,15 @@ def configure(options: EngineOptions) -> None:
         old.close()
 
 
-def status() -> tuple[SaveStatus, ...]:
-    """Progress of this process's saves, oldest first. Callable from any thread, without waiting."""
+def status() -> tuple[SaveStatus | LoadStatus, ...]:
+    """Progress of this process's saves, then of its loads by nostall's readers, oldest first.
+
+    Callable from any thread, without waiting.
+    """
     with _process.lock:
         engine = _process.engine
-    return () if engine is None else engine.under_way.statuses()
+    saves = () if engine is None else engine.under_way.statuses()
+    return (*saves, *load_statuses())
 
 
 def wait_staged_before_step(optimizer: torch.optim.Optimizer) -> RemovableHandle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from collections.abc import Callable
 from copy import copy, deepcopy
 from threading import Lock
 from typing import Any, ClassVar, TypeVar
@@ -36,6 +37,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         verify: As of :class:`nostall.FileSystemReader`.
         threads: The same.
         process_group: The same.
+        progress: The same.
     """
 
     _cache: ClassVar[OrderedDict[str, tuple[Version, Metadata]]] = OrderedDict()
@@ -49,8 +51,11 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         verify: Verify = "none",
         threads: int = 4,
         process_group: dist.ProcessGroup | None = None,
+        progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        super().__init__(path, verify=verify, threads=threads, process_group=process_group)
+        super().__init__(
+            path, verify=verify, threads=threads, process_group=process_group, progress=progress
+        )
         self._cache_metadata = cache_metadata
 
     def _metadata_in(self, source: Source, path: str) -> Metadata:

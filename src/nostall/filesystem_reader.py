@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, Literal
@@ -16,8 +17,10 @@ from torch.futures import Future
 from nostall import _torch
 from nostall._commit.metadata import extents_of, load_metadata
 from nostall._commit.metadata_pickle import no_collection
+from nostall._model.reads import ReadCounter, listed
 from nostall._ranks.exchange import GroupPeers, require_cpu_members
-from nostall._read.plan import Wanted, nbytes_by_archive, rows_of
+from nostall._read.counted import CountedFiles
+from nostall._read.plan import Wanted, nbytes_by_archive, nbytes_of, rows_of
 from nostall._read.read_once import read_shared
 from nostall._read.sharing import Member, Share, all_want_to_share, share
 from nostall._read.tensors import read_items
@@ -56,6 +59,8 @@ class FileSystemReader(dcp.FileSystemReader):
             ranks need is read once: each of them reads a part of it, and they send the parts to
             each other, 128 MiB per rank at a time, or a single larger tensor. With ``None`` each
             rank reads what it needs. Give it to the readers of all ranks, or of none.
+        progress: Called during a load with bytes read and bytes to read by this rank, from any
+            thread; an error of its ends the load. :func:`nostall.status` shows the same.
 
     Raises:
         OptionError: An argument is not possible, or the path is in an object store.
@@ -68,6 +73,7 @@ class FileSystemReader(dcp.FileSystemReader):
         verify: Verify = "none",
         threads: int = 4,
         process_group: dist.ProcessGroup | None = None,
+        progress: Callable[[int, int], object] | None = None,
     ) -> None:
         require_file_system(path)
         if verify not in ("none", "crc"):
@@ -78,6 +84,7 @@ class FileSystemReader(dcp.FileSystemReader):
         if process_group is not None:
             require_cpu_members(process_group)
         self._peers = None if process_group is None else GroupPeers(process_group)
+        self._progress = progress
         self._stored: dict[str, Any] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -172,17 +179,34 @@ class FileSystemReader(dcp.FileSystemReader):
         return done
 
     def _read(self, wanted: list[Wanted], planner: LoadPlanner, shared: object) -> None:
-        files = PosixFiles(os.fspath(self.path))
-        threads, verify = self._threads, self._verify
-        if isinstance(shared, Share):
-            assert self._peers is not None  # all_want_to_share
-            wanted = read_shared(
-                shared, wanted, planner, files, self._peers, threads=threads, verify=verify
-            )
+        path = os.fspath(self.path)
+        files, threads, verify = PosixFiles(path), self._threads, self._verify
         rank, count = _place_of_this_rank()
-        read_items(
-            wanted, planner, files, threads=threads, verify=verify, rank=rank, world_size=count
-        )
+        total = sum(nbytes_of(each, self._rows_of) for each in wanted)
+        counter = ReadCounter(total, self._progress)
+        with listed(path, rank, counter):
+            if isinstance(shared, Share):
+                assert self._peers is not None  # all_want_to_share
+                wanted = read_shared(
+                    shared,
+                    wanted,
+                    planner,
+                    files,
+                    self._peers,
+                    threads=threads,
+                    verify=verify,
+                    counter=counter,
+                )
+            counted = CountedFiles(files, counter)
+            read_items(
+                wanted,
+                planner,
+                counted,
+                threads=threads,
+                verify=verify,
+                rank=rank,
+                world_size=count,
+            )
 
     def _wanted(self, plan: LoadPlan) -> tuple[list[Wanted], list[ReadItem]]:
         """The items and their places; and items that only stock's reader can read."""

@@ -19,7 +19,6 @@ from nostall import _torch
 from nostall._commit.checking import (
     Damage,
     Description,
-    ReadCounter,
     damage_by,
     look_at,
     read_description,
@@ -31,6 +30,7 @@ from nostall._commit.guarded_program import HINT
 from nostall._commit.manifest import manifest_alone
 from nostall._model.checksum import use_fastest
 from nostall._model.names import OF_FILE_SYSTEM
+from nostall._model.reads import ReadCounter
 from nostall._storage.destination import require_file_system
 from nostall._storage.port import leaves_open
 from nostall._storage.posix_files import PosixFiles

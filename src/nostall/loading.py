@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ def load(
     trust: bool = False,
     process_group: dist.ProcessGroup | None = None,
     read_once: bool = False,
+    progress: Callable[[int, int], object] | None = None,
 ) -> LoadStats:
     """Load a checkpoint of nostall or stock DCP into a state, as ``dcp.load`` does, but faster.
 
@@ -62,6 +63,7 @@ def load(
         read_once: With a process group: what several ranks need is read by one and sent to the
             others, as with the ``process_group`` of :class:`nostall.FileSystemReader`. For storage
             that is slower than the network between ranks.
+        progress: As of :class:`nostall.FileSystemReader`.
 
     Returns:
         What was loaded.
@@ -95,6 +97,7 @@ def load(
         verify=verify,
         threads=threads,
         process_group=process_group if read_once else None,
+        progress=progress,
     )
     touched = [name for name in state if wanted is None or wanted.touches(name)]
     objects = {name: each for name in touched if (each := _object_in(state[name])) is not None}

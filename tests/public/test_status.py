@@ -1,7 +1,8 @@
-"""``nostall.status()``: which saves are under way, and how far they are."""
+"""``nostall.status()``: which saves and loads are under way, and how far they are."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 import nostall
-from nostall import SaveStatus
+from nostall import LoadStatus, SaveStatus
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
@@ -39,10 +42,17 @@ def small_chunks() -> Iterator[None]:
 def reached(condition: Callable[[SaveStatus], bool]) -> SaveStatus:
     """The status of the only save, once it is like that."""
     end_s = time.monotonic() + DEADLINE_S
-    (status,) = nostall.status()
+    status = only_save()
     while not condition(status):
         assert time.monotonic() < end_s, str(status)
-        (status,) = nostall.status()
+        status = only_save()
+    return status
+
+
+def only_save() -> SaveStatus:
+    """The status of the only save, while nothing is loaded."""
+    (status,) = nostall.status()
+    assert isinstance(status, SaveStatus)
     return status
 
 
@@ -159,4 +169,107 @@ def test_a_save_that_cannot_be_planned_is_over(tmp_path: Path) -> None:
     saving: Any = dcp.async_save({"f": lambda: 0}, storage_writer=writer, no_dist=True)
     with pytest.raises(CheckpointException):
         saving.result(60)
+    assert nostall.status() == ()
+
+
+# --- loads ----------------------------------------------------------------------------------------
+
+
+class Held:
+    """Holds the first thread that reports progress until it is released."""
+
+    def __init__(self) -> None:
+        self.reported: list[tuple[int, int]] = []
+        self.reached, self.released = threading.Event(), threading.Event()
+
+    def __call__(self, nbytes: int, total: int) -> None:
+        self.reported.append((nbytes, total))
+        self.reached.set()
+        assert self.released.wait(DEADLINE_S)
+
+
+def loads(path: Path, held: Held) -> list[Callable[[dict[str, Any]], object]]:
+    """Ways to load a checkpoint."""
+    reader = nostall.FileSystemReader(path, progress=held)
+    return [
+        lambda state: nostall.load(state, path, progress=held),
+        lambda state: dcp.load(state, storage_reader=reader, no_dist=True),
+    ]
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["nostall.load", "dcp.load"])
+def test_a_load_is_followed_from_its_first_read_to_its_end(tmp_path: Path, way: int) -> None:
+    """``status`` shows it while it reads; the callback has every step, and all bytes at last."""
+    dcp.save(STATE, checkpoint_id=tmp_path, no_dist=True)
+    held, state = Held(), {name: torch.zeros_like(each) for name, each in STATE.items()}
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(loads(tmp_path, held)[way], state)
+        assert held.reached.wait(DEADLINE_S)
+        (status,) = nostall.status()
+        held.released.set()
+        load.result(DEADLINE_S)
+    assert isinstance(status, LoadStatus)
+    assert (status.path, status.rank, status.state) == (str(tmp_path), 0, "reading")
+    assert 0 < status.read_nbytes < status.nbytes
+    assert NBYTES < status.nbytes < 1.1 * NBYTES
+    assert f"load from {tmp_path}" in str(status)
+    assert held.reported == sorted(held.reported)
+    assert held.reported[-1] == (status.nbytes, status.nbytes)
+    assert nostall.status() == ()
+    assert all(torch.equal(state[name], each) for name, each in STATE.items())
+
+
+def test_of_a_slice_only_its_rows_are_to_be_read(tmp_path: Path) -> None:
+    """What is shown as the total is what this load needs, not what the checkpoint has."""
+    dcp.save({"t": torch.ones(1000, 1000)}, checkpoint_id=tmp_path, no_dist=True)
+    reported: list[tuple[int, int]] = []
+    reader = nostall.FileSystemReader(tmp_path, progress=lambda *each: reported.append(each))
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    target = torch.zeros(10, 1000)
+    planner = Slice(target, offset=500)
+    planner.set_up_planner({}, metadata, is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner).wait()
+    assert bool((target == 1).all())
+    assert {total for _, total in reported} == {reported[-1][0]}
+    assert 40_000 <= reported[-1][1] < 45_000
+
+
+class Slice(dcp.DefaultLoadPlanner):
+    """Plans to load the rows from ``offset`` of the tensor ``t``."""
+
+    def __init__(self, target: torch.Tensor, offset: int) -> None:
+        super().__init__()
+        self._target, self._offset = target, offset
+
+    def create_local_plan(self) -> LoadPlan:
+        index, begin = MetadataIndex("t", [0, 0], 0), torch.Size((self._offset, 0))
+        item = ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=index,
+            dest_offsets=torch.Size((0, 0)),
+            storage_index=index,
+            storage_offsets=begin,
+            lengths=self._target.shape,
+        )
+        return LoadPlan([item])
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self._target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+
+def test_an_error_of_the_callback_ends_the_load(tmp_path: Path) -> None:
+    """It is the caller's own way to stop; nothing is listed afterwards."""
+    dcp.save(STATE, checkpoint_id=tmp_path, no_dist=True)
+
+    def stop(*_: int) -> None:
+        raise LookupError("enough")
+
+    with pytest.raises(LookupError, match="enough"):
+        nostall.load(
+            {name: torch.zeros_like(t) for name, t in STATE.items()}, tmp_path, progress=stop
+        )
     assert nostall.status() == ()

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+from nostall._model.reads import ReadCounter
 from nostall._read.plan import rotated
 from nostall._read.read_once import read_shared
 from nostall._read.round_memory import Buffers
@@ -246,7 +247,14 @@ def read_with(peers: Peers, path: Path) -> BaseException:
     (planned, _) = shares_of([{Span("file", 0, 8): 8}] * 2)
     with pytest.raises(NostallError) as caught:
         read_shared(
-            planned, [], DefaultLoadPlanner(), PosixFiles(str(path)), peers, threads=1, verify=False
+            planned,
+            [],
+            DefaultLoadPlanner(),
+            PosixFiles(str(path)),
+            peers,
+            threads=1,
+            verify=False,
+            counter=ReadCounter(0),
         )
     return caught.value
 

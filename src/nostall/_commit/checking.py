@@ -5,7 +5,6 @@ A file is verified by its size, and by its checksum in the manifest or those of 
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -284,24 +283,3 @@ def _look_into(files: Files, expected: ExpectedFile, on_read: Callable[[int], ob
         strangers=tuple(strangers),
         archives=archives,
     )
-
-
-class ReadCounter:
-    """Counts the bytes that several threads have read.
-
-    Args:
-        total: Bytes to read.
-        report: Called with bytes read and ``total``, by one thread at a time.
-    """
-
-    def __init__(self, total: int, report: Callable[[int, int], object] | None) -> None:
-        self._total, self._report = total, report
-        self._done = 0
-        self._lock = threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        """Count bytes."""
-        with self._lock:
-            self._done += nbytes
-            if self._report is not None:
-                self._report(self._done, self._total)

@@ -70,12 +70,17 @@ def nbytes_by_archive(
     """
     found: dict[Span, int] = defaultdict(int)
     for each in wanted:
-        is_object = each.item.type is LoadItemType.BYTE_IO
-        rows = None if is_object or each.nbytes <= SMALL_NBYTES else rows_of(each.item)
-        nbytes = each.nbytes * each.item.lengths[0] // rows if rows else each.nbytes
         archive = Span(each.file, each.offset, each.end)
-        found[archive] = min(each.nbytes, found[archive] + nbytes)
+        found[archive] = min(each.nbytes, found[archive] + nbytes_of(each, rows_of))
     return dict(found)
+
+
+def nbytes_of(wanted: Wanted, rows_of: Callable[[ReadItem], int | None]) -> int:
+    """How many bytes are read for an item; ``rows_of`` as of :func:`nbytes_by_archive`."""
+    item = wanted.item
+    is_whole = wanted.nbytes <= SMALL_NBYTES or item.type is LoadItemType.BYTE_IO
+    rows = None if is_whole else rows_of(item)
+    return wanted.nbytes * item.lengths[0] // rows if rows else wanted.nbytes
 
 
 def rows_of(stored: Mapping[str, object], item: ReadItem) -> int | None:

@@ -15,6 +15,8 @@ from typing import TypeVar
 
 from torch.distributed.checkpoint.planner import LoadPlanner
 
+from nostall._model.reads import ReadCounter
+from nostall._read.counted import CountedFiles
 from nostall._read.peers import Peers
 from nostall._read.plan import Wanted
 from nostall._read.round_memory import Buffers, RoundMemory, by_round
@@ -35,6 +37,7 @@ def read_shared(
     *,
     threads: int,
     verify: bool,
+    counter: ReadCounter,
 ) -> list[Wanted]:
     """Read items with other ranks, and hand them to the planner. Collective.
 
@@ -46,6 +49,7 @@ def read_shared(
         peers: The ranks that have the other shares.
         threads: Number of reads at a time.
         verify: As of :func:`read_items`.
+        counter: Counts what this rank has got, whoever has read it.
 
     Returns:
         The items that are not shared, which were not read.
@@ -78,7 +82,7 @@ def read_shared(
             if number + 1 < len(share.rounds):
                 following = mine.attempt(partial(begin, number + 1))
             peers.exchange(*ready.messages(peers.rank))
-            load = partial(read_items, ready.items, planner, ready)
+            load = partial(read_items, ready.items, planner, CountedFiles(ready, counter))
             mine.attempt(partial(load, threads=threads, verify=verify))
         _agree(peers, mine.failure)
     finally:
