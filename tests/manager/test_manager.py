@@ -63,6 +63,10 @@ def is_step(state: dict[str, Any], step: int) -> bool:
     return torch.equal(state["weight"], torch.full((100,), float(step)))
 
 
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+
+
 @contextmanager
 def stopped() -> Iterator[Hold]:
     """The save that is scheduled in the block stops before it writes."""
@@ -349,6 +353,93 @@ def test_verification_of_damaged_steps_alone_is_an_error(
     assert raised.value.path == str(tmp_path)
     assert "restore(state, step=...)" in str(raised.value)
     manager.close()
+
+
+@pytest.mark.parametrize("verify", [False, True], ids=["sizes", "bytes"])
+def test_a_renamed_or_copied_step_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, verify: bool
+) -> None:
+    """A warning names the directory and why; damage of the step that it holds changes nothing.
+
+    Nothing in the root that was renamed is restored as another step.
+    """
+    manager = CheckpointManager(tmp_path)
+    saved(manager, 1, 2)
+    shutil.copytree(tmp_path / (NAMES % 2), tmp_path / (NAMES % 7))
+    os.truncate(tmp_path / (NAMES % 2) / "__0_0.distcp", 10)
+    state = numbered(0)
+    restored = manager.restore(state, verify=verify)
+    assert restored is not None
+    assert restored.step == 1
+    assert is_step(state, 1)
+    why = "the directory was renamed or copied: it holds step 2, whose directory is step-000000002"
+    assert caplog.text.count(f"skipped {manager.path(7)}: {why}") == 1
+    with pytest.raises(ReadError, match="step 7 has no complete checkpoint: the directory was ren"):
+        manager.restore(numbered(0), step=7, verify=verify)
+    shutil.rmtree(tmp_path / (NAMES % 1))
+    shutil.rmtree(tmp_path / (NAMES % 2))
+    with pytest.raises(DamagedCheckpointError, match="were renamed or copied") as raised:
+        manager.restore(numbered(0), verify=verify)
+    assert raised.value.path == str(tmp_path)
+    assert "to step-000000002 again" in str(raised.value)
+    (tmp_path / (NAMES % 7)).rename(tmp_path / (NAMES % 2))
+    assert manager.restore(numbered(0), verify=verify) is not None
+    manager.close()
+
+
+@pytest.mark.parametrize("verify", [False, True], ids=["sizes", "bytes"])
+def test_a_flipped_bit_in_a_step_and_its_copy_ends(tmp_path: Path, *, verify: bool) -> None:
+    """The step that a renamed directory names is looked for in its own directory only."""
+    manager = CheckpointManager(tmp_path)
+    saved(manager, 1, 2)
+    file = tmp_path / (NAMES % 2) / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    shutil.copytree(tmp_path / (NAMES % 2), tmp_path / (NAMES % 7))
+    restored = manager.restore(numbered(0), verify=verify)
+    assert restored is not None
+    assert restored.step == (1 if verify else 2)
+    manager.close()
+
+
+@pytest.mark.parametrize("parts", [(), ("weight",)], ids=["whole", "parts"])
+def test_a_start_from_scratch_beside_other_checkpoints_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, parts: tuple[str, ...]
+) -> None:
+    """One, with the root, how many, an example, and the names that the manager looks for.
+
+    Checkpoints one level deeper count, links do not count twice; the manager saves as ever.
+    """
+    for name in ("step-200", "checkpoint-100", "old/step-000000050"):
+        writer = FileSystemWriterAsync(tmp_path / name, sync_files=False)
+        dcp.save(numbered(1), storage_writer=writer, no_dist=True)
+    (tmp_path / "latest").symlink_to("step-200")
+    (tmp_path / "logs").mkdir()
+    with CheckpointManager(tmp_path, parts=parts) as manager:
+        assert manager.restore(numbered(0)) is None
+        (warning,) = warnings_in(caplog)
+        expected = manager.path(100) + "/weight" * len(parts)
+        example = tmp_path / "step-200"
+        assert f"in {tmp_path}, but" in warning
+        assert f": 3, for example {example}. It expects names such as {expected}." in warning
+        caplog.clear()
+        saved(manager, 1)
+        assert manager.restore(numbered(0)) is not None
+        assert not warnings_in(caplog)
+
+
+def test_an_interrupted_step_is_not_a_checkpoint_under_another_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may have some of its parts; so a first start, and one after a crash, are quiet."""
+    manager = CheckpointManager(tmp_path, parts=("model", "optimizer"))
+    state = {"model": numbered(0), "optimizer": numbered(0)}
+    assert manager.restore(state) is None
+    path = tmp_path / (NAMES % 1) / "model"
+    dcp.save(numbered(1), storage_writer=FileSystemWriterAsync(path, sync_files=False))
+    assert manager.restore(state) is None
+    assert not warnings_in(caplog)
 
 
 def test_verification_has_no_deadline_of_storage(tmp_path: Path) -> None:

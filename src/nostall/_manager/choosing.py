@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from nostall._manager.contents import About, read_about
-from nostall._manager.steps import StepDirectories, held
+from nostall._manager.steps import StepDirectories, held, name_of
 from nostall._ranks.failures import sendable
 from nostall._ranks.group import Coordination
 from nostall._torch import wrap_exception
@@ -60,18 +60,48 @@ def choose_verified(steps: StepDirectories, step: int | None, hold: ExitStack) -
         damaged.add(about.step)
 
 
-def _require_none(steps: StepDirectories) -> None:
-    """Require that no step is committed, where none can be restored."""
+def _require_none(steps: StepDirectories, misnamed: Mapping[int, int]) -> None:
+    """Require that no step is committed, where none can be restored.
+
+    Args:
+        steps: The directories.
+        misnamed: The steps whose directories hold another one, and which.
+    """
     committed = steps.committed()
-    if committed:
-        last = steps.checkpoints(committed[-1])
-        commands = " and ".join(f"`nostall verify {path}`" for path in last)
-        raise DamagedCheckpointError(
-            f"all committed steps are damaged: {committed!r:.200}",
-            phase="read",
-            path=steps.root,
-            hint=f"for the damage of the last one run {commands}; restore(state, step=...) restores"
-            " one whose files are all there; to train from the beginning, use another root",
+    if not committed:
+        return
+    last = committed[-1]
+    if last in misnamed:
+        what = "damaged, or their directories were renamed or copied"
+        held_there = name_of(misnamed[last])
+        hint = f"rename {steps.path(last)} to {held_there} again, if there is no such directory"
+    else:
+        commands = " and ".join(f"`nostall verify {path}`" for path in steps.checkpoints(last))
+        what = "damaged"
+        hint = (
+            f"for the damage of the last one run {commands}; restore(state, step=...) restores one"
+            " whose files are all there"
+        )
+    raise DamagedCheckpointError(
+        f"all committed steps are {what}: {committed!r:.200}",
+        phase="read",
+        path=steps.root,
+        hint=f"{hint}; to train from the beginning, use another root",
+    )
+
+
+def _warn_of_others(steps: StepDirectories) -> None:
+    """Warn of checkpoints that are not steps, where the job is about to start from scratch."""
+    others = steps.under_other_names()
+    if others:
+        _log.warning(
+            "no step to restore in %s, but it has checkpoints under other names, which this manager"
+            " neither restores nor removes: %d, for example %s. It expects names such as %s. To"
+            " load another one, use nostall.load or torch.distributed.checkpoint.load",
+            steps.root,
+            len(others),
+            others[-1],
+            " and ".join(steps.checkpoints(100)),
         )
 
 
@@ -120,7 +150,7 @@ def choose_step(
         UnknownMetadataError: No step is known to be complete, and one is not understood.
         OSError: No step is known to be complete, and one cannot be read at present.
         DamagedCheckpointError: Another program saved the step; or there are committed steps, and
-            none is complete.
+            none is complete and in its own directory.
         OptionError: The step was saved with other parts; or there is none with these.
     """
     if step is not None:
@@ -135,12 +165,16 @@ def choose_step(
             " `nostall verify` lists all damage",
         )
     unknown: UnknownMetadataError | OSError | None = None
+    misnamed: dict[int, int] = {}
     for each in sorted(set(steps.listed()) - without, reverse=True):
         try:
             about = _described(steps, each, hold)
             if isinstance(about, About):
                 return about
-            if isinstance(about, _Damaged):
+            if isinstance(about, _Misnamed):
+                _log.warning("skipped %s: %s", steps.path(each), about.why)
+                misnamed[each] = about.holds
+            elif isinstance(about, _Damaged):
                 _log.warning("skipped %s: the step is damaged: %s", steps.path(each), about.why)
         except (UnknownMetadataError, OSError) as error:
             why = error.message if isinstance(error, NostallError) else error.strerror
@@ -150,7 +184,8 @@ def choose_step(
         raise unknown
     for each in steps.listed():
         steps.require_own_parts(each)
-    _require_none(steps)
+    _require_none(steps, misnamed)
+    _warn_of_others(steps)
     return None
 
 
@@ -168,8 +203,31 @@ class _Damaged:
     why: str
 
 
-def _described(steps: StepDirectories, step: int, hold: ExitStack) -> About | _Absent | _Damaged:
-    """The description of a step, or why it cannot be restored. It is held before this looks."""
+@dataclass(frozen=True, slots=True)
+class _Misnamed:
+    """A step in the directory of another one.
+
+    It is not restored: a job would go on from the lower step that it holds, and find this
+    directory again, in place of its later steps, whenever it resumes.
+    """
+
+    holds: int
+
+    @property
+    def why(self) -> str:
+        return (
+            f"the directory was renamed or copied: it holds step {self.holds}, whose directory is"
+            f" {name_of(self.holds)}"
+        )
+
+
+def _described(
+    steps: StepDirectories, step: int, hold: ExitStack
+) -> About | _Absent | _Damaged | _Misnamed:
+    """The description of a step, or why it cannot be restored. It is held before this looks.
+
+    The description is of this step: ``about.step == step``.
+    """
     if not hold.enter_context(held(steps.path(step))) or steps.committed_at_s(step) is None:
         return _Absent()
     why = steps.why_incomplete(step)
@@ -180,6 +238,8 @@ def _described(steps: StepDirectories, step: int, hold: ExitStack) -> About | _A
     parts = [_about(checkpoint) for checkpoint in steps.checkpoints(step)]
     if len({about.save for about in parts}) > 1:
         return _Damaged("its parts are of different saves")
+    if parts[-1].step != step:
+        return _Misnamed(parts[-1].step)
     return parts[-1]
 
 

@@ -122,6 +122,23 @@ class StepDirectories:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
+    def under_other_names(self) -> list[str]:
+        """Checkpoints at the root, in it and one level below that are in no step's directory.
+
+        Sorted by path; what this user must not look into is left out.
+        """
+        found = [self.root] if _may_have_metadata(self.root) else []
+        for path in _directories_in(self.root):
+            if _may_have_metadata(path):
+                found.append(path)
+                continue
+            # A step whose save was interrupted may have some of its parts.
+            own = self.parts if step_of(os.path.basename(path)) is not None else ()
+            inside = (each for each in _directories_in(path) if os.path.basename(each) not in own)
+            found += filter(_may_have_metadata, inside)
+        # Once each, also if links lead there.
+        return sorted({os.path.realpath(path): path for path in sorted(found)}.values())
+
     def why_incomplete(self, step: int) -> str | None:
         """What is wrong with a committed step; ``None`` if all its files have their sizes."""
         found = (why_incomplete(checkpoint) for checkpoint in self.checkpoints(step))
@@ -199,6 +216,18 @@ def _has_metadata(checkpoint: str) -> bool:
         return _torch.METADATA_NAME in os.listdir(checkpoint)
     except (FileNotFoundError, NotADirectoryError):
         return False
+
+
+def _may_have_metadata(checkpoint: str) -> bool:
+    with suppress(OSError):
+        return _has_metadata(checkpoint)
+    return False
+
+
+def _directories_in(path: str) -> list[str]:
+    with suppress(OSError), os.scandir(path) as entries:
+        return [entry.path for entry in entries if entry.is_dir()]
+    return []
 
 
 def _parts_at(checkpoint: str) -> tuple[str, ...] | None:
