@@ -19,6 +19,7 @@ import pytest
 
 from nostall._model.lifecycle import TRANSITIONS, State
 from nostall.options import EngineOptions
+from support.pages import code_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -172,6 +173,31 @@ def test_the_program_of_the_tutorial_resumes(ran: Path) -> None:
     shown = re.findall(r"^steps .*", (DOCS / "tutorial.md").read_text(), re.MULTILINE)
     log = (ran / "tutorial-train.0.log").read_text().splitlines()
     assert [line for line in log if not line.startswith("[Gloo]")] == shown  # torch 2.9's own lines
+
+
+@pytest.mark.slow
+def test_the_program_on_the_page_about_resuming_resumes_in_a_new_process(tmp_path: Path) -> None:
+    """The optimizer's state, the schedule and the generators are those that were saved."""
+    definitions, trains, resumes, compares, *_ = code_blocks("howto/resume.md")
+    assert "def resume" in resumes
+    assert "train_step() == expected" in compares
+    first = f"{definitions}\n{trains}\nprint(repr(expected), scheduler.last_epoch)"
+    second = f"{definitions}\n{resumes}\nassert resume() == 1\n"
+    second += "print(repr(train_step()), scheduler.last_epoch)"
+    shown = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": WARNINGS},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
+        ).stdout
+        for program in (first, second)
+    ]
+    assert shown[0] == shown[1]
+    assert len(shown[0].split()) == 2
 
 
 @pytest.mark.slow

@@ -72,21 +72,20 @@ def _require_none(steps: StepDirectories, misnamed: Mapping[int, int]) -> None:
         return
     last = committed[-1]
     if last in misnamed:
-        what = "damaged, or their directories were renamed or copied"
-        held_there = name_of(misnamed[last])
-        hint = f"rename {steps.path(last)} to {held_there} again, if there is no such directory"
-    else:
-        commands = " and ".join(f"`nostall verify {path}`" for path in steps.checkpoints(last))
-        what = "damaged"
-        hint = (
-            f"for the damage of the last one run {commands}; restore(state, step=...) restores one"
-            " whose files are all there"
+        raise DamagedCheckpointError(
+            f"all committed steps are damaged or renamed: {committed!r:.200}",
+            phase="read",
+            path=steps.root,
+            hint=f"rename {name_of(last)} to {name_of(misnamed[last])} again, if that is not there;"
+            " to train from the beginning, use another root",
         )
+    commands = " and ".join(f"`nostall verify {path}`" for path in steps.checkpoints(last))
     raise DamagedCheckpointError(
-        f"all committed steps are {what}: {committed!r:.200}",
+        f"all committed steps are damaged: {committed!r:.200}",
         phase="read",
         path=steps.root,
-        hint=f"{hint}; to train from the beginning, use another root",
+        hint=f"for the damage of the last one run {commands}; restore(state, step=...) restores one"
+        " whose files are all there; to train from the beginning, use another root",
     )
 
 
