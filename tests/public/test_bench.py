@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import Future
@@ -39,6 +40,7 @@ from nostall._bench.results import (
     ProbeReport,
     SaveSample,
 )
+from nostall._bench.room import nbytes_of_loads, nbytes_of_saves, why_no_room
 from nostall._bench.run import run
 from nostall._bench.stock import DcpSave, TorchSave
 from nostall._bench.transformer import train_one_step, training_nbytes, width_for
@@ -444,6 +446,47 @@ def test_wrong_arguments_end_with_usage(
         main(arguments)
     assert exit_.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "kind", [[], ["--ranks", "2"], ["--load"], ["--restart"]], ids=["save", "ranks", "load", "new"]
+)
+def test_a_run_that_does_not_fit_into_memory_is_refused(
+    kind: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Before anything is allocated or written; with what is needed, and what is there.
+
+    A limit of a control group counts as the memory of the machine does.
+    """
+    if kind == ["--ranks", "2"]:
+        pytest.importorskip("numpy", reason="the message about NumPy comes first")
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--bytes", "100000GiB", "--directory", str(tmp_path), *kind])
+    assert ended.value.code == 2
+    assert re.search(
+        r"this run needs about \S+ GiB of memory, and \S+ [GM]iB are available",
+        capsys.readouterr().err,
+    )
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_a_run_needs_grows_with_the_contenders_and_fits_a_control_group(
+    tmp_path: Path,
+) -> None:
+    """One contender of a gigabyte runs where all of them do not."""
+    group = tmp_path / "sys" / "fs" / "cgroup"
+    group.mkdir(parents=True)
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/\n")
+    (group / "memory.max").write_text(str(1 << 29))
+    (group / "memory.current").write_text(str(1 << 28))
+    for contenders, fits in ((1, True), (2, True), (3, False)):
+        needed = nbytes_of_saves(1 << 26, contenders)
+        assert (why_no_room(needed, root=str(tmp_path)) is None) == fits, contenders
+    assert why_no_room(nbytes_of_loads(1 << 26), root=str(tmp_path)) is None
+    said = why_no_room(nbytes_of_loads(1 << 27), root=str(tmp_path))
+    assert said is not None
+    assert "needs about 384 MiB of memory, and 256 MiB are available" in said
 
 
 def test_the_list_names_every_contender(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from nostall._bench.report import failed, render
 from nostall._bench.restarting.report import RestartReport, render_restarts, restarts_failed
 from nostall._bench.restarting.run import Way, run_restarts
 from nostall._bench.results import BenchReport
+from nostall._bench.room import nbytes_of_loads, nbytes_of_saves, require_room, why_no_room
 from nostall._bench.run import run
 
 
@@ -82,16 +84,25 @@ def bench(options: BenchOptions, arguments: Sequence[str]) -> int:
         raise ValueError(
             "--ranks above 1 needs NumPy for torch's collectives of objects: pip install numpy"
         )
+    taking_part = [contender for contender in contenders if contender.name in names]
+    needed = nbytes_of_saves(
+        options.nbytes, sum(contender.available() is None for contender in taking_part)
+    )
     if options.ranks > 1 and not started_by_launcher():
+        require_room(needed * options.ranks)
         return launch(arguments, options.ranks)
     _ignore_warnings_of_torch()
     with joined_ranks() as ranks:
+        # All ranks have looked before one allocates anything.
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if ranks.distributed else 1
+        why = ranks.first_text(why_no_room(needed * here))
+        if why is not None:
+            raise ValueError(why)
         if ranks.world_size != options.ranks:
             raise ValueError(
                 f"--ranks {options.ranks}, but the launcher started {ranks.world_size};"
                 " leave --ranks out under torchrun"
             )
-        taking_part = [contender for contender in contenders if contender.name in names]
         report = run(options, taking_part, ranks, ["python", "-m", "nostall", *arguments])
         wrong = failed(report)
         if ranks.leads:
@@ -110,6 +121,7 @@ def bench_loads(
     """
     names = chosen([contender.name for contender in contenders], options.contenders)
     taking_part = [contender for contender in contenders if contender.name in names]
+    require_room(nbytes_of_loads(options.nbytes))
     _ignore_warnings_of_torch()
     report = run_loads(options, taking_part, ["python", "-m", "nostall", *arguments])
     print(render_loads(report))
@@ -125,6 +137,7 @@ def bench_restarts(options: RestartOptions, ways: Sequence[Way], arguments: Sequ
     """
     names = chosen([way.name for way in ways], options.contenders)
     taking_part = [way for way in ways if way.name in names]
+    require_room(nbytes_of_loads(options.nbytes))
     _ignore_warnings_of_torch()
     report = run_restarts(options, taking_part, ["python", "-m", "nostall", *arguments])
     print(render_restarts(report))

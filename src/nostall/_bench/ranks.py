@@ -101,9 +101,7 @@ def working_directory(parent: Path | None, ranks: Ranks) -> Iterator[Path]:
     """An empty directory on the file system of ``parent``, or here; removed at the end."""
     made: str | None = None
     if ranks.leads:
-        parent = parent or Path.cwd()
-        parent.mkdir(parents=True, exist_ok=True)
-        made = tempfile.mkdtemp(prefix="nostall-bench-", dir=parent)
+        made = tempfile.mkdtemp(prefix="nostall-bench-", dir=parent or Path.cwd())
     path = Path(ranks.from_first(made))
     try:
         yield path
