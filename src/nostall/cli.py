@@ -44,13 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
         prog="nostall",
+        allow_abbrev=False,  # of --delete, above all
         description="Look at, verify, convert and remove checkpoints of PyTorch DCP.",
         epilog=_STATUSES,
     )
     parser.add_argument("--version", action="version", version=f"nostall {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, command in _COMMANDS.items():
-        subparser = commands.add_parser(name, help=command.HELP, description=command.DESCRIPTION)
+        subparser = commands.add_parser(
+            name, help=command.HELP, description=command.DESCRIPTION, allow_abbrev=False
+        )
         subparser.set_defaults(run=command.run)
         command.add_arguments(subparser)
     with ExitStack() as opened:

@@ -29,7 +29,7 @@ from nostall._commit.checking import (
 from nostall._commit.guarded_program import HINT
 from nostall._commit.manifest import manifest_alone
 from nostall._model.checksum import use_fastest
-from nostall._model.names import OF_FILE_SYSTEM
+from nostall._model.names import OF_FILE_SYSTEM, order_of_commit
 from nostall._model.reads import ReadCounter
 from nostall._storage.destination import require_file_system
 from nostall._storage.port import leaves_open
@@ -145,9 +145,10 @@ def why_incomplete(directory: str, *, deep: bool = False) -> str | None:
 def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | None:
     """The last committed complete checkpoint among the directories in ``root``, or ``None``.
 
-    ``None`` also if ``root`` does not exist. Directories that hold other things, or a checkpoint
-    that is not complete or not understood, are skipped; a warning names those that are newer than
-    the result.
+    Of several with the same time, such as copies, it is the one with the highest number at the end
+    of its name. ``None`` also if ``root`` does not exist. Directories that hold other things, or a
+    checkpoint that is not complete or not understood, are skipped; a warning names those that are
+    newer than the result.
 
     Args:
         root: Directory of checkpoint directories.
@@ -197,12 +198,14 @@ def committed_latest_first(root: str) -> list[str]:
                     continue
                 metadata = os.path.join(entry.path, _torch.METADATA_NAME)
                 if _may_be_file(metadata):
-                    # A directory before a link to it.
-                    rank = _committed_at_s(entry.path), not entry.is_symlink()
-                    candidates.append((rank, entry.path))
+                    at_s = _committed_at_s(entry.path)
+                    order = order_of_commit(entry.path, at_s, is_link=entry.is_symlink())
+                    candidates.append((order, entry.path))
     except FileNotFoundError:
         return []
     except OSError as error:
+        if isinstance(error, NotADirectoryError) and not os.path.lexists(root):
+            return []  # it is a directory above that is a file
         raise ReadError(
             f"cannot list checkpoints: {error.strerror}",
             errno=error.errno,

@@ -152,6 +152,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
         prog="nostall.nvrx_alias",
+        allow_abbrev=False,
         usage="python -m nostall.nvrx_alias SCRIPT [ARGUMENT ...]",
         description="Run a Python script in which imports of"
         " nvidia_resiliency_ext.checkpointing.async_ckpt find nostall.",

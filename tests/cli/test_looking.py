@@ -81,22 +81,74 @@ def test_parts_of_a_step_are_listed(tmp_path: Path, run: Run) -> None:
     assert "nothing to remove" in run("prune", tmp_path, "--keep", "latest=1")[1]
 
 
-def test_nothing_there_is_an_exit_status(tmp_path: Path, run: Run) -> None:
-    """3 and one line on standard error, for an empty directory, one without any, and a file."""
-    for command in ("ls", "latest"):
-        for root in (tmp_path, tmp_path / "nowhere"):
-            status, shown, error = run(command, root)
-            assert (status, shown, error.count("\n")) == (3, "", 1)
-            assert str(root) in error
-    for command in ("inspect", "diff"):
-        paths = [tmp_path] * (2 if command == "diff" else 1)
-        assert run(command, *paths)[0] == 3
-    (tmp_path / "file").write_text("")
-    for command in ("ls", "latest", "verify", "inspect"):
-        status, shown, error = run(command, tmp_path / "file")
-        assert (status, "not a directory" in shown + error) == (3, True)
-    assert "not a directory" in run("inspect", tmp_path / "file")[2]
-    assert "no such directory" in run("inspect", tmp_path / "nowhere")[2]
+def test_links_to_checkpoints_are_listed(tmp_path: Path, run: Run) -> None:
+    """As ``latest`` follows them, which prints a directory rather than a link to it."""
+    save(tmp_path / "elsewhere" / "step-1")
+    root = tmp_path / "root"
+    save(root / "step-2")
+    (root / "pinned").symlink_to("../elsewhere/step-1")
+    (root / "newest").symlink_to("step-2")
+    for name, target in (("broken", "nothing"), ("logs", "../elsewhere"), ("self", ".")):
+        (root / name).symlink_to(target)
+    status, shown, _ = run("ls", root)
+    assert status == 0
+    assert [line.split("  ")[-1].strip() for line in shown.splitlines()[1:]] == [
+        "pinned -> ../elsewhere/step-1",
+        "newest -> step-2",
+        "step-2",
+    ]
+    listed = json.loads(run("ls", root, "--json")[1])
+    assert [each["link"] for each in listed] == ["../elsewhere/step-1", "step-2", None]
+    assert run("latest", root)[1] == f"{root / 'step-2'}\n"
+    (root / "step-2").rename(tmp_path / "elsewhere" / "step-2")
+    assert run("latest", root)[1] == f"{root / 'pinned'}\n"
+    assert "pinned" in run("ls", root)[1]
+
+
+COMMANDS: list[list[str]] = [
+    ["ls", "PATH"],
+    ["latest", "PATH"],
+    ["inspect", "PATH"],
+    ["verify", "PATH"],
+    ["diff", "PATH", "PATH"],
+    ["prune", "PATH", "--keep", "latest=1"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[command[0] for command in COMMANDS])
+def test_nothing_there_is_an_exit_status(tmp_path: Path, run: Run, command: list[str]) -> None:
+    """3, and one line on standard error that says what is missing; 2 for a file.
+
+    The same for all commands: an empty directory, none, a broken link.
+    """
+    file, link, empty = tmp_path / "file", tmp_path / "link", tmp_path / "empty"
+    file.touch()
+    link.symlink_to("nothing")
+    empty.mkdir()
+    for path, expected, why in (
+        (empty, 3, " in it" if command[0] in ("ls", "latest", "prune") else "committed here"),
+        (tmp_path / "nowhere", 3, "no such directory"),
+        (link, 3, "the symbolic link is broken"),
+        (file / "below", 3, "no such directory"),
+        (file, 2, "not a directory"),
+    ):
+        given = [str(path) if word == "PATH" else word for word in command]
+        status, shown, error = run(*given)
+        assert (status, shown, error.count("\n")) == (expected, "", 1), error
+        assert str(path) in error
+        assert why in error
+
+
+def test_verification_of_nothing_as_json(tmp_path: Path, run: Run) -> None:
+    """It is a result that a program can read, with the reason."""
+    status, shown, error = run("verify", tmp_path / "nowhere", "--json")
+    assert (status, error) == (3, "")
+    found = json.loads(shown)
+    assert (found["ok"], found["state"], found["note"]) == (False, "not there", "no such directory")
+
+
+def test_object_stores_are_wrong_arguments(run: Run) -> None:
+    """Not directories without checkpoints."""
     for name, *more in (["ls"], ["verify"], ["inspect"], ["convert", "new"]):
         status, _, error = run(name, "s3://bucket/checkpoints", *more)
         assert (status, "s3://bucket" in error) == (2, True)
@@ -111,12 +163,10 @@ def test_commands_that_find_nothing_say_where_checkpoints_are(tmp_path: Path, ru
         status, shown, error = run(command, tmp_path)
         assert (status, (shown + error).count("\n")) == (3, 1)
         assert f"2 checkpoints, the last {newest} (complete)" in shown + error
-    status, _, error = run("latest", newest)
-    assert status == 3
-    assert "it is a checkpoint itself" in error
-    status, _, error = run("prune", newest, "--keep", "latest=1")
-    assert status == 3
-    assert "pass the directory that holds it" in error
+    for command, *more in (["latest"], ["prune", "--keep", "latest=1"]):
+        status, shown, error = run(command, newest, *more)
+        assert (status, shown) == (2, "")  # not 3, by which a job starts from scratch
+        assert "it is a checkpoint itself (pass the directory that holds it)" in error
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "__0_0.distcp").write_bytes(b"half")
     status, _, error = run("latest", tmp_path / "begun")

@@ -128,6 +128,10 @@ sys.exit(main(["ls", {str(checkpoint.parent)!r}]))
         (("inspect", "nowhere"), 3),
         (("verify", "nowhere"), 3),
         (("prune", "nowhere", "--keep", "latest=1"), 3),
+        (("prune", "nowhere", "--keep", "latest=1", "--del"), 2),
+        (("--vers",), 2),
+        (("bench", "--li"), 2),
+        (("ls", "nowhere", "--js"), 2),
     ],
     ids=str,
 )
@@ -138,7 +142,7 @@ def test_exit_statuses(
     arguments: tuple[str, ...],
     status: int,
 ) -> None:
-    """2 for wrong arguments, 3 for what is not there."""
+    """2 for wrong arguments, abbreviated options among them; 3 for what is not there."""
     monkeypatch.chdir(tmp_path)
     assert run(*arguments)[0] == status
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -123,6 +124,35 @@ def test_parts_whose_names_end_with_a_number_stay(tmp_path: Path, run: Run) -> N
     assert set(tmp_path.glob("*/*/.metadata")) == before
 
 
+def at_once(*paths: Path) -> None:
+    for path in paths:
+        os.utime(path / ".metadata", (1e9, 1e9))
+
+
+def test_the_checkpoint_that_latest_prints_stays(tmp_path: Path, run: Run) -> None:
+    """Whatever is newer in a step's directory, and if several have the same time, as copies have.
+
+    Then it is the highest step: of 9 and 10, not the one that is last by name.
+    """
+    root = tmp_path / "root"
+    for step in (8, 9, 10):
+        save_stock_way(root / f"step-{step}", {"x": torch.zeros(3)})
+    save_stock_way(tmp_path / "elsewhere" / "step-99", {"x": torch.zeros(3)})
+    (root / "best").symlink_to("step-8")
+    (root / "other").symlink_to(tmp_path / "elsewhere" / "step-99")
+    at_once(*(root / f"step-{step}" for step in (8, 9, 10)), tmp_path / "elsewhere" / "step-99")
+    save(root / "step-7", 1)  # a part, committed later
+    newest = root / "step-10"
+    assert run("latest", root)[1] == f"{newest}\n"
+    status, shown, _ = run("prune", root, "--keep", "every=9", "--delete")
+    assert status == 0, shown
+    assert there(root) == {"step-8", "step-9", "step-10", "best", "other"}
+    assert (root / "step-7" / "step-1" / ".metadata").exists()
+    (row,) = (line for line in shown.splitlines() if line.split()[-1] == "step-10")
+    assert "the last complete one" in row
+    assert run("latest", root)[1] == f"{newest}\n"
+
+
 def test_a_checkpoint_that_is_replaced_meanwhile_stays(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,7 +234,8 @@ CHECKPOINTS = st.lists(
         state=st.sampled_from(State),
         nbytes=st.just(1),
         files=st.just(1),
-        at_s=st.integers(0, 100_000).map(float),
+        at_s=st.sampled_from([0.0, 1.0, 3600.0, 7200.5, 50_000.0])
+        | st.integers(0, 100_000).map(float),
         manifest=st.booleans(),
     ),
     unique_by=lambda each: each.path,
@@ -227,9 +258,7 @@ def test_the_newest_complete_one_always_stays(checkpoints: list[Listed], text: s
     rules = parse_rules(text)
     kept = why_kept(checkpoints, rules, set())
     complete = [each for each in checkpoints if each.state is State.COMPLETE]
-    assert not complete or max(each.at_s for each in complete) in {
-        each.at_s for each in complete if each.path in kept
-    }
+    assert not complete or max(complete, key=lambda each: each.order).path in kept
     assert all(each.path in kept for each in checkpoints if each.state is not State.COMPLETE)
     steps = sorted({each.step for each in complete if each.step is not None})
     for kind, _, value in (rule.text.partition("=") for rule in rules):

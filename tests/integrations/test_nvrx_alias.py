@@ -170,6 +170,7 @@ def test_a_script_finds_nostall_where_nvrx_is_not_installed(tmp_path: Path) -> N
     [
         (["--help"], 0, "Run a Python script"),
         ([], 2, "SCRIPT"),
+        (["--he"], 2, "SCRIPT"),
         (["nowhere.py", "--help"], 2, "nostall.nvrx_alias: nowhere.py: no such file\n"),
     ],
 )

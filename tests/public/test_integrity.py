@@ -301,7 +301,7 @@ def test_the_command_says_what_is_wrong_and_exits_accordingly(
     assert (plain["ok"], plain["state"]) == (False, "damaged")
     assert plain["damages"][0]["file"] == file
     assert main(["verify", str(tmp_path / "nothing")]) == 3
-    assert "no such directory" in capsys.readouterr().out
+    assert "no such directory" in capsys.readouterr().err
     by_stock(tmp_path / "other", small_state(), planner=PlannerOfOwn())
     assert main(["verify", str(tmp_path / "other")]) == 4
     assert "NOT UNDERSTOOD" in capsys.readouterr().out

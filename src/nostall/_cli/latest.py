@@ -6,16 +6,21 @@ import argparse
 import os
 
 from nostall._cli.arguments import NotThere, Status
-from nostall._cli.checkpoints.listing import elsewhere, why_not_there
+from nostall._cli.checkpoints.listing import (
+    elsewhere,
+    require_no_checkpoint,
+    require_no_file,
+    why_not_there,
+)
 from nostall._cli.output import counted
 from nostall.errors import DamagedCheckpointError
 
 HELP = "print the path of the last complete checkpoint"
 DESCRIPTION = (
     "Print the path of the last committed checkpoint directly in ROOT, symbolic links included,"
-    " that is complete: its"
-    " metadata is intact, and its files have their sizes; with --deep, every byte is as it was"
-    " written. Exit status: 3 if no checkpoint was committed there, 1 if all are damaged."
+    " that is complete: its metadata is intact, and its files have their sizes; with --deep, every"
+    " byte is as it was written. Exit status: 3 if no checkpoint was committed there, 1 if all are"
+    " damaged, 2 if ROOT is a file or a checkpoint itself."
 )
 
 
@@ -29,13 +34,14 @@ def run(parsed: argparse.Namespace) -> int:
     """Print one path."""
     from nostall.integrity import latest_complete
 
-    if os.path.lexists(parsed.root) and not os.path.isdir(parsed.root):
-        raise NotThere(f"{parsed.root}: {why_not_there(parsed.root)}")
+    require_no_file(parsed.root)
     found = latest_complete(parsed.root, deep=parsed.deep)
     if found is None:
         _require_nothing_committed(parsed.root)
-        missing = "" if os.path.isdir(parsed.root) else "no such directory, so "
-        raise NotThere(f"{parsed.root}: {missing}no complete checkpoint{elsewhere(parsed.root)}")
+        require_no_checkpoint(parsed.root)
+        there = os.path.isdir(parsed.root)
+        why = "no complete checkpoint in it" if there else why_not_there(parsed.root)
+        raise NotThere(f"{parsed.root}: {why}{elsewhere(parsed.root)}")
     print(found)
     return Status.FINE
 

@@ -9,14 +9,14 @@ from dataclasses import asdict
 
 from nostall._bench.quantities import format_nbytes
 from nostall._cli.arguments import NotThere, Status, add_json
-from nostall._cli.checkpoints.listing import Listed, list_checkpoints, look_at
+from nostall._cli.checkpoints.listing import Listed, list_checkpoints, list_links, look_at
 from nostall._cli.output import format_age, print_json, print_table
 
 HELP = "list the checkpoints in a directory: step, size, age, state"
 DESCRIPTION = (
-    "List the checkpoints in a directory, and in its subdirectories, oldest first. Symbolic links"
-    " are not followed. The state tells whether metadata and file sizes are as committed; verify"
-    " reads the bytes, too."
+    "List the checkpoints in a directory, and in its subdirectories, oldest first; also those"
+    " behind symbolic links in the directory. The state tells whether metadata and file sizes are as"
+    " committed; verify reads the bytes, too."
 )
 
 
@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Print a row per checkpoint."""
-    checkpoints = list_checkpoints(parsed.root)
+    found = list_checkpoints(parsed.root) + list_links(parsed.root)
+    checkpoints = sorted(found, key=lambda each: each.order)
     if not checkpoints:
         itself = look_at(os.path.abspath(parsed.root))
         if itself is None:
@@ -47,7 +48,7 @@ def run(parsed: argparse.Namespace) -> int:
                 str(each.files),
                 format_age(now_s - each.at_s),
                 each.state.value,
-                each.name,
+                each.name if each.link is None else f"{each.name} -> {each.link}",
             )
             for each in checkpoints
         ],

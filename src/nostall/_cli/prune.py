@@ -18,6 +18,7 @@ from nostall._cli.checkpoints.listing import (
     list_checkpoints,
     look_at,
     newest_complete,
+    require_no_checkpoint,
 )
 from nostall._cli.output import counted, describe, print_error, print_json, print_table
 from nostall._manager.policies import (
@@ -74,6 +75,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Print what is kept and why; remove the rest with ``--delete``."""
     checkpoints = list_checkpoints(parsed.root)
     if not checkpoints:
+        require_no_checkpoint(parsed.root)
         raise NotThere(f"{parsed.root}: no checkpoint directories in it{elsewhere(parsed.root)}")
     if parsed.deep:
         checkpoints = [_verified(each) for each in checkpoints]
@@ -137,7 +139,7 @@ def reasons(checkpoints: Sequence[Listed], rules: Sequence[Rule]) -> dict[str, l
     policies = [rule.policy for rule in rules]
     reads_metrics = any(policy.reads_metrics for policy in policies)
     # Of two checkpoints of one step, the later one says when the step was committed.
-    latest = {each.step: each for each in sorted(checkpoints, key=lambda each: each.at_s)}
+    latest = {each.step: each for each in sorted(checkpoints, key=lambda each: each.order)}
     records = [
         StepRecord(
             step=step,
@@ -186,13 +188,13 @@ def why_kept(
     candidates = [
         each
         for each in checkpoints
-        if each.state is State.COMPLETE and each.step is not None and not _is_inside(each)
+        if each.state is State.COMPLETE and each.step is not None and not each.is_inside
     ]
     kept = {path: ", ".join(why) for path, why in reasons(candidates, rules).items()}
     for each in checkpoints:
         if each.state is not State.COMPLETE:
             kept[each.path] = each.state.value
-        elif _is_inside(each):
+        elif each.is_inside:
             kept[each.path] = "inside of another directory"
         elif each.step is None:
             kept[each.path] = "no step in its name"
@@ -201,11 +203,6 @@ def why_kept(
     if newest is not None:
         kept.setdefault(newest.path, "the last complete one")
     return kept
-
-
-def _is_inside(each: Listed) -> bool:
-    """Whether it is a part of a step, or one of another root: the number ends no step of ROOT."""
-    return os.sep in each.name
 
 
 def _verified(each: Listed) -> Listed:
@@ -269,7 +266,7 @@ def _print(
 
 def _one_level_deeper(checkpoints: Sequence[Listed]) -> str:
     """Where ROOT may have been meant, if every checkpoint is inside of another directory."""
-    if not all(map(_is_inside, checkpoints)):
+    if not all(each.is_inside for each in checkpoints):
         return ""
     meant = os.path.dirname(checkpoints[-1].path)
     return f": all checkpoints are one level deeper, the last in {meant}; pass that to prune it"

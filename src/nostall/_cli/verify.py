@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from nostall._cli.arguments import Status, add_json, at_least
-from nostall._cli.checkpoints.listing import elsewhere, why_not_there
+from nostall._cli.arguments import NotThere, Status, add_json, at_least
+from nostall._cli.checkpoints.listing import elsewhere, require_no_file, why_not_there
 from nostall._cli.output import counted, print_json, printable, progress
 
 if TYPE_CHECKING:
@@ -38,8 +38,13 @@ def run(parsed: argparse.Namespace) -> int:
     """Print the findings."""
     from nostall.integrity import State, verify
 
+    require_no_file(parsed.path)
     with progress("verifying") as report:
         found = verify(parsed.path, threads=parsed.threads, progress=report)
+    if found.state is State.NOT_THERE:
+        found = replace(found, note=why_not_there(parsed.path) + elsewhere(parsed.path))
+        if not parsed.json:
+            raise NotThere(f"{parsed.path}: {found.note}")
     if parsed.json:
         print_json({"ok": found.ok, **asdict(found)})
     else:
@@ -54,12 +59,6 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _print(found: Verification) -> None:
-    from nostall.integrity import State
-
-    if found.state is State.NOT_THERE:
-        where = printable(elsewhere(found.path))
-        print(f"{found.path}: NOT THERE: {why_not_there(found.path)}{where}")
-        return
     if found.note is not None:
         print(f"note: {printable(found.note)}")
     for damage in found.damages:

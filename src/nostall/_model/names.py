@@ -10,6 +10,7 @@ OF_FILE_SYSTEM = "lost+found"
 """A directory at the root of a file system, into which only the administrator may look."""
 SHARD_SUFFIX = ".distcp"
 """Suffix of shard file names, in stock DCP and here."""
+_STEP = re.compile(r"(\d+)(\.ckpt)?\Z")
 _GIVEN = re.compile(r"__\d+_\d+(-[0-9a-f]{8})*" + re.escape(SHARD_SUFFIX) + r"\Z")
 _OF_ONE_RANK = re.compile(r"__\d+" + re.escape(METADATA_SUFFIX))
 
@@ -22,6 +23,27 @@ def is_ours_to_remove(name: str) -> bool:
 def is_given_to_shards(name: str) -> bool:
     """Whether a name has the form of a shard file's, with any prefix: ``__3_0-89abcdef.distcp``."""
     return _GIVEN.search(name) is not None
+
+
+def step_in(path: str) -> int | None:
+    """The number at the end of a directory's name, as in ``step-100`` or ``step=100.ckpt``."""
+    found = _STEP.search(path)
+    return int(found[1]) if found else None
+
+
+def order_of_commit(path: str, at_s: float, *, is_link: bool) -> tuple[float, bool, int, str]:
+    """Sorts the checkpoints of one directory: the one to resume from is the last complete one.
+
+    Times may be equal, as those of copies: a link is before a directory then, and a lower step
+    before a higher one.
+
+    Args:
+        path: The checkpoint's directory, or a link to it.
+        at_s: When it was committed, in seconds since the epoch.
+        is_link: Whether ``path`` is a symbolic link.
+    """
+    step = step_in(path)
+    return at_s, not is_link, -1 if step is None else step, path
 
 
 def is_metadata_of_one_rank(name: str) -> bool:

@@ -20,12 +20,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from nostall import _torch
 from nostall._cli.arguments import NotThere
-from nostall._cli.checkpoints.listing import elsewhere, why_not_there
+from nostall._cli.checkpoints.listing import elsewhere, require_no_file, why_not_there
 from nostall._cli.output import progress
 from nostall._commit.checking import require_answers
 from nostall._commit.manifest import Manifest, split
 from nostall._commit.metadata import extents_of, load_metadata
-from nostall._storage.destination import require_file_system
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall.errors import DamagedCheckpointError
@@ -136,9 +135,9 @@ def read_checkpoint(path: str) -> Checkpoint:
         UntrustedMetadataError: The metadata is malformed.
         ReadError: The metadata is too large.
         OSError: It cannot be read.
-        OptionError: The path is in an object store.
+        OptionError: The path is that of a file, or in an object store.
     """
-    require_file_system(path)
+    require_no_file(path)
     files = PosixFiles(path)
     where = files.where(_torch.METADATA_NAME)
     try:

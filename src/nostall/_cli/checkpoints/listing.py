@@ -6,7 +6,6 @@ No torch, unless a checkpoint has no manifest.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -19,6 +18,8 @@ from nostall._model.names import (
     OF_FILE_SYSTEM,
     SHARD_SUFFIX,
     is_metadata_of_one_rank,
+    order_of_commit,
+    step_in,
 )
 from nostall._storage.destination import require_file_system
 from nostall._storage.port import leaves_open
@@ -27,11 +28,10 @@ from nostall._storage.reading import open_to_read
 from nostall.errors import (
     DamagedCheckpointError,
     NostallError,
+    OptionError,
     ReadError,
     UnknownMetadataError,
 )
-
-_STEP = re.compile(r"(\d+)(\.ckpt)?\Z")
 
 
 class State(str, Enum):
@@ -64,12 +64,23 @@ class Listed:
     """When it was committed, in seconds since the epoch; or its last change."""
     manifest: bool
     """Whether nostall has committed it."""
+    link: str | None = None
+    """Where a symbolic link leads that has this path; ``None`` for a directory."""
 
     @property
     def step(self) -> int | None:
         """The number at the end of the name, as in ``step-100`` or ``step=100.ckpt``."""
-        found = _STEP.search(self.name)
-        return int(found[1]) if found else None
+        return step_in(self.name)
+
+    @property
+    def order(self) -> tuple[float, bool, int, str]:
+        """As ``latest`` orders checkpoints."""
+        return order_of_commit(self.path, self.at_s, is_link=self.link is not None)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether it is a part of a step, or one of another root: ``latest`` does not see it."""
+        return os.sep in self.name
 
 
 def list_checkpoints(root: str) -> list[Listed]:
@@ -79,11 +90,11 @@ def list_checkpoints(root: str) -> list[Listed]:
     ``step-100/model`` and ``step-100/optimizer``.
 
     Raises:
-        NotThere: ``root`` does not exist, or is a file.
+        NotThere: ``root`` does not exist.
         ReadError: It cannot be read.
-        OptionError: It is in an object store.
+        OptionError: It is a file, or in an object store.
     """
-    require_file_system(root)
+    require_no_file(root)
     try:
         paths = _directories_in(root)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -93,7 +104,15 @@ def list_checkpoints(root: str) -> list[Listed]:
             f"cannot list checkpoints: {error.strerror}", errno=error.errno, path=root
         ) from error
     found = [each for path in paths for each in _at_or_in(path)]
-    return sorted(found, key=lambda each: (each.at_s, each.path))
+    return sorted(found, key=lambda each: each.order)
+
+
+def list_links(root: str) -> list[Listed]:
+    """The checkpoints directly behind symbolic links in ``root``, as ``latest`` follows them."""
+    with os.scandir(root) as entries:
+        links = [entry.path for entry in entries if entry.is_symlink()]
+    found = ((path, look_at(path)) for path in links)
+    return [replace(each, link=os.readlink(path)) for path, each in found if each is not None]
 
 
 def _directories_in(path: str) -> list[str]:
@@ -130,11 +149,35 @@ def _unreadable(path: str) -> Listed:
     )
 
 
+def require_no_file(path: str) -> None:
+    """Require that a path, if it exists, is that of a directory.
+
+    Raises:
+        OptionError: It is a file's, or in an object store.
+    """
+    require_file_system(path)
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise OptionError("not a directory", path=path)
+
+
+def require_no_checkpoint(root: str) -> None:
+    """Require that a directory without checkpoints in it is not a checkpoint itself.
+
+    Raises:
+        OptionError: It is.
+    """
+    itself = look_at(os.path.abspath(root))
+    if itself is not None and itself.state is not State.UNFINISHED:
+        raise OptionError(
+            "it is a checkpoint itself", path=root, hint="pass the directory that holds it"
+        )
+
+
 def why_not_there(path: str) -> str:
     """Why there is no checkpoint at a path, for messages."""
-    if not os.path.lexists(path):
-        return "no such directory"
-    return "no checkpoint was committed here" if os.path.isdir(path) else "not a directory"
+    if os.path.isdir(path):
+        return "no checkpoint was committed here"
+    return "the symbolic link is broken" if os.path.islink(path) else "no such directory"
 
 
 def elsewhere(path: str) -> str:
@@ -142,8 +185,6 @@ def elsewhere(path: str) -> str:
     itself = look_at(os.path.abspath(path))
     if itself is not None and itself.state is State.UNFINISHED:
         return "; it has files of a save that is under way or was interrupted"
-    if itself is not None:
-        return "; it is a checkpoint itself: pass the directory that holds it"
     try:
         below = list_checkpoints(path)
     except (NotThere, NostallError):
@@ -220,6 +261,8 @@ def _have_sizes(files: PosixFiles, manifest: Manifest) -> bool:
 
 
 def newest_complete(checkpoints: Iterable[Listed]) -> Listed | None:
-    """The last committed complete checkpoint."""
-    complete = [each for each in checkpoints if each.state is State.COMPLETE]
-    return max(complete, key=lambda each: each.at_s, default=None)
+    """The last committed complete checkpoint directly in the directory, as ``latest`` prints it."""
+    complete = (each for each in checkpoints if each.state is State.COMPLETE)
+    return max(
+        (each for each in complete if not each.is_inside), key=lambda each: each.order, default=None
+    )
