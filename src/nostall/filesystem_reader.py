@@ -20,10 +20,10 @@ from nostall._commit.metadata_pickle import no_collection
 from nostall._model.reads import ReadCounter, listed
 from nostall._ranks.exchange import GroupPeers, require_cpu_members
 from nostall._read.counted import CountedFiles
+from nostall._read.items.load import read_items
 from nostall._read.plan import Wanted, nbytes_by_archive, nbytes_of, rows_of
 from nostall._read.read_once import read_shared
 from nostall._read.sharing import Member, Share, all_want_to_share, share
-from nostall._read.tensors import read_items
 from nostall._storage.destination import require_file_system
 from nostall._storage.port import Source
 from nostall._storage.posix_files import PosixFiles

@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 import nostall
-from nostall._read import forms
-from nostall._read.forms import Unusual
+from nostall._read.items import forms
+from nostall._read.items.forms import Unusual
+from nostall._read.items.load import read_items
 from nostall._read.plan import Wanted
-from nostall._read.tensors import read_items
 from nostall._storage.port import Source
 from nostall._storage.posix_files import PosixFiles
 from nostall.errors import DamagedCheckpointError, OptionError

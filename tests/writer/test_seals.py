@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nostall._model.crc import combine
 from nostall._model.jobs import (
     Seal,
     SealTable,
 )
 from nostall._model.sealing import Sealer, seal_patches
 from nostall._writer import seals
-from nostall._writer.crc import combine
 from nostall._writer.images import Window
 from nostall._writer.seals import ChunkPlans, Payloads, plan_chunks
 

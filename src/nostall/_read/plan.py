@@ -15,7 +15,8 @@ SMALL_NBYTES = 256 << 10
 """Items up to this length are read together with their neighbours."""
 _GAP_NBYTES = 64 << 10
 """Bytes between two items that are read rather than skipped."""
-_REGION_NBYTES = 4 << 20
+REGION_NBYTES = 4 << 20
+"""Most that one read of small items brings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,23 +41,26 @@ class Wanted:
         return str(self.item.storage_index.fqn)
 
 
-def regions(ordered: Sequence[Wanted]) -> Iterator[list[Wanted]]:
-    """Items in the order of their offsets, small neighbours together, large ones alone."""
-    region: list[Wanted] = []
-    for each in ordered:
+def regions(items: Sequence[Wanted]) -> Iterator[slice]:
+    """Positions of consecutive items that one read brings: small neighbours, or a large one."""
+    first, begin, end = 0, 0, 0
+    for at, each in enumerate(items):
         is_near = (
-            region
+            at > first
             and each.nbytes <= SMALL_NBYTES
-            and each.offset - region[-1].end <= _GAP_NBYTES
-            and each.end - region[0].offset <= _REGION_NBYTES
-            and region[-1].nbytes <= SMALL_NBYTES
+            and items[at - 1].nbytes <= SMALL_NBYTES
+            and each.offset - end <= _GAP_NBYTES
+            and begin - each.end <= _GAP_NBYTES
+            and max(end, each.end) - min(begin, each.offset) <= REGION_NBYTES
         )
-        if region and not is_near:
-            yield region
-            region = []
-        region.append(each)
-    if region:
-        yield region
+        if is_near:
+            begin, end = min(begin, each.offset), max(end, each.end)
+            continue
+        if at > first:
+            yield slice(first, at)
+        first, begin, end = at, each.offset, each.end
+    if first < len(items):
+        yield slice(first, len(items))
 
 
 def nbytes_by_archive(

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 
 from nostall._model.reads import ReadCounter
 from nostall._read.counted import CountedFiles
+from nostall._read.items.load import read_items
 from nostall._read.peers import Peers
 from nostall._read.plan import Wanted
 from nostall._read.round_memory import Buffers, RoundMemory, by_round
 from nostall._read.sharing import Share
-from nostall._read.tensors import read_items
 from nostall._storage.port import ReadableFiles
 from nostall.errors import RankFailedError, RankLostError
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from nostall._model import checksum
+from nostall._model.crc import combine
 from nostall._model.jobs import Seal, SealTable
 from nostall._model.sealing import Sealer, seal_patches
-from nostall._writer.crc import combine
 from nostall._writer.images import Window
 
 _WORTH_JOINING_NBYTES = 64 << 10

@@ -27,11 +27,12 @@ from nostall import _torch
 HEAD_NBYTES = 4096
 """More than ``torch.save`` writes before the values: a kilobyte, which ends at a multiple of 64."""
 _MOST_FORMS = 4096
-_LOCAL_HEADER_NBYTES = 30
+_LOCAL_HEADER = struct.Struct("<6xH18x2H")
+"""Of a record: flags, and the lengths of name and extra field, which come before its content."""
 _HAS_DESCRIPTOR = 8
-"""Flag of a record whose checksum comes after its content, behind a signature of four bytes."""
-_SIGNATURE_NBYTES = 4
-_CRC32_NBYTES = 4
+"""Flag of a record whose checksum comes after its content."""
+DESCRIPTOR = struct.Struct("<4sL")
+"""What is after the values: a signature, and their CRC-32, which is zero if there is none."""
 _MOST_PICKLE_NBYTES = 4096
 _OPERATIONS = frozenset(
     {
@@ -77,13 +78,16 @@ class Form:
     shape: tuple[int, ...]
     nbytes: int
     """Bytes of the values."""
-    crc32_at: int | None
-    """Where the archive has the checksum of the values."""
 
     @property
     def begin(self) -> int:
         """Where the values begin."""
         return len(self.prefix)
+
+    @property
+    def end(self) -> int:
+        """Where the values end, and their descriptor begins if there are any."""
+        return len(self.prefix) + self.nbytes
 
 
 class Forms:
@@ -145,24 +149,20 @@ def _parse(stream: BinaryIO, nbytes: int) -> Form:
     plain = _Unpickler(io.BytesIO(content)).load()
     if type(plain) is not _Plain:
         raise Unusual
-    stream.seek(values.header_offset + _LOCAL_HEADER_NBYTES - 4)
-    name_nbytes, extra_nbytes = struct.unpack("<2H", stream.read(4))
-    begin = values.header_offset + _LOCAL_HEADER_NBYTES + name_nbytes + extra_nbytes
+    stream.seek(values.header_offset)
+    header = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))
+    flags, name_nbytes, extra_nbytes = header
+    begin = values.header_offset + _LOCAL_HEADER.size + name_nbytes + extra_nbytes
     needed = math.prod(plain.shape) * plain.dtype.itemsize
     if values.file_size < needed or begin + values.file_size > nbytes:
         # Older versions of torch make up the rest.
         what = f"its values have {values.file_size} bytes, its shape needs {needed}"
         raise Contradictory(what)
+    has_descriptor = flags & _HAS_DESCRIPTOR and begin + needed + DESCRIPTOR.size <= nbytes
+    if values.file_size > needed or (needed and not has_descriptor):
+        raise Unusual
     stream.seek(0)
-    crc32_at = begin + needed + _SIGNATURE_NBYTES
-    is_after = values.flag_bits & _HAS_DESCRIPTOR and values.file_size == needed and values.CRC
-    return Form(
-        prefix=stream.read(begin),
-        dtype=plain.dtype,
-        shape=plain.shape,
-        nbytes=needed,
-        crc32_at=crc32_at if is_after and crc32_at + _CRC32_NBYTES <= nbytes else None,
-    )
+    return Form(prefix=stream.read(begin), dtype=plain.dtype, shape=plain.shape, nbytes=needed)
 
 
 def _require_simple(content: bytes) -> None:

@@ -1,15 +1,14 @@
-"""Slices of stored tensors, and the memory that they are read into."""
+"""Slices of stored tensors, and the rows that are read for them. Pure."""
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from nostall._read.forms import Form
+from nostall._read.items.forms import Form
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,32 +47,3 @@ class Rows:
         for dimension, (offset, length) in enumerate(zip(self.offsets, self.lengths, strict=True)):
             rows = rows.narrow(dimension, offset, length)
         return rows
-
-
-def is_plain(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the values of a tensor are bytes in memory, one after the other."""
-    return (
-        type(target) is torch.Tensor
-        and target.device.type == "cpu"
-        and target.layout is torch.strided
-        and target.dtype is dtype
-        and target.is_contiguous()
-        and not target.is_conj()
-        and not target.is_neg()
-    )
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    nbytes = tensor.numel() * tensor.element_size()
-    array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr() if nbytes else 0)
-    return memoryview(array).cast("B")
-
-
-def over(
-    content: bytearray, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
-) -> torch.Tensor:
-    """A tensor over bytes that were read."""
-    count = math.prod(shape)
-    if not count:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(content, dtype=dtype, count=count, offset=offset).view(shape)

@@ -1,0 +1,67 @@
+"""One file of a checkpoint, while its items are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import BinaryIO
+
+from nostall._read.damage import damaged, missing, too_short
+from nostall._read.plan import Wanted
+from nostall._storage.port import ReadableFiles
+from nostall._storage.reading import ChecksumMissing, NoArchive, damage_of_container, part_as_stream
+from nostall.errors import DamagedCheckpointError
+
+
+class OpenFile:
+    """An open file that is as long as its items need.
+
+    Args:
+        files: The checkpoint's files.
+        name: Name of the file.
+        items: All that is read from it.
+
+    Raises:
+        DamagedCheckpointError: The file is missing, or ends before an item does.
+        OSError: It cannot be opened.
+    """
+
+    def __init__(self, files: ReadableFiles, name: str, items: Sequence[Wanted]) -> None:
+        self._path = files.where(name)
+        try:
+            self._source = files.open(name)
+        except FileNotFoundError as error:
+            raise missing(self._path, items) from error
+        nbytes = self._source.stat.nbytes
+        beyond = [each for each in items if each.end > nbytes]
+        if beyond:
+            self.close()
+            raise too_short(nbytes, self._path, beyond)
+
+    def fill(self, offset: int, memory: memoryview, items: Sequence[Wanted]) -> None:
+        """Read from an offset until the memory is full.
+
+        Raises:
+            DamagedCheckpointError: The file has become shorter; names the items.
+            OSError: It cannot be read.
+        """
+        if self._source.read_into(offset, memory) < len(memory):
+            raise self.damaged("the file has become shorter", items)
+
+    def archive(self, wanted: Wanted) -> BinaryIO:
+        """The archive of an item, as a stream."""
+        return part_as_stream(self._source, wanted.offset, wanted.nbytes)
+
+    def damage_of(self, wanted: Wanted) -> str | None:
+        """A description of the damage to an item's archive, if it has checksums."""
+        try:
+            return damage_of_container(self._source, wanted.offset, wanted.nbytes)
+        except (ChecksumMissing, NoArchive):
+            return None
+
+    def damaged(self, what: str, items: Sequence[Wanted]) -> DamagedCheckpointError:
+        """The error for damage to items of this file."""
+        return damaged(what, self._path, items)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._source.close()

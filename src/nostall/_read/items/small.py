@@ -1,0 +1,131 @@
+"""Small items, and objects of any length: neighbours are read together and copied from there."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from itertools import repeat
+
+import torch
+from torch.distributed.checkpoint.planner import LoadItemType
+
+from nostall._memory.copying import copy_bytes
+from nostall._model import checksum
+from nostall._read.items.archives import is_whole, sliced
+from nostall._read.items.forms import DESCRIPTOR
+from nostall._read.items.opened import OpenFile
+from nostall._read.items.shared import Shared
+from nostall._read.items.targets import address_of, bring, is_plain, require_usable
+from nostall._read.plan import Wanted
+
+
+class SmallRead:
+    """Items that lie close together, in the order in which they are handed over.
+
+    Args:
+        shared: What all reads share.
+        file: The file that has the items.
+        items: The items.
+        targets: Their tensors; autograd knows that the plain ones change. ``None``: the planner is
+            asked for each one after the one before it was committed.
+    """
+
+    tasks = 1
+
+    def __init__(
+        self,
+        shared: Shared,
+        file: OpenFile,
+        items: Sequence[Wanted],
+        targets: Sequence[torch.Tensor | None] | None,
+    ) -> None:
+        self._shared = shared
+        self._file = file
+        self._items = items
+        self._targets = targets
+        self._begin = min(each.offset for each in items)
+        self.nbytes = max(each.end for each in items) - self._begin
+        self._brought: list[bytes | torch.Tensor | None] = []
+
+    def run(self) -> None:
+        """Read all items, and copy those whose targets are known and plain."""
+        buffers = self._shared.buffers
+        self._shared.workers.require_running()
+        content = buffers.take(self.nbytes)
+        self._file.fill(self._begin, memoryview(content)[: self.nbytes], self._items)
+        address = address_of(content)
+        targets = repeat(None) if self._targets is None else self._targets
+        for wanted, target in zip(self._items, targets):  # noqa: B905  # may repeat for ever
+            self._brought.append(self._bring(content, address, wanted, target))
+        buffers.give(content)
+
+    def _bring(
+        self, content: bytearray, address: int, wanted: Wanted, target: torch.Tensor | None
+    ) -> bytes | torch.Tensor | None:
+        """An object, the values of a tensor, or ``None`` if they are in the target already."""
+        at = wanted.offset - self._begin
+        if wanted.item.type is LoadItemType.BYTE_IO:
+            return bytes(memoryview(content)[at : at + wanted.nbytes])
+        archives = self._shared.archives
+
+        def archive() -> io.BytesIO:
+            return io.BytesIO(memoryview(content)[at : at + wanted.nbytes])
+
+        form = archives.form_of(content, at, archive, self._file, wanted)
+        if form is None:
+            return archives.loaded_by_torch(archive(), self._file, wanted)
+        begin = at + form.begin
+        if archives.verify and form.nbytes:
+            view = memoryview(content)
+            end = at + form.end
+            found = checksum.crc32(view[begin:end])
+            archives.require_intact(found, view[end : end + DESCRIPTOR.size], self._file, wanted)
+        is_direct = (
+            target is not None
+            and target.dtype is form.dtype
+            and is_whole(form.shape, wanted)
+            and is_plain(target)
+        )
+        if is_direct:
+            assert target is not None
+            copy_bytes(target.data_ptr(), address + begin, form.nbytes)
+            return None
+        # Archives begin at any byte; torch needs the alignment of the dtype.
+        stored = torch.empty(form.shape, dtype=form.dtype, device="cpu")
+        if form.nbytes:
+            copy_bytes(stored.data_ptr(), address + begin, form.nbytes)
+        return sliced(stored, wanted)
+
+    def finish(self) -> None:
+        """Hand over all items."""
+        if self._targets is None:
+            for wanted, brought in zip(self._items, self._brought, strict=True):
+                self._hand_over_one(wanted, brought)
+            return
+        values, into, of = [], [], []
+        tensors: list[tuple[Wanted, torch.Tensor]] = []
+        for wanted, target, brought in zip(self._items, self._targets, self._brought, strict=True):
+            if isinstance(brought, bytes):
+                self._shared.planner.load_bytes(wanted.item, io.BytesIO(brought))
+                continue
+            assert target is not None
+            tensors.append((wanted, target))
+            if brought is not None:
+                values.append(brought)
+                into.append(target)
+                of.append(wanted)
+        if into:
+            bring(into, values, of)
+        for wanted, target in tensors:
+            self._shared.planner.commit_tensor(wanted.item, target)
+
+    def _hand_over_one(self, wanted: Wanted, brought: bytes | torch.Tensor | None) -> None:
+        planner = self._shared.planner
+        if isinstance(brought, bytes):
+            planner.load_bytes(wanted.item, io.BytesIO(brought))
+            return
+        target = planner.resolve_tensor(wanted.item).detach()
+        require_usable(target, wanted)
+        assert brought is not None
+        bring([target], [brought], [wanted])
+        planner.commit_tensor(wanted.item, target)

@@ -1,0 +1,104 @@
+"""The tensors that values go to: what they must be, and how values get into them.
+
+Values are read straight into a target whose memory has the form of the file: contiguous memory of
+the CPU. For any other target they are read into memory of their own first (:func:`staging`), and
+brought from there (:func:`bring`); this is the only place where a target's device matters.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.autograd.graph import increment_version
+
+from nostall import _torch
+from nostall._read.plan import Wanted
+from nostall.errors import OptionError
+
+
+def require_usable(target: torch.Tensor, wanted: Wanted) -> None:
+    """Check a planner's tensor before anything is read for it.
+
+    Raises:
+        OptionError: It has another shape than the item, or no memory.
+    """
+    if target.shape != wanted.item.lengths:
+        raise OptionError(
+            f"cannot load {wanted.name}: its tensor has the shape {tuple(target.shape)}, the"
+            f" checkpoint {tuple(wanted.item.lengths)}",
+            phase="read",
+            hint="load into a tensor of the shape that was saved",
+        )
+    if missing_memory := _torch.missing_data(target):
+        raise OptionError(f"cannot load {wanted.name}: {missing_memory}", phase="read")
+
+
+def is_plain(target: torch.Tensor) -> bool:
+    """Whether the values of a tensor are bytes in memory of the CPU, one after the other."""
+    return (
+        type(target) is torch.Tensor
+        and target.is_cpu
+        and target.layout is torch.strided
+        and target.is_contiguous()
+        and not target.is_conj()
+        and not target.is_neg()
+    )
+
+
+def note_changes(targets: Iterable[torch.Tensor]) -> None:
+    """Tell autograd that plain targets change; call it before the first byte is written.
+
+    Other targets are changed by torch itself, which tells it. Tensors made in inference mode have
+    no count of changes.
+    """
+    increment_version([each for each in targets if is_plain(each) and not each.is_inference()])
+
+
+def staging(target: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG001  # the device decides
+    """Memory that values are read into before :func:`bring`; called on any thread."""
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+
+
+def bring(
+    targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], items: Sequence[Wanted]
+) -> None:
+    """Copy values into targets that share no memory; on the thread that called the load.
+
+    Raises:
+        OptionError: torch cannot copy into one of them.
+    """
+    try:
+        _torch.copy_each(targets, values)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        for target, value, wanted in zip(targets, values, items, strict=True):
+            _bring_one(target, value, wanted)
+
+
+def _bring_one(target: torch.Tensor, value: torch.Tensor, wanted: Wanted) -> None:
+    try:
+        target.copy_(value)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        raise OptionError(
+            f"cannot load {wanted.name} into its tensor: {why:.300}",
+            phase="read",
+            hint="load into a dense tensor with memory for each element, such as its clone()",
+        ) from error
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor of the CPU, which has to outlive them."""
+    nbytes = tensor.numel() * tensor.element_size()
+    array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr() if nbytes else 0)
+    return memoryview(array).cast("B")
+
+
+def address_of(content: bytearray) -> int:
+    """Where its bytes are; it must not change its length meanwhile."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(content))
