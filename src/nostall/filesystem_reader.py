@@ -28,6 +28,7 @@ from nostall._storage.destination import require_file_system
 from nostall._storage.port import Source
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.reading import as_stream, read_metadata
+from nostall._storage.uncached import UncachedFiles
 from nostall.errors import OptionError
 from nostall.options import require_integer
 
@@ -180,8 +181,11 @@ class FileSystemReader(dcp.FileSystemReader):
 
     def _read(self, wanted: list[Wanted], planner: LoadPlanner, shared: object) -> None:
         path = os.fspath(self.path)
-        files, threads, verify = PosixFiles(path), self._threads, self._verify
+        threads, verify = self._threads, self._verify
         rank, count = _place_of_this_rank()
+        # Other ranks of this host may need the same; with a group each byte is read by one of them.
+        is_read_once = count == 1 or self._peers is not None
+        files = (UncachedFiles if is_read_once else PosixFiles)(path)
         total = sum(nbytes_of(each, self._rows_of) for each in wanted)
         counter = ReadCounter(total, self._progress)
         with listed(path, rank, counter):

@@ -92,7 +92,7 @@ def counted() -> Iterator[list[int]]:
             source = super().open(name)
             return _Counted(source, counts) if name.endswith(".distcp") else source
 
-    with patch.object(filesystem_reader, "PosixFiles", Counting):
+    with patch.multiple(filesystem_reader, PosixFiles=Counting, UncachedFiles=Counting):
         yield counts
 
 

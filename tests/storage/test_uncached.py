@@ -1,0 +1,426 @@
+"""Reads past the page cache: the same bytes as through it, and only of what is not in it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import checkpoint as dcp
+
+import nostall
+from nostall import filesystem_reader
+from nostall._bench.loading.page_cache import bring_in, cached_share, drop
+from nostall._storage import uncached
+from nostall._storage.uncached import UncachedFiles, UncachedSource, is_cached
+from nostall.errors import ReadError
+
+PAGE = mmap.PAGESIZE
+NBYTES = 6 * (1 << 20) + 1234
+"""Three pieces, and an end that is no end of a page."""
+
+
+@pytest.fixture(scope="module")
+def file() -> Iterator[Path]:
+    """A file that is on storage, with content that is nowhere the same."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "file"
+        _write(path, os.urandom(NBYTES))
+        yield path
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as stream:
+        stream.write(content)
+        os.fsync(stream.fileno())
+
+
+def _read(path: Path, offset: int = 0, nbytes: int = NBYTES) -> bytes:
+    memory = bytearray(nbytes)
+    with closing(UncachedFiles(str(path.parent)).open(path.name)) as source:
+        read = source.read_into(offset, memoryview(memory))
+    return bytes(memory[:read])
+
+
+def _expected(path: Path, offset: int = 0, nbytes: int = NBYTES) -> bytes:
+    with path.open("rb", buffering=0) as stream:
+        return os.pread(stream.fileno(), nbytes, offset)
+
+
+@pytest.fixture
+def past_cache(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The ranges that are read past the page cache, from first to end."""
+    ranges: list[tuple[int, int]] = []
+    really = uncached._read_pages
+
+    def record(fd: int, offset: int, memory: memoryview) -> int:
+        ranges.append((offset, offset + len(memory)))
+        return really(fd, offset, memory)
+
+    monkeypatch.setattr(uncached, "_read_pages", record)
+    return ranges
+
+
+@pytest.fixture
+def nothing_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is read past the page cache, whatever is in it."""
+    monkeypatch.setattr(uncached, "is_cached", lambda *_: False)
+
+
+def _free_descriptor() -> int:
+    fd = os.dup(0)
+    os.close(fd)
+    return fd
+
+
+# --- which way ------------------------------------------------------------------------------------
+
+
+def test_a_cold_file_is_read_past_the_page_cache(
+    file: Path, past_cache: list[tuple[int, int]]
+) -> None:
+    """Nothing of it is in the page cache afterwards."""
+    expected = _expected(file)
+    drop([file])
+    before = cached_share([file])
+    assert _read(file) == expected
+    assert cached_share([file]) <= before
+    if before == 0:  # tmpfs has no other place for it
+        assert sum(end - begin for begin, end in past_cache) == NBYTES
+
+
+def test_a_warm_file_is_read_from_the_page_cache(
+    file: Path, past_cache: list[tuple[int, int]]
+) -> None:
+    """It is faster than any disk."""
+    bring_in([file])
+    assert _read(file) == _expected(file)
+    assert past_cache == []
+
+
+def test_of_a_partly_cached_file_each_piece_is_read_its_way(
+    file: Path, past_cache: list[tuple[int, int]]
+) -> None:
+    """Heads of tensors, which were read before, do not count for what is behind them."""
+    expected = _expected(file)
+    drop([file])
+    bring_some_in(file, [(0, 2 << 20), (3 << 20, (3 << 20) + PAGE)])
+    assert _read(file) == expected
+    if cached_share([file]) < 1:  # not on tmpfs
+        assert past_cache == [(2 << 20, 4 << 20), (4 << 20, NBYTES)]
+
+
+def bring_some_in(path: Path, ranges: list[tuple[int, int]]) -> None:
+    """Read ranges through the page cache, without what the kernel would read ahead."""
+    with path.open("rb", buffering=0) as stream:
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        for begin, end in ranges:
+            os.pread(stream.fileno(), end - begin, begin)
+
+
+def test_short_reads_go_through_the_page_cache(
+    file: Path, past_cache: list[tuple[int, int]]
+) -> None:
+    """Heads and small items."""
+    drop([file])
+    assert len(_read(file, 5, 4096)) == 4096
+    assert past_cache == []
+
+
+def test_a_file_in_memory_is_read_from_there(past_cache: list[tuple[int, int]]) -> None:
+    """A tmpfs is its own page cache."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        path = Path(directory) / "file"
+        _write(path, os.urandom(NBYTES))
+        drop([path])
+        assert _read(path) == _expected(path)
+        assert past_cache == []
+
+
+@pytest.mark.parametrize(
+    "number", [uncached._CACHESTAT, 1 << 20], ids=["cachestat", "mincore, on an older kernel"]
+)
+def test_what_is_cached_is_counted_page_by_page(
+    file: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the pages decide, wherever they are; both ways to ask give the same answers."""
+    monkeypatch.setattr(uncached, "_CACHESTAT", number)
+    drop([file])
+    on_storage = cached_share([file]) == 0
+    with file.open("rb", buffering=0) as stream:
+        fd = stream.fileno()
+        assert is_cached(fd, 0, NBYTES) is not on_storage
+        bring_some_in(file, [(0, 8 * PAGE)])
+        assert is_cached(fd, 0, 8 * PAGE)
+        assert is_cached(fd, 7, 16 * PAGE)
+        assert is_cached(fd, 7, 20 * PAGE) is not on_storage
+        bring_in([file])
+        assert is_cached(fd, 0, NBYTES)
+        assert is_cached(fd, NBYTES - 300_001, NBYTES)
+
+
+def test_where_the_kernel_does_not_tell_all_counts_as_cached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Then reads are those of any other program."""
+    monkeypatch.setattr(uncached, "_CACHESTAT", 1 << 20)
+    reading, writing = os.pipe()  # cannot be mapped
+    try:
+        assert is_cached(reading, 0, 8 * PAGE)
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+# --- the same bytes -------------------------------------------------------------------------------
+
+
+@given(
+    offset=st.integers(NBYTES - 70 * PAGE, NBYTES + PAGE),
+    nbytes=st.integers(0, 40 * PAGE),
+    address=st.integers(0, PAGE),
+    aligned=st.booleans(),
+    cached=st.lists(st.tuples(st.integers(0, 64), st.integers(0, 12)), max_size=4),
+)
+def test_any_range_is_read_into_any_memory(
+    file: Path,
+    offset: int,
+    nbytes: int,
+    address: int,
+    *,
+    aligned: bool,
+    cached: list[tuple[int, int]],
+) -> None:
+    """As by ``pread``, whatever is cached; and memory beside the target stays as it is."""
+    expected = _expected(file, offset, nbytes)
+    drop([file])
+    start = (NBYTES // PAGE - 70) * PAGE
+    bring_some_in(
+        file, [(start + first * PAGE, start + (first + pages) * PAGE) for first, pages in cached]
+    )
+    if aligned:  # to the pages of the file
+        address = offset % PAGE
+    around = mmap.mmap(-1, nbytes + 2 * PAGE)
+    around.write(b"\xa5" * len(around))
+    memory = memoryview(around)
+    with (
+        patch.multiple(uncached, _LEAST_NBYTES=PAGE, _PIECE_NBYTES=4 * PAGE),
+        closing(UncachedSource(str(file))) as source,
+    ):
+        read = source.read_into(offset, memory[address : address + nbytes])
+    assert read == len(expected)
+    assert memory[address : address + read] == expected
+    assert bytes(memory[:address]) == b"\xa5" * address
+    behind = memory[address + nbytes :]
+    assert bytes(behind) == b"\xa5" * len(behind)
+
+
+@pytest.mark.parametrize("offset", [0, 1, PAGE - 1, PAGE, NBYTES - (300 << 10) - 5])
+@pytest.mark.usefixtures("nothing_cached")
+def test_the_end_of_a_file_is_read(file: Path, offset: int) -> None:
+    """Its last page is not whole; more is asked for than there is."""
+    assert _read(file, offset, NBYTES) == _expected(file, offset)
+
+
+def by_write(path: Path, content: bytes) -> None:
+    with path.open("r+b") as stream:
+        stream.write(content)
+
+
+def by_mapping(path: Path, content: bytes) -> None:
+    with path.open("r+b") as stream, mmap.mmap(stream.fileno(), len(content)) as mapped:
+        mapped[:] = content
+
+
+@pytest.mark.parametrize("change", [by_write, by_mapping])
+@pytest.mark.usefixtures("nothing_cached")
+def test_changes_that_are_not_on_storage_yet_are_seen(
+    tmp_path: Path, change: Callable[[Path, bytes], None], past_cache: list[tuple[int, int]]
+) -> None:
+    """A file that was just written through the page cache, and not synced."""
+    path = tmp_path / "file"
+    _write(path, bytes(NBYTES))
+    for _ in range(5):
+        content = os.urandom(NBYTES)
+        change(path, content)
+        assert _read(path) == content
+    assert past_cache
+
+
+@pytest.mark.parametrize("left", [0, 1, PAGE, (1 << 20) + 5, (2 << 20) + 1, NBYTES - 1])
+@pytest.mark.usefixtures("nothing_cached")
+def test_a_file_that_has_become_shorter_gives_fewer_bytes(tmp_path: Path, left: int) -> None:
+    """So a load finds out, as it did through the page cache."""
+    path, content = tmp_path / "file", os.urandom(NBYTES)
+    _write(path, content)
+    memory = bytearray(NBYTES)
+    with closing(UncachedSource(str(path))) as source:
+        os.truncate(path, left)
+        assert source.read_into(0, memoryview(memory)) == left
+        assert source.read_into(3 << 20, memoryview(memory)) == max(0, left - (3 << 20))
+    with closing(UncachedSource(str(path))) as source:
+        assert source.read_into(0, memoryview(memory)) == left
+    assert memory[:left] == content[:left]
+
+
+# --- refusals and errors --------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nothing_cached")
+def test_a_file_system_without_direct_reads_is_asked_once(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are read through the page cache."""
+    asked, really = [], os.open
+
+    def refuse(path: Any, flags: int, *args: Any) -> int:
+        if flags & os.O_DIRECT:
+            asked.append(path)
+            raise OSError(errno.EINVAL, "no direct reads here")
+        return really(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert _read(file) == _expected(file)
+    assert len(asked) == 1
+
+
+def _is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def _failing(code: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Reads past the page cache fail; the list has the descriptors of those that were tried."""
+    tried, really = [], os.preadv
+
+    def fail(fd: int, buffers: Any, offset: int) -> int:
+        if _is_direct(fd):
+            tried.append(fd)
+            raise OSError(code, os.strerror(code))
+        return really(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    return tried
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EFAULT])
+@pytest.mark.usefixtures("nothing_cached")
+def test_a_direct_read_that_is_refused_is_done_through_the_page_cache(
+    file: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems refuse only the read, and some memory cannot be read into."""
+    expected, tried = _expected(file), _failing(code, monkeypatch)
+    assert _read(file) == expected
+    assert len(tried) == 1
+
+
+@pytest.mark.usefixtures("nothing_cached")
+def test_an_error_of_storage_is_raised(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no refusal: through the page cache the same would follow, perhaps after a minute."""
+    _failing(errno.EIO, monkeypatch)
+    with pytest.raises(OSError, match=r"Input/output error") as caught:
+        _read(file)
+    assert caught.value.errno == errno.EIO
+
+
+@pytest.mark.usefixtures("nothing_cached")
+def test_what_a_direct_read_leaves_out_is_read_through_the_page_cache(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system call may return less than was requested."""
+    really = os.preadv
+
+    def read_less(fd: int, buffers: Any, offset: int) -> int:
+        return really(fd, buffers[:-1] if _is_direct(fd) else buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", read_less)
+    assert _read(file, 777) == _expected(file, 777)
+
+
+@pytest.mark.usefixtures("nothing_cached")
+def test_a_replaced_file_is_read_as_it_was_when_it_was_opened(tmp_path: Path) -> None:
+    """The descriptor for direct reads is opened later, and not by its name."""
+    path, content = tmp_path / "file", os.urandom(NBYTES)
+    _write(path, content)
+    memory = bytearray(NBYTES)
+    with closing(UncachedSource(str(path))) as source:
+        _write(tmp_path / "other", os.urandom(NBYTES))
+        (tmp_path / "other").rename(path)
+        assert source.read_into(0, memoryview(memory)) == NBYTES
+    assert memory == content
+
+
+# --- threads and descriptors ----------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nothing_cached")
+def test_several_threads_read_at_once(file: Path, past_cache: list[tuple[int, int]]) -> None:
+    """One further descriptor is opened for all of them, and closing twice closes it once."""
+    first_free = _free_descriptor()
+    memory = memoryview(bytearray(NBYTES))
+    source = UncachedSource(str(file))
+    step = 500_003
+
+    def read(begin: int) -> int:
+        return source.read_into(begin, memory[begin : begin + step])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(read, range(0, NBYTES, step))) == NBYTES
+    assert len(past_cache) == -(-NBYTES // step)
+    assert _free_descriptor() == first_free + 2
+    source.close()
+    source.close()
+    assert _free_descriptor() == first_free
+    assert memory == _expected(file)
+
+
+def test_nothing_is_left_open_by_what_cannot_be_opened(tmp_path: Path) -> None:
+    """A directory is no file."""
+    first_free = _free_descriptor()
+    with pytest.raises(ReadError):
+        UncachedSource(str(tmp_path))
+    with suppress(FileNotFoundError):
+        UncachedSource(str(tmp_path / "nothing"))
+    assert _free_descriptor() == first_free
+
+
+# --- loads ----------------------------------------------------------------------------------------
+
+
+def _load_cold(path: Path) -> tuple[float, float]:
+    """Load a checkpoint of large tensors; the share of its shard file that is cached around it."""
+    state = {f"x{number}": torch.full((500_003,), number) for number in range(4)}
+    dcp.save(state, storage_writer=nostall.FileSystemWriterAsync(path))
+    files = list(path.glob("*.distcp"))
+    drop(files)
+    before = cached_share(files)
+    loaded = {name: torch.zeros_like(value) for name, value in state.items()}
+    dcp.load(loaded, storage_reader=nostall.FileSystemReader(path))
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+    return before, cached_share(files)
+
+
+def test_a_load_reads_cold_files_past_the_page_cache(tmp_path: Path) -> None:
+    """Only the heads of the tensors are there afterwards."""
+    before, after = _load_cold(tmp_path)
+    assert after <= before + 0.25
+
+
+def test_ranks_that_may_read_the_same_share_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of eight ranks on a host to need a file reads it from storage for all."""
+    monkeypatch.setattr(filesystem_reader, "_place_of_this_rank", lambda: (0, 8))
+    _, after = _load_cold(tmp_path)
+    assert after > 0.9
