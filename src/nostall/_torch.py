@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from importlib import import_module
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -309,6 +309,12 @@ class _Unpickler(pickle.Unpickler):
         return (
             held if dtype is None else TypedStorage(wrap_storage=held, dtype=dtype, _internal=True)
         )
+
+
+def pickle_in(archive: BinaryIO) -> bytes:
+    """The pickle that ``torch.load`` would run: as found by its own reader of archives."""
+    content: bytes = torch._C.PyTorchFileReader(archive).get_record("data.pkl")
+    return content
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

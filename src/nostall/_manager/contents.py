@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from nostall import _torch
 from nostall._manager.rng import rng_states
+from nostall._read.objects import loaded_safely
 from nostall._storage.posix_files import PosixFiles
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import DamagedCheckpointError, OptionError, UnknownMetadataError
@@ -216,7 +217,7 @@ def read_about(directory: str) -> About | None:
         content = bytearray(place.length)
         source.read_into(place.offset, memoryview(content))
     try:
-        tensor = torch.load(io.BytesIO(content), weights_only=True)
+        tensor = loaded_safely(io.BytesIO(content))
         plain = json.loads(bytes(tensor.tolist()))
         if plain["format"] == _FORMAT:
             return _about(plain)

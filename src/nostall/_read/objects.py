@@ -1,16 +1,22 @@
-"""Objects in checkpoints, which ``torch.save`` has pickled."""
+"""What ``torch.save`` has pickled: objects in checkpoints, and tensors that are not plain."""
 
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import re
-from typing import Any
+import zipfile
+from typing import Any, BinaryIO
 
 import torch
 
+from nostall import _torch
+from nostall._read.pickles import Broken, Harmful, require_harmless
 from nostall.errors import DamagedCheckpointError, UntrustedObjectError
 
+_BEGIN = b"PK\x03\x04"
+"""Anything else torch takes for a file of an older version, which has several pickles."""
 _REFUSED = re.compile(r"WeightsUnpickler error: (.*?)(?:\. |$)", re.MULTILINE)
 
 
@@ -29,15 +35,51 @@ def object_in(content: io.BytesIO, name: str, *, trust: bool, hint: str) -> Any:
     """
     what = f"cannot load the object {name!r}"
     try:
-        return torch.load(content, map_location="cpu", weights_only=not trust)
+        if not trust:
+            return loaded_safely(content)
+        return torch.load(content, map_location="cpu", weights_only=False)
     except MemoryError:
         raise
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, Harmful) as error:
         kind = DamagedCheckpointError if trust else UntrustedObjectError
         why = f"{what}: {reason_of(error)}"
         raise kind(why, phase="read", hint=None if trust else hint) from error
     except Exception as error:  # a pickle can raise anything
         raise DamagedCheckpointError(f"{what}: {reason_of(error)}", phase="read") from error
+
+
+def loaded_safely(archive: BinaryIO) -> Any:
+    """What ``torch.load(weights_only=True)`` makes of an archive, in proportion to its size.
+
+    Raises:
+        Harmful: As of :func:`look_through`.
+        Broken: The same.
+        Exception: A damaged archive can raise anything.
+    """
+    look_through(archive)
+    return torch.load(archive, map_location="cpu", weights_only=True)
+
+
+def look_through(archive: BinaryIO) -> None:
+    """Require an archive that torch can load in time and memory in proportion to its size.
+
+    Raises:
+        Harmful: Its pickle could take any time or memory.
+        Broken: It is not an archive as ``torch.save`` makes it.
+        Exception: A damaged archive can raise anything.
+    """
+    nbytes = archive.seek(0, os.SEEK_END)
+    archive.seek(0)
+    if archive.read(len(_BEGIN)) != _BEGIN:
+        raise Broken("not an archive of torch.save")
+    with zipfile.ZipFile(archive) as records:
+        entries = records.infolist()
+    is_stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+    if not is_stored or sum(entry.file_size for entry in entries) > nbytes:
+        raise Broken("its records are compressed, or longer than the archive")
+    archive.seek(0)
+    require_harmless(_torch.pickle_in(archive))
+    archive.seek(0)
 
 
 def reason_of(error: Exception) -> str:

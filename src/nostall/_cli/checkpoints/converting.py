@@ -35,7 +35,8 @@ from nostall._cli.checkpoints.nesting import nested
 from nostall._cli.checkpoints.reading import TRUST_HINT, read_into, read_objects
 from nostall._cli.output import progress
 from nostall._model.names import SHARD_SUFFIX
-from nostall._read.objects import object_in, reason_of
+from nostall._read.objects import look_through, object_in, reason_of
+from nostall._read.pickles import Harmful
 from nostall._storage.posix import (
     create_new,
     may_be_there,
@@ -176,11 +177,14 @@ def _load(source: str, *, trust: bool) -> Any:
     if mapped:
         _require_undamaged(source)
     try:
+        if mapped and not trust:
+            with open(source, "rb") as stream:
+                look_through(stream)
         return torch.load(source, map_location="cpu", weights_only=not trust, mmap=mapped)
     except OSError:
         raise
     except Exception as error:  # a pickle can raise anything
-        needs_trust = isinstance(error, pickle.UnpicklingError) and not trust
+        needs_trust = isinstance(error, pickle.UnpicklingError | Harmful) and not trust
         raise DamagedCheckpointError(
             f"cannot load: {reason_of(error)}",
             path=source,

@@ -9,6 +9,7 @@ import torch
 
 from nostall._read.items.forms import DESCRIPTOR, Contradictory, Form, Forms, Unusual
 from nostall._read.items.opened import OpenFile
+from nostall._read.objects import loaded_safely
 from nostall._read.plan import Wanted
 
 _SIGNATURE = b"PK\x07\x08"
@@ -89,7 +90,7 @@ class Archives:
         if damage is not None:
             raise file.damaged(damage, [wanted])
         try:
-            loaded = torch.load(archive, map_location="cpu", weights_only=True)
+            loaded = loaded_safely(archive)
         except (OSError, MemoryError):
             raise
         except Exception as error:  # damaged archives and pickles can raise anything
