@@ -23,6 +23,7 @@ import os
 import threading
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 from nostall._storage.posix import close_all
 from nostall._storage.posix_files import PosixFiles, PosixSource
@@ -81,8 +82,9 @@ class UncachedSource(PosixSource):
         done = 0
         if not self._is_refused and _suits(self._fd, offset, len(memory)):
             done = self._read_past_cache(offset, memory)
-        # Also what is left after a short read: this finds the end of the file, or the error.
-        return done + super().read_into(offset + done, memory[done:])
+        if done < len(memory):  # also after a short read: this finds the file's end, or the error
+            done += super().read_into(offset + done, memory[done:])
+        return done
 
     def _read_past_cache(self, offset: int, memory: memoryview) -> int:
         try:
@@ -178,7 +180,7 @@ def is_cached(fd: int, begin: int, end: int) -> bool:
 def _cached_pages(fd: int, begin: int, nbytes: int) -> int | None:
     # 2 us, whatever the length; mincore() takes 70 to 110 us for 8 MiB.
     counts = (ctypes.c_uint64 * 5)()  # cached, dirty, being written back, evicted, evicted recently
-    if _libc().syscall(_CACHESTAT, fd, (ctypes.c_uint64 * 2)(begin, nbytes), counts, 0) == 0:
+    if _syscall()(_CACHESTAT, fd, (ctypes.c_uint64 * 2)(begin, nbytes), counts, 0) == 0:
         return counts[0]
     address = _libc().mmap(None, nbytes, 0, mmap.MAP_SHARED, fd, begin)
     if address == _MAP_FAILED:
@@ -193,14 +195,22 @@ def _cached_pages(fd: int, begin: int, nbytes: int) -> int | None:
 
 
 @lru_cache(maxsize=1)
+def _syscall() -> Any:
+    """Holds the interpreter lock: releasing and reacquiring it takes longer than the call."""
+    syscall = ctypes.PyDLL(None).syscall
+    pointer = ctypes.c_void_p
+    syscall.argtypes = (ctypes.c_long, ctypes.c_int, pointer, pointer, ctypes.c_uint)
+    syscall.restype = ctypes.c_long
+    return syscall
+
+
+@lru_cache(maxsize=1)
 def _libc() -> ctypes.CDLL:
     """Functions that release the interpreter lock."""
     libc = ctypes.CDLL(None)
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     libc.memmove.argtypes = (pointer, pointer, size)
     libc.memmove.restype = None
-    libc.syscall.argtypes = (ctypes.c_long, ctypes.c_int, pointer, pointer, ctypes.c_uint)
-    libc.syscall.restype = ctypes.c_long
     libc.mmap.argtypes = (pointer, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
     libc.mmap.restype = pointer
     libc.mincore.argtypes = (pointer, size, pointer)
