@@ -78,9 +78,11 @@ def read_items(
                 file = OpenFile(files, name, [wanted for wanted, _ in in_order])
                 ahead.read(file, list(_reads(shared, file, in_order)), workers)
             ahead.finish_all(workers)
-        for name, of_file in _by_file(in_turn, lambda each: each.file).items():
-            file = OpenFile(files, name, of_file)
-            ahead.read(file, list(_reads_in_turn(shared, file, of_file)), workers)
+        in_turn_of = _by_file(in_turn, lambda each: each.file)
+        for name in _by_file(items, lambda each: each.file):
+            if of_file := in_turn_of.get(name):
+                file = OpenFile(files, name, of_file)
+                ahead.read(file, list(_reads_in_turn(shared, file, of_file)), workers)
         ahead.finish_all(workers)
 
 
