@@ -43,10 +43,11 @@ class FileSystemReader(dcp.FileSystemReader):
     Metadata is read through an allow-list. The planner is called on the caller's thread, item by
     item in the order of the files, of which each rank begins with another one; reads happen on
     other threads. Small items are read together; large tensors straight into their target, if it is
-    contiguous memory of the CPU with the stored dtype. Of a slice only the rows from its first to
-    its last are read. At most 256 MiB are read ahead of the planner, and twice 4 KiB per large
-    tensor; a single slice or object may be larger. What is not in the page cache is read past it,
-    unless ranks without a ``process_group`` may need the same. What has another form, such as a
+    contiguous memory with the stored dtype: on the CPU, or through at most 128 MiB of pinned memory
+    on an accelerator, where other dtypes and layouts are converted. Of a slice only the rows from
+    its first to its last are read. At most 256 MiB are read ahead of the planner; a single slice or
+    object may be larger. What is not in the page cache is read past it, unless ranks without a
+    ``process_group`` may need the same. What has another form, such as a
     quantised tensor, is loaded by ``torch.load(weights_only=True)``, as by stock's reader; items
     with stream transforms by stock's reader itself.
 

@@ -1,4 +1,4 @@
-"""Checks of saves off an accelerator, as plain functions that need torch and no test runner.
+"""Checks of saves off an accelerator and loads onto it, as functions that need no test runner.
 
 Each takes an empty directory and a device, and fails with an ``AssertionError``.
 """
@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import nostall
 from nostall._engine import default_engine
 from nostall._memory.pinning import pin
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.filesystem_reader import Verify
 from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.testing import writer_pids
 from support.states import blobs, schedule
@@ -133,6 +138,120 @@ def optimizers_wait_for_the_copy(out: Path, device: str) -> None:
         assert all(torch.equal(loaded["model"][name], each) for name, each in before.items())
 
 
+def _by_reader(path: Path, state: dict[str, Any], verify: Verify) -> None:
+    reader = nostall.FileSystemReader(path, verify=verify)
+    dcp.load(state, storage_reader=reader, no_dist=True)
+
+
+def _by_load(path: Path, state: dict[str, Any], verify: Verify) -> None:
+    nostall.load(state, path, verify=verify)
+
+
+LOADS = (_by_reader, _by_load)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [
+        name
+        for name, each in expected.items()
+        if found[name].dtype is not each.dtype
+        or found[name].shape != each.shape
+        or not torch.equal(_bits(found[name]), _bits(each))
+    ]
+
+
+def _with_small_ones(device: str, seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    small = {f"small {n}": torch.randn(n, 7, generator=generator) for n in range(1, 100)}
+    flags = {"flags": torch.randn(99, generator=generator) > 0, "count": torch.tensor(seed)}
+    on_device = {name: each.to(device) for name, each in (small | flags).items()}
+    return state_on(device, seed) | on_device
+
+
+def loads_fill_tensors_of_the_device(out: Path, device: str) -> None:
+    """Bit by bit, large tensors and small ones, after kernels that are still to write to them.
+
+    On the current stream, also if it is one of the user's own.
+    """
+    module = torch.get_device_module(device)
+    side = module.Stream() if device != "cpu" else None
+    saved = _with_small_ones(device, 7)
+    by_stock(out, saved)
+    verifications: tuple[Verify, ...] = ("none", "crc")
+    for load in LOADS:
+        for verify in verifications:
+            for stream in (None, side):
+                module.synchronize()
+                with nullcontext() if stream is None else module.stream(stream):
+                    state = grown(_with_small_ones(device, 8))
+                    load(out, state, verify)
+                    assert _differing(state, saved) == []
+                module.synchronize()
+
+
+def loads_convert_to_the_form_of_their_targets(out: Path, device: str) -> None:
+    """Other dtypes and layouts, of large tensors and of small ones."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"large": (700, 900), "small": (7, 9)}
+    saved = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    by_stock(out, {name: each.to(device) for name, each in saved.items()})
+    for load in LOADS:
+        for dtype in (torch.float32, torch.bfloat16):
+            for name, (rows, columns) in shapes.items():
+                targets = [
+                    torch.zeros(rows, columns, dtype=dtype, device=device),
+                    torch.zeros(columns, rows, dtype=dtype, device=device).t(),
+                    torch.zeros(rows, 2 * columns, dtype=dtype, device=device)[:, ::2],
+                ]
+                for target in targets:
+                    load(out, {name: target}, "none")
+                    assert torch.equal(_bits(target), _bits(saved[name].to(dtype)))
+
+
+def loads_of_shards_take_their_slices(out: Path, device: str) -> None:
+    """What one of four ranks has of a matrix, by rows and by columns, also of another dtype."""
+    generator = torch.Generator().manual_seed(2)
+    saved = torch.randn(640, 1200, generator=generator)
+    by_stock(out, {"matrix": saved.to(device)})
+    rank, count = 1, 4
+    dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
+    try:
+        mesh = init_device_mesh(device, (count,))
+        for load in LOADS:
+            for dimension in (0, 1):
+                for dtype in (torch.float32, torch.bfloat16):
+                    expected = saved.chunk(count, dimension)[rank].to(dtype)
+                    local = torch.zeros(expected.shape, dtype=dtype, device=device)
+                    sharded = DTensor.from_local(
+                        local,
+                        mesh,
+                        [Shard(dimension)],
+                        run_check=False,
+                        shape=saved.shape,
+                        stride=saved.stride(),
+                    )
+                    load(out, {"matrix": sharded}, "none")
+                    assert torch.equal(_bits(sharded.to_local()), _bits(expected))
+    finally:
+        dist.destroy_process_group()
+
+
+def loads_keep_no_device_memory(out: Path, device: str) -> None:
+    """After a load that converts, the device holds what it held before."""
+    state = state_on(device)
+    by_stock(out, state)
+    target = {"large": torch.zeros(_ELEMENTS[device], dtype=torch.float64, device=device)}
+    before = torch.cuda.memory_allocated()
+    nostall.load(target, out)
+    assert torch.cuda.memory_allocated() == before
+    assert torch.equal(target["large"], state["large"].double())
+
+
 def no_device_memory_is_kept(out: Path, device: str) -> None:
     """After the save the device holds what it held before; the writer has loaded no driver."""
     state = state_on(device)
@@ -173,10 +292,14 @@ ANYWHERE: tuple[Check, ...] = (
     a_stream_of_the_users_own_is_followed,
     stocks_calls_save_what_stock_saves,
     optimizers_wait_for_the_copy,
+    loads_fill_tensors_of_the_device,
+    loads_convert_to_the_form_of_their_targets,
+    loads_of_shards_take_their_slices,
 )
 """These hold without an accelerator, too, where they say less."""
 WITH_CUDA: tuple[Check, ...] = (
     no_device_memory_is_kept,
     snapshot_memory_is_pinned,
     memory_that_cannot_be_pinned_is_no_kernels_fault,
+    loads_keep_no_device_memory,
 )

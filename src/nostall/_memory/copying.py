@@ -84,6 +84,13 @@ def _view_of(
     return flat if is_flat else flat.as_strided(tuple(size), tuple(stride))
 
 
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, which has to live as long."""
+    nbytes = tensor.numel() * tensor.element_size()
+    array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr() if nbytes else 0)
+    return memoryview(array).cast("B")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyMethod:
     """How large CPU tensors are copied."""

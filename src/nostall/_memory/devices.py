@@ -1,4 +1,4 @@
-"""Accelerators: the current ones, and copies off them on side streams."""
+"""Accelerators: their modules, the current ones, and copies off them on side streams."""
 
 from __future__ import annotations
 
@@ -8,6 +8,17 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+
+
+def module_with_streams(device: torch.device) -> Any | None:
+    """The module of a device's type, if work for the device goes on streams."""
+    if device.type == "cpu":
+        return None
+    try:
+        module = torch.get_device_module(device)
+    except RuntimeError:  # there is none for "meta" and for some accelerators
+        return None
+    return module if hasattr(module, "Stream") else None
 
 
 def stream_marks(tensors: Sequence[torch.Tensor]) -> dict[torch.device, Any]:

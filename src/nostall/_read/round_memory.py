@@ -12,9 +12,8 @@ from itertools import groupby
 
 import torch
 
-from nostall._memory.copying import copy_bytes
+from nostall._memory.copying import copy_bytes, memory_of
 from nostall._read.damage import missing, too_short
-from nostall._read.items.targets import memory_of
 from nostall._read.peers import Message
 from nostall._read.plan import Wanted
 from nostall._read.sharing import ROUND_NBYTES, Round, Share, Span

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from nostall._memory.uploads import Memory
 from nostall._model import checksum
 from nostall._model.crc import combine
 from nostall._read.items.forms import DESCRIPTOR, HEAD_NBYTES, Form
@@ -17,11 +18,9 @@ from nostall._read.items.rows import Rows
 from nostall._read.items.shared import Shared
 from nostall._read.items.targets import (
     bring,
-    is_plain,
-    memory_of,
+    is_dense,
     note_changes,
     require_usable,
-    staging,
 )
 from nostall._read.plan import Wanted
 
@@ -76,16 +75,20 @@ class LargeRead:
         item = wanted.item
         verify = archives.verify and form.nbytes > 0
         rows = Rows.of(form, item.storage_offsets, item.lengths, whole=verify)
-        memory = self._target
-        if not (rows.is_exact and memory.dtype is form.dtype and is_plain(memory)):
-            memory = staging(self._target, rows.shape, form.dtype)
-            self._stored = rows.cut(memory)
+        stored, uploads = self._target, self._shared.uploads
+        is_alike = rows.is_exact and stored.dtype is form.dtype and is_dense(stored)
+        if not (is_alike and uploads.can_fill(stored)):
+            stored = uploads.beside(self._target, rows.shape, form.dtype)
+            self._stored = rows.cut(stored)
+        memory = uploads.into(stored)
         self._values = _Values(self._shared, self._file, wanted, rows, memory, form, verify=verify)
 
     def finish(self) -> None:
         """Hand over the tensor."""
+        if self._values is not None:
+            self._values.finish()
         if self._stored is not None:
-            bring([self._target], [self._stored], [self._wanted])
+            bring(self._shared.uploads, [self._target], [self._stored], [self._wanted])
             self._stored = None
         self._shared.planner.commit_tensor(self._wanted.item, self._target)
 
@@ -99,7 +102,7 @@ class _Values:
         file: OpenFile,
         wanted: Wanted,
         rows: Rows,
-        memory: torch.Tensor,
+        memory: Memory,
         form: Form,
         *,
         verify: bool,
@@ -108,10 +111,11 @@ class _Values:
         self._file = file
         self._wanted = wanted
         self._begin = wanted.offset + rows.begin
-        self._memory = memory_of(memory)
+        self._memory = memory
+        self._nbytes = rows.nbytes
         self._form = form
         self._verify = verify
-        self._left = deque(range(0, len(self._memory), PIECE_NBYTES))
+        self._left = deque(range(0, self._nbytes, PIECE_NBYTES))
         self._sums: dict[int, int] = {}
         self._count = len(self._left)
 
@@ -123,13 +127,17 @@ class _Values:
                 begin = self._left.popleft()
             except IndexError:
                 return
-            piece = self._memory[begin : begin + PIECE_NBYTES]
-            if not self._verify:
-                self._file.fill(self._begin + begin, piece, [self._wanted])
-                continue
-            self._sums[begin] = self._fill_and_sum(self._begin + begin, piece)
+            with self._memory.part(begin, min(begin + PIECE_NBYTES, self._nbytes)) as piece:
+                if not self._verify:
+                    self._file.fill(self._begin + begin, piece, [self._wanted])
+                    continue
+                self._sums[begin] = self._fill_and_sum(self._begin + begin, piece)
             if len(self._sums) == self._count:
                 self._compare()
+
+    def finish(self) -> None:
+        """Make the values visible to the caller's thread, and what it tells a device to do."""
+        self._memory.finish()
 
     def _fill_and_sum(self, offset: int, memory: memoryview) -> int:
         crc32 = 0
@@ -142,7 +150,7 @@ class _Values:
     def _compare(self) -> None:
         crc32 = 0
         for begin, of_piece in sorted(self._sums.items()):
-            crc32 = combine(crc32, of_piece, min(PIECE_NBYTES, len(self._memory) - begin))
+            crc32 = combine(crc32, of_piece, min(PIECE_NBYTES, self._nbytes - begin))
         descriptor = memoryview(bytearray(DESCRIPTOR.size))
         self._file.fill(self._wanted.offset + self._form.end, descriptor, [self._wanted])
         self._shared.archives.require_intact(crc32, descriptor, self._file, self._wanted)
@@ -193,6 +201,7 @@ class LargeReadInTurn:
         target = self._shared.planner.resolve_tensor(self._wanted.item).detach()
         require_usable(target, self._wanted)
         note_changes([target])
+        self._shared.uploads.prepare([target])
         read = LargeRead(self._shared, self._file, self._wanted, target)
         workers = self._shared.workers
         for task in [workers.submit(read.run) for _ in range(read.tasks)]:

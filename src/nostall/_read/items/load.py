@@ -16,6 +16,7 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner
 
+from nostall._memory.uploads import Uploads
 from nostall._model import checksum
 from nostall._read.items.ahead import Ahead, Read
 from nostall._read.items.archives import Archives
@@ -66,12 +67,14 @@ def read_items(
     if verify:
         checksum.use_fastest()
     items = list(wanted)
-    # In this order: nothing reads from a file once it is closed.
-    with Ahead() as ahead, Workers(threads) as workers:
-        shared = Shared(planner=planner, workers=workers, archives=Archives(verify=verify))
+    # In this order: nothing reads from a closed file, or into memory that was released.
+    with Ahead() as ahead, Uploads() as uploads, Workers(threads) as workers:
+        archives = Archives(verify=verify)
+        shared = Shared(planner=planner, workers=workers, archives=archives, uploads=uploads)
         in_turn: Sequence[Wanted] = items
         if _gives_every_item_its_own_tensor(planner):
             known, in_turn = _with_targets(items, planner)
+            uploads.prepare(target for _, target in known if target is not None)
             by_file = _by_file(known, lambda each: each[0].file)
             for name in rotated(sorted(by_file), rank, world_size):
                 in_order = sorted(by_file[name], key=lambda each: each[0].offset)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.planner import LoadPlanner
 
+from nostall._memory.uploads import Uploads
 from nostall._read.items.archives import Archives
 from nostall._read.items.workers import Workers
 from nostall._read.plan import REGION_NBYTES
@@ -40,4 +41,5 @@ class Shared:
     """Called on the caller's thread only."""
     workers: Workers
     archives: Archives
+    uploads: Uploads
     buffers: Buffers = field(default_factory=Buffers)

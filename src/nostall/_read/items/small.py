@@ -115,17 +115,18 @@ class SmallRead:
                 into.append(target)
                 of.append(wanted)
         if into:
-            bring(into, values, of)
+            bring(self._shared.uploads, into, values, of)
         for wanted, target in tensors:
             self._shared.planner.commit_tensor(wanted.item, target)
 
     def _hand_over_one(self, wanted: Wanted, brought: bytes | torch.Tensor | None) -> None:
-        planner = self._shared.planner
+        planner, uploads = self._shared.planner, self._shared.uploads
         if isinstance(brought, bytes):
             planner.load_bytes(wanted.item, io.BytesIO(brought))
             return
         target = planner.resolve_tensor(wanted.item).detach()
         require_usable(target, wanted)
         assert brought is not None
-        bring([target], [brought], [wanted])
+        uploads.prepare([target])
+        bring(uploads, [target], [brought], [wanted])
         planner.commit_tensor(wanted.item, target)

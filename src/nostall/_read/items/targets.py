@@ -1,8 +1,8 @@
 """The tensors that values go to: what they must be, and how values get into them.
 
-Values are read straight into a target whose memory has the form of the file: contiguous memory of
-the CPU. For any other target they are read into memory of their own first (:func:`staging`), and
-brought from there (:func:`bring`); this is the only place where a target's device matters.
+Values are read straight into a target whose memory has the form of the file: contiguous memory.
+For any other target they are read into memory beside it, and brought from there (:func:`bring`).
+How memory of an accelerator is filled is the business of ``_memory.uploads``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from nostall import _torch
+from nostall._memory.uploads import Uploads
 from nostall._read.plan import Wanted
 from nostall.errors import OptionError
 
@@ -35,11 +36,10 @@ def require_usable(target: torch.Tensor, wanted: Wanted) -> None:
         raise OptionError(f"cannot load {wanted.name}: {missing_memory}", phase="read")
 
 
-def is_plain(target: torch.Tensor) -> bool:
-    """Whether the values of a tensor are bytes in memory of the CPU, one after the other."""
+def is_dense(target: torch.Tensor) -> bool:
+    """Whether the values of a tensor are bytes in memory, one after the other, on any device."""
     return (
         type(target) is torch.Tensor
-        and target.is_cpu
         and target.layout is torch.strided
         and target.is_contiguous()
         and not target.is_conj()
@@ -47,22 +47,25 @@ def is_plain(target: torch.Tensor) -> bool:
     )
 
 
+def is_plain(target: torch.Tensor) -> bool:
+    """Whether a tensor is dense and on the CPU."""
+    return target.is_cpu and is_dense(target)
+
+
 def note_changes(targets: Iterable[torch.Tensor]) -> None:
-    """Tell autograd that plain targets change; call it before the first byte is written.
+    """Tell autograd that dense targets change; call it before the first byte is written.
 
     Other targets are changed by torch itself, which tells it. Tensors made in inference mode have
     no count of changes.
     """
-    increment_version([each for each in targets if is_plain(each) and not each.is_inference()])
-
-
-def staging(target: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG001  # the device decides
-    """Memory that values are read into before :func:`bring`; called on any thread."""
-    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    increment_version([each for each in targets if is_dense(each) and not each.is_inference()])
 
 
 def bring(
-    targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], items: Sequence[Wanted]
+    uploads: Uploads,
+    targets: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    items: Sequence[Wanted],
 ) -> None:
     """Copy values into targets that share no memory; on the thread that called the load.
 
@@ -70,7 +73,7 @@ def bring(
         OptionError: torch cannot copy into one of them.
     """
     try:
-        _torch.copy_each(targets, values)
+        _torch.copy_each(targets, uploads.brought_near(values, targets))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
@@ -90,13 +93,6 @@ def _bring_one(target: torch.Tensor, value: torch.Tensor, wanted: Wanted) -> Non
             phase="read",
             hint="load into a dense tensor with memory for each element, such as its clone()",
         ) from error
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor of the CPU, which has to outlive them."""
-    nbytes = tensor.numel() * tensor.element_size()
-    array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr() if nbytes else 0)
-    return memoryview(array).cast("B")
 
 
 def address_of(content: bytearray) -> int:

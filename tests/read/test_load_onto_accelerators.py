@@ -1,0 +1,200 @@
+"""Loads into tensors of an accelerator: the values are there when the planner is called.
+
+The accelerator is a fake, which does its work as late as streams and events allow.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
+
+import nostall
+from nostall.errors import DamagedCheckpointError
+from nostall.filesystem_reader import Verify
+from support.fake_accelerator import FakeAccelerator
+
+LARGE = 300 << 10
+"""Elements of a tensor that is read alone, in one part."""
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeAccelerator]:
+    with FakeAccelerator() as made:
+        yield made
+
+
+def saved_state() -> dict[str, torch.Tensor]:
+    seeded = torch.Generator().manual_seed(0)
+    return {
+        "large": torch.randn(LARGE, generator=seeded),
+        "in parts": torch.randn(5, 1 << 19, generator=seeded),
+        "matrix": torch.randn(600, 500, generator=seeded).to(torch.bfloat16),
+        "count": torch.tensor(3, dtype=torch.int64),
+        "flags": torch.rand(77, generator=seeded) > 0.5,
+        **{f"small {n}": torch.randn(n, 9, generator=seeded) for n in range(1, 40)},
+    }
+
+
+def save(path: Path) -> dict[str, torch.Tensor]:
+    state = saved_state()
+    dcp.save(state, storage_writer=nostall.FileSystemWriterAsync(path), no_dist=True)
+    return state
+
+
+def blank(fake: FakeAccelerator, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors on the device that kernels, which are still queued, write to."""
+    return {
+        name: torch.empty(each.shape, dtype=each.dtype, device=fake.device).fill_(0)
+        for name, each in state.items()
+    }
+
+
+def equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(found.cpu(), expected)
+
+
+class Watching(DefaultLoadPlanner):
+    """Looks at each tensor when it is committed, as a kernel of the current stream would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, torch.Tensor] = {}
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self.seen[read_item.dest_index.fqn] = tensor.cpu()
+
+
+@pytest.mark.parametrize("verify", ["none", "crc"])
+def test_the_planner_gets_the_values(tmp_path: Path, fake: FakeAccelerator, verify: Verify) -> None:
+    """What it enqueues when a tensor is committed sees them; so does all that follows."""
+    state, planner = save(tmp_path), Watching()
+    targets = blank(fake, state)
+    reader = nostall.FileSystemReader(tmp_path, verify=verify)
+    dcp.load(targets, storage_reader=reader, planner=planner, no_dist=True)
+    assert [name for name in state if not torch.equal(planner.seen[name], state[name])] == []
+    assert [name for name in state if not equal(targets[name], state[name])] == []
+    gc.collect()
+    assert (fake.faults, fake.pinned_nbytes) == ([], 0)
+    assert fake.most_pinned_nbytes <= 128 << 20
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, nullcontext])
+def test_load_fills_tensors_of_the_device(
+    tmp_path: Path, fake: FakeAccelerator, mode: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """In inference mode, too; small tensors go there together, not one by one."""
+    state = save(tmp_path)
+    with mode():
+        targets = blank(fake, state)
+        nostall.load(targets, tmp_path)
+        assert [name for name in state if not equal(targets[name], state[name])] == []
+    large_copies = 1 + 3 + 1
+    assert len(fake.copies) == large_copies + 1
+
+
+def other_form(fake: FakeAccelerator, form: str) -> tuple[torch.Tensor, Any]:
+    """A target, and what makes it of what was saved."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=fake.device).fill_(0)
+
+    match form:
+        case "wider dtype":
+            return empty(600, 500, dtype=torch.float64), lambda saved: saved.double()
+        case "transposed":
+            return empty(500, 600).t(), lambda saved: saved
+        case "with gaps":
+            return empty(600, 1000)[:, ::2], lambda saved: saved
+    raise AssertionError(form)
+
+
+@pytest.mark.parametrize("form", ["wider dtype", "transposed", "with gaps"])
+def test_targets_of_other_forms_are_converted_on_the_device(
+    tmp_path: Path, fake: FakeAccelerator, form: str
+) -> None:
+    """The stored bytes are sent as they are."""
+    matrix = save(tmp_path)["matrix"]
+    target, of_saved = other_form(fake, form)
+    planner = Watching()
+    reader = nostall.FileSystemReader(tmp_path)
+    dcp.load({"matrix": target}, storage_reader=reader, planner=planner, no_dist=True)
+    assert torch.equal(planner.seen["matrix"], of_saved(matrix))
+    assert equal(target, of_saved(matrix))
+    assert fake.copies == [matrix.nbytes]
+
+
+def test_values_are_converted_on_the_cpu_if_the_device_is_full(tmp_path: Path) -> None:
+    """A load needs no device memory beside its targets."""
+    state = save(tmp_path)
+    with FakeAccelerator() as fake:
+        target = torch.empty((600, 500), dtype=torch.float64, device=fake.device)
+        fake.free_nbytes = 1 << 10
+        nostall.load({"matrix": target}, tmp_path)
+        assert equal(target, state["matrix"].double())
+        assert fake.most_pinned_nbytes == 0
+
+
+def test_devices_without_a_module_are_copied_to(tmp_path: Path) -> None:
+    """As before: torch has none for some types, which is no reason to fail."""
+    state = save(tmp_path)
+    with FakeAccelerator(has_module=False) as fake:
+        targets = blank(fake, state)
+        nostall.load(targets, tmp_path)
+        assert [name for name in state if not equal(targets[name], state[name])] == []
+        assert fake.most_pinned_nbytes == 0
+
+
+def test_a_load_that_fails_waits_for_its_copies(tmp_path: Path, fake: FakeAccelerator) -> None:
+    """Then its pinned memory is released, and the targets are the caller's again."""
+    state = save(tmp_path)
+    (file,) = tmp_path.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    at = content.index(bytes(state["in parts"].view(torch.uint8)[-1, -64:].tolist()))
+    content[at] ^= 1
+    file.write_bytes(content)
+    targets = blank(fake, state)
+    with pytest.raises(DamagedCheckpointError, match="in parts"):
+        nostall.load(targets, tmp_path, verify="crc")
+    for target in targets.values():
+        target.zero_()
+    gc.collect()
+    assert (fake.faults, fake.pinned_nbytes) == ([], 0)
+    assert all(not target.cpu().any() for target in targets.values())
+
+
+class OneBuffer(DefaultLoadPlanner):
+    """Has all tensors of one length loaded into the same memory, one after the other."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self._buffer = buffer
+        self.seen: dict[str, torch.Tensor] = {}
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self._buffer
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self.seen[read_item.dest_index.fqn] = tensor.cpu()
+
+
+@pytest.mark.parametrize("count", [100, LARGE])
+def test_planners_may_use_one_buffer_of_the_device(
+    tmp_path: Path, fake: FakeAccelerator, count: int
+) -> None:
+    """No upload writes to it before the planner has seen what was there before."""
+    state = {f"{number}": torch.full((count,), float(number)) for number in range(6)}
+    dcp.save(state, storage_writer=nostall.FileSystemWriterAsync(tmp_path), no_dist=True)
+    planner = OneBuffer(torch.empty((count,), dtype=torch.float32, device=fake.device))
+    reader = nostall.FileSystemReader(tmp_path)
+    targets = {name: torch.zeros(count) for name in state}
+    dcp.load(targets, storage_reader=reader, planner=planner, no_dist=True)
+    assert all(torch.equal(planner.seen[name], each) for name, each in state.items())
