@@ -29,7 +29,7 @@ from nostall._storage.port import Source
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.reading import as_stream, read_metadata
 from nostall._storage.uncached import UncachedFiles
-from nostall.errors import OptionError
+from nostall.errors import DamagedCheckpointError, OptionError
 from nostall.options import require_integer
 
 __all__ = ["FileSystemReader"]
@@ -218,7 +218,14 @@ class FileSystemReader(dcp.FileSystemReader):
         """The items and their places; and items that only stock's reader can read."""
         wanted, transformed = [], []
         for item in plan.items:
-            place = self.storage_data[item.storage_index]
+            place = self.storage_data.get(item.storage_index)
+            if place is None:
+                raise DamagedCheckpointError(
+                    f"the metadata names no file for {item.storage_index.fqn}",
+                    phase="read",
+                    path=os.path.join(self.path, _torch.METADATA_NAME),
+                    hint="load another checkpoint",
+                )
             if getattr(place, "transform_descriptors", None):
                 transformed.append(item)
                 continue
