@@ -46,6 +46,9 @@ _EFFECTS = (
 _HARMLESS_IMPORTS = ("encodings",)
 """A codec that a zip record's name asks for; a package of Python's that only translates text."""
 
+_ONLY_PARSED = "<unknown>"
+"""What ``ast.parse`` calls its input; tracebacks ask it where in a line an error is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -89,6 +92,8 @@ class Effects:
             name = str(arguments[0])
             if name.partition(".")[0] not in _HARMLESS_IMPORTS and name not in sys.modules:
                 self.seen.append(f"imports {name}")
+        elif event == "compile" and arguments[1] == _ONLY_PARSED:
+            return
         elif event.startswith(_EFFECTS):
             self.seen.append(f"does {event}{arguments!r:.200}")
 

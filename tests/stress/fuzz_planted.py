@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from stress import fuzz
+from stress.fuzz_reads import ReadsTarget
 from stress.fuzz_targets import Target
 
 PLANTED = "planted"
@@ -120,12 +122,48 @@ class Planted:
         return "accepted"
 
 
-def found(bug: Callable[[], None], kind: str, directory: Path) -> list[str]:
+class WrongValue(ReadsTarget):
+    """A reader that changes a tensor whose archive is whole."""
+
+    def load(self, how: int) -> object:
+        loaded = super().load(how)
+        self.targets.state["w"].neg_()
+        return loaded
+
+
+class BesideTargets(ReadsTarget):
+    """A reader that writes a byte more than a tensor has."""
+
+    def load(self, how: int) -> object:
+        loaded = super().load(how)
+        scalar = self.targets.state["scalar"]
+        ctypes.memset(scalar.data_ptr() + scalar.nbytes, 0, 1)
+        return loaded
+
+
+class Unverified(ReadsTarget):
+    """A reader that compares no checksums."""
+
+    def load(self, how: int) -> object:
+        return super().load(how - how % 2)
+
+
+READERS: dict[str, type[ReadsTarget]] = {
+    "wrong value": WrongValue,
+    "beside targets": BesideTargets,
+    "unverified": Unverified,
+}
+"""Broken readers; each has to be reported as an exception of the target's own."""
+
+
+def found(
+    maker: Callable[[str], Target], kind: str, directory: Path, *, inputs: int = 12
+) -> list[str]:
     """The kind of the first finding, and what replaying it finds."""
-    makers: dict[str, Callable[[str], Target]] = {PLANTED: partial(Planted, bug)}
+    makers: dict[str, Callable[[str], Target]] = {PLANTED: maker}
     deadline_s = 1.0 if kind == "hang" else 60.0  # a busy machine must not make a hang of it
     driver = fuzz.Driver(findings=directory, deadline_s=deadline_s, most_findings=1, makers=makers)
-    (path, *_) = driver.run(PLANTED, 1, 12).findings
+    (path, *_) = driver.run(PLANTED, 1, inputs).findings
     again = driver.replay(path)
     return [json.loads(path.read_bytes().split(b"\n")[0])["kind"], again.kind if again else ""]
 
@@ -133,4 +171,10 @@ def found(bug: Callable[[], None], kind: str, directory: Path) -> list[str]:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as root:
         os.chdir(root)
-        print(json.dumps({name: found(*bug, Path(root) / name) for name, bug in BUGS.items()}))
+        seen = {
+            name: found(partial(Planted, bug), kind, Path(root) / name)
+            for name, (bug, kind) in BUGS.items()
+        }
+        for name, reader in READERS.items():
+            seen[name] = found(reader, "exception", Path(root) / name, inputs=1000)
+        print(json.dumps(seen))

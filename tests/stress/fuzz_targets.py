@@ -39,6 +39,7 @@ from nostall.errors import DamagedCheckpointError, UnknownMetadataError, Untrust
 from nostall.integrity import State
 from stress.fuzz_inputs import NUMBERS, TEXTS, VALUES, changed_bytes, changed_json, changed_program
 from stress.fuzz_messages import MessagesTarget
+from stress.fuzz_reads import ReadsTarget
 
 
 class Target(Protocol):
@@ -333,4 +334,5 @@ MAKERS: Mapping[str, Callable[[str], Target]] = {
     "container": ContainerTarget,
     "manifest": ManifestTarget,
     "messages": MessagesTarget,
+    "reads": ReadsTarget,
 }

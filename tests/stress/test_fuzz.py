@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stress.fuzz import SHARES
-from stress.fuzz_planted import BUGS
+from stress.fuzz_planted import BUGS, READERS
 from support.ranks import run_script
 
 
@@ -30,6 +30,14 @@ def test_a_planted_bug_is_found_and_can_be_replayed(seen: dict[str, list[str]], 
     assert seen[bug] == [kind, kind]
 
 
+@pytest.mark.parametrize("reader", READERS)
+def test_a_broken_reader_is_found_and_can_be_replayed(
+    seen: dict[str, list[str]], reader: str
+) -> None:
+    """Values that nobody has changed, bytes beside targets, and checksums are looked at."""
+    assert seen[reader] == ["exception", "exception"]
+
+
 def test_a_few_thousand_hostile_inputs_do_no_harm(tmp_path: Path) -> None:
     """All targets, some inputs of each accepted and some refused; a session has the long run."""
     arguments = ("--inputs", "4000", "--seed", "7", "--findings", "findings")
@@ -48,3 +56,7 @@ def test_a_few_thousand_hostile_inputs_do_no_harm(tmp_path: Path) -> None:
         assert outcome in ended.stdout
     for outcome in ("trainer: taken", "writer: taken", "job", "a report is malformed"):
         assert outcome in ended.stdout
+    for way in ("dcp.load", "nostall.load", "slices"):
+        for outcome in ("loaded", "DamagedCheckpointError"):
+            assert re.search(rf" {way} (none|crc): {outcome}$", ended.stdout, re.MULTILINE)
+    assert ": loaded, other values" in ended.stdout
