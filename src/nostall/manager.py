@@ -214,24 +214,26 @@ class CheckpointManager:
         waits until rank 0 removes nothing; the others need no communication.
         """
         if self._highest is None:
-            self._highest = agreed(self._coordination(), self._begin)
+            self._highest = agreed(self._coordination(), partial(self._begin, step))
         elif step <= self._highest:
             agreed(self._coordination(), partial(self._before_replacing, step))
         self._highest = max(self._highest, step)
 
-    def _begin(self) -> int:
+    def _begin(self, step: int) -> int:
         """Before the first save: lock the root, remove what a crash has left; the highest step."""
         self._steps.look(self._lock.take)
         self._retention.tidy()
-        self._wait_for_removal()
+        self._before_replacing(step)
         return max(self._steps.look(self._steps.listed), default=-1)
 
     def _before_replacing(self, step: int) -> None:
         """Wait until nothing is being removed; log if the step is there and will be replaced."""
         self._wait_for_removal()
         with suppress(NostallError):  # the look is for the log only
-            if self._steps.look(partial(self._steps.committed_at_s, step)) is not None:
-                _log.info("step %d is saved again; it will replace %s", step, self.path(step))
+            present = self._steps.look(partial(self._steps.what_is_there, step))
+            if present is not None:
+                what = "step %d is saved again; it will replace the %s in %s"
+                _log.info(what, step, present, self.path(step))
 
     def _captured(
         self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float], extra: object

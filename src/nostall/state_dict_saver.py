@@ -185,7 +185,7 @@ def _log_committed(save: RankSave) -> None:
     stats = save.stats if _log.isEnabledFor(logging.INFO) else None
     if stats is not None:
         _log.info(
-            "committed path=%s rank=%d bytes=%d files=%d"
+            "committed: path=%s rank=%d bytes=%d files=%d"
             " staged=%.3fs written=%.3fs commit=%.3fs slowest_rank=%s",
             stats.path,
             stats.rank,

@@ -355,6 +355,25 @@ def test_verification_of_damaged_steps_alone_is_an_error(
     manager.close()
 
 
+def test_a_damaged_step_that_is_replaced_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also by the first save of the job that has passed over it; then it can be restored."""
+    with CheckpointManager(tmp_path) as manager:
+        saved(manager, 1, 2)
+    os.truncate(tmp_path / (NAMES % 2) / "__0_0.distcp", 10)
+    with CheckpointManager(tmp_path) as resumed, caplog.at_level("INFO", "nostall"):
+        restored = resumed.restore(numbered(0))
+        assert restored is not None
+        assert restored.step == 1
+        saved(resumed, 2)
+        replaces = "step 2 is saved again; it will replace the damaged step in"
+        assert f"{replaces} {resumed.path(2)}" in caplog.text
+        restored = resumed.restore(numbered(0))
+        assert restored is not None
+        assert restored.step == 2
+
+
 @pytest.mark.parametrize("verify", [False, True], ids=["sizes", "bytes"])
 def test_a_renamed_or_copied_step_is_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, *, verify: bool
@@ -659,7 +678,8 @@ def test_a_step_saved_twice_is_the_second_one(
         with stopped() as hold:
             assert "saved again" not in caplog.text
             again = manager.save(1, {"weight": torch.zeros(100)}, metrics={"loss": 2.0})
-            assert f"step 1 is saved again; it will replace {manager.path(1)}" in caplog.text
+            replaces = "step 1 is saved again; it will replace the committed step in"
+            assert f"{replaces} {manager.path(1)}" in caplog.text
             hold.wait_reached()
             state = numbered(0)
             reader = CheckpointManager(tmp_path)

@@ -94,8 +94,8 @@ def test_a_save_logs_two_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.INFO, logger="nostall"):
         saved(tmp_path / "save")
     first, second = (record.getMessage() for record in caplog.records if record.name == "nostall")
-    assert first.startswith(f"saving path={tmp_path / 'save'} ranks=1")
-    assert second.startswith(f"committed path={tmp_path / 'save'}")
+    assert first.startswith(f"saving: path={tmp_path / 'save'} ranks=1")
+    assert second.startswith(f"committed: path={tmp_path / 'save'}")
     assert "slowest_rank=0" in second
 
 

@@ -102,7 +102,7 @@ def test_a_failure_of_dcp_async_save_is_not_silent(
     """The log says what and why; so does the status where no caller can ask the future."""
     done = run("ends_in_dcp", tmp_path, how)
     assert (done.returncode, done.stdout) == (status, printed)
-    assert f"a save has failed path={tmp_path / 'save'}" in done.stderr
+    assert f"a save has failed: path={tmp_path / 'save'}" in done.stderr
     assert os.strerror(errno.ENOSPC) in done.stderr
     assert not nostall.is_complete(tmp_path / "save")
 

@@ -14,9 +14,9 @@ from nostall._cli.output import format_age, print_json, print_table
 
 HELP = "list the checkpoints in a directory: step, size, age, state"
 DESCRIPTION = (
-    "List the checkpoints in a directory and in its subdirectories, oldest first, also those"
-    " behind symbolic links. The state tells whether metadata and file sizes are as"
-    " committed; verify reads the bytes, too."
+    "List the checkpoints in a directory, and in its subdirectories, oldest first; also those"
+    " behind symbolic links in the directory. The state tells whether metadata and file sizes are"
+    " as committed; verify reads the bytes, too."
 )
 
 

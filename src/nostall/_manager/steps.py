@@ -144,6 +144,16 @@ class StepDirectories:
         found = (why_incomplete(checkpoint) for checkpoint in self.checkpoints(step))
         return next((why for why in found if why is not None), None)
 
+    def what_is_there(self, step: int) -> str | None:
+        """What a save of a step would replace, in words; ``None`` if it is not committed."""
+        if self.committed_at_s(step) is None:
+            return None
+        with suppress(NostallError):  # not understood, or not readable at present
+            if self.why_incomplete(step) is not None:
+                self.require_answers(step)
+                return "damaged step"
+        return "committed step"
+
     def require_answers(self, step: int) -> None:
         """As :func:`nostall._commit.checking.require_answers`, for all checkpoints of a step."""
         for checkpoint in self.checkpoints(step):

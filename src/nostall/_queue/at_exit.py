@@ -126,7 +126,7 @@ def report_loss(path: str) -> Iterator[None]:
         yield
     except Exception as error:  # raised again
         if threading.current_thread() is not threading.main_thread():
-            _log.error("a save has failed path=%s: %s", path, error)
+            _log.error("a save has failed: path=%s: %s", path, error)
             _losses.any |= _losses.is_waiting
         raise
 

@@ -173,7 +173,7 @@ def publish(
     try:
         remove_in_time(to_remove, remove=engine.removed.remove, timeout_s=left_s)
     except Exception:  # the checkpoint is published and must not be reported as lost
-        _log.exception("files of the replaced checkpoint were not removed path=%s", directory)
+        _log.exception("files of the replaced checkpoint were not removed: path=%s", directory)
 
 
 def _run_in_time(
@@ -260,7 +260,7 @@ def _unused(
         yield from _old_ones(files, metadata_name, strangers - left, save_timeout_s)
     except OSError:  # not fatal: the next save looks again
         where = files.where()
-        _log.debug("files of other saves cannot be listed path=%s", where, exc_info=True)
+        _log.debug("files of other saves cannot be listed: path=%s", where, exc_info=True)
 
 
 def _unreferenced(files: Files, own: str) -> set[str]:

@@ -137,7 +137,7 @@ def plan_save(
     )
     if coordination.is_coordinator:
         directory = writer._rank_save.settings.directory
-        _log.info("saving path=%s ranks=%d", directory, coordination.world_size)
+        _log.info("saving: path=%s ranks=%d", directory, coordination.world_size)
     alone = cache is not None and plans_alone(cache.plans, group=group)
     if cache is not None and alone:
         session.reused_plans = cache.all_plans

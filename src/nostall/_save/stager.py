@@ -89,7 +89,7 @@ def stage_for_later(
     except Exception as error:  # fails the save on every rank
         if rank is None:
             raise
-        _log.error("the snapshot could not be taken path=%s: %s", settings.directory, error)
+        _log.error("the snapshot could not be taken: path=%s: %s", settings.directory, error)
         return _substitute(state_dict, error, settings, rank=rank)
 
 

@@ -156,7 +156,7 @@ class DirectorySaves:
             try:
                 self._remove([_set_aside(path, run)])
             except OSError as error:  # the save that led here is committed
-                _log.warning("a checkpoint could not be removed path=%s: %s", path, error)
+                _log.warning("a checkpoint could not be removed: path=%s: %s", path, error)
 
     def _on_rank_0(self, change: Callable[[], list[str]], path: str) -> None:
         """Make a change on rank 0; all ranks raise its error. Collective."""
