@@ -40,7 +40,12 @@ from nostall._bench.results import (
     ProbeReport,
     SaveSample,
 )
-from nostall._bench.room import nbytes_of_loads, nbytes_of_saves, why_no_room
+from nostall._bench.room import (
+    nbytes_of_loads,
+    nbytes_of_restarts,
+    nbytes_of_saves,
+    why_no_room,
+)
 from nostall._bench.run import run
 from nostall._bench.stock import DcpSave, TorchSave
 from nostall._bench.transformer import train_one_step, training_nbytes, width_for
@@ -473,20 +478,20 @@ def test_a_run_that_does_not_fit_into_memory_is_refused(
 def test_what_a_run_needs_grows_with_the_contenders_and_fits_a_control_group(
     tmp_path: Path,
 ) -> None:
-    """One contender of a gigabyte runs where all of them do not."""
+    """One contender takes part where two have no room, and restarts where loads have none."""
     group = tmp_path / "sys" / "fs" / "cgroup"
     group.mkdir(parents=True)
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "self" / "cgroup").write_text("0::/\n")
     (group / "memory.max").write_text(str(1 << 29))
     (group / "memory.current").write_text(str(1 << 28))
-    for contenders, fits in ((1, True), (2, True), (3, False)):
+    for contenders, fits in ((0, True), (1, True), (2, False)):
         needed = nbytes_of_saves(1 << 26, contenders)
         assert (why_no_room(needed, root=str(tmp_path)) is None) == fits, contenders
-    assert why_no_room(nbytes_of_loads(1 << 26), root=str(tmp_path)) is None
-    said = why_no_room(nbytes_of_loads(1 << 27), root=str(tmp_path))
+    assert why_no_room(nbytes_of_restarts(1 << 26), root=str(tmp_path)) is None
+    said = why_no_room(nbytes_of_loads(1 << 26), root=str(tmp_path))
     assert said is not None
-    assert "needs about 384 MiB of memory, and 256 MiB are available" in said
+    assert "needs about 320 MiB of memory, and 256 MiB are available" in said
 
 
 def test_the_list_names_every_contender(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,13 @@ from nostall._bench.report import failed, render
 from nostall._bench.restarting.report import RestartReport, render_restarts, restarts_failed
 from nostall._bench.restarting.run import Way, run_restarts
 from nostall._bench.results import BenchReport
-from nostall._bench.room import nbytes_of_loads, nbytes_of_saves, require_room, why_no_room
+from nostall._bench.room import (
+    nbytes_of_loads,
+    nbytes_of_restarts,
+    nbytes_of_saves,
+    require_room,
+    why_no_room,
+)
 from nostall._bench.run import run
 
 
@@ -137,7 +143,7 @@ def bench_restarts(options: RestartOptions, ways: Sequence[Way], arguments: Sequ
     """
     names = chosen([way.name for way in ways], options.contenders)
     taking_part = [way for way in ways if way.name in names]
-    require_room(nbytes_of_loads(options.nbytes))
+    require_room(nbytes_of_restarts(options.nbytes))
     _ignore_warnings_of_torch()
     report = run_restarts(options, taking_part, ["python", "-m", "nostall", *arguments])
     print(render_restarts(report))
