@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import nostall
 from cli.conftest import Run
-from nostall._cli.output import format_age, print_table, progress
+from nostall._cli.output import format_age, format_size, print_table, progress
 from nostall.cli import main
 
 ENVIRONMENT = {
@@ -186,6 +186,24 @@ def test_interrupts_end_with_one_line(
 
     monkeypatch.setattr("nostall.integrity.latest_complete", interrupted)
     assert run("latest", tmp_path) == (130, "", "nostall: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (5673, "5.5 KiB"),
+        (525_823, "513.5 KiB"),
+        (1 << 20, "1.0 MiB"),
+        (3 << 29, "1.5 GiB"),
+        (5 << 40, "5.0 TiB"),
+    ],
+)
+def test_sizes_have_the_same_digits(nbytes: int, text: str) -> None:
+    """One behind the point, so that a column of them can be read."""
+    assert format_size(nbytes) == text
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from nostall._bench.quantities import format_nbytes, parse_nbytes
+from nostall._bench.quantities import parse_nbytes
 from nostall._cli.arguments import (
     Status,
     add_json,
@@ -18,7 +18,7 @@ from nostall._cli.arguments import (
     matches,
     require_chosen,
 )
-from nostall._cli.output import counted, print_json, print_table, printable
+from nostall._cli.output import counted, format_size, print_json, print_table, printable
 
 if TYPE_CHECKING:
     from nostall._cli.checkpoints.checkpoint import Checkpoint, Item
@@ -81,7 +81,7 @@ def _print(checkpoint: Checkpoint, items: Sequence[Item], parsed: argparse.Names
                 item.kind,
                 str(list(item.shape)) if item.is_tensor else "",
                 item.sharding,
-                format_nbytes(item.nbytes),
+                format_size(item.nbytes),
                 _few(item.files),
             )
             for item in items
@@ -116,7 +116,7 @@ def _print_summary(checkpoint: Checkpoint, items: Sequence[Item]) -> None:
     all_items = "" if len(items) == len(checkpoint.items) else f" (of {len(checkpoint.items)})"
     parts = [
         f"{counted(tensors, 'tensor')}, {counted(len(items) - tensors, 'object')}{all_items}",
-        f"{format_nbytes(sum(item.nbytes for item in items))} in {counted(len(files), 'file')}",
+        f"{format_size(sum(item.nbytes for item in items))} in {counted(len(files), 'file')}",
     ]
     manifest = checkpoint.manifest
     if manifest is None:
@@ -173,7 +173,7 @@ def _print_tree(items: Sequence[Item], depth: int | None) -> None:
     while waiting:  # names may be deeper than the stack
         name, branch, level = waiting.pop()
         what = branch.form or counted(branch.items, "item")
-        rows.append(("  " * level + name, format_nbytes(branch.nbytes), what))
+        rows.append(("  " * level + name, format_size(branch.nbytes), what))
         children = reversed(branch.children.items())
         waiting += [(inner, child, level + 1) for inner, child in children]
     if rows:

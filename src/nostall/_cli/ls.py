@@ -7,10 +7,9 @@ import os
 import time
 from dataclasses import asdict
 
-from nostall._bench.quantities import format_nbytes
 from nostall._cli.arguments import NotThere, Status, add_json
 from nostall._cli.checkpoints.listing import Listed, list_checkpoints, list_links, look_at
-from nostall._cli.output import format_age, print_json, print_table
+from nostall._cli.output import format_age, format_size, print_json, print_table
 
 HELP = "list the checkpoints in a directory: step, size, age, state"
 DESCRIPTION = (
@@ -44,7 +43,7 @@ def run(parsed: argparse.Namespace) -> int:
         [
             (
                 "" if each.step is None else str(each.step),
-                format_nbytes(each.nbytes),
+                format_size(each.nbytes),
                 str(each.files),
                 format_age(now_s - each.at_s),
                 each.state.value,

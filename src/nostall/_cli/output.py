@@ -132,6 +132,14 @@ def _show_percentage(done: int, total: int) -> None:
     print(end=f"\r{done / max(1, total):4.0%}", file=sys.stderr, flush=True)
 
 
+def format_size(nbytes: int) -> str:
+    """A size in the largest binary unit that leaves at least one of it, with one digit behind."""
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.1f} {name}"
+    return f"{nbytes} B"
+
+
 def format_age(seconds: float) -> str:
     """An age in the largest unit that leaves at least two of it."""
     for unit_s, name in ((_DAY_S, "d"), (_HOUR_S, "h"), (_MINUTE_S, "min")):

@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nostall._bench.quantities import format_nbytes
 from nostall._cli.arguments import NotThere, Status, add_json, checked
 from nostall._cli.checkpoints.listing import (
     Listed,
@@ -20,7 +19,7 @@ from nostall._cli.checkpoints.listing import (
     newest_complete,
     require_no_checkpoint,
 )
-from nostall._cli.output import counted, describe, print_error, print_json, print_table
+from nostall._cli.output import counted, describe, format_size, print_error, print_json, print_table
 from nostall._manager.policies import (
     KeepBest,
     KeepEvery,
@@ -250,12 +249,12 @@ def _print(
     rows = []
     for each in checkpoints:
         what = "keep" if each.path in kept else "failed" if each.path in failed else action
-        size = format_nbytes(each.nbytes)
+        size = format_size(each.nbytes)
         step = "" if each.step is None else str(each.step)
         rows.append((step, size, what, kept.get(each.path, ""), each.name))
     if rows:
         print_table(("step", "size", "action", "why", "name"), rows, right="step size")
-    total = f"{counted(len(gone), 'checkpoint')}, {format_nbytes(sum(e.nbytes for e in gone))}"
+    total = f"{counted(len(gone), 'checkpoint')}, {format_size(sum(e.nbytes for e in gone))}"
     if not (gone or failed):
         print(f"nothing to remove{_one_level_deeper(checkpoints)}")
     elif deleted:

@@ -13,9 +13,9 @@ from nostall._cli.output import counted, print_json, printable, progress
 if TYPE_CHECKING:
     from nostall.integrity import Verification
 
-HELP = "read a whole checkpoint and report any damage"
+HELP = "read every byte of a checkpoint and report any damage"
 DESCRIPTION = (
-    "Read a whole checkpoint and compare it with its checksums. Exit status: 0 if"
+    "Read every byte of a checkpoint and compare it with its checksums. Exit status: 0 if"
     " it is as it was written, 1 if it is damaged, not complete or cannot be read, 2 for wrong"
     " arguments, 3 if there is no checkpoint, 4 if it has no manifest and its metadata is not"
     " understood."

@@ -186,7 +186,7 @@ def require_written(prepared: PreparedSave, report: RankReport) -> list[FileRece
     for receipt in receipts:
         if receipt.failed_attempts:
             _log.warning(
-                "written after retries: retries=%d path=%s rank=%d last_failure=%r",
+                "written after retries=%d path=%s rank=%d last_failure=%r",
                 len(receipt.failed_attempts),
                 os.path.join(prepared.target.settings.directory, receipt.name),
                 prepared.rank,
