@@ -31,7 +31,7 @@ from nostall._bench.ours import own_contenders
 from nostall._bench.processes import memory_sampler, noise, tree_cpu_time
 from nostall._bench.quantities import Spread, format_nbytes, median_of, parse_nbytes
 from nostall._bench.ranks import Ranks
-from nostall._bench.report import failed, render
+from nostall._bench.report import render
 from nostall._bench.results import (
     BenchReport,
     ContenderReport,
@@ -48,6 +48,7 @@ from nostall._bench.room import (
 )
 from nostall._bench.run import run
 from nostall._bench.stock import DcpSave, TorchSave
+from nostall._bench.tables import failed
 from nostall._bench.transformer import train_one_step, training_nbytes, width_for
 from nostall._bench.workloads import State, differences, make_workload, tensors_of
 from nostall.cli import main
@@ -200,7 +201,7 @@ def test_a_run_reports_every_figure_of_every_contender(tmp_path: Path) -> None:
         assert each.verification.mismatches == ()
     loops = [sample.loop for sample in report.contenders[0].slowdowns]
     assert loops == ["python", "matmul"]
-    assert not failed(report)
+    assert not failed(report.contenders)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -223,7 +224,7 @@ def test_wrong_data_is_an_error(tmp_path: Path, wrong: type[FakeContender]) -> N
     assert "216 differ" in bad.verification.mismatches[0]
     assert good.verification is not None
     assert good.verification.mismatches == ()
-    assert failed(report)
+    assert failed(report.contenders)
     assert f"ERROR: {bad.name} did not write what was saved" in render(report)
 
 
@@ -233,7 +234,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_an_error(tmp_path: Path) -> None:
     (bad,) = report.contenders
     assert bad.verification is not None
     assert "it cannot be loaded" in bad.verification.mismatches[0]
-    assert failed(report)
+    assert failed(report.contenders)
 
 
 def test_a_failing_contender_is_reported_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -247,7 +248,7 @@ def test_a_failing_contender_is_reported_and_the_run_goes_on(tmp_path: Path) -> 
     assert len(second.saves) == 3
     assert absent.unavailable == "it is a fake"
     assert (bad.closed, good.closed) == (1, 1)
-    assert not failed(report)
+    assert not failed(report.contenders)
     shown = render(report)
     assert "FAILED: fails later: OSError: no space left on this fake" in shown
     (left_out,) = (line for line in shown.splitlines() if line.startswith("not measured: "))

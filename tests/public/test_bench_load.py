@@ -24,7 +24,7 @@ from nostall._bench.loading.contenders import (
 from nostall._bench.loading.limits import COLD_READS, WARM_READS, LoadLimits, ReadSetting
 from nostall._bench.loading.measure import LoadTrial, time_rows
 from nostall._bench.loading.page_cache import bring_in, cached_share, drop, files_below
-from nostall._bench.loading.report import loads_failed, render_loads
+from nostall._bench.loading.report import render_loads
 from nostall._bench.loading.results import (
     LoadContenderReport,
     LoadLimitReport,
@@ -40,6 +40,7 @@ from nostall._bench.options import LoadOptions, RestartOptions
 from nostall._bench.restarting import first_step
 from nostall._bench.restarting.report import RestartReport
 from nostall._bench.restarting.run import Way
+from nostall._bench.tables import failed
 from nostall._bench.targets import check_targets
 from nostall._bench.workloads import State, Workload, make_workload, tensors_of
 from nostall.cli import main
@@ -178,7 +179,7 @@ def test_a_run_reports_every_figure_of_every_contender(tmp_path: Path) -> None:
     assert limits.memcpy is not None
     assert set(limits.warm_read_s) == {str(setting) for setting in WARM_READS}
     assert set(limits.cold_read_s) >= set(limits.warm_read_s)
-    assert not loads_failed(report)
+    assert not failed(report.contenders)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -266,7 +267,7 @@ def test_a_failing_contender_is_reported_and_the_run_goes_on(tmp_path: Path) -> 
     assert bad.error == "OSError: no file on this fake"
     assert (len(bad.warm), len(bad.cold)) == (1, 0)
     assert (len(good.cold), len(good.one_tensor)) == (1, 1)
-    assert not loads_failed(report)
+    assert not failed(report.contenders)
     assert "FAILED: fails when cold: OSError: no file on this fake" in render_loads(report)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -126,6 +127,11 @@ class SyncedAfterwards:
 
     def wait_staged(self) -> None:
         return None
+
+
+def file_name(name: str) -> str:
+    """The name of a contender's or a form's directory."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower())
 
 
 def sync_tree(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,25 @@ import psutil
 import torch
 
 import nostall
+from nostall._bench.options import BenchOptions, LoadOptions, RestartOptions, as_stored
 from nostall._model.checksum import use_fastest
 
 _PEERS = (
     *("torchsnapshot", "torch_checkpointing", "nvidia-resiliency-ext", "safetensors"),
     *("numpy", "psutil"),
 )
+
+
+def about_run(
+    command: Sequence[str], options: BenchOptions | LoadOptions | RestartOptions, directory: Path
+) -> dict[str, Any]:
+    """What a report of any kind says of a run itself."""
+    return {
+        "command": tuple(command),
+        "options": as_stored(options),
+        "machine": machine_facts(directory),
+        "versions": versions(),
+    }
 
 
 def machine_facts(directory: Path) -> dict[str, Any]:

@@ -6,15 +6,15 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from nostall import _torch
 from nostall._bench.contender import Contender
 from nostall._bench.loading.contender import LoadContender
-from nostall._bench.loading.report import loads_failed, render_loads
+from nostall._bench.loading.report import render_loads
 from nostall._bench.loading.results import LoadReport
 from nostall._bench.loading.run import run_loads
 from nostall._bench.options import BenchOptions, LoadOptions, RestartOptions, chosen
@@ -22,10 +22,10 @@ from nostall._bench.ours import own_contenders
 from nostall._bench.peers import peer_contenders
 from nostall._bench.plot import PlotUnavailable, draw, require_matplotlib
 from nostall._bench.ranks import joined_ranks, launch, started_by_launcher
-from nostall._bench.report import failed, render
-from nostall._bench.restarting.report import RestartReport, render_restarts, restarts_failed
+from nostall._bench.report import render
+from nostall._bench.restarting.report import RestartReport, render_restarts
 from nostall._bench.restarting.run import Way, run_restarts
-from nostall._bench.results import BenchReport
+from nostall._bench.results import BenchReport, C, RunReport
 from nostall._bench.room import (
     nbytes_of_loads,
     nbytes_of_restarts,
@@ -34,6 +34,7 @@ from nostall._bench.room import (
     why_no_room,
 )
 from nostall._bench.run import run
+from nostall._bench.tables import failed
 
 
 def all_contenders() -> list[Contender]:
@@ -54,6 +55,11 @@ class Listed(Protocol):
     def available(self) -> str | None:
         """Why it cannot take part here, or ``None`` if it can."""
         ...
+
+
+OptionsT = TypeVar("OptionsT", LoadOptions, RestartOptions)
+ListedT = TypeVar("ListedT", bound=Listed)
+ReportT = TypeVar("ReportT", LoadReport, RestartReport)
 
 
 def list_contenders(contenders: Sequence[Listed], patterns: Sequence[str]) -> int:
@@ -110,7 +116,7 @@ def bench(options: BenchOptions, arguments: Sequence[str]) -> int:
                 " leave --ranks out under torchrun"
             )
         report = run(options, taking_part, ranks, ["python", "-m", "nostall", *arguments])
-        wrong = failed(report)
+        wrong = failed(report.contenders)
         if ranks.leads:
             print(render(report))
             _store(report, options)
@@ -125,14 +131,8 @@ def bench_loads(
     Raises:
         ValueError: The arguments do not fit what is there.
     """
-    names = chosen([contender.name for contender in contenders], options.contenders)
-    taking_part = [contender for contender in contenders if contender.name in names]
     require_room(nbytes_of_loads(options.nbytes))
-    _ignore_warnings_of_torch()
-    report = run_loads(options, taking_part, ["python", "-m", "nostall", *arguments])
-    print(render_loads(report))
-    _store_json(report, options.json)
-    return int(loads_failed(report))
+    return _bench_alone(options, contenders, arguments, run_loads, render_loads)
 
 
 def bench_restarts(options: RestartOptions, ways: Sequence[Way], arguments: Sequence[str]) -> int:
@@ -141,14 +141,24 @@ def bench_restarts(options: RestartOptions, ways: Sequence[Way], arguments: Sequ
     Raises:
         ValueError: The arguments do not fit what is there.
     """
-    names = chosen([way.name for way in ways], options.contenders)
-    taking_part = [way for way in ways if way.name in names]
     require_room(nbytes_of_restarts(options.nbytes))
+    return _bench_alone(options, ways, arguments, run_restarts, render_restarts)
+
+
+def _bench_alone(
+    options: OptionsT,
+    contenders: Sequence[ListedT],
+    arguments: Sequence[str],
+    measure: Callable[[OptionsT, Sequence[ListedT], Sequence[str]], ReportT],
+    render_report: Callable[[ReportT], str],
+) -> int:
+    names = chosen([contender.name for contender in contenders], options.contenders)
+    taking_part = [contender for contender in contenders if contender.name in names]
     _ignore_warnings_of_torch()
-    report = run_restarts(options, taking_part, ["python", "-m", "nostall", *arguments])
-    print(render_restarts(report))
+    report = measure(options, taking_part, ["python", "-m", "nostall", *arguments])
+    print(render_report(report))
     _store_json(report, options.json)
-    return int(restarts_failed(report))
+    return int(failed(report.contenders))
 
 
 def _ignore_warnings_of_torch() -> None:
@@ -164,7 +174,7 @@ def _store(report: BenchReport, options: BenchOptions) -> None:
         print(f"picture: {options.plot}", file=sys.stderr)
 
 
-def _store_json(report: BenchReport | LoadReport | RestartReport, file: Path | None) -> None:
+def _store_json(report: RunReport[C], file: Path | None) -> None:
     if file is not None:
         file.write_text(json.dumps(asdict(report), indent=1) + "\n")
         print(f"samples: {file}", file=sys.stderr)

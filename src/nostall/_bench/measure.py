@@ -26,13 +26,12 @@ from nostall._bench.results import (
     Step,
     Verification,
 )
-from nostall._bench.workloads import Workload, differences
+from nostall._bench.workloads import Workload, differences, said_of
 
 _POLL_EVERY_S = 0.001
 _UNIT_S = 0.001
 _UNITS_PER_POLL = 10
 _CALIBRATIONS = 5
-_NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,5 +273,4 @@ def _what_is_wrong(contender: Contender, path: Path, workload: Workload) -> str 
         loaded = contender.load(path, workload.blank())
     except Exception as error:  # whatever its loader raises
         return f"it cannot be loaded: {type(error).__name__}: {error}"
-    found = differences(workload.state, loaded)
-    return f"{len(found)} differ: {', '.join(found[:_NAMES_SHOWN])}" if found else None
+    return said_of(differences(workload.state, loaded))

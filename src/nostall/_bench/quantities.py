@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from typing_extensions import Self
@@ -83,3 +83,10 @@ def median_of(samples: Sequence[float | None]) -> float | None:
     """The median of those samples that exist, or ``None``."""
     there = [sample for sample in samples if sample is not None]
     return statistics.median(there) if there else None
+
+
+def best_of(samples: Mapping[str, Sequence[float]]) -> str | None:
+    """The setting with the least median, or ``None`` if there are no samples."""
+    medians = {setting: median_of(each) for setting, each in samples.items()}
+    there = {setting: median for setting, median in medians.items() if median is not None}
+    return min(there, key=lambda setting: there[setting], default=None)

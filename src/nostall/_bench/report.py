@@ -8,6 +8,8 @@ from nostall._bench.quantities import format_nbytes, median_of
 from nostall._bench.results import BenchReport, ContenderReport
 from nostall._bench.tables import (
     MISSING,
+    bits,
+    in_parts,
     left_out,
     limit_table,
     number,
@@ -16,6 +18,7 @@ from nostall._bench.tables import (
     remarks,
     table,
     target_table,
+    verdict,
     where,
     with_spread,
 )
@@ -30,7 +33,7 @@ was saved; -: not measured, or does not apply"""
 
 def render(report: BenchReport) -> str:
     """The whole report as text."""
-    parts = [
+    return in_parts(
         _heading(report),
         _contender_table(report),
         _LEGEND,
@@ -40,23 +43,8 @@ def render(report: BenchReport) -> str:
         _first_saves_table(report),
         target_table(report.targets),
         remarks(report.targets, rounds=report.options["rounds"]),
-        _verdict(report),
-    ]
-    return "\n\n".join(part for part in parts if part)
-
-
-def failed(report: BenchReport) -> bool:
-    """Whether a checkpoint was wrong, or nothing could be measured at all."""
-    return bool(wrong_checkpoints(report)) or not any(each.saves for each in report.contenders)
-
-
-def wrong_checkpoints(report: BenchReport) -> list[ContenderReport]:
-    """Contenders whose checkpoint did not hold what was saved."""
-    return [
-        each
-        for each in report.contenders
-        if each.verification is not None and each.verification.mismatches
-    ]
+        verdict(report.contenders, "write"),
+    )
 
 
 def _heading(report: BenchReport) -> str:
@@ -95,7 +83,7 @@ def _contender_table(report: BenchReport) -> str:
     rows += [
         _contender_row(each, memcpy, write, total_nbytes)
         for each in report.contenders
-        if each.saves
+        if each.measured
     ]
     return table(rows)
 
@@ -121,7 +109,7 @@ def _contender_row(
         ratio(peak, total_nbytes),
         percent(each.slowdown("python")),
         percent(each.slowdown("matmul")),
-        MISSING if verified is None else "WRONG" if verified.mismatches else "same",
+        MISSING if verified is None else bits(each),
     )
 
 
@@ -188,12 +176,3 @@ def _first_saves_table(report: BenchReport) -> str:
         name = f"{contender}, {'after warmup(state_dict)' if warmed_up else 'without'}"
         rows.append((name, *(number(median_of(column), 1e3, 0) for column in samples)))
     return table(rows)
-
-
-def _verdict(report: BenchReport) -> str:
-    return "\n".join(
-        f"ERROR: {each.name} did not write what was saved: "
-        + "; ".join(each.verification.mismatches)
-        for each in wrong_checkpoints(report)
-        if each.verification is not None
-    )

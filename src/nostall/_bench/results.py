@@ -3,9 +3,76 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from nostall._bench.quantities import Spread, median_of
+from nostall._bench.quantities import Spread, best_of, median_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TookPart:
+    """What is known at the end of a contender of any kind of run."""
+
+    name: str
+    description: str
+    unavailable: str | None
+    """Why it did not take part."""
+    error: str | None
+    """What it failed with; it was left out from there on."""
+
+    USUAL: ClassVar[str]
+    """The attribute with the samples of the rounds."""
+
+    def samples_of(self, figure: str, among: str | None = None) -> list[Any]:
+        """A figure of the samples of an attribute, such as ``idle_saves``."""
+        return [getattr(sample, figure) for sample in getattr(self, among or self.USUAL)]
+
+    def median(self, figure: str, among: str | None = None) -> float | None:
+        """The median of a figure among the samples of an attribute."""
+        return median_of(self.samples_of(figure, among))
+
+    def spread(self, figure: str, among: str | None = None) -> Spread | None:
+        """Its spread."""
+        return Spread.of(self.samples_of(figure, among))
+
+
+class Judged(Protocol):
+    """What is said of any contender at the end."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def measured(self) -> bool:
+        """Whether anything was."""
+        ...
+
+    @property
+    def mismatches(self) -> tuple[str, ...]:
+        """What was wrong in what it saved or loaded."""
+        ...
+
+
+C = TypeVar("C", bound=Judged)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport(Generic[C]):
+    """One run of any kind."""
+
+    command: tuple[str, ...]
+    options: dict[str, Any]
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    nbytes: int
+    """Of all tensors of one rank."""
+    tensors: int
+    contenders: tuple[C, ...]
+
+    def contender(self, name: str) -> C | None:
+        """The report of one contender, if it was there."""
+        return next((each for each in self.contenders if each.name == name), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +132,9 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContenderReport:
+class ContenderReport(TookPart):
     """Everything about one contender."""
 
-    name: str
-    description: str
-    unavailable: str | None
-    """Why it did not take part."""
-    error: str | None
-    """What it failed with; it was left out from there on."""
     saves: tuple[SaveSample, ...]
     idle_saves: tuple[SaveSample, ...]
     """After idle seconds, in which a hypervisor takes freed memory away."""
@@ -83,9 +144,17 @@ class ContenderReport:
     slowdowns: tuple[SlowdownSample, ...]
     verification: Verification | None
 
-    def median(self, figure: str, among: str = "saves") -> float | None:
-        """The median of a figure among the samples of an attribute, such as ``idle_saves``."""
-        return median_of([getattr(save, figure) for save in getattr(self, among)])
+    USUAL = "saves"
+
+    @property
+    def measured(self) -> bool:
+        """Whether any timed save was."""
+        return bool(self.saves)
+
+    @property
+    def mismatches(self) -> tuple[str, ...]:
+        """How its checkpoint differs from what was saved."""
+        return () if self.verification is None else self.verification.mismatches
 
     @property
     def warm_plain_saves(self) -> tuple[SaveSample, ...]:
@@ -100,10 +169,6 @@ class ContenderReport:
         """Time until durable in the rounds / in a plain loop with memory at hand."""
         here, plain = self.median("durable_s"), self.median("durable_s", "warm_plain_saves")
         return here / plain if here and plain else None
-
-    def spread(self, figure: str) -> Spread | None:
-        """Its spread."""
-        return Spread.of([getattr(save, figure) for save in self.saves])
 
     def slowdown(self, loop: str) -> float | None:
         """The median loss of one loop."""
@@ -124,9 +189,7 @@ class LimitReport:
     @property
     def best_write(self) -> str | None:
         """The setting with the least median."""
-        medians = {setting: median_of(s) for setting, s in self.raw_write_s.items()}
-        there = {setting: median for setting, median in medians.items() if median is not None}
-        return min(there, key=lambda setting: there[setting], default=None)
+        return best_of(self.raw_write_s)
 
     def median(self, limit: str) -> float | None:
         """Median of ``memcpy``, ``foreach_copy`` or, with the best setting, ``raw_write``."""
@@ -234,22 +297,10 @@ class TargetReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchReport:
-    """One run."""
+class BenchReport(RunReport[ContenderReport]):
+    """One run that measures saves."""
 
-    command: tuple[str, ...]
-    options: dict[str, Any]
-    machine: dict[str, Any]
-    versions: dict[str, str]
-    nbytes: int
-    """Saved by each rank."""
-    tensors: int
-    contenders: tuple[ContenderReport, ...]
     limits: LimitReport
     probes: ProbeReport | None
     targets: tuple[TargetReport, ...]
     timeline: tuple[Step, ...]
-
-    def contender(self, name: str) -> ContenderReport | None:
-        """The report of one contender, if it was there."""
-        return next((each for each in self.contenders if each.name == name), None)

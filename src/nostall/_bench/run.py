@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from nostall._bench.contender import Contender
 from nostall._bench.limits import Limits
-from nostall._bench.machine import machine_facts, versions
+from nostall._bench.machine import about_run
 from nostall._bench.measure import Trial
-from nostall._bench.options import BenchOptions, as_stored
+from nostall._bench.options import BenchOptions
 from nostall._bench.probes import probe
 from nostall._bench.processes import noise
 from nostall._bench.ranks import Ranks, working_directory
@@ -51,10 +51,7 @@ def run(
             probes = probe(options.shape, options.nbytes, directory)
         ranks.barrier()
         report = BenchReport(
-            command=tuple(command),
-            options=as_stored(options),
-            machine=machine_facts(directory),
-            versions=versions(),
+            **about_run(command, options, directory),
             nbytes=workload.nbytes,
             tensors=len(workload.tensors),
             contenders=tuple(entry.report() for entry in session.entries),

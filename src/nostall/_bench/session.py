@@ -8,7 +8,6 @@ that fails anywhere, on any rank, is left out from there on.
 from __future__ import annotations
 
 import gc
-import re
 import shutil
 import sys
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import nostall._engine
-from nostall._bench.contender import Contender, Setting, sync
+from nostall._bench.contender import Contender, Setting, file_name, sync
 from nostall._bench.entry import Entry
 from nostall._bench.limits import WRITE_SETTINGS, Limits, RawWrite
 from nostall._bench.measure import (
@@ -276,7 +275,7 @@ class Session:
             with self._fresh_directory(name) as path:
                 yield path
             return
-        yield self.directory / f"{_file_name(name)}-last"
+        yield self.directory / f"{file_name(name)}-last"
         self.ranks.barrier()
         if self.ranks.leads:
             sync(self.directory)
@@ -286,7 +285,7 @@ class Session:
     def _fresh_directory(self, name: str) -> Iterator[Path]:
         """A new path for one save, the same on every rank; removed, and that synced, afterwards."""
         self._directories += 1
-        path = self.directory / f"{_file_name(name)}-{self._directories}"
+        path = self.directory / f"{file_name(name)}-{self._directories}"
         yield path
         self.ranks.barrier()
         if self.ranks.leads:
@@ -297,7 +296,3 @@ class Session:
     def _say(self, message: str) -> None:
         if self.ranks.leads:
             sys.stderr.write(f"{message}\n")
-
-
-def _file_name(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower())

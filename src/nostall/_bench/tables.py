@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from nostall._bench.quantities import Spread, format_nbytes
-from nostall._bench.results import TargetReport
+from nostall._bench.results import Judged, TargetReport, TookPart
 
 MISSING = "-"
 _VERDICTS = {True: "met", False: "MISSED", None: ""}
 _FEW_ROUNDS = 3
 
 
-class TookPart(Protocol):
-    """What is known of any contender at the end."""
+def failed(contenders: Sequence[Judged]) -> bool:
+    """Whether something was saved or loaded wrong, or nothing could be measured at all."""
+    return any(each.mismatches for each in contenders) or not any(
+        each.measured for each in contenders
+    )
 
-    @property
-    def name(self) -> str:
-        """Its name."""
-        ...
 
-    @property
-    def unavailable(self) -> str | None:
-        """Why it did not take part."""
-        ...
+def verdict(contenders: Sequence[Judged], verb: str, separator: str = "; ") -> str:
+    """Whose checkpoint or load is wrong, and what of it."""
+    return "\n".join(
+        f"ERROR: {each.name} did not {verb} what was saved: {separator.join(each.mismatches)}"
+        for each in contenders
+        if each.mismatches
+    )
 
-    @property
-    def error(self) -> str | None:
-        """What it failed with."""
-        ...
+
+def in_parts(*parts: str) -> str:
+    """A report of its parts; empty ones are left out."""
+    return "\n\n".join(part for part in parts if part)
 
 
 def where(machine: dict[str, Any], versions: dict[str, str]) -> str:
@@ -95,6 +97,11 @@ def number(value: float | None, scale: float, digits: int) -> str:
 def ratio(value: float | None, of: float | None) -> str:
     """One number divided by another."""
     return MISSING if value is None or not of else f"{value / of:.2f}"
+
+
+def bits(each: Judged) -> str:
+    """Whether what it saved or loaded has the same bits."""
+    return "WRONG" if each.mismatches else "same"
 
 
 def percent(value: float | None) -> str:

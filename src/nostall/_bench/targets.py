@@ -16,11 +16,13 @@ from nostall._bench.results import BenchReport, ContenderReport, TargetReport
 
 R = TypeVar("R")
 
-MAIN = "nostall"
+MAIN, SYNCHRONOUS = "nostall", "nostall dcp.save"
+LARGE, MANY = ("large",), ("many",)
+Measure = Callable[[BenchReport], "float | None"]
 _COMPARE = {"<=": operator.le, ">=": operator.ge}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Target(Generic[R]):
     """A bound on one figure of a report."""
 
@@ -29,8 +31,8 @@ class Target(Generic[R]):
     """``<=`` or ``>=``."""
     bound: float | None
     """``None`` for what is only shown: it depends on others as much as on nostall."""
-    unit: str
     measure: Callable[[R], float | None]
+    unit: str = ""
     shapes: tuple[str, ...] = SHAPES
 
     def check(self, report: R) -> TargetReport:
@@ -67,13 +69,13 @@ def _figure(report: BenchReport, name: str, figure: str) -> float | None:
     return None if contender is None else contender.median(figure)
 
 
-def _against_limit(figure: str, limit: str) -> Callable[[BenchReport], float | None]:
+def _to_limit(figure: str, limit: str) -> Measure:
     return lambda report: quotient(_figure(report, MAIN, figure), report.limits.median(limit))
 
 
-def _against(slower: str, faster: str) -> Callable[[BenchReport], float | None]:
+def _faster_than_dcp_save(name: str) -> Measure:
     return lambda report: quotient(
-        _figure(report, slower, "durable_s"), _figure(report, faster, "durable_s")
+        _figure(report, "dcp.save", "durable_s"), _figure(report, name, "durable_s")
     )
 
 
@@ -82,7 +84,7 @@ def stock_async(report: BenchReport) -> list[ContenderReport]:
     return [each for each in report.contenders if each.name.startswith("dcp.async_save")]
 
 
-def _against_best_stock(figure: str) -> Callable[[BenchReport], float | None]:
+def _to_best_stock(figure: str) -> Measure:
     """Least of the stock asynchronous settings / nostall's."""
 
     def measure(report: BenchReport) -> float | None:
@@ -93,7 +95,7 @@ def _against_best_stock(figure: str) -> Callable[[BenchReport], float | None]:
     return measure
 
 
-def _share_of_possible(name: str) -> Callable[[BenchReport], float | None]:
+def _share_of_possible(name: str) -> Measure:
     """(stock's time until durable / ours) / (stock's / the raw write): stock's time cancels out."""
     return lambda report: quotient(
         report.limits.median("raw_write"), _figure(report, name, "durable_s")
@@ -111,7 +113,7 @@ def _all_nbytes(report: BenchReport) -> int:
     return report.nbytes * ranks
 
 
-def _memory_ratio(report: BenchReport) -> float | None:
+def _memory(report: BenchReport) -> float | None:
     contender = report.contender(MAIN)
     if contender is None or contender.memory is None:
         return None
@@ -130,148 +132,77 @@ def _python_loss(report: BenchReport) -> float | None:
     return None if contender is None else _scaled(contender.slowdown("python"), 100)
 
 
+def _overlapped_ms(report: BenchReport) -> float | None:
+    return _scaled(_figure(report, "nostall overlapped", "blocked_s"), 1e3)
+
+
+def _first_to_steady(report: BenchReport) -> float | None:
+    return report.probes.first_to_steady if report.probes else None
+
+
+def _probe(figure: str, by: float) -> Measure:
+    return lambda report: (
+        _scaled(median_of(getattr(report.probes, figure)), by) if report.probes else None
+    )
+
+
 TARGETS: tuple[Target[BenchReport], ...] = (
+    Target("blocked / warm memcpy", "<=", 1.25, _to_limit("blocked_s", "memcpy"), shapes=LARGE),
+    Target("blocked, overlapped staging", "<=", 5, _overlapped_ms, unit=" ms", shapes=LARGE),
     Target(
-        figure="blocked / warm memcpy",
-        compare="<=",
-        bound=1.25,
-        unit="",
-        measure=_against_limit("blocked_s", "memcpy"),
-        shapes=("large",),
+        "durable / raw parallel write", "<=", 1.2, _to_limit("durable_s", "raw_write"), shapes=LARGE
     ),
     Target(
-        figure="blocked, overlapped staging",
-        compare="<=",
-        bound=5,
-        unit=" ms",
-        measure=lambda report: _scaled(_figure(report, "nostall overlapped", "blocked_s"), 1e3),
-        shapes=("large",),
+        "durable: fastest stock async / nostall",
+        ">=",
+        None,
+        _to_best_stock("durable_s"),
+        shapes=LARGE,
     ),
     Target(
-        figure="durable / raw parallel write",
-        compare="<=",
-        bound=1.20,
-        unit="",
-        measure=_against_limit("durable_s", "raw_write"),
-        shapes=("large",),
+        "share of the gain that the raw write would have",
+        ">=",
+        0.8,
+        _share_of_possible(MAIN),
+        shapes=LARGE,
     ),
     Target(
-        figure="durable: fastest stock async / nostall",
-        compare=">=",
-        bound=None,
-        unit="",
-        measure=_against_best_stock("durable_s"),
-        shapes=("large",),
+        "blocked / `_foreach_copy_` of the same tensors",
+        "<=",
+        2.5,
+        _to_limit("blocked_s", "foreach_copy"),
+        shapes=MANY,
+    ),
+    Target("durable: dcp.save / nostall", ">=", 25, _faster_than_dcp_save(MAIN), shapes=MANY),
+    Target(
+        "synchronous: dcp.save / with nostall's writer",
+        ">=",
+        None,
+        _faster_than_dcp_save(SYNCHRONOUS),
+        shapes=LARGE,
     ),
     Target(
-        figure="share of the gain that the raw write would have",
-        compare=">=",
-        bound=0.8,
-        unit="",
-        measure=_share_of_possible(MAIN),
-        shapes=("large",),
+        "share of the gain of the raw write, synchronous",
+        ">=",
+        0.8,
+        _share_of_possible(SYNCHRONOUS),
+        shapes=LARGE,
     ),
     Target(
-        figure="blocked / `_foreach_copy_` of the same tensors",
-        compare="<=",
-        bound=2.5,
-        unit="",
-        measure=_against_limit("blocked_s", "foreach_copy"),
-        shapes=("many",),
+        "stock in rounds / in a plain loop, furthest off", "<=", 15, _off_a_plain_loop, unit=" %"
     ),
+    Target("first save after warmup(state_dict) / steady state", "<=", 1.5, _first_to_steady),
+    Target("extra host memory / bytes saved", "<=", 1.05, _memory),
+    Target("growth of it from the second to the last save", "<=", 1, _memory_growth, unit=" %"),
+    Target("loss of a pure-Python loop while saving", "<=", 5, _python_loss, unit=" %"),
+    Target("CPU: thriftiest stock async / nostall", ">=", 1, _to_best_stock("cpu_s")),
+    Target("writer ready after start", "<=", 100, _probe("writer_start_s", 1e3), unit=" ms"),
     Target(
-        figure="durable: dcp.save / nostall",
-        compare=">=",
-        bound=25,
-        unit="",
-        measure=_against("dcp.save", MAIN),
-        shapes=("many",),
-    ),
-    Target(
-        figure="synchronous: dcp.save / with nostall's writer",
-        compare=">=",
-        bound=None,
-        unit="",
-        measure=_against("dcp.save", "nostall dcp.save"),
-        shapes=("large",),
-    ),
-    Target(
-        figure="share of the gain of the raw write, synchronous",
-        compare=">=",
-        bound=0.8,
-        unit="",
-        measure=_share_of_possible("nostall dcp.save"),
-        shapes=("large",),
-    ),
-    Target(
-        figure="stock in rounds / in a plain loop, furthest off",
-        compare="<=",
-        bound=15,
-        unit=" %",
-        measure=_off_a_plain_loop,
-    ),
-    Target(
-        figure="first save after warmup(state_dict) / steady state",
-        compare="<=",
-        bound=1.5,
-        unit="",
-        measure=lambda report: report.probes.first_to_steady if report.probes else None,
-    ),
-    Target(
-        figure="extra host memory / bytes saved",
-        compare="<=",
-        bound=1.05,
-        unit="",
-        measure=_memory_ratio,
-    ),
-    Target(
-        figure="growth of it from the second to the last save",
-        compare="<=",
-        bound=1,
-        unit=" %",
-        measure=_memory_growth,
-    ),
-    Target(
-        figure="loss of a pure-Python loop while saving",
-        compare="<=",
-        bound=5,
-        unit=" %",
-        measure=_python_loss,
-    ),
-    Target(
-        figure="CPU: thriftiest stock async / nostall",
-        compare=">=",
-        bound=1,
-        unit="",
-        measure=_against_best_stock("cpu_s"),
-    ),
-    Target(
-        figure="writer ready after start",
-        compare="<=",
-        bound=100,
-        unit=" ms",
-        measure=lambda report: (
-            _scaled(median_of(report.probes.writer_start_s), 1e3) if report.probes else None
-        ),
-    ),
-    Target(
-        figure="writer's resident memory before a job",
-        compare="<=",
-        bound=20,
+        "writer's resident memory before a job",
+        "<=",
+        20,
+        _probe("writer_resident_nbytes", 1e-6),
         unit=" MB",
-        measure=lambda report: (
-            _scaled(median_of(report.probes.writer_resident_nbytes), 1e-6)
-            if report.probes
-            else None
-        ),
     ),
-    Target(
-        figure="import nostall",
-        compare="<=",
-        bound=50,
-        unit=" ms",
-        measure=lambda report: (
-            _scaled(median_of(report.probes.import_s), 1e3) if report.probes else None
-        ),
-    ),
+    Target("import nostall", "<=", 50, _probe("import_s", 1e3), unit=" ms"),
 )

@@ -17,6 +17,7 @@ LARGE_TENSORS = 216
 SMALL_TENSOR_NBYTES = 4096
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NAMES_SHOWN = 5
 _STRIDE = 0x01000193
 """What one version adds to every element, as an odd integer: all versions differ."""
 
@@ -81,6 +82,12 @@ def differences(saved: State, loaded: State) -> list[str]:
     expected, found = dict(tensors_of(saved)), dict(tensors_of(loaded))
     wrong = [name for name, tensor in expected.items() if not _same_bits(tensor, found.get(name))]
     return wrong + sorted(found.keys() - expected.keys())
+
+
+def said_of(differing: list[str]) -> str | None:
+    """How many names differ, and the first of them; ``None`` if none does."""
+    shown = ", ".join(differing[:_NAMES_SHOWN])
+    return f"{len(differing)} differ: {shown}" if differing else None
 
 
 def integers(tensor: Tensor) -> Tensor:

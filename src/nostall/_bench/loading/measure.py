@@ -8,7 +8,6 @@ sample, and what the load left wrong.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,10 +21,9 @@ from nostall._bench.loading.page_cache import bring_in, cached_share, drop, file
 from nostall._bench.loading.results import LoadSample, OneTensorSample, RowsSample
 from nostall._bench.loading.rows import eighth, part_of, path_of
 from nostall._bench.processes import give_memory_back, tree_cpu_time
-from nostall._bench.workloads import Workload, differences, integers, tensors_of
+from nostall._bench.workloads import Workload, differences, integers, said_of, tensors_of
 
 Phase = Literal["warm", "idle", "cold"]
-_NAMES_SHOWN = 5
 _IO_COUNTS = Path("/proc/self/io")
 
 
@@ -103,7 +101,7 @@ def time_load(
         system_s=used.system_s,
         cached=cached,
     )
-    return sample, _what_is_wrong(dict(tensors_of(trial.saved.state)), trial.targets)
+    return sample, said_of(differences(trial.saved.state, trial.targets))
 
 
 def time_one_tensor(
@@ -122,7 +120,7 @@ def time_one_tensor(
         started = time.perf_counter()
         contender.load(path, part)
         seconds.append(time.perf_counter() - started)
-        wrong = wrong or _what_is_wrong({name: saved}, target)
+        wrong = wrong or said_of(differences({name: saved}, target))
     return OneTensorSample(round=number, first_s=seconds[0], again_s=seconds[1]), wrong
 
 
@@ -142,7 +140,7 @@ def time_rows(
     read_after = _read_nbytes()
     counted = None if read_before is None or read_after is None else read_after - read_before
     sample = RowsSample(round=number, load_s=load_s, read_nbytes=counted)
-    return sample, _what_is_wrong(expected, targets)
+    return sample, said_of(differences(expected, targets))
 
 
 def _inverted(tensor: Tensor) -> Tensor:
@@ -163,8 +161,3 @@ def _read_nbytes() -> int | None:
         return None
     counts = dict(line.split(": ") for line in lines)
     return int(counts["rchar"])
-
-
-def _what_is_wrong(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str | None:
-    wrong = differences(dict(expected), dict(found))
-    return f"{len(wrong)} differ: {', '.join(wrong[:_NAMES_SHOWN])}" if wrong else None

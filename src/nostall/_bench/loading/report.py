@@ -8,6 +8,8 @@ from nostall._bench.loading.results import LoadContenderReport, LoadReport
 from nostall._bench.quantities import format_nbytes, median_of
 from nostall._bench.tables import (
     MISSING,
+    bits,
+    in_parts,
     left_out,
     limit_table,
     number,
@@ -15,6 +17,7 @@ from nostall._bench.tables import (
     remarks,
     table,
     target_table,
+    verdict,
     where,
     with_spread,
 )
@@ -32,7 +35,7 @@ _NOT_WARM = 0.99
 
 def render_loads(report: LoadReport) -> str:
     """The whole report as text."""
-    parts = [
+    return in_parts(
         _heading(report),
         _contender_table(report),
         _parts_table(report),
@@ -42,15 +45,7 @@ def render_loads(report: LoadReport) -> str:
         target_table(report.targets),
         remarks(report.targets, rounds=report.options["rounds"]),
         _page_cache_remarks(report.contenders),
-        _verdict(report),
-    ]
-    return "\n\n".join(part for part in parts if part)
-
-
-def loads_failed(report: LoadReport) -> bool:
-    """Whether a load was wrong, or nothing could be measured at all."""
-    return any(each.mismatches for each in report.contenders) or not any(
-        each.measured for each in report.contenders
+        verdict(report.contenders, "load"),
     )
 
 
@@ -84,7 +79,7 @@ def _row(report: LoadReport, each: LoadContenderReport) -> tuple[str, ...]:
         *_warm_cells(report, each, "warm"),
         with_spread(each.spread("load_s", "cold"), 1e3, 1),
         ratio(each.median("load_s", "cold"), report.limits.read("cold")),
-        "WRONG" if each.mismatches else "same",
+        bits(each),
     )
 
 
@@ -150,11 +145,3 @@ def _page_cache_remarks(contenders: Sequence[LoadContenderReport]) -> str:
         if warm is not None and warm < _NOT_WARM:
             lines.append(f"not warm: {warm:.0%} of the files of {each.name} were in the page cache")
     return "\n".join(lines)
-
-
-def _verdict(report: LoadReport) -> str:
-    return "\n".join(
-        f"ERROR: {each.name} did not load what was saved: {'; '.join(each.mismatches)}"
-        for each in report.contenders
-        if each.mismatches
-    )

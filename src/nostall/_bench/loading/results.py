@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from nostall._bench.quantities import Spread, median_of
-from nostall._bench.results import TargetReport
+from nostall._bench.quantities import best_of, median_of
+from nostall._bench.results import RunReport, TargetReport, TookPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +43,9 @@ class RowsSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadContenderReport:
+class LoadContenderReport(TookPart):
     """Everything about one contender."""
 
-    name: str
-    description: str
-    unavailable: str | None
-    """Why it did not take part."""
-    error: str | None
-    """What it failed with; it was left out from there on."""
     warm: tuple[LoadSample, ...]
     """With the files in the page cache."""
     idle: tuple[LoadSample, ...]
@@ -64,18 +57,12 @@ class LoadContenderReport:
     mismatches: tuple[str, ...]
     """What a load left wrong, at most one line for each kind of load; empty if all were right."""
 
+    USUAL = "warm"
+
     @property
     def measured(self) -> bool:
         """Whether anything was."""
         return bool(self.warm or self.idle or self.cold)
-
-    def median(self, figure: str, among: str = "warm") -> float | None:
-        """The median of a figure among the samples of an attribute, such as ``cold``."""
-        return median_of([getattr(sample, figure) for sample in getattr(self, among)])
-
-    def spread(self, figure: str, among: str = "warm") -> Spread | None:
-        """Its spread."""
-        return Spread.of([getattr(sample, figure) for sample in getattr(self, among)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +83,7 @@ class LoadLimitReport:
     def best_read(self, phase: str) -> tuple[str, tuple[float, ...]] | None:
         """The setting with the least median, ``warm`` or ``cold``, and its samples."""
         samples = self.warm_read_s if phase == "warm" else self.cold_read_s
-        medians = {setting: median_of(each) for setting, each in samples.items()}
-        there = {setting: median for setting, median in medians.items() if median is not None}
-        best = min(there, key=lambda setting: there[setting], default=None)
+        best = best_of(samples)
         return None if best is None else (best, samples[best])
 
     def read(self, phase: str) -> float | None:
@@ -108,26 +93,14 @@ class LoadLimitReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
-    """One run."""
+class LoadReport(RunReport[LoadContenderReport]):
+    """One run that measures loads."""
 
-    command: tuple[str, ...]
-    options: dict[str, Any]
-    machine: dict[str, Any]
-    versions: dict[str, str]
-    nbytes: int
-    """Of all tensors."""
-    tensors: int
     sliced_tensors: int
     """Those of which an eighth of the rows is loaded."""
     rows_nbytes: int
     """Of these rows."""
     metadata_nbytes: int | None
     """Size of the DCP metadata."""
-    contenders: tuple[LoadContenderReport, ...]
     limits: LoadLimitReport
     targets: tuple[TargetReport, ...]
-
-    def contender(self, name: str) -> LoadContenderReport | None:
-        """The report of one contender, if it was there."""
-        return next((each for each in self.contenders if each.name == name), None)

@@ -12,8 +12,8 @@ from nostall._bench.loading.measure import LoadTrial
 from nostall._bench.loading.results import LoadLimitReport, LoadReport
 from nostall._bench.loading.session import LoadSession
 from nostall._bench.loading.targets import LOAD_TARGETS
-from nostall._bench.machine import machine_facts, versions
-from nostall._bench.options import LoadOptions, as_stored
+from nostall._bench.machine import about_run
+from nostall._bench.options import LoadOptions
 from nostall._bench.ranks import Ranks, working_directory
 from nostall._bench.targets import check_targets
 from nostall._bench.workloads import make_workload
@@ -38,10 +38,7 @@ def run_loads(
         session.parts(options.rounds)
         targets = trial.targets
         report = LoadReport(
-            command=tuple(command),
-            options=as_stored(options),
-            machine=machine_facts(directory),
-            versions=versions(),
+            **about_run(command, options, directory),
             nbytes=saved.nbytes,
             tensors=len(saved.tensors),
             sliced_tensors=len(trial.rows),

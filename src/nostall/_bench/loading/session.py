@@ -8,7 +8,6 @@ on.
 from __future__ import annotations
 
 import gc
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import nostall._engine
-from nostall._bench.contender import sync_tree
+from nostall._bench.contender import file_name, sync_tree
+from nostall._bench.entry import AnyEntry
 from nostall._bench.loading.contender import LoadContender, LoadsRows
 from nostall._bench.loading.limits import COLD_READS, WARM_READS, LoadLimits, ReadSetting
 from nostall._bench.loading.measure import (
@@ -40,14 +40,11 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
-class LoadEntry:
+class LoadEntry(AnyEntry[LoadContender]):
     """A contender in a run, and what is known of it so far; only the session writes to it."""
 
-    contender: LoadContender
     path: Path
     """Where its files are."""
-    unavailable: str | None
-    error: str | None = None
     samples: dict[Phase, list[LoadSample]] = field(
         default_factory=lambda: {"warm": [], "idle": [], "cold": []}
     )
@@ -56,18 +53,10 @@ class LoadEntry:
     wrong: dict[str, str] = field(default_factory=dict)
     """By the kind of load, what the first wrong one has left."""
 
-    @property
-    def stands(self) -> bool:
-        """Whether it takes part and has not failed."""
-        return self.unavailable is None and self.error is None
-
     def report(self) -> LoadContenderReport:
         """All that was found, and will not change any more."""
         return LoadContenderReport(
-            name=self.contender.name,
-            description=self.contender.description,
-            unavailable=self.unavailable,
-            error=self.error,
+            **self.about(),
             warm=tuple(self.samples["warm"]),
             idle=tuple(self.samples["idle"]),
             cold=tuple(self.samples["cold"]),
@@ -85,7 +74,7 @@ class LoadSession:
         self.entries = [
             LoadEntry(
                 contender=contender,
-                path=trial.directory / re.sub(r"[^a-z0-9]+", "-", contender.form.lower()),
+                path=trial.directory / file_name(contender.form),
                 unavailable=contender.available(),
             )
             for contender in contenders

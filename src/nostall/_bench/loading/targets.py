@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from nostall._bench.loading.results import LoadReport
 from nostall._bench.quantities import median_of
-from nostall._bench.targets import Target, quotient
+from nostall._bench.targets import LARGE, MANY, Target, quotient
 
 Measure = Callable[[LoadReport], float | None]
 
@@ -57,92 +57,36 @@ def _read_beyond_rows(report: LoadReport) -> float | None:
 
 
 LOAD_TARGETS: tuple[Target[LoadReport], ...] = (
-    Target(
-        figure="warm: nostall dcp.load / memcpy",
-        compare="<=",
-        bound=1.25,
-        unit="",
-        measure=_to_memcpy(READER),
-        shapes=("large",),
+    *(
+        Target(f"warm: {name} / memcpy", "<=", 1.25, _to_memcpy(name), shapes=LARGE)
+        for name in (READER, OWN)
+    ),
+    *(
+        Target(f"cold: {name} / raw parallel read", "<=", 1.2, _to_cold_read(name), shapes=LARGE)
+        for name in (READER, OWN)
+    ),
+    *(
+        Target(f"warm: dcp.load / {name}", ">=", bound, _speedup(name), shapes=shapes)
+        for shapes, bounds in ((("large", "mixed"), (None, None)), (MANY, (6, 20)))
+        for name, bound in zip((READER, OWN), bounds, strict=True)
+    ),
+    *(
+        Target(
+            f"warm: {name}, more time with checksums",
+            "<=",
+            10,
+            _cost_of_checksums(name),
+            unit=" %",
+            shapes=LARGE,
+        )
+        for name in (READER, OWN)
     ),
     Target(
-        figure="warm: nostall.load / memcpy",
-        compare="<=",
-        bound=1.25,
-        unit="",
-        measure=_to_memcpy(OWN),
-        shapes=("large",),
-    ),
-    Target(
-        figure="cold: nostall dcp.load / raw parallel read",
-        compare="<=",
-        bound=1.2,
-        unit="",
-        measure=_to_cold_read(READER),
-        shapes=("large",),
-    ),
-    Target(
-        figure="cold: nostall.load / raw parallel read",
-        compare="<=",
-        bound=1.2,
-        unit="",
-        measure=_to_cold_read(OWN),
-        shapes=("large",),
-    ),
-    Target(
-        figure="warm: dcp.load / nostall dcp.load",
-        compare=">=",
-        bound=None,
-        unit="",
-        measure=_speedup(READER),
-        shapes=("large", "mixed"),
-    ),
-    Target(
-        figure="warm: dcp.load / nostall.load",
-        compare=">=",
-        bound=None,
-        unit="",
-        measure=_speedup(OWN),
-        shapes=("large", "mixed"),
-    ),
-    Target(
-        figure="warm: dcp.load / nostall dcp.load",
-        compare=">=",
-        bound=6,
-        unit="",
-        measure=_speedup(READER),
-        shapes=("many",),
-    ),
-    Target(
-        figure="warm: dcp.load / nostall.load",
-        compare=">=",
-        bound=20,
-        unit="",
-        measure=_speedup(OWN),
-        shapes=("many",),
-    ),
-    Target(
-        figure="warm: nostall dcp.load, more time with checksums",
-        compare="<=",
-        bound=10,
-        unit=" %",
-        measure=_cost_of_checksums(READER),
-        shapes=("large",),
-    ),
-    Target(
-        figure="warm: nostall.load, more time with checksums",
-        compare="<=",
-        bound=10,
-        unit=" %",
-        measure=_cost_of_checksums(OWN),
-        shapes=("large",),
-    ),
-    Target(
-        figure="1/8 of the rows: read beside them and the metadata, per tensor",
-        compare="<=",
-        bound=16,
+        "1/8 of the rows: read beside them and the metadata, per tensor",
+        "<=",
+        16,
+        _read_beyond_rows,
         unit=" KiB",
-        measure=_read_beyond_rows,
-        shapes=("large",),
+        shapes=LARGE,
     ),
 )

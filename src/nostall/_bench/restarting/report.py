@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from nostall._bench.quantities import Spread, format_nbytes, median_of
+from nostall._bench.quantities import format_nbytes, median_of
 from nostall._bench.restarting.first_step import STAGES
-from nostall._bench.tables import left_out, number, table, where, with_spread
+from nostall._bench.results import RunReport, TookPart
+from nostall._bench.tables import (
+    bits,
+    in_parts,
+    left_out,
+    number,
+    table,
+    verdict,
+    where,
+    with_spread,
+)
 
 _LEGEND = """\
 total: from the start of the process until the first step could begin, without making the model;
@@ -30,18 +39,19 @@ class RestartSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestartContenderReport:
+class RestartContenderReport(TookPart):
     """Everything about one contender."""
 
-    name: str
-    description: str
-    unavailable: str | None
-    """Why it did not take part."""
-    error: str | None
-    """What it failed with; it was left out from there on."""
     samples: tuple[RestartSample, ...]
     mismatches: tuple[str, ...]
     """Names of what was loaded wrong; empty if all was right."""
+
+    USUAL = "samples"
+
+    @property
+    def measured(self) -> bool:
+        """Whether any process was."""
+        return bool(self.samples)
 
     def stage_s(self, stage: str) -> float | None:
         """The median of one stage."""
@@ -49,34 +59,15 @@ class RestartContenderReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestartReport:
-    """One run."""
-
-    command: tuple[str, ...]
-    options: dict[str, Any]
-    machine: dict[str, Any]
-    versions: dict[str, str]
-    nbytes: int
-    """Of all tensors."""
-    tensors: int
-    contenders: tuple[RestartContenderReport, ...]
+class RestartReport(RunReport[RestartContenderReport]):
+    """One run that measures restarts."""
 
 
 def render_restarts(report: RestartReport) -> str:
     """The whole report as text."""
-    wrong = "\n".join(
-        f"ERROR: {each.name} did not load what was saved: {', '.join(each.mismatches)}"
-        for each in report.contenders
-        if each.mismatches
-    )
-    parts = [_heading(report), _stage_table(report), _LEGEND, left_out(report.contenders), wrong]
-    return "\n\n".join(part for part in parts if part)
-
-
-def restarts_failed(report: RestartReport) -> bool:
-    """Whether something was loaded wrong, or nothing could be measured at all."""
-    return any(each.mismatches for each in report.contenders) or not any(
-        each.samples for each in report.contenders
+    wrong = verdict(report.contenders, "load", separator=", ")
+    return in_parts(
+        _heading(report), _stage_table(report), _LEGEND, left_out(report.contenders), wrong
     )
 
 
@@ -94,11 +85,11 @@ def _stage_table(report: RestartReport) -> str:
     rows += [
         (
             each.name,
-            with_spread(Spread.of([sample.total_s for sample in each.samples]), 1e3, 0),
+            with_spread(each.spread("total_s"), 1e3, 0),
             *(number(each.stage_s(stage), 1e3, 1) for stage in STAGES),
-            "WRONG" if each.mismatches else "same",
+            bits(each),
         )
         for each in report.contenders
-        if each.samples
+        if each.measured
     ]
     return table(rows)

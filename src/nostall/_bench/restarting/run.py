@@ -14,11 +14,12 @@ from typing import Any
 import nostall
 import nostall._engine
 from nostall._bench.contender import sync_tree
+from nostall._bench.entry import AnyEntry
 from nostall._bench.free_memory import warm_free_memory
 from nostall._bench.loading.contenders import save_with_nostall
 from nostall._bench.loading.page_cache import bring_in, files_below
-from nostall._bench.machine import machine_facts, versions
-from nostall._bench.options import RestartOptions, as_stored
+from nostall._bench.machine import about_run
+from nostall._bench.options import RestartOptions
 from nostall._bench.processes import give_memory_back, lone_environment
 from nostall._bench.ranks import Ranks, working_directory
 from nostall._bench.restarting import first_step
@@ -78,21 +79,15 @@ def restart_ways() -> list[Way]:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Entry:
+class _Entry(AnyEntry[Way]):
     """A way in a run, and what is known of it so far."""
 
-    way: Way
-    error: str | None = None
     samples: list[RestartSample] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
-    @property
-    def stands(self) -> bool:
-        return self.way.available() is None and self.error is None
-
     def restart(self, options: RestartOptions, root: Path, number: int) -> None:
         try:
-            answer = self.way.start(options, root)
+            answer = self.contender.start(options, root)
         except Exception as failure:  # whatever went wrong in the process; the run goes on
             self.error = f"{type(failure).__name__}: {failure}"
             return
@@ -101,12 +96,7 @@ class _Entry:
 
     def report(self) -> RestartContenderReport:
         return RestartContenderReport(
-            name=self.way.name,
-            description=self.way.description,
-            unavailable=self.way.available(),
-            error=self.error,
-            samples=tuple(self.samples),
-            mismatches=tuple(self.wrong),
+            **self.about(), samples=tuple(self.samples), mismatches=tuple(self.wrong)
         )
 
 
@@ -114,7 +104,7 @@ def run_restarts(
     options: RestartOptions, ways: Sequence[Way], command: Sequence[str] = ()
 ) -> RestartReport:
     """Measure these ways to restart, in turns, and return what was found."""
-    entries = [_Entry(way=way) for way in ways]
+    entries = [_Entry(contender=way, unavailable=way.available()) for way in ways]
     with working_directory(options.directory, Ranks(0, 1, None)) as directory:
         root = directory / "checkpoints"
         nbytes, tensors = _save(options, root / "step-1000")
@@ -128,10 +118,7 @@ def run_restarts(
                     entry.restart(options, root, number)
             turns = turns[1:] + turns[:1]  # so that nobody always goes first
         return RestartReport(
-            command=tuple(command),
-            options=as_stored(options),
-            machine=machine_facts(directory),
-            versions=versions(),
+            **about_run(command, options, directory),
             nbytes=nbytes,
             tensors=tensors,
             contenders=tuple(entry.report() for entry in entries),
