@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import subprocess
@@ -25,6 +26,7 @@ from nostall._bench.contender import Contender, Durable, Pending, PendingFuture,
 from nostall._bench.entry import Entry
 from nostall._bench.free_memory import warm_free_memory
 from nostall._bench.limits import WRITE_SETTINGS, Limits, WriteSetting
+from nostall._bench.llama import ELEMENT_NBYTES, PARAMETERS, RANKS, sizes_for
 from nostall._bench.machine import file_system_of
 from nostall._bench.options import BenchOptions, chosen
 from nostall._bench.ours import own_contenders
@@ -205,7 +207,7 @@ def test_a_run_reports_every_figure_of_every_contender(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("shape", ["many", "mixed"])
+@pytest.mark.parametrize("shape", ["many", "mixed", "llama3-8b"])
 def test_the_other_shapes_are_saved_and_come_back(tmp_path: Path, shape: str) -> None:
     """Nested state with optimizer entries and 0-d tensors, and many small ones, survive a run."""
     report = measured(tmp_path, own_contenders()[0], shape=shape)
@@ -623,6 +625,27 @@ def test_large_has_216_tensors_of_the_asked_size() -> None:
     """Every byte that is asked for is there, in 216 tensors."""
     workload = make_workload("large", 1_000_000, rank=0, world_size=1)
     assert (len(workload.tensors), workload.nbytes) == (216, 1_000_000)
+
+
+def test_llama_has_the_real_sizes_of_one_rank_and_scaled_columns() -> None:
+    """An eighth of 8.03e9 elements of 14 bytes; less is as many tensors with as many rows."""
+    elements = sum(math.prod(shape) for shape in PARAMETERS.values())
+    assert elements == 8_030_261_248
+    real = sizes_for(elements * ELEMENT_NBYTES // RANKS)
+    assert real == {name: (shape[0] // RANKS, *shape[1:]) for name, shape in PARAMETERS.items()}
+    assert len(real) == 291
+    assert real["model.layers.31.mlp.down_proj.weight"] == (512, 14336)
+    workload = make_workload("llama3-8b", 32 << 20, rank=0, world_size=1)
+    tensors = dict(tensors_of(workload.state))
+    assert 0.8 * (32 << 20) < workload.nbytes <= 32 << 20
+    assert len(tensors) == 4 * 291
+    model = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    assert {tensor.dtype for tensor in model.values()} == {torch.bfloat16}
+    assert sum(tensor.nbytes for tensor in model.values()) == workload.nbytes // 7
+    for name, shape in real.items():
+        moment = workload.state["optimizer"]["state"][name]["exp_avg"]
+        assert moment.dtype == torch.float32
+        assert moment.shape[0] == shape[0]
 
 
 def test_ranks_have_names_of_their_own() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
+import resource
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,7 @@ from nostall._bench.loading.targets import LOAD_TARGETS
 from nostall._bench.machine import file_system_of
 from nostall._bench.main import bench_loads, bench_restarts
 from nostall._bench.options import LoadOptions, RestartOptions
+from nostall._bench.processes import fresh_pages_for_each_block
 from nostall._bench.restarting import first_step
 from nostall._bench.restarting.report import RestartReport
 from nostall._bench.restarting.run import Way
@@ -172,6 +176,7 @@ def test_a_run_reports_every_figure_of_every_contender(tmp_path: Path) -> None:
         assert each.mismatches == ()
         assert [sample.round for sample in each.warm] == [0, 1]
         assert [sample.round for sample in each.idle] == [0]
+        assert [sample.round for sample in each.fresh] == [0, 1]
         assert [sample.round for sample in each.cold] == [0, 1]
         assert len(each.one_tensor) == 2
         assert len(each.rows) == (2 if isinstance(contender, LoadsRows) else 0)
@@ -183,7 +188,7 @@ def test_a_run_reports_every_figure_of_every_contender(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("shape", ["many", "mixed"])
+@pytest.mark.parametrize("shape", ["many", "mixed", "llama3-8b"])
 def test_the_other_shapes_are_loaded_as_they_were_saved(tmp_path: Path, shape: str) -> None:
     """Nested state with 0-d tensors and objects, and many small tensors."""
     report = run_loads(options(tmp_path, shape=shape), load_contenders())
@@ -291,10 +296,29 @@ def test_every_load_of_everything_is_a_first_one(
     (own,) = run_loads(options(tmp_path, rounds=2), load_contenders()[:1]).contenders
     assert own.name == "nostall.load"
     assert own.mismatches == ()
-    assert known == [False] * 5 + [False, True] * 2  # warm-up, warm, cold; parts, once more
+    # Warm-up, warm, cold; parts, once more; fresh pages.
+    assert known == [False] * 5 + [False, True] * 2 + [False] * 2
 
 
 # --- figures ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_temporary_tensors_have_pages_at_hand_or_fresh_ones(*, fresh: bool) -> None:
+    """In the rounds of fresh pages each is mapped anew; else the second one has the first's."""
+    nbytes = 4 * MIB
+
+    def use() -> None:
+        torch.empty(nbytes, dtype=torch.uint8).fill_(1)
+
+    with fresh_pages_for_each_block() if fresh else nullcontext():
+        use()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(8):
+            use()
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    # A huge page is one fault.
+    assert faults >= 8 if fresh else faults < 8 * nbytes // mmap.PAGESIZE // 2
 
 
 def dcp_loads() -> dict[str, DcpLoad]:
@@ -336,6 +360,7 @@ def loaded(
         error=None,
         warm=(warm,),
         idle=(),
+        fresh=(),
         cold=(cold,),
         one_tensor=(),
         rows=(),

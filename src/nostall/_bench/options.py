@@ -8,9 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-SHAPES = ("large", "many", "mixed")
-DEFAULT_NBYTES = {"large": 1 << 30, "many": 20_000 * 4096, "mixed": 3 << 29}
+DEFAULT_NBYTES = {
+    "large": 1 << 30,
+    "many": 20_000 * 4096,
+    "mixed": 3 << 29,
+    "llama3-8b": 1 << 30,
+}
 """Bytes per rank; ``mixed`` has room for GPT-2's smallest model with its optimizer state."""
+SHAPES = tuple(DEFAULT_NBYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

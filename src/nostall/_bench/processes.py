@@ -15,6 +15,11 @@ from pathlib import Path
 import psutil
 
 _INTERVAL_S = 0.02
+_LIBC = ctypes.CDLL(None)
+MALLOPT = getattr(_LIBC, "mallopt", None)
+"""``None`` if the C library is not glibc."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_BLOCK_NBYTES = 128 << 10
 _HERE = Path(__file__).parent
 
 
@@ -55,6 +60,39 @@ def give_memory_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def keep_freed_blocks() -> None:
+    """Let the heap keep freed blocks of up to 32 MiB.
+
+    These are the thresholds to which glibc adapts when one of that size is freed. In between, how
+    many pages are mapped anew would depend on what was freed before.
+    """
+    if MALLOPT is not None:
+        MALLOPT(_M_MMAP_THRESHOLD, 32 << 20)
+        MALLOPT(_M_TRIM_THRESHOLD, 64 << 20)
+
+
+@contextmanager
+def fresh_pages_for_each_block() -> Iterator[None]:
+    """While inside, what is allocated in 128 KiB or more is mapped anew, and unmapped when freed.
+
+    Trimming the heap is not enough: the second temporary tensor would have the pages of the first.
+    So what is free in the heap is taken meanwhile.
+    """
+    assert MALLOPT is not None
+    _LIBC.malloc.restype = _LIBC.sbrk.restype = ctypes.c_size_t
+    MALLOPT(_M_MMAP_THRESHOLD, _BLOCK_NBYTES)
+    taken = []
+    while (block := _LIBC.malloc(_BLOCK_NBYTES)) < _LIBC.sbrk(0):  # above it is what is mapped
+        taken.append(block)
+    taken.append(block)
+    try:
+        yield
+    finally:
+        for block in taken:
+            _LIBC.free(ctypes.c_void_p(block))
+        keep_freed_blocks()
 
 
 class MemorySampler:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from nostall._bench.quantities import Spread, best_of, median_of
 
@@ -19,7 +19,7 @@ class TookPart:
     error: str | None
     """What it failed with; it was left out from there on."""
 
-    USUAL: ClassVar[str]
+    USUAL = ""
     """The attribute with the samples of the rounds."""
 
     def samples_of(self, figure: str, among: str | None = None) -> list[Any]:

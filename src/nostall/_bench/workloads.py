@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from nostall._bench.llama import sizes_for
 from nostall._bench.transformer import train_one_step
 
 State: TypeAlias = dict[str, Any]
@@ -60,6 +61,8 @@ def make_workload(shape: str, nbytes: int, *, rank: int, world_size: int) -> Wor
     seed = 17 + rank
     if shape == "mixed":
         state = _training_state(nbytes, seed)
+    elif shape == "llama3-8b":
+        state = _llama_state(nbytes, seed)
     else:
         state = _parameters(_lengths(shape, nbytes), seed)
     return Workload(shape, state if world_size == 1 else {f"rank{rank}": state})
@@ -135,6 +138,16 @@ def _parameters(lengths: list[int], seed: int) -> State:
         f"layers.{number // 9}.{number % 9}.weight": torch.randn(length, generator=generator)
         for number, length in enumerate(lengths)
     }
+
+
+def _llama_state(nbytes: int, seed: int) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    model, moments = {}, {}
+    for name, size in sizes_for(nbytes).items():
+        copy, first, second = (torch.randn(size, generator=generator) for _ in range(3))
+        model[name] = copy.to(torch.bfloat16)
+        moments[name] = {"fp32_param": copy, "exp_avg": first, "exp_avg_sq": second}
+    return {"model": model, "optimizer": {"state": moments}}
 
 
 def _training_state(nbytes: int, seed: int) -> State:

@@ -8,6 +8,7 @@ sample, and what the load left wrong.
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,10 +21,10 @@ from nostall._bench.loading.contender import LoadContender, LoadsRows
 from nostall._bench.loading.page_cache import bring_in, cached_share, drop, files_below
 from nostall._bench.loading.results import LoadSample, OneTensorSample, RowsSample
 from nostall._bench.loading.rows import eighth, part_of, path_of
-from nostall._bench.processes import give_memory_back, tree_cpu_time
+from nostall._bench.processes import fresh_pages_for_each_block, give_memory_back, tree_cpu_time
 from nostall._bench.workloads import Workload, differences, integers, said_of, tensors_of
 
-Phase = Literal["warm", "idle", "cold"]
+Phase = Literal["warm", "idle", "fresh", "cold"]
 _IO_COUNTS = Path("/proc/self/io")
 
 
@@ -90,9 +91,10 @@ def time_load(
     contender.forget()
     cached = trial.prepare(phase, path)
     used_before = tree_cpu_time()
-    started = time.perf_counter()
-    contender.load(path, into)
-    load_s = time.perf_counter() - started
+    with fresh_pages_for_each_block() if phase == "fresh" else nullcontext():
+        started = time.perf_counter()
+        contender.load(path, into)
+        load_s = time.perf_counter() - started
     used = tree_cpu_time().since(used_before)
     sample = LoadSample(
         round=number,

@@ -23,12 +23,13 @@ from nostall._bench.tables import (
 )
 
 _LEGEND = """\
-warm: the files are in the page cache; cold: they were dropped from it; /memcpy and /read: the time
-divided by the limits below, the read in the same phase; freed memory taken away: warm, after idle
-seconds, in which a hypervisor takes back what was freed; one tensor: of all, the first time and
-once more; 1/8 of the rows: of each tensor; read: from storage or page cache, without mapped files;
-/bytes: that / the bytes of all tensors; bitwise: whether every load left what was saved; -: not
-measured, or does not apply"""
+warm: the files are in the page cache; fresh pages: warm, but every temporary tensor of 128 KiB or
+more has pages of its own; cold: the files were dropped from the page cache; /memcpy and /read: the
+time divided by the limits below, the read in the same phase; freed memory taken away: warm, after
+idle seconds, in which a hypervisor takes back what was freed; one tensor: of all, the first time
+and once more; 1/8 of the rows: of each tensor; read: from storage or page cache, without mapped
+files; /bytes: that / the bytes of all tensors; bitwise: whether every load left what was saved; -:
+not measured, or does not apply"""
 _NOT_COLD = 0.01
 _NOT_WARM = 0.99
 
@@ -62,6 +63,7 @@ def _contender_table(report: LoadReport) -> str:
         (
             "contender",
             *("warm ms [quartiles]", "/memcpy", "/read", "CPU s", "system s"),
+            "fresh pages ms [quartiles]",
             *("cold ms [quartiles]", "/read", "bitwise"),
         )
     ]
@@ -77,6 +79,7 @@ def _row(report: LoadReport, each: LoadContenderReport) -> tuple[str, ...]:
     return (
         each.name,
         *_warm_cells(report, each, "warm"),
+        with_spread(each.spread("load_s", "fresh"), 1e3, 1),
         with_spread(each.spread("load_s", "cold"), 1e3, 1),
         ratio(each.median("load_s", "cold"), report.limits.read("cold")),
         bits(each),
@@ -85,7 +88,7 @@ def _row(report: LoadReport, each: LoadContenderReport) -> tuple[str, ...]:
 
 def _row_after_idle_seconds(report: LoadReport, each: LoadContenderReport) -> tuple[str, ...]:
     name = f"{each.name}, freed memory taken away"
-    return (name, *_warm_cells(report, each, "idle"), MISSING, MISSING, MISSING)
+    return (name, *_warm_cells(report, each, "idle"), MISSING, MISSING, MISSING, MISSING)
 
 
 def _warm_cells(report: LoadReport, each: LoadContenderReport, phase: str) -> tuple[str, ...]:

@@ -50,6 +50,8 @@ class LoadContenderReport(TookPart):
     """With the files in the page cache."""
     idle: tuple[LoadSample, ...]
     """The same after idle seconds, in which a hypervisor takes freed memory away."""
+    fresh: tuple[LoadSample, ...]
+    """With the files in the page cache, and fresh pages for every temporary tensor."""
     cold: tuple[LoadSample, ...]
     """With the files dropped from the page cache."""
     one_tensor: tuple[OneTensorSample, ...]

@@ -14,6 +14,7 @@ from nostall._bench.loading.session import LoadSession
 from nostall._bench.loading.targets import LOAD_TARGETS
 from nostall._bench.machine import about_run
 from nostall._bench.options import LoadOptions
+from nostall._bench.processes import MALLOPT, keep_freed_blocks
 from nostall._bench.ranks import Ranks, working_directory
 from nostall._bench.targets import check_targets
 from nostall._bench.workloads import make_workload
@@ -25,6 +26,7 @@ def run_loads(
     options: LoadOptions, contenders: Sequence[LoadContender], command: Sequence[str] = ()
 ) -> LoadReport:
     """Measure how these contenders load, and return what was found."""
+    keep_freed_blocks()
     with working_directory(options.directory, Ranks(0, 1, None)) as directory:
         saved = make_workload(options.shape, options.nbytes, rank=0, world_size=1)
         trial = LoadTrial.of(saved, directory, options.idle_s)
@@ -36,6 +38,7 @@ def run_loads(
         session.rounds("idle", options.idle_rounds)
         session.rounds("cold", options.rounds, limits)
         session.parts(options.rounds)
+        session.rounds("fresh", options.rounds if MALLOPT else 0)
         targets = trial.targets
         report = LoadReport(
             **about_run(command, options, directory),

@@ -46,7 +46,7 @@ class LoadEntry(AnyEntry[LoadContender]):
     path: Path
     """Where its files are."""
     samples: dict[Phase, list[LoadSample]] = field(
-        default_factory=lambda: {"warm": [], "idle": [], "cold": []}
+        default_factory=lambda: {"warm": [], "idle": [], "fresh": [], "cold": []}
     )
     one_tensor: list[OneTensorSample] = field(default_factory=list)
     rows: list[RowsSample] = field(default_factory=list)
@@ -59,6 +59,7 @@ class LoadEntry(AnyEntry[LoadContender]):
             **self.about(),
             warm=tuple(self.samples["warm"]),
             idle=tuple(self.samples["idle"]),
+            fresh=tuple(self.samples["fresh"]),
             cold=tuple(self.samples["cold"]),
             one_tensor=tuple(self.one_tensor),
             rows=tuple(self.rows),

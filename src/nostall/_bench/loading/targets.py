@@ -67,7 +67,7 @@ LOAD_TARGETS: tuple[Target[LoadReport], ...] = (
     ),
     *(
         Target(f"warm: dcp.load / {name}", ">=", bound, _speedup(name), shapes=shapes)
-        for shapes, bounds in ((("large", "mixed"), (None, None)), (MANY, (6, 20)))
+        for shapes, bounds in ((("large", "mixed", "llama3-8b"), (None, None)), (MANY, (6, 20)))
         for name, bound in zip((READER, OWN), bounds, strict=True)
     ),
     *(
