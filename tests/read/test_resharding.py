@@ -220,7 +220,8 @@ def load(reader: dcp.FileSystemReader, planner: Loading) -> None:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+    whole = tensor.clone(memory_format=torch.contiguous_format)  # also the strides of one element
+    return bytes(whole.reshape(-1).view(torch.uint8).tolist())
 
 
 # --- what is loaded -------------------------------------------------------------------------------
