@@ -40,16 +40,19 @@ Verify = Literal["none", "crc"]
 class FileSystemReader(dcp.FileSystemReader):
     """Reads checkpoints of nostall and of stock DCP for ``dcp.load``, with any planner.
 
-    Metadata is read through an allow-list. The planner is called on the caller's thread, item by
-    item in the order of the files, of which each rank begins with another one; reads happen on
-    other threads. Small items are read together; large tensors straight into their target, if it is
-    contiguous memory with the stored dtype: on the CPU, or through at most 128 MiB of pinned memory
-    on an accelerator, where other dtypes and layouts are converted. Of a slice only the rows from
-    its first to its last are read. At most 256 MiB are read ahead of the planner; a single slice or
-    object may be larger. What is not in the page cache is read past it, unless ranks without a
-    ``process_group`` may need the same. What has another form, such as a
-    quantised tensor, is loaded by ``torch.load(weights_only=True)``, as by stock's reader; items
-    with stream transforms by stock's reader itself.
+    Metadata is read through an allow-list. The planner is called on the caller's thread; reads
+    happen on other threads. Stock's planner, and others that do not change how it resolves and
+    commits tensors, are asked for all tensors before the first read; then files are read in the
+    order of their offsets, and each rank begins with another one. With any other planner, and into
+    tensors that share memory, tensors are loaded one after the other, in stock's order. Small items
+    are read together; large tensors straight into their target, if it is contiguous memory with the
+    stored dtype: on the CPU, or through at most 128 MiB of pinned memory on an accelerator, where
+    other dtypes and layouts are converted. Of a slice only the rows from its first to its last are
+    read. At most 256 MiB are read ahead of the planner; a single slice or object may be larger.
+    What is not in the page cache is read past it, unless ranks without a ``process_group`` may need
+    the same. What has another form, such as a quantised tensor, is loaded by
+    ``torch.load(weights_only=True)``, as by stock's reader; items with stream transforms by stock's
+    reader itself.
 
     Args:
         path: Checkpoint directory.
