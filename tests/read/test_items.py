@@ -123,7 +123,7 @@ def test_values_at_any_address_are_converted(tmp_path: Path) -> None:
 
 
 class _OnePending(dcp.DefaultLoadPlanner):
-    """Keeps one item between ``resolve_tensor`` and ``commit_tensor``, as Megatron's does."""
+    """Keeps one item between ``resolve_tensor`` and ``commit_tensor``."""
 
     def __init__(self) -> None:
         super().__init__()
