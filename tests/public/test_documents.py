@@ -213,7 +213,7 @@ def test_the_manifest_on_the_format_page_is_consistent() -> None:
     """Length and checksum in the footer are those of the line above it."""
     page = (DOCS / "format.md").read_text()
     (line, nbytes, crc32) = re.findall(
-        r"<pickle>\\n\n(.*?)\\n\n#nostall-manifest (\d{12}) (\w{8})\\n", page, re.DOTALL
+        r"<pickle><index>\\n\n(.*?)\\n\n#nostall-manifest (\d{12}) (\w{8})\\n", page, re.DOTALL
     )[0]
     content = line.replace("\n", "").encode() + b"\n"
     assert (len(content), f"{zlib.crc32(content):08x}") == (int(nbytes), crc32)

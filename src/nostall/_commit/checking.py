@@ -11,7 +11,11 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 from nostall import _torch
+from nostall._commit.indexed_metadata import entries_and_places, read_index
+from nostall._commit.item_index import ItemIndex
 from nostall._commit.manifest import DAMAGED_HINT, manifest_alone, manifest_of, split
 from nostall._commit.metadata import Extent, extents_of, load_metadata, planned_indices
 from nostall._model.values import WrittenFile
@@ -89,8 +93,10 @@ def read_description(files: Files, *, with_items: bool) -> Description:
 
     Raises:
         UnknownMetadataError: There is no manifest, and the metadata is not understood.
-        UntrustedMetadataError: There is no manifest, and the metadata is malformed.
-        DamagedCheckpointError: The manifest or the metadata is damaged, or an item has no location.
+        UntrustedMetadataError: There is no manifest, and the metadata is malformed; or the index of
+            the items is.
+        DamagedCheckpointError: The manifest or the metadata is damaged, an item has no location, or
+            the index says other things of the items than the pickle.
         OSError: The metadata cannot be read.
     """
     path = files.where(_torch.METADATA_NAME)
@@ -99,12 +105,16 @@ def read_description(files: Files, *, with_items: bool) -> Description:
     with open_to_read(files, _torch.METADATA_NAME) as stream:
         manifest = manifest_of(stream, path=path)
         if with_items or manifest is None:
+            index = read_index(stream, path=path)
             try:
-                extents = _extents(stream, path)
+                metadata = _metadata_in(stream, path)
+                extents = _extents(metadata, path)
             except (DamagedCheckpointError, UntrustedMetadataError) as error:
                 if manifest is None:
                     raise
                 note = error.message  # the manifest confirms the bytes
+            else:
+                _require_agreement(index, metadata, path)
     if manifest is None:
         listed = [
             WrittenFile(name=name, nbytes=each[-1].end, crc32=None)
@@ -129,14 +139,17 @@ def read_description(files: Files, *, with_items: bool) -> Description:
     )
 
 
-def _extents(stream: BinaryIO, path: str) -> Mapping[str, list[Extent]]:
-    """Locations of the items of a checkpoint, by file."""
+def _metadata_in(stream: BinaryIO, path: str) -> Metadata:
     try:
         content = read_metadata(stream, path)
     except ReadError as error:
         raise UnknownMetadataError(error.message, phase="read", path=path) from error
     pickled, _ = split(content, path=path)
-    metadata = load_metadata(pickled, path=path)
+    return load_metadata(pickled, path=path)
+
+
+def _extents(metadata: Metadata, path: str) -> Mapping[str, list[Extent]]:
+    """Locations of the items of a checkpoint, by file."""
     missing = set(planned_indices(metadata)).difference(metadata.storage_data or ())
     if missing:
         named = sorted({str(index.fqn) for index in missing})[:3]
@@ -150,6 +163,20 @@ def _extents(stream: BinaryIO, path: str) -> Mapping[str, list[Extent]]:
     for extent in extents_of(metadata, path=path):
         by_file[extent.file].append(extent)
     return by_file
+
+
+def _require_agreement(index: ItemIndex | None, metadata: Metadata, path: str) -> None:
+    """Require that an index, if there is one, and the pickle describe the same items and places."""
+    if index is None:
+        return
+    entries, places = entries_and_places(index, path=path)
+    if entries != metadata.state_dict_metadata or places != metadata.storage_data:
+        raise DamagedCheckpointError(
+            "its index and its pickle describe different items",
+            phase="verify",
+            path=path,
+            hint=DAMAGED_HINT,
+        )
 
 
 def size_of(files: Files, expected: ExpectedFile) -> tuple[int, Damage | None]:

@@ -3,12 +3,13 @@ r"""The manifest of a checkpoint: sizes and checksums of its files, behind its p
 Readers of a pickle stop at its STOP instruction. One line of JSON follows, and a footer with the
 length and checksum of that line, so that both are found from the end of the file::
 
-    <pickle>\n
+    <pickle><index>\n
     {"files": [{"crc32": "89abcdef", "name": "__0_0.distcp", "nbytes": 1073741824}], ...}\n
     #nostall-manifest 000000000187 01234567\n
 
-The manifest is part of the metadata file: the same rename publishes it, and it needs no fsync of
-its own. Nothing here imports torch or trusts its input.
+Before the line there may be an index of the items (``item_index``), whose length and checksum the
+manifest has. All of it is part of the metadata file: the same rename publishes it, and it needs no
+fsync of its own. Nothing here imports torch or trusts its input.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from nostall._commit.item_index import MARK, WrittenIndex
 from nostall._model import checksum
 from nostall._model.jobs import MOST_NBYTES
 from nostall._model.names import is_shard_name
@@ -34,11 +36,13 @@ _FORMAT = 1
 _FOOTER = re.compile(rb"#nostall-manifest (\d{12}) ([0-9a-f]{8})\n\Z")
 _FOOTER_NBYTES = len(b"#nostall-manifest 000000000000 00000000\n")
 _CRC32 = re.compile(r"[0-9a-f]{8}")
-_MARKS = (b'\n{"committed_at":', b"\n#nostall-manifest ")
+_MARKS = (MARK, b'\n{"committed_at":', b"\n#nostall-manifest ")
 """One of them remains if the end of a file is truncated, or damaged in one place."""
 _NO_END = "the end of the file is damaged, or a part of the manifest is missing"
 _MOST_LINE_NBYTES = 1 << 30
 """Room for millions of files."""
+_MOST_INDEX_NBYTES = 2 << 30
+"""As for the whole file: some hundred bytes per item."""
 _PIECE_NBYTES = 8 << 20
 DAMAGED_HINT = "load another checkpoint; `nostall latest ROOT` prints the last complete one"
 
@@ -57,20 +61,30 @@ class Manifest:
     """Seconds since the epoch, by the coordinator's clock, just before publishing."""
     version: str
     """Version of the nostall that wrote it."""
+    index_nbytes: int
+    """Length of the index between the pickle and the manifest; 0 if there is none."""
+    index_crc32: int
+    """CRC-32 of the index."""
 
 
 def with_manifest(
-    metadata: Sequence[bytes], files: Sequence[WrittenFile], *, crc32: int, committed_at_s: float
+    metadata: Sequence[bytes],
+    files: Sequence[WrittenFile],
+    *,
+    crc32: int,
+    committed_at_s: float,
+    index: WrittenIndex | None = None,
 ) -> tuple[bytes, ...]:
-    """The content of a ``.metadata`` file, in pieces: pickled metadata and the manifest.
+    """The content of a ``.metadata`` file, in pieces: pickle, index and manifest.
 
     Args:
         metadata: The pickle, in pieces.
         files: All shard files of all ranks.
         crc32: CRC-32 of the pickle.
         committed_at_s: Seconds since the epoch.
+        index: The index of the items, if there is one.
     """
-    plain = {
+    plain: dict[str, Any] = {
         "format": _FORMAT,
         "nostall": __version__,
         "committed_at": committed_at_s,
@@ -84,9 +98,13 @@ def with_manifest(
             for file in files
         ],
     }
+    pieces: tuple[bytes, ...] = ()
+    if index is not None:
+        plain["index"] = {"nbytes": index.nbytes, "crc32": _hex(index.crc32)}
+        pieces = index.body, index.tables
     line = json.dumps(plain, sort_keys=True, separators=(",", ":")).encode() + b"\n"
     footer = f"#nostall-manifest {len(line):012d} {_hex(checksum.crc32(line))}\n".encode()
-    return (*metadata, b"\n" + line + footer)
+    return (*metadata, *pieces, b"\n" + line + footer)
 
 
 def manifest_alone(stream: BinaryIO) -> Manifest | None:
@@ -102,10 +120,33 @@ def manifest_alone(stream: BinaryIO) -> Manifest | None:
     return None if found is None else found[0]
 
 
-def manifest_of(stream: BinaryIO, *, path: str) -> Manifest | None:
-    """The manifest of a ``.metadata`` file, after checking the pickle; ``None`` if there is none.
+def index_alone(stream: BinaryIO, *, path: str) -> tuple[bytes, Manifest] | None:
+    """The bytes of the index, and the manifest, without the pickle; ``None`` if there is none.
 
-    The pickle is read in pieces, in constant memory.
+    Args:
+        stream: The file.
+        path: For errors.
+
+    Raises:
+        DamagedCheckpointError: The index or the manifest fails its checksum.
+        OSError: The file cannot be read.
+    """
+    found = _find(stream, path=path)
+    if found is None or not found[0].index_nbytes:
+        return None
+    manifest, begin = found
+    nbytes = manifest.index_nbytes
+    if manifest.metadata_nbytes + nbytes + 1 == begin and nbytes <= _MOST_INDEX_NBYTES:
+        content = _read_at(stream, manifest.metadata_nbytes, nbytes)
+        if len(content) == nbytes and checksum.crc32(content) == manifest.index_crc32:
+            return content, manifest
+    raise _damaged("the index does not match the checksum in its manifest", path)
+
+
+def manifest_of(stream: BinaryIO, *, path: str) -> Manifest | None:
+    """The manifest of a ``.metadata`` file, after checking pickle and index; ``None`` without one.
+
+    They are read in pieces, in constant memory.
 
     Args:
         stream: The file.
@@ -122,10 +163,12 @@ def manifest_of(stream: BinaryIO, *, path: str) -> Manifest | None:
             raise _damaged(_NO_END if end else "the file is empty", path)
         return None
     manifest, begin = found
-    if (begin - 1, _crc32_of_first(stream, begin - 1), stream.read(1)) != (
-        manifest.metadata_nbytes,
-        manifest.metadata_crc32,
-        b"\n",
+    stream.seek(0)
+    if (
+        begin - 1 != manifest.metadata_nbytes + manifest.index_nbytes
+        or _crc32_of_next(stream, manifest.metadata_nbytes) != manifest.metadata_crc32
+        or _crc32_of_next(stream, manifest.index_nbytes) != manifest.index_crc32
+        or stream.read(1) != b"\n"
     ):
         raise _damaged("the metadata does not match the checksum in its manifest", path)
     return manifest
@@ -170,9 +213,8 @@ def _read_at(stream: BinaryIO, begin: int, nbytes: int) -> bytes:
     return stream.read(nbytes)
 
 
-def _crc32_of_first(stream: BinaryIO, nbytes: int) -> int:
-    """The CRC-32 of the first bytes of a file; leaves the stream after them."""
-    stream.seek(0)
+def _crc32_of_next(stream: BinaryIO, nbytes: int) -> int:
+    """The CRC-32 of the next bytes of a file; leaves the stream after them."""
     crc32 = 0
     while nbytes > 0 and (piece := stream.read(min(nbytes, _PIECE_NBYTES))):
         crc32 = checksum.crc32(piece, crc32)
@@ -195,12 +237,15 @@ def _parsed(line: bytes, path: str) -> Manifest:
         )
         if len({file.name for file in files}) != len(files):
             raise ValueError("duplicate file")
+        index = plain.get("index", {"nbytes": 0, "crc32": _hex(0)})
         return Manifest(
             files=files,
             metadata_nbytes=_nbytes(plain["metadata"]["nbytes"]),
             metadata_crc32=_crc32(plain["metadata"]["crc32"]),
             committed_at_s=_finite(plain["committed_at"]),
             version=_checked(plain["nostall"], str),
+            index_nbytes=_nbytes(index["nbytes"]),
+            index_crc32=_crc32(index["crc32"]),
         )
     except (ArithmeticError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise _damaged(f"the manifest cannot be read: {error!r:.200}", path) from error

@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
+from nostall._commit.indexed_metadata import index_of
+from nostall._commit.item_index import WrittenIndex
 from nostall._commit.metadata import PLANS_KEY
 from nostall._model import checksum
 from nostall._model.names import SHARD_SUFFIX
@@ -46,6 +48,8 @@ class Publication:
     storage_data: Mapping[MetadataIndex, Any]
     files: frozenset[str]
     """Names of the shard files."""
+    index: WrittenIndex | None
+    """Of the items; ``None`` if it cannot say all that the metadata says."""
 
     @cached_property
     def nbytes(self) -> int:
@@ -77,6 +81,7 @@ class Publication:
             program=tuple(_pickled(each) if isinstance(each, str) else each for each in cut),
             storage_data=_UnderNewNames(self.storage_data, names),
             files=frozenset(names.values()),
+            index=None if self.index is None else self.index.renamed(names),
         )
         vars(renamed)["_cut"] = cut  # saves another search
         return renamed
@@ -147,4 +152,5 @@ def publication_of(finished: Metadata) -> Publication:
         program=(pickle.dumps(twin, protocol=_PROTOCOL)[: -len(pickle.STOP)],),
         storage_data=finished.storage_data,
         files=frozenset(info.relative_path for info in finished.storage_data.values()),
+        index=index_of(finished),
     )

@@ -102,6 +102,7 @@ def finish_metadata(
             content,
             tuple(chain.from_iterable(known)),
             crc32=checksum.crc32(last, publication.crc32),
+            index=publication.index,
             committed_at_s=time.time(),
         )
     left = chain.from_iterable(each.left for each in written if each is not None)

@@ -1,0 +1,376 @@
+r"""The index of a checkpoint's items: what the pickle says of them, as arrays.
+
+It stands between the pickle and the manifest of a ``.metadata`` file, and the manifest has its
+length and checksum. All numbers are little endian::
+
+    \n#nostall-index\n                              16 bytes
+    u64  format (1), items, places, shapes, dimensions, bytes of the names
+    u64  dimensions[dimensions], offset[places], length[places]
+    u32  nchars[items], kind[items], size[items], count[items], ndim[shapes],
+         begin[places], extent[places], file[places]
+    the names, in UTF-8, one after the other; nchars has their lengths in characters
+    the tables: {"files": [name, ...], "properties": [[...], ...]} in JSON, up to the end
+
+A shape is ``ndim`` of the dimensions. ``kind`` is 0 for an object, otherwise one more than the
+number of the item's properties in the table; ``size`` is the number of a shape. An item has
+``count`` places: an object one, a tensor one per chunk. ``begin`` and ``extent`` are the numbers of
+the shapes that are a chunk's offsets and sizes; ``file`` is the number of a file in the table.
+Nothing here imports torch or trusts its input: an index that was parsed has only numbers of things
+that it has, and places inside the files of the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import struct
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise, repeat
+from typing import Any, NamedTuple, NoReturn
+
+from nostall._model import checksum
+from nostall._model.jobs import MOST_NBYTES
+
+MARK = b"\n#nostall-index\n"
+_FORMAT = 1
+_HEADER = struct.Struct(f"<{len(MARK)}s6Q")
+_MOST_DIMENSIONS = 64
+
+
+class InvalidIndexError(ValueError):
+    """The bytes are not an index."""
+
+
+class Properties(NamedTuple):
+    """What a tensor's dtype is, and what else DCP stores of a tensor, in plain values."""
+
+    dtype: str
+    """Without ``torch.``; ``layout``, too."""
+    layout: str
+    memory_format: int
+    requires_grad: bool
+    pin_memory: bool
+    stride: tuple[int, ...] | None
+    """Since torch 2.15."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemIndex:
+    """The items of a checkpoint; the columns are those in the description of the module."""
+
+    names: Sequence[str]
+    kind: Sequence[int]
+    size: Sequence[int]
+    count: Sequence[int]
+    shapes: Sequence[tuple[int, ...]]
+    begin: Sequence[int]
+    extent: Sequence[int]
+    file: Sequence[int]
+    offset: Sequence[int]
+    length: Sequence[int]
+    properties: Sequence[Properties]
+    files: Sequence[str]
+
+    @cached_property
+    def rows(self) -> Mapping[str, int]:
+        """The number of each item."""
+        return dict(zip(self.names, range(len(self.names)), strict=True))
+
+    @cached_property
+    def first_places(self) -> Sequence[int]:
+        """The number of the first place of each item, and at the end that of all places."""
+        return list(accumulate(self.count, initial=0))
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenIndex:
+    """The bytes of an index."""
+
+    body: bytes
+    """All but the tables."""
+    properties: Sequence[Properties]
+    files: Sequence[str]
+
+    @cached_property
+    def tables(self) -> bytes:
+        """The end of the index."""
+        plain = {"files": self.files, "properties": self.properties}
+        return json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the index."""
+        return len(self.body) + len(self.tables)
+
+    @cached_property
+    def body_crc32(self) -> int:
+        """CRC-32 of all but the tables."""
+        return checksum.crc32(self.body)
+
+    @property
+    def crc32(self) -> int:
+        """CRC-32 of the index."""
+        return checksum.crc32(self.tables, self.body_crc32)
+
+    def renamed(self, names: Mapping[str, str]) -> WrittenIndex:
+        """The same with other file names.
+
+        Args:
+            names: The present name of each file.
+        """
+        renamed = replace(self, files=[names[name] for name in self.files])
+        vars(renamed)["body_crc32"] = self.body_crc32
+        return renamed
+
+
+def written(index: ItemIndex) -> WrittenIndex:
+    """The bytes of an index.
+
+    Raises:
+        UnicodeEncodeError: A name is not a text that UTF-8 has.
+        OverflowError: It has a number that is negative or too large.
+    """
+    names = "".join(index.names).encode()
+    dimensions = [number for shape in index.shapes for number in shape]
+    counts = len(index.names), len(index.file), len(index.shapes), len(dimensions), len(names)
+    pieces = [
+        _HEADER.pack(MARK, _FORMAT, *counts),
+        *(_packed("Q", each) for each in (dimensions, index.offset, index.length)),
+        *(
+            _packed("I", each)
+            for each in (
+                list(map(len, index.names)),
+                index.kind,
+                index.size,
+                index.count,
+                list(map(len, index.shapes)),
+                index.begin,
+                index.extent,
+                index.file,
+            )
+        ),
+        names,
+    ]
+    return WrittenIndex(body=b"".join(pieces), properties=index.properties, files=index.files)
+
+
+def _packed(code: str, numbers: Sequence[int]) -> bytes:
+    column = array(code, numbers)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tobytes()
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def parsed(content: bytes, nbytes_of: Mapping[str, int]) -> ItemIndex | None:
+    """The index in ``content``; ``None`` if it has a format that is not known here.
+
+    Args:
+        content: All bytes of the index.
+        nbytes_of: Length of each file that the checkpoint has.
+
+    Raises:
+        InvalidIndexError: It is not an index, or it is one of other files.
+    """
+    if len(content) < _HEADER.size:
+        _refuse("too short")
+    mark, number, *counts = _HEADER.unpack_from(content)
+    if mark != MARK:
+        _refuse("no mark")
+    if number != _FORMAT:
+        return None
+    nitems, nplaces, nshapes, ndimensions, names_nbytes = counts
+    columns = _Columns(content)
+    dimensions = columns.take("Q", ndimensions)
+    offset, length = columns.take("Q", nplaces), columns.take("Q", nplaces)
+    nchars, kind, size, count = (columns.take("I", nitems) for _ in range(4))
+    ndim = columns.take("I", nshapes)
+    begin, extent, file = (columns.take("I", nplaces) for _ in range(3))
+    names = _split(_text(columns.bytes(names_nbytes)), nchars)
+    files, properties = _tables(columns.rest())
+    _require_below("property", kind, len(properties) + 1)
+    _require_below("file", file, len(files))
+    for column in (size, begin, extent):
+        _require_below("shape", column, nshapes)
+    if sum(count) != nplaces:
+        _refuse("not as many places as its items have")
+    index = ItemIndex(
+        names=names,
+        kind=kind,
+        size=size,
+        count=count,
+        shapes=_shapes(dimensions, ndim),
+        begin=begin,
+        extent=extent,
+        file=file,
+        offset=offset,
+        length=length,
+        properties=properties,
+        files=files,
+    )
+    if len(index.rows) != nitems:
+        _refuse("a duplicate name")
+    _require_chunks(index)
+    _require_inside(index, nbytes_of)
+    return index
+
+
+def _refuse(what: str) -> NoReturn:
+    raise InvalidIndexError(f"the index of the items is invalid: {what}")
+
+
+class _Columns:
+    """The parts of an index, from its front."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = memoryview(content)
+        self._at = _HEADER.size
+
+    def bytes(self, nbytes: int) -> memoryview:
+        if nbytes > len(self._content) - self._at:
+            _refuse("cut off")
+        self._at += nbytes
+        return self._content[self._at - nbytes : self._at]
+
+    def take(self, code: str, length: int) -> array[int]:
+        column = array(code)
+        column.frombytes(self.bytes(length * column.itemsize))
+        if sys.byteorder == "big":
+            column.byteswap()
+        return column
+
+    def rest(self) -> memoryview:
+        return self._content[self._at :]
+
+
+def _text(content: memoryview) -> str:
+    try:
+        return str(content, "utf-8")
+    except UnicodeDecodeError:
+        _refuse("a text that is not UTF-8")
+
+
+def _split(text: str, nchars: Sequence[int]) -> list[str]:
+    ends = accumulate(nchars, initial=0)
+    names = [text[begin:end] for begin, end in pairwise(ends)]
+    if sum(nchars) != len(text):
+        _refuse("not as many names as items")
+    return names
+
+
+def _require_below(what: str, numbers: Sequence[int], end: int) -> None:
+    if len(numbers) and max(numbers) >= end:
+        _refuse(f"a {what} that it does not have")
+
+
+def _shapes(dimensions: array[int], ndim: Sequence[int]) -> list[tuple[int, ...]]:
+    if sum(ndim) != len(dimensions):
+        _refuse("not as many dimensions as its shapes have")
+    if len(ndim) and max(ndim) > _MOST_DIMENSIONS:
+        _refuse(f"a shape of more than {_MOST_DIMENSIONS} dimensions")
+    if len(dimensions) and max(dimensions) > MOST_NBYTES:
+        _refuse("a size that is impossible")
+    numbers = dimensions.tolist()
+    return [tuple(numbers[begin:end]) for begin, end in pairwise(accumulate(ndim, initial=0))]
+
+
+def _tables(content: memoryview) -> tuple[list[str], list[Properties]]:
+    try:
+        plain: Any = json.loads(_text(content))
+        if type(plain) is not dict or plain.keys() != {"files", "properties"}:
+            _refuse("unknown tables")
+        files, rows = plain["files"], plain["properties"]
+        if not all(type(name) is str for name in files) or len(set(files)) != len(files):
+            _refuse("file names that are no texts, or a duplicate one")
+        return files, [_properties(row) for row in rows]
+    except InvalidIndexError:
+        raise
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidIndexError(
+            f"the tables of the index cannot be read: {error!r:.200}"
+        ) from error
+
+
+def _properties(row: Any) -> Properties:
+    dtype, layout, memory_format, requires_grad, pin_memory, stride = row
+    kinds = tuple(map(type, row[:5]))
+    if kinds != (str, str, int, bool, bool) or not (stride is None or type(stride) is list):
+        _refuse("properties of another form")
+    if stride is not None:
+        if not all(type(each) is int and 0 <= each <= MOST_NBYTES for each in stride):
+            _refuse("a stride that is impossible")
+        stride = tuple(stride)
+    return Properties(dtype, layout, memory_format, requires_grad, pin_memory, stride)
+
+
+def _require_chunks(index: ItemIndex) -> None:
+    """Require that objects have one place, and that chunks lie inside of their tensors."""
+    shapes = index.shapes
+    for kind, size, count in set(zip(index.kind, index.size, index.count, strict=True)):
+        if kind == 0 and (count != 1 or shapes[size]):
+            _refuse("an object that has a shape, or not one place")
+    sizes = [each for many in map(repeat, index.size, index.count) for each in many]
+    for size, begin, extent in set(zip(sizes, index.begin, index.extent, strict=True)):
+        whole, first, length = shapes[size], shapes[begin], shapes[extent]
+        if not len(whole) == len(first) == len(length):
+            _refuse("a chunk that differs from its tensor in dimensions")
+        if any(map(operator.gt, map(operator.add, first, length), whole)):
+            _refuse("a chunk outside of its tensor")
+
+
+def _repeated(index: ItemIndex) -> set[int]:
+    """Numbers of places that name the place of another chunk of the tensor.
+
+    No two chunks begin alike, unless they are empty or single values: those share a place.
+    """
+    repeated: set[int] = set()
+    for row, count in enumerate(index.count):
+        if count > 1:
+            at = index.first_places[row]
+            repeated |= _repeated_of(index, index.names[row], range(at, at + count))
+    return repeated
+
+
+def _repeated_of(index: ItemIndex, name: str, places: range) -> set[int]:
+    begins: set[tuple[int, ...]] = set()
+    known: dict[tuple[int, ...], tuple[int, int, int]] = {}
+    repeated = set()
+    for at in places:
+        begin, extent = index.shapes[index.begin[at]], index.shapes[index.extent[at]]
+        place = index.file[at], index.offset[at], index.length[at]
+        if begin in known:
+            repeated.add(at)
+        if known.setdefault(begin, place) != place:
+            _refuse(f"two places of a chunk of {name!r:.80}")
+        if begin and 0 not in extent:
+            if begin in begins:
+                _refuse(f"a duplicate chunk of {name!r:.80}")
+            begins.add(begin)
+    return repeated
+
+
+def _require_inside(index: ItemIndex, nbytes_of: Mapping[str, int]) -> None:
+    """Require that places lie in files of the checkpoint, and that no two overlap."""
+    strange = [name for name in index.files if name not in nbytes_of]
+    if strange:
+        _refuse(f"the file {strange[0]!r:.200}, which the manifest does not have")
+    nbytes = [nbytes_of[name] for name in index.files]
+    ends = list(map(operator.add, index.offset, index.length))
+    if any(map(operator.gt, ends, map(nbytes.__getitem__, index.file))):
+        _refuse("a place beyond the end of its file")
+    places = list(zip(index.file, index.offset, ends, strict=True))
+    for at in sorted(_repeated(index), reverse=True):
+        del places[at]
+    places.sort()
+    for (file, _, end), (next_file, offset, _) in pairwise(places):
+        if file == next_file and end > offset:
+            _refuse(f"places that overlap in {index.files[file]!r:.200}")

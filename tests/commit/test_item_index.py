@@ -1,0 +1,322 @@
+"""The index of items in ``.metadata``: what it says, and that it says nothing that was changed."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+import nostall
+from nostall import _torch
+from nostall._commit.indexed_metadata import entries_and_places, index_of, read_index
+from nostall._commit.item_index import InvalidIndexError, ItemIndex, WrittenIndex, parsed
+from nostall._commit.manifest import split, with_manifest
+from nostall._commit.publication import publication_of
+from nostall._model import checksum
+from nostall._model.values import WrittenFile
+from nostall.errors import NostallError
+from nostall.integrity import State
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+PROPERTIES = st.builds(
+    TensorProperties,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.bool]),
+    requires_grad=st.booleans(),
+    memory_format=st.sampled_from([torch.contiguous_format, torch.channels_last]),
+    pin_memory=st.booleans(),
+)
+
+
+@st.composite
+def metadata(draw: st.DrawFn) -> Metadata:
+    """Metadata of tensors in rows of chunks, and of objects, one after the other in two files."""
+    ends = {"__0_0.distcp": 0, "__1_0.distcp": 0}
+    entries: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+
+    def place(index: MetadataIndex) -> None:
+        file = draw(st.sampled_from(list(ends)))
+        length = draw(st.integers(0, 1 << 40))
+        places[index] = _torch.StorageInfo(file, ends[file], length)
+        ends[file] += length
+
+    for name in draw(st.lists(NAMES, unique=True, max_size=6)):
+        if draw(st.booleans()):
+            entries[name] = BytesStorageMetadata()
+            place(MetadataIndex(name))
+            continue
+        rows = draw(st.lists(st.integers(1, 5), max_size=4))
+        columns = tuple(draw(st.lists(st.integers(0, 1 << 20), max_size=3)))
+        chunks = []
+        for number, height in enumerate(rows):
+            offsets = torch.Size((sum(rows[:number]), *(0 for _ in columns)))
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size((height, *columns))))
+            place(MetadataIndex(name, offsets, number))
+        entries[name] = TensorStorageMetadata(
+            draw(PROPERTIES), torch.Size((sum(rows), *columns)), chunks
+        )
+    return Metadata(entries, storage_data=places, planner_data={"of": "planners"})
+
+
+def content_of(index: WrittenIndex) -> bytes:
+    """The bytes of an index."""
+    return index.body + index.tables
+
+
+def nbytes_of(index: WrittenIndex) -> dict[str, int]:
+    """Files that are long enough for all that an index can say."""
+    return dict.fromkeys(index.files, 1 << 62)
+
+
+def file_of(found: Metadata) -> bytes:
+    """A ``.metadata`` file."""
+    publication = publication_of(found)
+    pieces = publication.content(None)
+    files = [WrittenFile(name=each, nbytes=1 << 50, crc32=None) for each in publication.files]
+    crc32 = checksum.crc32(b"".join(pieces))
+    return b"".join(
+        with_manifest(pieces, files, crc32=crc32, committed_at_s=0.0, index=publication.index)
+    )
+
+
+@given(metadata())
+def test_an_index_says_what_the_metadata_says(original: Metadata) -> None:
+    """Names in their order, kinds, dtypes and properties, sizes, chunks and places come back."""
+    index = index_of(original)
+    assert index is not None
+    read = parsed(content_of(index), nbytes_of(index))
+    assert read is not None
+    entries, places = entries_and_places(read, path="")
+    assert (entries, places) == (original.state_dict_metadata, original.storage_data)
+    assert list(entries) == list(original.state_dict_metadata)
+    assert [each.index for each in places] == [each.index for each in original.storage_data]
+
+
+@given(metadata())
+def test_stock_reads_the_pickle_in_front_of_an_index(original: Metadata) -> None:
+    """An index is after the STOP instruction of the pickle, where stock's reader stops."""
+    assert pickle.loads(file_of(original)) == original
+
+
+@given(metadata())
+def test_an_index_is_read_from_the_end_of_the_file(original: Metadata) -> None:
+    """It is found through the manifest, without the pickle."""
+    content = file_of(original)
+    index = index_of(original)
+    found = read_index(io.BytesIO(content), path="")
+    assert index is not None
+    assert found == parsed(content_of(index), nbytes_of(index))
+
+
+@given(metadata())
+def test_other_file_names_change_the_tables_alone(original: Metadata) -> None:
+    """A save under new names writes the index that it would have made anew."""
+    index = index_of(original)
+    assert index is not None
+    names = {name: f"renamed-{name}" for name in index.files}
+    renamed = index.renamed(names)
+    for place in original.storage_data.values():
+        place.relative_path = names[place.relative_path]
+    assert index_of(original) == renamed
+    assert renamed.crc32 == checksum.crc32(content_of(renamed))
+
+
+def small() -> Metadata:
+    """Two tensors, one of them in two chunks, and an object."""
+    two, one = torch.Size((2, 3)), torch.Size((1, 3))
+    begins = torch.Size((0, 0)), torch.Size((1, 0))
+    entries: dict[str, Any] = {
+        "weight": TensorStorageMetadata(
+            TensorProperties(), two, [ChunkStorageMetadata(begin, one) for begin in begins]
+        ),
+        "step": TensorStorageMetadata(
+            TensorProperties(dtype=torch.int64),
+            torch.Size(()),
+            [ChunkStorageMetadata(torch.Size(()), torch.Size(()))],
+        ),
+        "lr": BytesStorageMetadata(),
+    }
+    indices = [
+        *(MetadataIndex("weight", begin, number) for number, begin in enumerate(begins)),
+        MetadataIndex("step", torch.Size(()), 0),
+        MetadataIndex("lr"),
+    ]
+    places = {
+        index: _torch.StorageInfo("__0_0.distcp", 100 * number, 100)
+        for number, index in enumerate(indices)
+    }
+    return Metadata(entries, storage_data=places)
+
+
+def test_no_changed_byte_of_an_index_goes_unnoticed() -> None:
+    """With its checksum, each change of a byte and each truncation of the file is an error."""
+    content = file_of(small())
+    begin = content.index(b"\n#nostall-index\n")
+    end = content.index(b'\n{"committed_at"')
+    for at in range(begin, end):
+        changed = bytearray(content)
+        for value in (changed[at] ^ 0xFF, changed[at] ^ 1):
+            changed[at] = value
+            with pytest.raises(NostallError):
+                read_index(io.BytesIO(changed), path="")
+        with pytest.raises(NostallError):
+            split(content[:at] + content[at + 1 :], path="")
+
+
+def parsed_or_refused(content: bytes, index: WrittenIndex) -> ItemIndex | None:
+    """What an index without a checksum says; ``None`` if it is refused, or of another format."""
+    try:
+        return parsed(content, dict.fromkeys(index.files, 400))
+    except InvalidIndexError:
+        return None
+
+
+def test_each_change_of_an_index_without_a_checksum_is_refused_or_possible() -> None:
+    """What is not refused has places inside of files, and objects can be made of it."""
+    index = index_of(small())
+    assert index is not None
+    content = content_of(index)
+    for at in range(len(content)):
+        assert parsed_or_refused(content[:at], index) is None
+        for value in (0, 1, 2, 3, 0x22, 0x5B, 0x7F, 0xFF):
+            changed = bytearray(content)
+            changed[at] = value
+            found = parsed_or_refused(bytes(changed), index)
+            if found is None:
+                continue
+            try:
+                _, places = entries_and_places(found, path="")
+            except NostallError:
+                continue
+            assert all(0 <= each.offset + each.length <= 400 for each in places.values())
+
+
+def with_a_descriptor(found: Metadata) -> None:
+    """A transform changed an item's bytes."""
+    next(iter(found.storage_data.values())).transform_descriptors = ("zstd",)
+
+
+def with_an_unknown_property(found: Metadata) -> None:
+    """A newer torch knows more of a tensor."""
+    found.state_dict_metadata["step"].properties.extra = 1  # type: ignore[union-attr]
+
+
+def with_another_storage_info(found: Metadata) -> None:
+    """A storage has its own class for places."""
+
+    class Own(_torch.StorageInfo):
+        pass
+
+    index = next(iter(found.storage_data))
+    found.storage_data[index] = Own("__0_0.distcp", 0, 1)
+
+
+def with_a_name_that_is_no_text(found: Metadata) -> None:
+    """With ``flatten_state_dict=False`` names are any keys."""
+    entries: dict[Any, Any] = found.state_dict_metadata
+    entries[7] = entries.pop("lr")
+    found.storage_data[MetadataIndex(7)] = found.storage_data.pop(MetadataIndex("lr"))  # type: ignore[arg-type]
+
+
+def with_a_surrogate(found: Metadata) -> None:
+    """UTF-8 has no such character."""
+    found.state_dict_metadata["\ud800"] = found.state_dict_metadata.pop("lr")
+    found.storage_data[MetadataIndex("\ud800")] = found.storage_data.pop(MetadataIndex("lr"))
+
+
+def without_a_place(found: Metadata) -> None:
+    """An item was not written."""
+    found.storage_data.popitem()
+
+
+def with_a_stray_place(found: Metadata) -> None:
+    """A place of something that is no item."""
+    found.storage_data[MetadataIndex("other")] = _torch.StorageInfo("__0_0.distcp", 900, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_a_descriptor,
+        with_an_unknown_property,
+        with_another_storage_info,
+        with_a_name_that_is_no_text,
+        with_a_surrogate,
+        without_a_place,
+        with_a_stray_place,
+    ],
+)
+def test_what_an_index_cannot_say_leaves_it_out(change: Any) -> None:
+    """There is no index that would say less than the pickle."""
+    found = small()
+    assert index_of(found) is not None
+    change(found)
+    assert index_of(found) is None
+
+
+STATE = {"model": {"weight": torch.arange(6.0).reshape(2, 3)}, "epoch": 3}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint with an index."""
+    path = tmp_path / "checkpoint"
+    dcp.save(STATE, storage_writer=nostall.FileSystemWriterAsync(path), no_dist=True)
+    return path
+
+
+def test_a_save_writes_an_index(checkpoint: Path) -> None:
+    """``verify`` reads it, and it has the items of stock's reader."""
+    with (checkpoint / ".metadata").open("rb") as stream:
+        index = read_index(stream, path="")
+    assert index is not None
+    stock = dcp.FileSystemReader(checkpoint).read_metadata()
+    entries, places = entries_and_places(index, path="")
+    assert (entries, places) == (stock.state_dict_metadata, stock.storage_data)
+    assert nostall.verify(checkpoint).ok
+
+
+@pytest.mark.parametrize("what", ["name", "size", "place"])
+def test_an_index_that_contradicts_the_pickle_is_damage(checkpoint: Path, what: str) -> None:
+    """Two descriptions of a checkpoint, each with a right checksum, must be the same."""
+    content = (checkpoint / ".metadata").read_bytes()
+    _, manifest = split(content, path="")
+    assert manifest is not None
+    other = dcp.FileSystemReader(checkpoint).read_metadata()
+    weight: Any = other.state_dict_metadata["model.weight"]
+    match what:
+        case "name":
+            other.state_dict_metadata["other"] = other.state_dict_metadata.pop("epoch")
+            other.storage_data[MetadataIndex("other")] = other.storage_data.pop(
+                MetadataIndex("epoch")
+            )
+        case "size":
+            weight.size = torch.Size((3, 3))
+        case "place":
+            other.storage_data[MetadataIndex("epoch")].length -= 1
+    pieces = with_manifest(
+        [content[: manifest.metadata_nbytes]],
+        manifest.files,
+        crc32=manifest.metadata_crc32,
+        committed_at_s=0.0,
+        index=index_of(other),
+    )
+    (checkpoint / ".metadata").write_bytes(b"".join(pieces))
+    verified = nostall.verify(checkpoint)
+    assert verified.state is State.DAMAGED
+    assert [each.file for each in verified.damages] == [".metadata"]
