@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from nostall import _torch
-from nostall._commit.metadata import extents_of, load_metadata
 from nostall._commit.metadata_pickle import no_collection
+from nostall._load.description import Description, describe
 from nostall._model.reads import ReadCounter, listed
 from nostall._ranks.exchange import GroupPeers, require_cpu_members
 from nostall._read.counted import CountedFiles
@@ -27,7 +27,6 @@ from nostall._read.sharing import Member, Share, all_want_to_share, share
 from nostall._storage.destination import require_file_system
 from nostall._storage.port import Source
 from nostall._storage.posix_files import PosixFiles
-from nostall._storage.reading import as_stream, read_metadata
 from nostall._storage.uncached import UncachedFiles
 from nostall.errors import DamagedCheckpointError, OptionError
 from nostall.options import require_integer
@@ -98,35 +97,36 @@ class FileSystemReader(dcp.FileSystemReader):
 
         Raises:
             FileNotFoundError: There is no committed checkpoint.
+            DamagedCheckpointError: The index of its items, or its manifest, is damaged.
             ReadError: It is not a regular file, or is larger than 2 GiB.
             UnknownMetadataError: It has parts that DCP metadata does not have, such as a planner's
                 own class, or required parts that only a newer torch knows.
             UntrustedMetadataError: It is damaged, or names files outside the checkpoint directory.
         """
-        metadata = self._own_metadata(kwargs.get("rank"))
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        with self._opened(kwargs.get("rank")) as (source, path):
+            description = self._description_in(source, path)
+            return description.private(source, load_id=self.load_id)
 
     def shared_metadata(self, rank: int | None = None) -> Metadata:
-        """The same for reading only: other readers may share it.
+        """The items alone, for reading only: other readers may share it.
 
         Args:
             rank: The rank of a checkpoint that each rank has saved alone.
         """
+        with self._opened(rank) as (source, path):
+            return self._description_in(source, path).shared
+
+    @contextmanager
+    def _opened(self, rank: int | None) -> Iterator[tuple[Source, str]]:
+        """The metadata file, and its path."""
         name = _torch.METADATA_NAME if rank is None else f"__{rank}{_torch.METADATA_NAME}"
         path = os.path.realpath(os.path.join(self.path, name))
         directory, name = os.path.split(path)
         with closing(PosixFiles(directory).open(name)) as source:
-            return self._metadata_in(source, path)
+            yield source, path
 
-    def _own_metadata(self, rank: int | None) -> Metadata:
-        return self.shared_metadata(rank)
-
-    def _metadata_in(self, source: Source, path: str) -> Metadata:
-        metadata = load_metadata(read_metadata(as_stream(source), path), path=path)
-        extents_of(metadata, path=path)  # refuses files outside the directory
-        return metadata
+    def _description_in(self, source: Source, path: str) -> Description:
+        return describe(source, path)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from nostall._commit.metadata_pickle import no_collection
 from nostall._read.planner import Planner
+from nostall._storage.destination import require_file_system
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import OptionError, ReadError
 from nostall.filesystem_reader import FileSystemReader, Verify
@@ -35,6 +37,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     read_once: bool = False,
     progress: Callable[[int, int], object] | None = None,
+    use_collectives: bool = True,
 ) -> LoadStats:
     """Load a checkpoint of nostall or stock DCP into a state, as ``dcp.load`` does, but faster.
 
@@ -48,7 +51,7 @@ def load(
 
     Args:
         state: What to load into.
-        path: Checkpoint directory.
+        path: Checkpoint directory. A link is followed once, at the beginning.
         keys: Names of what to load, in the form of ``nostall inspect``: of items
             (``"model.0.weight"``), or of what they are in (``"model"``). The rest of ``state``
             stays as it is. ``None`` loads all of ``state``.
@@ -64,6 +67,9 @@ def load(
             others, as with the ``process_group`` of :class:`nostall.FileSystemReader`. For storage
             that is slower than the network between ranks.
         progress: As of :class:`nostall.FileSystemReader`.
+        use_collectives: ``False`` for a checkpoint that each rank has saved alone, with
+            ``use_collectives=False``: each rank loads its own part, without communication. Its
+            number is that in ``process_group``, or in the default group.
 
     Returns:
         What was loaded.
@@ -72,7 +78,7 @@ def load(
         OptionError: The state does not fit the checkpoint, a key selects nothing, or an argument is
             not possible.
         ReadError: No checkpoint was committed at the path.
-        DamagedCheckpointError: A file is missing or damaged.
+        DamagedCheckpointError: A file is missing or damaged, the index in ``.metadata`` included.
         UntrustedObjectError: An object needs ``trust``.
         UntrustedMetadataError: The metadata is damaged or not understood.
         OSError: Storage does not answer.
@@ -85,15 +91,23 @@ def load(
     planner = Planner(
         lambda name: wanted is None or wanted.has(name), strict=strict, trust=trust, path=where
     )
-    for name, flag in (("strict", strict), ("trust", trust), ("read_once", read_once)):
+    for name, flag in (
+        ("strict", strict),
+        ("trust", trust),
+        ("read_once", read_once),
+        ("use_collectives", use_collectives),
+    ):
         if not isinstance(flag, bool):
             raise OptionError(f"{name}={flag!r:.80} is neither True nor False")
     if read_once and process_group is None:
         raise OptionError(
             "read_once=True needs a process_group", hint="pass the group of all ranks"
         )
-    reader = CachedMetadataFileSystemReader(
-        path,
+    if read_once and not use_collectives:
+        raise OptionError("read_once=True needs use_collectives=True")
+    require_file_system(path)
+    reader = _Reader(
+        os.path.realpath(path),
         verify=verify,
         threads=threads,
         process_group=process_group if read_once else None,
@@ -104,9 +118,10 @@ def load(
     present = {
         name: objects[name].state_dict() if name in objects else state[name] for name in touched
     }
-    if process_group is None:
+    if process_group is None or not use_collectives:
+        rank = None if use_collectives else _number_of_this_rank(process_group)
         with no_collection():
-            _load_alone(present, reader, planner, where)
+            _load_alone(present, reader, planner, where, rank)
     else:
         dcp.load(present, storage_reader=reader, planner=planner, process_group=process_group)
     if wanted is not None:
@@ -129,11 +144,22 @@ def _object_in(value: object) -> Stateful | None:
     return value if not isinstance(value, torch.Tensor) and isinstance(value, Stateful) else None
 
 
+class _Reader(CachedMetadataFileSystemReader):
+    """The reader, for a planner that only reads metadata, and only the items in it."""
+
+    def read_metadata(self, *_: Any, **kwargs: Any) -> Metadata:
+        return self.shared_metadata(kwargs.get("rank"))
+
+
+def _number_of_this_rank(group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
+
+
 def _load_alone(
-    state: dict[str, Any], reader: FileSystemReader, planner: Planner, path: str
+    state: dict[str, Any], reader: FileSystemReader, planner: Planner, path: str, rank: int | None
 ) -> None:
     try:
-        metadata = reader.shared_metadata()
+        metadata = reader.shared_metadata(rank)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ReadError(
             "no checkpoint was committed here",

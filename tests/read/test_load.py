@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import nostall
+from nostall._read.planner import Planner
 from nostall.errors import (
     DamagedCheckpointError,
     OptionError,
@@ -207,8 +210,49 @@ def test_errors_are_typed_and_name_the_place(tmp_path: Path) -> None:
         pytest.raises(DamagedCheckpointError, match=r"(?s)CRC-32.*items a.*__0_0\.distcp"),
     ):
         nostall.load({"a": torch.zeros(1 << 20)}, tmp_path, verify="crc")
-    with damaged(tmp_path / ".metadata", 30), pytest.raises(UntrustedMetadataError):
+    index = (tmp_path / ".metadata").read_bytes().index(b"#nostall-index")
+    with damaged(tmp_path / ".metadata", index), pytest.raises(DamagedCheckpointError):
         nostall.load({"a": torch.zeros(1 << 20)}, tmp_path)
+    dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    with (
+        damaged(tmp_path / "stock" / ".metadata", 30),
+        pytest.raises(UntrustedMetadataError),
+    ):
+        nostall.load({"a": torch.zeros(3)}, tmp_path / "stock")
+
+
+def test_a_link_that_is_switched_meanwhile_does_not_mix_two_checkpoints(tmp_path: Path) -> None:
+    """The path is followed once: what is read after a switch is still of the same step."""
+    for step in (1.0, 2.0):
+        save(tmp_path / f"step-{step}", {"m": {"w": torch.full((4,), step)}})
+    link = tmp_path / "latest"
+    link.symlink_to("step-1.0")
+
+    weight = torch.zeros(4)
+    set_up = Planner.set_up_planner
+
+    def switch(*args: Any, **kwargs: Any) -> None:
+        link.unlink()
+        link.symlink_to("step-2.0")
+        shutil.rmtree(tmp_path / "step-2.0")
+        set_up(*args, **kwargs)
+
+    with patch.object(Planner, "set_up_planner", switch):
+        nostall.load({"m": {"w": weight}}, link)
+    assert weight.tolist() == [1.0] * 4
+
+
+def test_a_checkpoint_that_a_rank_saved_alone_is_loaded(tmp_path: Path) -> None:
+    """Such a checkpoint has the metadata of each rank, and no other."""
+    save(tmp_path, {"w": torch.ones(4)})
+    (tmp_path / ".metadata").rename(tmp_path / "__0.metadata")
+    state = {"w": torch.zeros(4)}
+    with pytest.raises(ReadError):
+        nostall.load(state, tmp_path)
+    nostall.load(state, tmp_path, use_collectives=False)
+    assert state["w"].tolist() == [1.0] * 4
+    with pytest.raises(OptionError, match="use_collectives"):
+        nostall.load(state, tmp_path, use_collectives="no")  # type: ignore[arg-type]
 
 
 def test_parts_of_several_ranks_are_put_together(tmp_path: Path) -> None:

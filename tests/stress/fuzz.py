@@ -216,7 +216,14 @@ class _Fixed:
         return self._content
 
 
-SHARES = {"metadata": 0.3, "container": 0.03, "manifest": 0.3, "messages": 0.34, "reads": 0.03}
+SHARES = {
+    "metadata": 0.25,
+    "container": 0.03,
+    "manifest": 0.25,
+    "index": 0.2,
+    "messages": 0.24,
+    "reads": 0.03,
+}
 """Of the inputs; a shard file takes several times as long to read as the others, a load more."""
 
 

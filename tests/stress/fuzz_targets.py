@@ -27,6 +27,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 import nostall
 import nostall.cached_metadata_filesystem_reader
 import nostall.integrity
+from nostall._commit.indexed_metadata import index_of
+from nostall._commit.item_index import WrittenIndex
 from nostall._commit.manifest import split, with_manifest
 from nostall._commit.metadata import extents_of, local_plans_in
 from nostall._commit.publication import publication_of
@@ -329,10 +331,68 @@ class ManifestTarget:
         return "split: accepted" if manifest is not None else "split: no manifest"
 
 
+class IndexTarget:
+    """An index of items with right checksums, through the reader and at times through verify."""
+
+    def __init__(self, root: str) -> None:
+        self._disk = _OnDisk(root)
+        self._reader = nostall.CachedMetadataFileSystemReader(self._disk.path)
+
+    def make(self, chance: Random) -> bytes:
+        index = index_of(corpus().metadata)
+        assert index is not None
+        if chance.random() < 0.3:
+            plain = {"files": index.files, "properties": index.properties}
+            tables = changed_json(plain, chance).encode("utf-8", "surrogatepass")
+            return index.body + tables
+        content = index.body + index.tables
+        if chance.random() < 0.5:
+            return changed_bytes(content, chance, (content,))
+        changed = bytearray(content)
+        for _ in range(chance.choice((1, 1, 2, 4))):
+            kind, first = chance.choice((("<Q", 16), ("<I", 64)))
+            width = struct.calcsize(kind)
+            at = first + width * chance.randrange((len(index.body) - first) // width)
+            number = chance.choice((*NUMBERS, 3, 4, 5)) & ((1 << 8 * width) - 1)
+            changed[at : at + width] = struct.pack(kind, number)
+        return bytes(changed)
+
+    def prepare(self, content: bytes) -> None:
+        pickled = corpus().pickles[1]
+        index = WrittenIndex(body=content, properties=(), files=())
+        vars(index)["tables"] = b""  # they are in the content
+        pieces = with_manifest(
+            [pickled],
+            corpus().files,
+            crc32=checksum.crc32(pickled),
+            committed_at_s=0.0,
+            index=index,
+        )
+        self._disk.write(".metadata", b"".join(pieces))
+        self._reader.clear_metadata_cache()  # the file is the same one
+
+    def run(self, content: bytes) -> str:
+        if zlib.crc32(content) % 8 == 0:
+            return self._disk.verified()
+        try:
+            shared = self._reader.shared_metadata()
+            metadata = self._reader.read_metadata()
+        except UntrustedMetadataError as error:
+            return f"index: {type(error).__name__}, {' '.join(error.message.split()[:4])}"
+        assert dict(shared.state_dict_metadata) == metadata.state_dict_metadata
+        assert dict(shared.storage_data) == metadata.storage_data
+        for place in metadata.storage_data.values():
+            end = place.offset + place.length
+            assert end <= len(corpus().shards[place.relative_path]), "beyond the end of a file"
+        assert metadata.version is not None
+        return "index: accepted"
+
+
 MAKERS: Mapping[str, Callable[[str], Target]] = {
     "metadata": MetadataTarget,
     "container": ContainerTarget,
     "manifest": ManifestTarget,
+    "index": IndexTarget,
     "messages": MessagesTarget,
     "reads": ReadsTarget,
 }

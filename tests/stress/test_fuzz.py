@@ -54,6 +54,8 @@ def test_a_few_thousand_hostile_inputs_do_no_harm(tmp_path: Path) -> None:
         "manifest cannot be read",
     ):
         assert outcome in ended.stdout
+    for outcome in ("index: accepted", "index: UntrustedMetadataError"):
+        assert outcome in ended.stdout
     for outcome in ("trainer: taken", "writer: taken", "job", "a report is malformed"):
         assert outcome in ended.stdout
     for way in ("dcp.load", "nostall.load", "slices"):

@@ -105,7 +105,7 @@ def read_description(files: Files, *, with_items: bool) -> Description:
     with open_to_read(files, _torch.METADATA_NAME) as stream:
         manifest = manifest_of(stream, path=path)
         if with_items or manifest is None:
-            index = read_index(stream, path=path)
+            indexed = read_index(stream, path=path)
             try:
                 metadata = _metadata_in(stream, path)
                 extents = _extents(metadata, path)
@@ -114,7 +114,8 @@ def read_description(files: Files, *, with_items: bool) -> Description:
                     raise
                 note = error.message  # the manifest confirms the bytes
             else:
-                _require_agreement(index, metadata, path)
+                if indexed is not None:
+                    _require_agreement(indexed[0], metadata, path)
     if manifest is None:
         listed = [
             WrittenFile(name=name, nbytes=each[-1].end, crc32=None)
@@ -165,12 +166,13 @@ def _extents(metadata: Metadata, path: str) -> Mapping[str, list[Extent]]:
     return by_file
 
 
-def _require_agreement(index: ItemIndex | None, metadata: Metadata, path: str) -> None:
-    """Require that an index, if there is one, and the pickle describe the same items and places."""
-    if index is None:
-        return
-    entries, places = entries_and_places(index, path=path)
-    if entries != metadata.state_dict_metadata or places != metadata.storage_data:
+def _require_agreement(index: ItemIndex, metadata: Metadata, path: str) -> None:
+    """Require that the index and the pickle describe the same items and places."""
+    try:
+        said = entries_and_places(index, path=path)
+    except UnknownMetadataError:  # but this torch knows all that the pickle has
+        said = None
+    if said != (metadata.state_dict_metadata, metadata.storage_data):
         raise DamagedCheckpointError(
             "its index and its pickle describe different items",
             phase="verify",

@@ -25,7 +25,7 @@ from nostall._commit.item_index import (
     parsed,
     written,
 )
-from nostall._commit.manifest import DAMAGED_HINT, index_alone
+from nostall._commit.manifest import DAMAGED_HINT, Manifest, index_alone
 from nostall._commit.metadata_pickle import no_collection
 from nostall.errors import UnknownMetadataError, UntrustedMetadataError
 
@@ -190,8 +190,8 @@ def _word(value: object) -> str:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def read_index(stream: BinaryIO, *, path: str) -> ItemIndex | None:
-    """The index in a ``.metadata`` file, read without the pickle; ``None`` if there is none.
+def read_index(stream: BinaryIO, *, path: str) -> tuple[ItemIndex, Manifest] | None:
+    """Index and manifest of a ``.metadata`` file, without its pickle; ``None`` without an index.
 
     Args:
         stream: The file.
@@ -207,20 +207,12 @@ def read_index(stream: BinaryIO, *, path: str) -> ItemIndex | None:
         return None
     content, manifest = found
     try:
-        return parsed(content, {file.name: file.nbytes for file in manifest.files})
+        index = parsed(content, {file.name: file.nbytes for file in manifest.files})
     except InvalidIndexError as error:
         raise UntrustedMetadataError(
             str(error), phase="read", path=path, hint=DAMAGED_HINT
         ) from error
-
-
-def properties_in(index: ItemIndex, *, path: str) -> list[TensorProperties]:
-    """The table of properties.
-
-    Raises:
-        UnknownMetadataError: It has a dtype or another value that this torch does not know.
-    """
-    return [_made(plain, path) for plain in index.properties]
+    return None if index is None else (index, manifest)
 
 
 def _made(plain: Properties, path: str) -> TensorProperties:
@@ -253,46 +245,83 @@ def _state(plain: Properties) -> tuple[Any, ...] | None:
     return state if plain.stride is None else (*state, plain.stride)
 
 
-def entries_and_places(index: ItemIndex, *, path: str) -> tuple[Entries, Places]:
-    """What ``state_dict_metadata`` and ``storage_data`` are in metadata with this index.
-
-    Sizes are shared, as they cannot be changed; nothing else is.
+class Items:
+    """Objects of DCP for the items of an index. Sizes are shared, as they cannot be changed.
 
     Raises:
         UnknownMetadataError: It has a dtype or another value that this torch does not know.
     """
-    new = object.__new__
-    sizes = list(map(torch.Size, index.shapes))
-    templates = [vars(each) for each in properties_in(index, path=path)]
-    columns = zip(index.begin, index.extent, index.file, index.offset, index.length, strict=True)
+
+    def __init__(self, index: ItemIndex, *, path: str) -> None:
+        self.index = index
+        self._sizes = list(map(torch.Size, index.shapes))
+        self._properties = [vars(_made(plain, path)) for plain in index.properties]
+
+    def entry(self, row: int) -> TensorStorageMetadata | BytesStorageMetadata:
+        """The kind, size and chunks of an item."""
+        index, sizes, new = self.index, self._sizes, object.__new__
+        kind = index.kind[row]
+        if not kind:
+            return new(BytesStorageMetadata)
+        chunks: list[ChunkStorageMetadata] = []
+        first = index.first_places[row]
+        for at in range(first, first + index.count[row]):
+            chunk = new(ChunkStorageMetadata)
+            chunk.__dict__ = {"offsets": sizes[index.begin[at]], "sizes": sizes[index.extent[at]]}
+            chunks.append(chunk)
+        properties = new(TensorProperties)
+        properties.__dict__.update(self._properties[kind - 1])
+        entry = new(TensorStorageMetadata)
+        entry.__dict__ = {
+            "properties": properties,
+            "size": sizes[index.size[row]],
+            "chunks": chunks,
+        }
+        return entry
+
+    def places_by_begin(self, row: int) -> dict[torch.Size | None, int]:
+        """The numbers of an item's places, by the offsets of its chunks; ``None`` of an object."""
+        index = self.index
+        first = index.first_places[row]
+        if not index.kind[row]:
+            return {None: first}
+        places = range(first, first + index.count[row])
+        return {self._sizes[index.begin[at]]: at for at in places}
+
+    def info(self, place: int) -> _torch.StorageInfo:
+        """File, offset and length of a place."""
+        index = self.index
+        info = object.__new__(_torch.StorageInfo)
+        info.__dict__ = {
+            "relative_path": index.files[index.file[place]],
+            "offset": index.offset[place],
+            "length": index.length[place],
+            "transform_descriptors": None,
+        }
+        return info
+
+
+def entries_and_places(index: ItemIndex, *, path: str) -> tuple[Entries, Places]:
+    """What ``state_dict_metadata`` and ``storage_data`` are in metadata with this index.
+
+    Raises:
+        UnknownMetadataError: As :class:`Items`.
+    """
+    items, new = Items(index, path=path), object.__new__
     entries: Entries = {}
     places: Places = {}
-    for name, kind, size, count in zip(
-        index.names, index.kind, index.size, index.count, strict=True
-    ):
-        chunks: list[ChunkStorageMetadata] = []
-        if not kind:
-            entries[name] = new(BytesStorageMetadata)
+    at = 0
+    for row, name in enumerate(index.names):
+        entries[name] = entry = items.entry(row)
+        if type(entry) is TensorStorageMetadata:
+            for number, chunk in enumerate(entry.chunks):
+                key = new(MetadataIndex)
+                key.__dict__.update(fqn=name, index=number, offset=chunk.offsets)
+                places[key] = items.info(at)
+                at += 1
         else:
-            properties = new(TensorProperties)
-            properties.__dict__.update(templates[kind - 1])
-            entries[name] = entry = new(TensorStorageMetadata)
-            entry.__dict__ = {"properties": properties, "size": sizes[size], "chunks": chunks}
-        for number in range(count):
-            begin, extent, file, offset, length = next(columns)
             key = new(MetadataIndex)
-            if kind:
-                chunk = new(ChunkStorageMetadata)
-                chunk.__dict__ = {"offsets": sizes[begin], "sizes": sizes[extent]}
-                chunks.append(chunk)
-                key.__dict__.update(fqn=name, index=number, offset=sizes[begin])
-            else:
-                key.__dict__.update(fqn=name, index=None)
-            places[key] = info = new(_torch.StorageInfo)
-            info.__dict__ = {
-                "relative_path": index.files[file],
-                "offset": offset,
-                "length": length,
-                "transform_descriptors": None,
-            }
+            key.__dict__.update(fqn=name, index=None)
+            places[key] = items.info(at)
+            at += 1
     return entries, places
