@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -56,7 +56,8 @@ def load(
             (``"model.0.weight"``), or of what they are in (``"model"``). The rest of ``state``
             stays as it is. ``None`` loads all of ``state``.
         strict: Whether the checkpoint must have everything that is to be loaded; otherwise what it
-            does not have stays as it is.
+            does not have stays as it is. Also whether objects must have a place for what it has:
+            the state of an optimizer is empty before its first step.
         verify: As of :class:`nostall.FileSystemReader`.
         threads: The same.
         trust: Unpickle objects of any class, which can run code. Otherwise they must be of the
@@ -88,9 +89,6 @@ def load(
     began_s = time.monotonic()
     wanted = None if keys is None else _Selection(keys)
     where = os.fspath(path)
-    planner = Planner(
-        lambda name: wanted is None or wanted.has(name), strict=strict, trust=trust, path=where
-    )
     for name, flag in (
         ("strict", strict),
         ("trust", trust),
@@ -118,6 +116,13 @@ def load(
     present = {
         name: objects[name].state_dict() if name in objects else state[name] for name in touched
     }
+    planner = Planner(
+        lambda name: wanted is None or wanted.has(name),
+        strict=strict,
+        trust=trust,
+        path=where,
+        empty=[empty for name in objects for empty in _empty_in(present[name], str(name))],
+    )
     if process_group is None or not use_collectives:
         rank = None if use_collectives else _number_of_this_rank(process_group)
         with no_collection():
@@ -142,6 +147,15 @@ def load(
 def _object_in(value: object) -> Stateful | None:
     """The value if it has a state of its own; a look at a tensor for its methods is slow."""
     return value if not isinstance(value, torch.Tensor) and isinstance(value, Stateful) else None
+
+
+def _empty_in(state: object, name: str) -> Iterator[str]:
+    """Names of the empty dictionaries in the state of an object."""
+    if isinstance(state, Mapping):
+        if not state:
+            yield name
+        for key, value in state.items():
+            yield from _empty_in(value, f"{name}.{key}")
 
 
 class _Reader(CachedMetadataFileSystemReader):

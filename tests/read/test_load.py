@@ -150,6 +150,22 @@ def test_what_is_missing_stays_unless_strict(tmp_path: Path) -> None:
     assert [state["old"].tolist(), state["new"].tolist()] == [[1.0, 1.0], [5.0, 5.0]]
 
 
+def test_an_optimizer_without_a_place_for_its_state_is_refused(tmp_path: Path) -> None:
+    """It would go on from zero in silence; before its first step it has no state to load into."""
+    model, optimizer = training()
+    save(tmp_path, {"model": model, "optimizer": optimizer})
+    other = torch.nn.Sequential(torch.nn.Linear(3, 300), torch.nn.Linear(300, 400))
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.1)
+    with pytest.raises(OptionError, match=r"optimizer\.state is empty.*exp_avg.*get_state_dict"):
+        nostall.load({"model": other, "optimizer": fresh}, tmp_path)
+    assert fresh.param_groups[0]["lr"] == 0.1
+    nostall.load({"model": other, "optimizer": fresh}, tmp_path, keys=["model"])
+    nostall.load({"model": other, "optimizer": fresh}, tmp_path, strict=False)
+    assert fresh.param_groups[0]["lr"] == 0.5
+    assert not fresh.state
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
+
+
 def test_a_state_that_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) -> None:
     """With the names, and both shapes."""
     save(tmp_path, {"a": torch.ones(2, 3), "b": torch.ones(1), "c": 1})

@@ -44,8 +44,6 @@ from nostall.errors import (
 )
 from nostall.filesystem_reader import Verify
 from stress.fuzz_inputs import (
-    GADGETS,
-    KEYS_OF_TUPLES,
     NUMBERS,
     TEXTS,
     changed_bytes,
@@ -251,14 +249,11 @@ _REBUILDS += [
 ]
 _REBUILDS += [("torch.storage", "UntypedStorage"), ("torch", "float8_e4m3fn"), ("torch", "Size")]
 
-_FOR_TORCH = [each for each in GADGETS if each not in KEYS_OF_TUPLES]
-"""Without those that ``torch.load(weights_only=True)`` itself does not survive."""
-
 
 def _other_program(program: bytes, chance: Random, others: tuple[bytes, ...]) -> bytes:
     """The pickle of a tensor with other numbers or names, or changed as metadata are."""
     if chance.random() < 0.4:
-        return changed_program(program, chance, others, _FOR_TORCH)
+        return changed_program(program, chance, others)
     changed = list(instructions(program))
     for _ in range(chance.choice((1, 1, 2, 3))):
         number = pickle.dumps(chance.choice((*NUMBERS[:-3], -1, -(2**31))), 2)[2:-1]

@@ -43,16 +43,25 @@ class Planner(DefaultLoadPlanner):
         strict: Whether a selected item has to be in the checkpoint.
         trust: Whether objects may be of any class.
         path: Checkpoint directory, for errors.
+        empty: Names of dictionaries without any item; if ``strict``, the checkpoint must not have
+            items in them.
     """
 
     def __init__(
-        self, is_selected: Callable[[str], bool], *, strict: bool, trust: bool, path: str
+        self,
+        is_selected: Callable[[str], bool],
+        *,
+        strict: bool,
+        trust: bool,
+        path: str,
+        empty: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self._is_selected = is_selected
         self._strict = strict
         self._trust = trust
         self._path = path
+        self._empty = empty
         self._whole: dict[str, torch.Tensor] = {}
         self.missing: tuple[str, ...] = ()
         """Names of selected items that the checkpoint does not have."""
@@ -105,8 +114,26 @@ class Planner(DefaultLoadPlanner):
         self.missing = tuple(missing)
         if missing and self._strict:
             raise self._misfit(f"the checkpoint has no {_some(missing)}")
+        if self._strict:
+            self._require_places(entries)
         self._require_shapes(wanted)
         return wanted
+
+    def _require_places(self, entries: Mapping[str, Any]) -> None:
+        for empty in self._empty:
+            below = f"{empty}."
+            found = [name for name in entries if str(name).startswith(below)]
+            found = [name for name in found if self._is_selected(name)]
+            if found:
+                raise OptionError(
+                    f"the state does not fit: {empty} is empty, and the checkpoint has"
+                    f" {_some(found)}",
+                    phase="read",
+                    path=self._path,
+                    hint="an optimizer has no state before its first step: load what"
+                    " torch.distributed.checkpoint.state_dict.get_state_dict returns, or restore it"
+                    " with a CheckpointManager; strict=False leaves it empty",
+                )
 
     def _require_shapes(self, wanted: Mapping[str, tuple[Any, Any]]) -> None:
         shapes, without, kinds = [], [], []

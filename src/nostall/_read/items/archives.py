@@ -99,8 +99,14 @@ class Archives:
         if not isinstance(loaded, torch.Tensor):
             what = f"an item is of type {type(loaded).__name__}, not a tensor"
             raise file.damaged(what, [wanted])
+        if loaded.is_meta:
+            raise file.damaged("an item is a tensor without values", [wanted])
         _require_inside(loaded.shape, file, wanted)
-        return sliced(loaded, wanted)
+        try:
+            return sliced(loaded, wanted)
+        except RuntimeError as error:  # forged: torch makes tensors that it cannot use
+            why = str(error).partition("\n")[0]
+            raise file.damaged(f"an item cannot be sliced: {why:.200}", [wanted]) from error
 
 
 def is_whole(shape: Sequence[int], wanted: Wanted) -> bool:
