@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import nostall
 from nostall import _torch, filesystem_reader
 from nostall._read.sharing import share
-from nostall._storage.port import Source
 from nostall._storage.posix_files import PosixFiles
 from nostall.errors import NostallError, OptionError
+from support.reads import CountedSource
 from support.states import read_metadata, small_state
 
 Facts = dict[str, Any]
@@ -66,22 +66,6 @@ def everything(out: Path) -> Facts:
 # --- what ranks read ------------------------------------------------------------------------------
 
 
-class _Counted:
-    """A file that counts what is read from it."""
-
-    def __init__(self, source: Source, counts: list[int]) -> None:
-        self._source, self._counts = source, counts
-        self.stat = source.stat
-
-    def read_into(self, offset: int, memory: memoryview) -> int:
-        nbytes = self._source.read_into(offset, memory)
-        self._counts.append(nbytes)
-        return nbytes
-
-    def close(self) -> None:
-        self._source.close()
-
-
 @contextmanager
 def counted() -> Iterator[list[int]]:
     """The lengths of all reads of shard files in the block."""
@@ -90,7 +74,7 @@ def counted() -> Iterator[list[int]]:
     class Counting(PosixFiles):
         def open(self, name: str) -> Any:
             source = super().open(name)
-            return _Counted(source, counts) if name.endswith(".distcp") else source
+            return CountedSource(source, counts) if name.endswith(".distcp") else source
 
     with patch.multiple(filesystem_reader, PosixFiles=Counting, UncachedFiles=Counting):
         yield counts

@@ -34,12 +34,12 @@ from nostall._read.items import forms
 from nostall._read.items.forms import Unusual
 from nostall._read.items.load import read_items
 from nostall._read.plan import Wanted
-from nostall._storage.port import Source
 from nostall._storage.posix_files import PosixFiles
 from nostall.errors import DamagedCheckpointError, OptionError
 from nostall.filesystem_reader import Verify
 from programs.streams import Zlib
 from support.parts import save_in_halves
+from support.reads import CountedSource
 from support.states import read_metadata, save_stock_way, small_state
 
 DTYPES = [
@@ -329,29 +329,13 @@ def test_plain_tensors_are_not_loaded_by_torch(
 # --- how it is read -------------------------------------------------------------------------------
 
 
-class _Counted:
-    """A file that counts what is read from it."""
-
-    def __init__(self, source: Source, counts: list[int]) -> None:
-        self._source, self._counts = source, counts
-        self.stat = source.stat
-
-    def read_into(self, offset: int, memory: memoryview) -> int:
-        nbytes = self._source.read_into(offset, memory)
-        self._counts.append(nbytes)
-        return nbytes
-
-    def close(self) -> None:
-        self._source.close()
-
-
 class _CountingFiles(PosixFiles):
     def __init__(self, directory: Path) -> None:
         super().__init__(str(directory))
         self.counts: list[int] = []
 
     def open(self, name: str) -> Any:
-        return _Counted(super().open(name), self.counts)
+        return CountedSource(super().open(name), self.counts)
 
 
 def _wanted(path: Path, items: list[ReadItem]) -> list[Wanted]:

@@ -123,7 +123,7 @@ class WrittenAhead:
                 self._draft.append(self._publication.program)
                 is_whole = True
         except Exception as error:  # the commit writes it again and reports storage errors
-            _log.debug("metadata is not written ahead path=%s: %s", self._draft.where, error)
+            _log.debug("metadata is not written ahead: path=%s: %s", self._draft.where, error)
         finally:
             if not is_whole or not self._move(_State.WRITING, _State.WRITTEN):
                 self._end()

@@ -65,5 +65,5 @@ def commit(
         return tuple(replaced_files)
     except Exception:  # the checkpoint exists, so the save has succeeded
         where = storage.where()
-        _log.exception("files of the replaced checkpoint cannot be determined path=%s", where)
+        _log.exception("files of the replaced checkpoint cannot be determined: path=%s", where)
         return ()
