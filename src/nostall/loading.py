@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from nostall._commit.metadata_pickle import no_collection
-from nostall._read.planner import Planner
+from nostall._read.planner import Planner, outer_names
 from nostall._storage.destination import require_file_system
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import OptionError, ReadError
@@ -227,7 +227,5 @@ class _Selection:
 
 def _and_outer(name: str) -> Iterator[str]:
     """A name, and the names of all that it is in."""
-    end = len(name)
-    while end > 0:
-        yield name[:end]
-        end = name.rfind(".", 0, end)
+    yield name
+    yield from outer_names(name)

@@ -156,7 +156,7 @@ def test_an_optimizer_without_a_place_for_its_state_is_refused(tmp_path: Path) -
     save(tmp_path, {"model": model, "optimizer": optimizer})
     other = torch.nn.Sequential(torch.nn.Linear(3, 300), torch.nn.Linear(300, 400))
     fresh = torch.optim.AdamW(other.parameters(), lr=0.1)
-    with pytest.raises(OptionError, match=r"optimizer\.state is empty.*exp_avg.*get_state_dict"):
+    with pytest.raises(OptionError, match=r"optimizer\.state\.0\.step.*get_state_dict"):
         nostall.load({"model": other, "optimizer": fresh}, tmp_path)
     assert fresh.param_groups[0]["lr"] == 0.1
     nostall.load({"model": other, "optimizer": fresh}, tmp_path, keys=["model"])

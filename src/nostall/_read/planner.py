@@ -7,7 +7,7 @@ plain tensor that was stored in one chunk needs neither.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,14 +54,14 @@ class Planner(DefaultLoadPlanner):
         strict: bool,
         trust: bool,
         path: str,
-        empty: Sequence[str] = (),
+        empty: Iterable[str] = (),
     ) -> None:
         super().__init__()
         self._is_selected = is_selected
         self._strict = strict
         self._trust = trust
         self._path = path
-        self._empty = empty
+        self._empty = frozenset(empty)
         self._whole: dict[str, torch.Tensor] = {}
         self.missing: tuple[str, ...] = ()
         """Names of selected items that the checkpoint does not have."""
@@ -120,20 +120,23 @@ class Planner(DefaultLoadPlanner):
         return wanted
 
     def _require_places(self, entries: Mapping[str, Any]) -> None:
-        for empty in self._empty:
-            below = f"{empty}."
-            found = [name for name in entries if str(name).startswith(below)]
-            found = [name for name in found if self._is_selected(name)]
-            if found:
-                raise OptionError(
-                    f"the state does not fit: {empty} is empty, and the checkpoint has"
-                    f" {_some(found)}",
-                    phase="read",
-                    path=self._path,
-                    hint="an optimizer has no state before its first step: load what"
-                    " torch.distributed.checkpoint.state_dict.get_state_dict returns, or restore it"
-                    " with a CheckpointManager; strict=False leaves it empty",
-                )
+        if not self._empty:
+            return
+        found = [
+            name
+            for name in map(str, entries)
+            if any(outer in self._empty for outer in outer_names(name)) and self._is_selected(name)
+        ]
+        if found:
+            raise OptionError(
+                "the state does not fit: the checkpoint has"
+                f" {_some(found)}, for which an object has an empty dictionary",
+                phase="read",
+                path=self._path,
+                hint="an optimizer has no state before its first step: load what"
+                " torch.distributed.checkpoint.state_dict.get_state_dict returns, or restore it"
+                " with a CheckpointManager; strict=False leaves it empty",
+            )
 
     def _require_shapes(self, wanted: Mapping[str, tuple[Any, Any]]) -> None:
         shapes, without, kinds = [], [], []
@@ -175,6 +178,14 @@ class Planner(DefaultLoadPlanner):
         for key in outer:
             container = container[_own_key(container, key)]
         container[_own_key(container, last)] = loaded
+
+
+def outer_names(name: str) -> Iterator[str]:
+    """The names of all that an item is in, innermost first."""
+    end = name.rfind(".")
+    while end > 0:
+        yield name[:end]
+        end = name.rfind(".", 0, end)
 
 
 def _own_key(container: Any, key: Any) -> Any:
