@@ -232,11 +232,7 @@ class FileSystemReader(dcp.FileSystemReader):
             if getattr(place, "transform_descriptors", None):
                 transformed.append(item)
                 continue
-            wanted.append(
-                Wanted(
-                    item=item, file=place.relative_path, offset=place.offset, nbytes=place.length
-                )
-            )
+            wanted.append(Wanted(item, place.relative_path, place.offset, place.length))
         return wanted, transformed
 
 
