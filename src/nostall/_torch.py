@@ -193,14 +193,21 @@ def missing_data(tensor: torch.Tensor) -> str | None:
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
     """Bytes of a tensor's storage, and bytes that it needs; zeros if unknown."""
-    is_wrapper = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    of_class = type(tensor)
+    is_wrapper = (
+        of_class is not torch.Tensor
+        and of_class.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    )
     has_memory = (tensor.is_cpu or tensor.is_cuda) and tensor.layout == torch.strided
     if is_wrapper or not has_memory or tensor.is_nested or not tensor.numel():
         return 0, 0
     there = tensor.untyped_storage().nbytes()
     if not can_be_viewed(tensor.dtype):
         return there, 1  # several elements may share a byte
-    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.is_contiguous():
+        reach = tensor.numel() - 1
+    else:
+        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return there, (int(tensor.storage_offset()) + reach + 1) * tensor.itemsize
 
 

@@ -24,7 +24,7 @@ class Archives:
 
     def __init__(self, *, verify: bool) -> None:
         self.verify = verify
-        self._forms = Forms()
+        self.forms = Forms()
 
     def form_of(
         self,
@@ -47,10 +47,10 @@ class Archives:
             DamagedCheckpointError: The archive contradicts itself, or the item's slice.
             OSError: It cannot be read.
         """
-        form = self._forms.known(head, at, wanted.nbytes)
+        form = self.forms.known(head, at, wanted.nbytes)
         if form is None:
             try:
-                form = self._forms.parse(archive(), wanted.nbytes)
+                form = self.forms.parse(archive(), wanted.nbytes)
             except Unusual:
                 return None
             except Contradictory as error:

@@ -21,6 +21,7 @@ from nostall._read.items.targets import (
     is_dense,
     note_changes,
     require_usable,
+    without_gradient,
 )
 from nostall._read.plan import Wanted
 
@@ -198,7 +199,7 @@ class LargeReadInTurn:
 
     def finish(self) -> None:
         """Read the tensor and hand it over."""
-        target = self._shared.planner.resolve_tensor(self._wanted.item).detach()
+        target = without_gradient(self._shared.planner.resolve_tensor(self._wanted.item))
         require_usable(target, self._wanted)
         note_changes([target])
         self._shared.uploads.prepare([target])

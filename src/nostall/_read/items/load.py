@@ -10,6 +10,7 @@ are read one after the other in stock's order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import compress
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ from nostall._read.items.opened import OpenFile
 from nostall._read.items.overlaps import overlapping
 from nostall._read.items.shared import Shared
 from nostall._read.items.small import SmallRead
-from nostall._read.items.targets import note_changes, require_usable
+from nostall._read.items.targets import note_changes, require_usable, without_gradient
 from nostall._read.items.workers import Workers
 from nostall._read.plan import SMALL_NBYTES, Wanted, regions, rotated
 from nostall._read.planner import Planner
@@ -74,11 +75,11 @@ def read_items(
         in_turn: Sequence[Wanted] = items
         if _gives_every_item_its_own_tensor(planner):
             known, in_turn = _with_targets(items, planner)
-            uploads.prepare(target for _, target in known if target is not None)
+            uploads.prepare(target for _, target, _ in known if target is not None)
             by_file = _by_file(known, lambda each: each[0].file)
             for name in rotated(sorted(by_file), rank, world_size):
                 in_order = sorted(by_file[name], key=lambda each: each[0].offset)
-                file = OpenFile(files, name, [wanted for wanted, _ in in_order])
+                file = OpenFile(files, name, [wanted for wanted, _, _ in in_order])
                 ahead.read(file, list(_reads(shared, file, in_order)), workers)
             ahead.finish_all(workers)
         in_turn_of = _by_file(in_turn, lambda each: each.file)
@@ -100,8 +101,8 @@ def _gives_every_item_its_own_tensor(planner: LoadPlanner) -> bool:
     )
 
 
-_Known: TypeAlias = "tuple[Wanted, torch.Tensor | None]"
-"""An item, and its tensor; ``None`` for an object."""
+_Known: TypeAlias = "tuple[Wanted, torch.Tensor | None, int]"
+"""An item; its tensor, ``None`` for an object; where its values are, if the tensor is plain."""
 
 
 def _with_targets(
@@ -109,21 +110,21 @@ def _with_targets(
 ) -> tuple[list[_Known], list[Wanted]]:
     """What can be read in any order, and what in the order of the plan; nothing is read yet."""
     known: list[_Known] = []
-    tensors: list[tuple[Wanted, torch.Tensor]] = []
+    of: list[Wanted] = []
+    tensors: list[torch.Tensor] = []
     for wanted in items:
         if wanted.item.type is LoadItemType.BYTE_IO:
-            known.append((wanted, None))
+            known.append((wanted, None, 0))
             continue
-        target = planner.resolve_tensor(wanted.item).detach()
+        target = without_gradient(planner.resolve_tensor(wanted.item))
         require_usable(target, wanted)
-        tensors.append((wanted, target))
-    in_turn = []
-    for each, shares_memory in zip(tensors, overlapping([t for _, t in tensors]), strict=True):
-        if shares_memory:
-            in_turn.append(each[0])
-        else:
-            known.append(each)
-    note_changes([target for _, target in known if target is not None])
+        of.append(wanted)
+        tensors.append(target)
+    shared = overlapping(tensors)
+    in_turn = list(compress(of, shared))
+    alone = [not each for each in shared]
+    of, tensors = list(compress(of, alone)), list(compress(tensors, alone))
+    known.extend(zip(of, tensors, note_changes(tensors), strict=True))
     return known, in_turn
 
 
@@ -137,13 +138,14 @@ def _by_file(items: Iterable[T], file_of: Callable[[T], str]) -> dict[str, list[
 
 def _reads(shared: Shared, file: OpenFile, known: Sequence[_Known]) -> Iterator[Read]:
     """Reads of items in the order of their offsets."""
-    items = [wanted for wanted, _ in known]
-    targets = [target for _, target in known]
+    items = [wanted for wanted, _, _ in known]
+    targets = [target for _, target, _ in known]
+    addresses = [address for _, _, address in known]
     few: list[LargeRead] = []
     for region in regions(items):
         first, target = items[region.start], targets[region.start]
         if first.nbytes <= SMALL_NBYTES or target is None:
-            yield SmallRead(shared, file, items[region], targets[region])
+            yield SmallRead(shared, file, items[region], targets[region], addresses[region])
             continue
         read = LargeRead(shared, file, first, target)
         if read.tasks > 1:
@@ -162,6 +164,6 @@ def _reads_in_turn(shared: Shared, file: OpenFile, items: Sequence[Wanted]) -> I
     for region in regions(items):
         first = items[region.start]
         if first.nbytes <= SMALL_NBYTES or first.item.type is LoadItemType.BYTE_IO:
-            yield SmallRead(shared, file, items[region], None)
+            yield SmallRead(shared, file, items[region], None, [0] * (region.stop - region.start))
         else:
             yield LargeReadInTurn(shared, file, first)

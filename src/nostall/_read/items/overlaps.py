@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import torch
 
@@ -31,6 +31,8 @@ def overlapping(targets: Sequence[torch.Tensor]) -> list[bool]:
         elif begin < end:
             extents.append((begin, end, number))
     extents.sort()
+    if all(end <= begin for (_, end, _), (begin, _, _) in pairwise(extents)):
+        return found
     for cluster in _clusters(extents):
         if len(cluster) > 1 and not _are_apart([targets[number] for number in cluster]):
             for number in cluster:
@@ -42,13 +44,13 @@ def _addresses(target: torch.Tensor) -> tuple[int, int]:
     """First and one past the last; negative if unknown."""
     if type(target) is not torch.Tensor or target.layout is not torch.strided:
         return -1, -1
-    count = target.numel()
-    if not count:
-        return 0, 0
     begin = target.data_ptr()
-    if not target.is_contiguous():
-        reach = zip(target.shape, target.stride(), strict=True)
-        count = 1 + sum((length - 1) * step for length, step in reach)
+    if target.is_contiguous():
+        return begin, begin + target.nbytes
+    if not target.numel():
+        return 0, 0
+    reach = zip(target.shape, target.stride(), strict=True)
+    count = 1 + sum((length - 1) * step for length, step in reach)
     return begin, begin + count * target.element_size()
 
 

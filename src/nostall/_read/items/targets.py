@@ -19,6 +19,12 @@ from nostall._read.plan import Wanted
 from nostall.errors import OptionError
 
 
+def without_gradient(target: torch.Tensor) -> torch.Tensor:
+    """The tensor, as one that can be overwritten."""
+    is_so = type(target) is torch.Tensor and not target.requires_grad
+    return target if is_so else target.detach()
+
+
 def require_usable(target: torch.Tensor, wanted: Wanted) -> None:
     """Check a planner's tensor before anything is read for it.
 
@@ -47,18 +53,28 @@ def is_dense(target: torch.Tensor) -> bool:
     )
 
 
-def is_plain(target: torch.Tensor) -> bool:
-    """Whether a tensor is dense and on the CPU."""
-    return target.is_cpu and is_dense(target)
-
-
-def note_changes(targets: Iterable[torch.Tensor]) -> None:
+def note_changes(targets: Iterable[torch.Tensor]) -> list[int]:
     """Tell autograd that dense targets change; call it before the first byte is written.
 
     Other targets are changed by torch itself, which tells it. Tensors made in inference mode have
     no count of changes.
+
+    Returns:
+        Where the values of each target are if it is dense and on the CPU; otherwise 0. Threads
+        that read do not ask torch themselves: it would hand the interpreter lock over.
     """
-    increment_version([each for each in targets if is_dense(each) and not each.is_inference()])
+    addresses = []
+    changing = []
+    for each in targets:
+        address = 0
+        if is_dense(each):
+            if each.is_cpu:
+                address = each.data_ptr()
+            if not each.is_inference():
+                changing.append(each)
+        addresses.append(address)
+    increment_version(changing)
+    return addresses
 
 
 def bring(
