@@ -56,8 +56,8 @@ def load(
             (``"model.0.weight"``), or of what they are in (``"model"``). The rest of ``state``
             stays as it is. ``None`` loads all of ``state``.
         strict: Whether the checkpoint must have everything that is to be loaded; otherwise what it
-            does not have stays as it is. Also whether objects must have a place for what it has:
-            the state of an optimizer is empty before its first step.
+            does not have stays as it is. Also whether it must have nothing for a dictionary that is
+            empty in the state: that of an optimizer is, before its first step.
         verify: As of :class:`nostall.FileSystemReader`.
         threads: The same.
         trust: Unpickle objects of any class, which can run code. Otherwise they must be of the
@@ -121,7 +121,7 @@ def load(
         strict=strict,
         trust=trust,
         path=where,
-        empty=[empty for name in objects for empty in _empty_in(present[name], str(name))],
+        empty=[empty for name in touched for empty in _empty_in(present[name], str(name))],
     )
     if process_group is None or not use_collectives:
         rank = None if use_collectives else _number_of_this_rank(process_group)
@@ -150,7 +150,7 @@ def _object_in(value: object) -> Stateful | None:
 
 
 def _empty_in(state: object, name: str) -> Iterator[str]:
-    """Names of the empty dictionaries in the state of an object."""
+    """Names of the empty dictionaries in a value."""
     if isinstance(state, Mapping):
         if not state:
             yield name

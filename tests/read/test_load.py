@@ -158,6 +158,8 @@ def test_an_optimizer_without_a_place_for_its_state_is_refused(tmp_path: Path) -
     fresh = torch.optim.AdamW(other.parameters(), lr=0.1)
     with pytest.raises(OptionError, match=r"optimizer\.state\.0\.step.*get_state_dict"):
         nostall.load({"model": other, "optimizer": fresh}, tmp_path)
+    with pytest.raises(OptionError, match=r"optimizer\.state\.0\.step"):
+        nostall.load({"model": other, "optimizer": fresh.state_dict()}, tmp_path)
     assert fresh.param_groups[0]["lr"] == 0.1
     nostall.load({"model": other, "optimizer": fresh}, tmp_path, keys=["model"])
     nostall.load({"model": other, "optimizer": fresh}, tmp_path, strict=False)

@@ -130,7 +130,7 @@ class Planner(DefaultLoadPlanner):
         if found:
             raise OptionError(
                 "the state does not fit: the checkpoint has"
-                f" {_some(found)}, for which an object has an empty dictionary",
+                f" {_some(found)}, for which the state has an empty dictionary",
                 phase="read",
                 path=self._path,
                 hint="an optimizer has no state before its first step: load what"
