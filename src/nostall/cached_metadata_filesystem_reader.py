@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch.distributed as dist
 
-from nostall._load.description import Description
+from nostall._describe.description import Description
 from nostall._storage.port import Source, Version
 from nostall.filesystem_reader import FileSystemReader, Verify
 

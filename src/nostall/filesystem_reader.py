@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from nostall import _torch
 from nostall._commit.metadata_pickle import no_collection
-from nostall._load.description import Description, describe
+from nostall._describe.description import Description, describe
 from nostall._model.reads import ReadCounter, listed
 from nostall._ranks.exchange import GroupPeers, require_cpu_members
 from nostall._read.counted import CountedFiles

@@ -24,14 +24,17 @@ from torch.distributed.checkpoint.metadata import (
 
 import nostall
 from nostall import _torch
-from nostall._commit.indexed_metadata import entries_and_places, index_of, read_index
-from nostall._commit.item_index import InvalidIndexError, ItemIndex, WrittenIndex, parsed
+from nostall._commit.index.indexing import index_of
+from nostall._commit.index.items import entries_and_places, read_index
+from nostall._commit.index.parsing import parsed
+from nostall._commit.index.writing import WrittenIndex
 from nostall._commit.manifest import split, with_manifest
 from nostall._commit.publication import publication_of
 from nostall._model import checksum
 from nostall._model.values import WrittenFile
 from nostall.errors import NostallError
 from nostall.integrity import State
+from support.indexes import content_of, small
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 PROPERTIES = st.builds(
@@ -72,11 +75,6 @@ def metadata(draw: st.DrawFn) -> Metadata:
             draw(PROPERTIES), torch.Size((sum(rows), *columns)), chunks
         )
     return Metadata(entries, storage_data=places, planner_data={"of": "planners"})
-
-
-def content_of(index: WrittenIndex) -> bytes:
-    """The bytes of an index."""
-    return index.body + index.tables
 
 
 def nbytes_of(index: WrittenIndex) -> dict[str, int]:
@@ -138,33 +136,6 @@ def test_other_file_names_change_the_tables_alone(original: Metadata) -> None:
     assert renamed.crc32 == checksum.crc32(content_of(renamed))
 
 
-def small() -> Metadata:
-    """Two tensors, one of them in two chunks, and an object."""
-    two, one = torch.Size((2, 3)), torch.Size((1, 3))
-    begins = torch.Size((0, 0)), torch.Size((1, 0))
-    entries: dict[str, Any] = {
-        "weight": TensorStorageMetadata(
-            TensorProperties(), two, [ChunkStorageMetadata(begin, one) for begin in begins]
-        ),
-        "step": TensorStorageMetadata(
-            TensorProperties(dtype=torch.int64),
-            torch.Size(()),
-            [ChunkStorageMetadata(torch.Size(()), torch.Size(()))],
-        ),
-        "lr": BytesStorageMetadata(),
-    }
-    indices = [
-        *(MetadataIndex("weight", begin, number) for number, begin in enumerate(begins)),
-        MetadataIndex("step", torch.Size(()), 0),
-        MetadataIndex("lr"),
-    ]
-    places = {
-        index: _torch.StorageInfo("__0_0.distcp", 100 * number, 100)
-        for number, index in enumerate(indices)
-    }
-    return Metadata(entries, storage_data=places)
-
-
 def test_no_changed_byte_of_an_index_goes_unnoticed() -> None:
     """With its checksum, each change of a byte and each truncation of the file is an error."""
     content = file_of(small())
@@ -178,34 +149,6 @@ def test_no_changed_byte_of_an_index_goes_unnoticed() -> None:
                 read_index(io.BytesIO(changed), path="")
         with pytest.raises(NostallError):
             split(content[:at] + content[at + 1 :], path="")
-
-
-def parsed_or_refused(content: bytes, index: WrittenIndex) -> ItemIndex | None:
-    """What an index without a checksum says; ``None`` if it is refused, or of another format."""
-    try:
-        return parsed(content, dict.fromkeys(index.files, 400))
-    except InvalidIndexError:
-        return None
-
-
-def test_each_change_of_an_index_without_a_checksum_is_refused_or_possible() -> None:
-    """What is not refused has places inside of files, and objects can be made of it."""
-    index = index_of(small())
-    assert index is not None
-    content = content_of(index)
-    for at in range(len(content)):
-        assert parsed_or_refused(content[:at], index) is None
-        for value in (0, 1, 2, 3, 0x22, 0x5B, 0x7F, 0xFF):
-            changed = bytearray(content)
-            changed[at] = value
-            found = parsed_or_refused(bytes(changed), index)
-            if found is None:
-                continue
-            try:
-                _, places = entries_and_places(found, path="")
-            except NostallError:
-                continue
-            assert all(0 <= each.offset + each.length <= 400 for each in places.values())
 
 
 def with_a_descriptor(found: Metadata) -> None:
@@ -228,7 +171,7 @@ def with_another_storage_info(found: Metadata) -> None:
     found.storage_data[index] = Own("__0_0.distcp", 0, 1)
 
 
-def with_a_name_that_is_no_text(found: Metadata) -> None:
+def with_a_name_that_is_not_a_string(found: Metadata) -> None:
     """With ``flatten_state_dict=False`` names are any keys."""
     entries: dict[Any, Any] = found.state_dict_metadata
     entries[7] = entries.pop("lr")
@@ -247,7 +190,7 @@ def without_a_place(found: Metadata) -> None:
 
 
 def with_a_stray_place(found: Metadata) -> None:
-    """A place of something that is no item."""
+    """A place of something that is not an item."""
     found.storage_data[MetadataIndex("other")] = _torch.StorageInfo("__0_0.distcp", 900, 1)
 
 
@@ -257,13 +200,13 @@ def with_a_stray_place(found: Metadata) -> None:
         with_a_descriptor,
         with_an_unknown_property,
         with_another_storage_info,
-        with_a_name_that_is_no_text,
+        with_a_name_that_is_not_a_string,
         with_a_surrogate,
         without_a_place,
         with_a_stray_place,
     ],
 )
-def test_what_an_index_cannot_say_leaves_it_out(change: Any) -> None:
+def test_no_index_is_made_of_what_it_cannot_represent(change: Any) -> None:
     """There is no index that would say less than the pickle."""
     found = small()
     assert index_of(found) is not None

@@ -6,8 +6,15 @@ import copy
 import dataclasses
 import pickle
 import pickletools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from types import FrameType, ModuleType
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -15,8 +22,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
 import nostall
+from nostall._describe import description, indexed
 from nostall.errors import DamagedCheckpointError
+from support.waiting import DEADLINE_S
 
+T = TypeVar("T")
 READERS = [nostall.FileSystemReader, nostall.CachedMetadataFileSystemReader]
 
 
@@ -132,3 +142,78 @@ def test_callers_of_the_cache_do_not_see_the_changes_of_others(checkpoint: Path)
         assert metadata.planner_data == stock.planner_data
         assert metadata.storage_meta is not None
         assert metadata.storage_meta.save_id != "another"
+
+
+def at_each_line_of(path: Path) -> Iterator[Callable[[Callable[[], T], Callable[[], object]], T]]:
+    """Run one function with another at each line of what the first executes in a module."""
+    happened = True
+    number = 0
+    while happened:
+        happened, number = False, number + 1
+
+        def run(first: Callable[[], T], other: Callable[[], object], at: int = number) -> T:
+            left = at
+
+            def trace(frame: FrameType, event: str, _: object) -> Any:
+                nonlocal left, happened
+                if frame.f_code.co_filename != str(path):
+                    return None
+                if event == "line":
+                    left -= 1
+                    if left == 0:
+                        happened = True
+                        sys.settrace(None)
+                        with ThreadPoolExecutor(1) as thread:
+                            thread.submit(other).result()
+                return trace
+
+            def traced() -> T:
+                sys.settrace(trace)
+                try:
+                    return first()
+                finally:
+                    sys.settrace(None)
+
+            with ThreadPoolExecutor(1) as thread:
+                return thread.submit(traced).result()
+
+        yield run
+
+
+@pytest.mark.parametrize("module", [description, indexed])
+def test_another_thread_may_unpickle_at_any_moment(checkpoint: Path, module: ModuleType) -> None:
+    """Readers of the cached metadata share a description, whose pickle is read and made once."""
+    stock = dcp.FileSystemReader(checkpoint).read_metadata()
+    runs = 0
+    for run in at_each_line_of(Path(str(module.__file__))):
+        nostall.CachedMetadataFileSystemReader.clear_metadata_cache()
+        reader = nostall.CachedMetadataFileSystemReader(checkpoint)
+        reader.read_metadata()
+        one, other = reader.read_metadata(), reader.read_metadata()
+        of = attrgetter("planner_data")
+        assert run(partial(of, one), partial(of, other)) == stock.planner_data
+        assert other.planner_data == stock.planner_data
+        assert one == other
+        runs += 1
+    assert runs > 5
+
+
+def test_threads_look_into_one_description_at_the_same_time(checkpoint: Path) -> None:
+    """``nostall.load`` of several threads: each sees the items that stock's reader sees."""
+    stock = dcp.FileSystemReader(checkpoint).read_metadata()
+    for _ in range(20):
+        nostall.CachedMetadataFileSystemReader.clear_metadata_cache()
+        nostall.CachedMetadataFileSystemReader(checkpoint).read_metadata()
+        start = threading.Barrier(4)
+
+        def look(start: threading.Barrier = start) -> None:
+            reader = nostall.CachedMetadataFileSystemReader(checkpoint)
+            start.wait(DEADLINE_S)
+            shared = reader.shared_metadata()
+            assert dict(shared.state_dict_metadata) == stock.state_dict_metadata
+            assert dict(shared.storage_data) == stock.storage_data
+            assert reader.read_metadata().planner_data == stock.planner_data
+
+        with ThreadPoolExecutor(4) as threads:
+            for each in [threads.submit(look) for _ in range(4)]:
+                each.result()

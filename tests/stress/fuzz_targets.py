@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 import nostall
 import nostall.cached_metadata_filesystem_reader
 import nostall.integrity
-from nostall._commit.indexed_metadata import index_of
-from nostall._commit.item_index import WrittenIndex
+from nostall._commit.index.indexing import index_of
+from nostall._commit.index.writing import WrittenIndex
 from nostall._commit.manifest import split, with_manifest
 from nostall._commit.metadata import extents_of, local_plans_in
 from nostall._commit.publication import publication_of
@@ -359,7 +359,7 @@ class IndexTarget:
 
     def prepare(self, content: bytes) -> None:
         pickled = corpus().pickles[1]
-        index = WrittenIndex(body=content, properties=(), files=())
+        index = WrittenIndex(body=content, properties=(), files=(), ends=())
         vars(index)["tables"] = b""  # they are in the content
         pieces = with_manifest(
             [pickled],

@@ -14,8 +14,8 @@ from typing import BinaryIO
 from torch.distributed.checkpoint.metadata import Metadata
 
 from nostall import _torch
-from nostall._commit.indexed_metadata import entries_and_places, read_index
-from nostall._commit.item_index import ItemIndex
+from nostall._commit.index.columns import ItemIndex
+from nostall._commit.index.items import entries_and_places, read_index
 from nostall._commit.manifest import DAMAGED_HINT, manifest_alone, manifest_of, split
 from nostall._commit.metadata import Extent, extents_of, load_metadata, planned_indices
 from nostall._model.values import WrittenFile

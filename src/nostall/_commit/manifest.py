@@ -7,7 +7,7 @@ length and checksum of that line, so that both are found from the end of the fil
     {"files": [{"crc32": "89abcdef", "name": "__0_0.distcp", "nbytes": 1073741824}], ...}\n
     #nostall-manifest 000000000187 01234567\n
 
-Before the line there may be an index of the items (``item_index``), whose length and checksum the
+Before the line there may be an index of the items (``index``), whose length and checksum the
 manifest has. All of it is part of the metadata file: the same rename publishes it, and it needs no
 fsync of its own. Nothing here imports torch or trusts its input.
 """
@@ -24,7 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from nostall._commit.item_index import MARK, WrittenIndex
+from nostall._commit.index.columns import MARK
+from nostall._commit.index.writing import WrittenIndex
 from nostall._model import checksum
 from nostall._model.jobs import MOST_NBYTES
 from nostall._model.names import is_shard_name

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
-from nostall._commit.indexed_metadata import index_of
-from nostall._commit.item_index import WrittenIndex
+from nostall._commit.index.indexing import index_of
+from nostall._commit.index.writing import WrittenIndex
 from nostall._commit.metadata import PLANS_KEY
 from nostall._model import checksum
 from nostall._model.names import SHARD_SUFFIX
@@ -49,7 +49,7 @@ class Publication:
     files: frozenset[str]
     """Names of the shard files."""
     index: WrittenIndex | None
-    """Of the items; ``None`` if it cannot say all that the metadata says."""
+    """Of the items; ``None`` if it cannot represent all that the metadata says."""
 
     @cached_property
     def nbytes(self) -> int:

@@ -98,11 +98,15 @@ def finish_metadata(
     # With a partial manifest the other files would look like foreign ones.
     if len(known) == len(written):
         last = b"".join(content[len(publication.program) :])
+        files = tuple(chain.from_iterable(known))
+        index = publication.index
+        if index is not None and not index.fits({file.name: file.nbytes for file in files}):
+            index = None  # readers would refuse it
         content = with_manifest(
             content,
-            tuple(chain.from_iterable(known)),
+            files,
             crc32=checksum.crc32(last, publication.crc32),
-            index=publication.index,
+            index=index,
             committed_at_s=time.time(),
         )
     left = chain.from_iterable(each.left for each in written if each is not None)

@@ -1,174 +1,30 @@
-r"""The index of a checkpoint's items: what the pickle says of them, as arrays.
+"""An index of items from bytes that nobody vouches for. Imports no torch.
 
-It stands between the pickle and the manifest of a ``.metadata`` file, and the manifest has its
-length and checksum. All numbers are little endian::
-
-    \n#nostall-index\n                              16 bytes
-    u64  format (1), items, places, shapes, dimensions, bytes of the names
-    u64  dimensions[dimensions], offset[places], length[places]
-    u32  nchars[items], kind[items], size[items], count[items], ndim[shapes],
-         begin[places], extent[places], file[places]
-    the names, in UTF-8, one after the other; nchars has their lengths in characters
-    the tables: {"files": [name, ...], "properties": [[...], ...]} in JSON, up to the end
-
-A shape is ``ndim`` of the dimensions. ``kind`` is 0 for an object, otherwise one more than the
-number of the item's properties in the table; ``size`` is the number of a shape. An item has
-``count`` places: an object one, a tensor one per chunk. ``begin`` and ``extent`` are the numbers of
-the shapes that are a chunk's offsets and sizes; ``file`` is the number of a file in the table.
-Nothing here imports torch or trusts its input: an index that was parsed has only numbers of things
-that it has, and places inside the files of the manifest.
+An index that was parsed has only numbers of things that it has, chunks inside of their tensors, and
+places inside the files of the manifest, of which no two overlap.
 """
 
 from __future__ import annotations
 
 import json
 import operator
-import struct
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate, pairwise, repeat
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-from nostall._model import checksum
+from nostall._commit.index.columns import (
+    FORMAT,
+    HEADER,
+    MARK,
+    InvalidIndexError,
+    ItemIndex,
+    Properties,
+)
 from nostall._model.jobs import MOST_NBYTES
 
-MARK = b"\n#nostall-index\n"
-_FORMAT = 1
-_HEADER = struct.Struct(f"<{len(MARK)}s6Q")
 _MOST_DIMENSIONS = 64
-
-
-class InvalidIndexError(ValueError):
-    """The bytes are not an index."""
-
-
-class Properties(NamedTuple):
-    """What a tensor's dtype is, and what else DCP stores of a tensor, in plain values."""
-
-    dtype: str
-    """Without ``torch.``; ``layout``, too."""
-    layout: str
-    memory_format: int
-    requires_grad: bool
-    pin_memory: bool
-    stride: tuple[int, ...] | None
-    """Since torch 2.15."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ItemIndex:
-    """The items of a checkpoint; the columns are those in the description of the module."""
-
-    names: Sequence[str]
-    kind: Sequence[int]
-    size: Sequence[int]
-    count: Sequence[int]
-    shapes: Sequence[tuple[int, ...]]
-    begin: Sequence[int]
-    extent: Sequence[int]
-    file: Sequence[int]
-    offset: Sequence[int]
-    length: Sequence[int]
-    properties: Sequence[Properties]
-    files: Sequence[str]
-
-    @cached_property
-    def rows(self) -> Mapping[str, int]:
-        """The number of each item."""
-        return dict(zip(self.names, range(len(self.names)), strict=True))
-
-    @cached_property
-    def first_places(self) -> Sequence[int]:
-        """The number of the first place of each item, and at the end that of all places."""
-        return list(accumulate(self.count, initial=0))
-
-
-# --- writing --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class WrittenIndex:
-    """The bytes of an index."""
-
-    body: bytes
-    """All but the tables."""
-    properties: Sequence[Properties]
-    files: Sequence[str]
-
-    @cached_property
-    def tables(self) -> bytes:
-        """The end of the index."""
-        plain = {"files": self.files, "properties": self.properties}
-        return json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the index."""
-        return len(self.body) + len(self.tables)
-
-    @cached_property
-    def body_crc32(self) -> int:
-        """CRC-32 of all but the tables."""
-        return checksum.crc32(self.body)
-
-    @property
-    def crc32(self) -> int:
-        """CRC-32 of the index."""
-        return checksum.crc32(self.tables, self.body_crc32)
-
-    def renamed(self, names: Mapping[str, str]) -> WrittenIndex:
-        """The same with other file names.
-
-        Args:
-            names: The present name of each file.
-        """
-        renamed = replace(self, files=[names[name] for name in self.files])
-        vars(renamed)["body_crc32"] = self.body_crc32
-        return renamed
-
-
-def written(index: ItemIndex) -> WrittenIndex:
-    """The bytes of an index.
-
-    Raises:
-        UnicodeEncodeError: A name is not a text that UTF-8 has.
-        OverflowError: It has a number that is negative or too large.
-    """
-    names = "".join(index.names).encode()
-    dimensions = [number for shape in index.shapes for number in shape]
-    counts = len(index.names), len(index.file), len(index.shapes), len(dimensions), len(names)
-    pieces = [
-        _HEADER.pack(MARK, _FORMAT, *counts),
-        *(_packed("Q", each) for each in (dimensions, index.offset, index.length)),
-        *(
-            _packed("I", each)
-            for each in (
-                list(map(len, index.names)),
-                index.kind,
-                index.size,
-                index.count,
-                list(map(len, index.shapes)),
-                index.begin,
-                index.extent,
-                index.file,
-            )
-        ),
-        names,
-    ]
-    return WrittenIndex(body=b"".join(pieces), properties=index.properties, files=index.files)
-
-
-def _packed(code: str, numbers: Sequence[int]) -> bytes:
-    column = array(code, numbers)
-    if sys.byteorder == "big":
-        column.byteswap()
-    return column.tobytes()
-
-
-# --- reading --------------------------------------------------------------------------------------
 
 
 def parsed(content: bytes, nbytes_of: Mapping[str, int]) -> ItemIndex | None:
@@ -181,12 +37,12 @@ def parsed(content: bytes, nbytes_of: Mapping[str, int]) -> ItemIndex | None:
     Raises:
         InvalidIndexError: It is not an index, or it is one of other files.
     """
-    if len(content) < _HEADER.size:
+    if len(content) < HEADER.size:
         _refuse("too short")
-    mark, number, *counts = _HEADER.unpack_from(content)
+    mark, number, *counts = HEADER.unpack_from(content)
     if mark != MARK:
         _refuse("no mark")
-    if number != _FORMAT:
+    if number != FORMAT:
         return None
     nitems, nplaces, nshapes, ndimensions, names_nbytes = counts
     columns = _Columns(content)
@@ -233,7 +89,7 @@ class _Columns:
 
     def __init__(self, content: bytes) -> None:
         self._content = memoryview(content)
-        self._at = _HEADER.size
+        self._at = HEADER.size
 
     def bytes(self, nbytes: int) -> memoryview:
         if nbytes > len(self._content) - self._at:
@@ -256,7 +112,7 @@ def _text(content: memoryview) -> str:
     try:
         return str(content, "utf-8")
     except UnicodeDecodeError:
-        _refuse("a text that is not UTF-8")
+        _refuse("names or tables that are not UTF-8")
 
 
 def _split(text: str, nchars: Sequence[int]) -> list[str]:
@@ -290,7 +146,7 @@ def _tables(content: memoryview) -> tuple[list[str], list[Properties]]:
             _refuse("unknown tables")
         files, rows = plain["files"], plain["properties"]
         if not all(type(name) is str for name in files) or len(set(files)) != len(files):
-            _refuse("file names that are no texts, or a duplicate one")
+            _refuse("file names that are not strings, or a duplicate one")
         return files, [_properties(row) for row in rows]
     except InvalidIndexError:
         raise

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from nostall._commit.guarded_program import HINT
-from nostall._commit.indexed_metadata import entries_and_places, read_index
-from nostall._commit.item_index import ItemIndex
+from nostall._commit.index.columns import ItemIndex
+from nostall._commit.index.items import entries_and_places, read_index
 from nostall._commit.manifest import DAMAGED_HINT, Manifest
 from nostall._commit.metadata import extents_of, load_metadata
 from nostall._commit.metadata_pickle import no_collection
-from nostall._load.indexed import indexed_metadata
-from nostall._load.on_demand import on_demand
+from nostall._describe.indexed import indexed_metadata
+from nostall._describe.on_demand import on_demand
 from nostall._model import checksum
 from nostall._storage.port import Source
 from nostall._storage.reading import as_stream, part_as_stream, read_metadata
@@ -66,6 +66,10 @@ class Pickled:
         return twin
 
 
+class _Unread:
+    """In place of a pickle that was not read yet."""
+
+
 class Indexed:
     """The description of a checkpoint with an index.
 
@@ -79,8 +83,8 @@ class Indexed:
         self._index = index
         self._manifest = manifest
         self._path = path
-        self._pickled: bytes | None = None
-        self._unpickled: Metadata | None = None
+        # One attribute: threads share this object. At worst, two of them unpickle the same bytes.
+        self._pickle: _Unread | bytes | Metadata = _Unread()
         self.shared = on_demand(index, path=path)
         """For reading only; it has nothing but items."""
 
@@ -97,16 +101,16 @@ class Indexed:
             UnknownMetadataError: An item has a value that this torch does not know.
             ReadError: The pickle is too long.
         """
-        if self._pickled is None and self._unpickled is None:
+        if isinstance(self._pickle, _Unread):
             stream = part_as_stream(source, 0, self._manifest.metadata_nbytes)
-            self._pickled = read_metadata(stream, self._path)
+            self._pickle = read_metadata(stream, self._path)
         with no_collection():
             entries, places = entries_and_places(self._index, path=self._path)
         return indexed_metadata(entries, places, self._rest(load_id))
 
     def _rest(self, load_id: str) -> Callable[[], dict[str, Any]]:
         def rest() -> dict[str, Any]:
-            metadata = self._unpickle()
+            metadata = self._unpickled()
             try:
                 return _private_rest(metadata, load_id)
             except Exception as error:  # as above
@@ -114,22 +118,22 @@ class Indexed:
 
         return rest
 
-    def _unpickle(self) -> Metadata:
-        if self._unpickled is None:
-            pickled = self._pickled
-            assert pickled is not None  # read by private(), before this can be called
-            if checksum.crc32(pickled) != self._manifest.metadata_crc32:
-                raise DamagedCheckpointError(
-                    "the metadata does not match the checksum in its manifest",
-                    phase="read",
-                    path=self._path,
-                    hint=DAMAGED_HINT,
-                )
-            metadata = load_metadata(pickled, path=self._path)
-            metadata.state_dict_metadata, metadata.storage_data = {}, {}
-            self._unpickled = metadata
-            self._pickled = None
-        return self._unpickled
+    def _unpickled(self) -> Metadata:
+        pickled = self._pickle
+        if isinstance(pickled, Metadata):
+            return pickled
+        assert isinstance(pickled, bytes)  # private() has read it before this can be called
+        if checksum.crc32(pickled) != self._manifest.metadata_crc32:
+            raise DamagedCheckpointError(
+                "the metadata does not match the checksum in its manifest",
+                phase="read",
+                path=self._path,
+                hint=DAMAGED_HINT,
+            )
+        metadata = load_metadata(pickled, path=self._path)
+        metadata.state_dict_metadata, metadata.storage_data = {}, {}
+        self._pickle = metadata
+        return metadata
 
 
 Description = Pickled | Indexed

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nostall import _torch
-from nostall._commit.indexed_metadata import Items
-from nostall._commit.item_index import ItemIndex
+from nostall._commit.index.columns import ItemIndex
+from nostall._commit.index.items import Items
 
 Entry = TensorStorageMetadata | BytesStorageMetadata
 

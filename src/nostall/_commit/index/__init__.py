@@ -1,0 +1,1 @@
+"""The index of a checkpoint's items, between pickle and manifest of a metadata file."""
