@@ -14,17 +14,19 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 import nostall
 from nostall._commit import ahead as _ahead
 from nostall._commit.ahead import WrittenAhead
 from nostall._commit.publication import Publication, complete_metadata, publication_of
 from nostall._storage import posix
+from nostall._storage.port import Draft
 from nostall.core import AsyncCallsQueue
 from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.testing import Fault, Hold, inject
 from support.crashes import RecordingOs
+from support.indexes import small
 from support.ranks import run_ranks
 from support.states import schedule
 from support.waiting import HangingOs, wait_until
@@ -344,13 +346,26 @@ def a_publication() -> Publication:
 
 
 def written_ahead(path: Path, publication: Publication) -> WrittenAhead:
-    return WrittenAhead(str(path), ".metadata", publication, sync=True)
+    return WrittenAhead(str(path), ".metadata", publication, None, sync=True)
+
+
+def take(
+    ahead: WrittenAhead,
+    publication: Publication,
+    storage_meta: StorageMeta | None = None,
+    *,
+    timeout_s: float = DEADLINE_S,
+) -> Draft | None:
+    """Take the draft for a file of a publication, whose manifest is the last piece."""
+    content = (*publication.content_before_files(storage_meta), b"manifest")
+    return ahead.take(publication, content, timeout_s=timeout_s)
 
 
 def test_one_that_was_not_started_is_not_waited_for(tmp_path: Path) -> None:
     """A save may be finalised that nothing was scheduled for."""
     publication = a_publication()
-    assert written_ahead(tmp_path, publication).take(publication, timeout_s=1e9) is None
+    ahead = written_ahead(tmp_path, publication)
+    assert take(ahead, publication, timeout_s=1e9) is None
 
 
 def test_one_that_is_over_is_not_started_any_more(tmp_path: Path) -> None:
@@ -360,7 +375,7 @@ def test_one_that_is_over_is_not_started_any_more(tmp_path: Path) -> None:
     ahead.drop()
     ahead.start()
     assert not is_written(tmp_path)
-    assert ahead.take(publication, timeout_s=1e9) is None  # and not waited for
+    assert take(ahead, publication, timeout_s=1e9) is None  # and not waited for
     assert temporary(tmp_path) == []
 
 
@@ -369,8 +384,34 @@ def test_another_publication_is_not_taken_for_the_expected_one(tmp_path: Path) -
     ahead = written_ahead(tmp_path, a_publication())
     ahead.start()
     assert is_written(tmp_path)
-    assert ahead.take(a_publication(), timeout_s=DEADLINE_S) is None
+    assert take(ahead, a_publication(), timeout_s=DEADLINE_S) is None
     assert temporary(tmp_path) == []
+
+
+def test_the_same_publication_with_another_identity_is_not_taken(tmp_path: Path) -> None:
+    """The identity of a save is in front of the index, and part of what is written ahead."""
+    publication = a_publication()
+    ahead = written_ahead(tmp_path, publication)
+    ahead.start()
+    assert is_written(tmp_path)
+    assert take(ahead, publication, StorageMeta(save_id="another")) is None
+    assert temporary(tmp_path) == []
+
+
+def test_the_index_is_written_ahead_up_to_its_tables(tmp_path: Path) -> None:
+    """Only the tables have the names of files."""
+    publication = publication_of(small())
+    assert publication.index is not None
+    ahead = written_ahead(tmp_path, publication)
+    ahead.start()
+    assert is_written(tmp_path)
+    (draft,) = temporary(tmp_path)
+    written = b"".join(publication.content(None)) + publication.index.body
+    assert draft.read_bytes() == written
+    taken = take(ahead, publication)
+    assert taken is not None
+    taken.remove()
+    taken.close()
 
 
 class _Hanging(RecordingOs):
@@ -397,7 +438,7 @@ def test_storage_that_hangs_is_waited_for_up_to_a_deadline(tmp_path: Path) -> No
         ahead.start()
         assert storage.stands.wait(DEADLINE_S)
         assert len(temporary(tmp_path)) == 1
-        assert ahead.take(publication, timeout_s=0.01) is None
+        assert take(ahead, publication, timeout_s=0.01) is None
         assert temporary(tmp_path) == []  # already: the process may end before storage lets go
         storage.go.set()
         assert ahead.settled.wait(DEADLINE_S)
@@ -417,7 +458,7 @@ def test_a_system_without_a_thread_to_give_is_done_without(
     ahead = written_ahead(tmp_path, publication)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     ahead.start()
-    assert ahead.take(publication, timeout_s=DEADLINE_S) is None
+    assert take(ahead, publication, timeout_s=DEADLINE_S) is None
 
 
 # --- two ranks ------------------------------------------------------------------------------------

@@ -1,17 +1,19 @@
 """Metadata that is written ahead of the commit, for structures that were saved before.
 
-Training waits for the commit's writes. Most metadata of a known structure equals that of the last
-save; it goes to a draft while the writer process writes the shard files. The commit appends the
-part of this checkpoint and publishes the draft. If the expected metadata differs, the draft is
-removed and the commit writes its own.
+Training waits for the commit's writes. The pickle of a known structure, and the index up to its
+tables, are known before the files are written; they go to a draft while the writer process writes
+the shard files. The commit appends the rest and publishes the draft. If the expected metadata
+differs, the draft is removed and the commit writes its own.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
+
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from nostall._commit.publication import Publication
 from nostall._storage.deadlines import remove_in_time
@@ -48,14 +50,22 @@ class WrittenAhead:
         directory: The checkpoint directory.
         metadata_name: Name of the metadata file.
         publication: The expected metadata.
+        storage_meta: DCP's part that is specific to this save.
         sync: Whether the draft has to be durable.
     """
 
     def __init__(
-        self, directory: str, metadata_name: str, publication: Publication, *, sync: bool
+        self,
+        directory: str,
+        metadata_name: str,
+        publication: Publication,
+        storage_meta: StorageMeta | None,
+        *,
+        sync: bool,
     ) -> None:
         self._draft: Draft = PosixStorage(directory, sync=sync).draft(metadata_name)
         self._publication = publication
+        self._content = publication.content_before_files(storage_meta)
         self._lock = threading.Lock()
         self._state = _State.WAITING
         self.settled = threading.Event()
@@ -73,15 +83,18 @@ class WrittenAhead:
             self._end()
             self.settled.set()
 
-    def take(self, publication: Publication, *, timeout_s: float) -> Draft | None:
-        """The draft with the whole program of the publication, now the caller's, or ``None``.
+    def take(
+        self, publication: Publication, content: Sequence[bytes], *, timeout_s: float
+    ) -> Draft | None:
+        """The draft with the first pieces of the content, now the caller's, or ``None``.
 
         Args:
-            publication: The metadata to publish. The draft is removed if it differs from the
-                expected one.
+            publication: The metadata to publish.
+            content: The pieces of the file. The draft is removed if they, or the publication,
+                differ from the expected ones.
             timeout_s: How long to wait for the draft.
         """
-        if publication is self._publication:
+        if publication is self._publication and self._begins(content):
             if self._state is _State.WRITING:
                 self.settled.wait(timeout_s)
             if self._move(_State.WRITTEN, _State.OVER):
@@ -90,6 +103,9 @@ class WrittenAhead:
                 self._discard()  # removed or replaced from outside
         self.drop()
         return None
+
+    def _begins(self, content: Sequence[bytes]) -> bool:
+        return tuple(content[: len(self._content)]) == self._content
 
     def drop(self) -> None:
         """Remove the draft. Idempotent; if storage hangs, the removal ends in the background."""
@@ -120,7 +136,7 @@ class WrittenAhead:
         is_whole = False
         try:
             if self._state is _State.WRITING:
-                self._draft.append(self._publication.program)
+                self._draft.append(self._content)
                 is_whole = True
         except Exception as error:  # the commit writes it again and reports storage errors
             _log.debug("metadata is not written ahead: path=%s: %s", self._draft.where, error)

@@ -66,6 +66,11 @@ class Publication:
         rest = pickle.dumps({"storage_meta": storage_meta}, protocol=_PROTOCOL)
         return (*self.program, rest[_PROTO_NBYTES:-1] + pickle.BUILD + pickle.STOP)
 
+    def content_before_files(self, storage_meta: StorageMeta | None) -> tuple[bytes, ...]:
+        """The same, and the index up to its tables: what is known before the files are written."""
+        content = self.content(storage_meta)
+        return content if self.index is None else (*content, self.index.body)
+
     def renamed(self, names: Mapping[str, str]) -> Publication | None:
         """The same with other names of shard files; ``None`` if names in the pickle are ambiguous.
 

@@ -63,7 +63,7 @@ class FinishedMetadata:
     """The content of a metadata file."""
 
     content: Sequence[bytes]
-    """In pieces; those of the publication's program come first."""
+    """In pieces; those of :meth:`Publication.content_before_files` come first, with a manifest."""
     storage_meta: StorageMeta | None
     """DCP's part that is specific to this save."""
     left: frozenset[str]
@@ -163,7 +163,9 @@ def publish(
                 finished.content,
                 metadata_name=name,
                 replaced_files=unused,
-                draft=None if ahead is None else ahead.take(publication, timeout_s=timeout_s),
+                draft=None
+                if ahead is None
+                else ahead.take(publication, finished.content, timeout_s=timeout_s),
                 at=at,
             )
             paths = [storage.where(each) for each in names]

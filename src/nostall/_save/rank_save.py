@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -122,6 +123,7 @@ class RankSave:
         known: session.KnownSave,
         sources: list[torch.Tensor | bytes],
         expected: Publication | None = None,
+        storage_meta: StorageMeta | None = None,
     ) -> None:
         """As :meth:`prepare`, for a structure that was saved before.
 
@@ -129,13 +131,14 @@ class RankSave:
             known: The reusable part of that save.
             sources: One per item of the plan: the live tensor, or the bytes.
             expected: On the coordinator, the publication if file names are those of the last save.
+            storage_meta: There, DCP's part of the metadata that is specific to this save.
         """
         # Looked up a moment ago on the coordinator: one thread for storage less.
         with self._target(known.share.plan, replaces=self._may_replace) as target:
             prepared = session.prepare_known(known, sources, target=target, engine=default_engine())
             split = SplitSave(prepared)
             if expected is not None:
-                split.ahead = _written_ahead(expected, prepared, self.settings)
+                split.ahead = _written_ahead(expected, storage_meta, prepared, self.settings)
         self._state = split
 
     def learn(self, state_dict: dict[str, Any], flat: dict[str, Any]) -> session.KnownSave | None:
@@ -338,11 +341,15 @@ def _write(prepared: session.PreparedSave, engine: Engine) -> RankReport:
 
 
 def _written_ahead(
-    expected: Publication, prepared: session.PreparedSave, settings: WriterSettings
+    expected: Publication,
+    storage_meta: StorageMeta | None,
+    prepared: session.PreparedSave,
+    settings: WriterSettings,
 ) -> WrittenAhead | None:
     """Metadata to write ahead; ``None`` if it is short or this rank's files are unexpected."""
     is_expected = prepared.known is not None and expected.files.issuperset(prepared.files)
     if not (is_expected and is_worth_it(expected)):
         return None
     name = os.path.basename(settings.metadata_path)
-    return WrittenAhead(settings.directory, name, expected, sync=settings.options.sync_files)
+    sync = settings.options.sync_files
+    return WrittenAhead(settings.directory, name, expected, storage_meta, sync=sync)

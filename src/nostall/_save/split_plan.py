@@ -176,7 +176,8 @@ def _prepare_known(
             return False
         set_up_writer(writer, known.share.plan, session)
         expected = None if metadata is None else cache.known_results.expected(metadata)
-        writer._rank_save.prepare_known(known, sources, expected)
+        storage_meta = None if expected is None else writer.storage_meta()
+        writer._rank_save.prepare_known(known, sources, expected, storage_meta)
     except Exception as error:  # finalising reports it to every rank
         arguments.fail_later(error)
     return True
