@@ -78,7 +78,7 @@ def look_through(archive: BinaryIO) -> None:
     if not is_stored or sum(entry.file_size for entry in entries) > nbytes:
         raise Broken("its records are compressed, or longer than the archive")
     archive.seek(0)
-    require_harmless(_torch.pickle_in(archive))
+    require_harmless(_torch.pickle_in(archive), nbytes)
     archive.seek(0)
 
 
