@@ -309,8 +309,12 @@ def test_a_damaged_newest_step_is_skipped_and_a_named_one_is_not(
     damage = "the step is damaged: __0_0.distcp: has 10 bytes, expected"
     assert f"skipped {manager.path(2)}: {damage}" in caplog.text
     for step in (2, 3):
-        with pytest.raises(ReadError, match=f"step {step} has no complete checkpoint"):
+        with pytest.raises(ReadError, match=f"step {step} has no complete checkpoint") as raised:
             manager.restore(numbered(0), step=step)
+        assert raised.value.message.endswith("there is no such step") == (step == 3)
+        assert (f"`nostall verify {manager.path(step)}`" in str(raised.value.hint)) == (step == 2)
+        others = {2: "[1]", 3: "[1, 2]"}[step]
+        assert f"directories of other committed steps: {others}" in str(raised.value.hint)
     manager.close()
 
 
@@ -393,8 +397,14 @@ def test_a_renamed_or_copied_step_is_skipped(
     assert is_step(state, 1)
     why = "the directory was renamed or copied: it holds step 2, whose directory is step-000000002"
     assert caplog.text.count(f"skipped {manager.path(7)}: {why}") == 1
-    with pytest.raises(ReadError, match="step 7 has no complete checkpoint: the directory was ren"):
+    with pytest.raises(
+        ReadError, match="step 7 has no complete checkpoint: the directory was ren"
+    ) as wrong:
         manager.restore(numbered(0), step=7, verify=verify)
+    assert wrong.value.hint == (
+        "rename it to step-000000002 if that is not there;"
+        " directories of other committed steps: [1, 2]"
+    )
     shutil.rmtree(tmp_path / (NAMES % 1))
     shutil.rmtree(tmp_path / (NAMES % 2))
     with pytest.raises(DamagedCheckpointError, match=r"damaged or renamed: \[7\]") as raised:

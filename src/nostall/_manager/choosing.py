@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from nostall._manager.contents import About, read_about
 from nostall._manager.steps import StepDirectories, held, name_of
@@ -160,8 +160,7 @@ def choose_step(
             f"step {step} has no complete checkpoint: {about.why}",
             phase="read",
             path=steps.path(step),
-            hint=f"the highest committed steps: {steps.committed()[-5:]};"
-            " `nostall verify` lists all damage",
+            hint=_next_step(steps, step, about),
         )
     unknown: UnknownMetadataError | OSError | None = None
     misnamed: dict[int, int] = {}
@@ -192,7 +191,7 @@ def choose_step(
 class _Absent:
     """A step that is not committed."""
 
-    why: ClassVar[str] = "it is not committed"
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +219,20 @@ class _Misnamed:
         )
 
 
+def _next_step(steps: StepDirectories, step: int, why: _Absent | _Damaged | _Misnamed) -> str:
+    """What to do if ``step`` was asked for and cannot be restored."""
+    others = [each for each in steps.committed() if each != step][-5:]
+    instead = f"directories of other committed steps: {others}" if others else "no other is there"
+    match why:
+        case _Absent():
+            return instead
+        case _Damaged():
+            commands = " and ".join(f"`nostall verify {path}`" for path in steps.checkpoints(step))
+            return f"for all damage run {commands}; {instead}"
+        case _Misnamed(holds):
+            return f"rename it to {name_of(holds)} if that is not there; {instead}"
+
+
 def _described(
     steps: StepDirectories, step: int, hold: ExitStack
 ) -> About | _Absent | _Damaged | _Misnamed:
@@ -228,7 +241,8 @@ def _described(
     The description is of this step: ``about.step == step``.
     """
     if not hold.enter_context(held(steps.path(step))) or steps.committed_at_s(step) is None:
-        return _Absent()
+        is_there = step in steps.listed()
+        return _Absent("it is not committed" if is_there else "there is no such step")
     why = steps.why_incomplete(step)
     if why is not None:
         steps.require_answers(step)
