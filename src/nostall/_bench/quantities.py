@@ -21,8 +21,11 @@ _UNITS = {
     "G": 1 << 30,
     "GIB": 1 << 30,
     "GB": 10**9,
+    "T": 1 << 40,
+    "TIB": 1 << 40,
+    "TB": 10**12,
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_nbytes(text: str) -> int:
@@ -34,7 +37,9 @@ def parse_nbytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match.group(2).upper()) if match else None
     if match is None or unit is None:
-        raise ValueError(f"{text!r} is not a size; write 512MiB, 1GiB, 100MB or a number of bytes")
+        raise ValueError(
+            f"{text!r} is not a size; write 512MiB, 1GiB, 2TiB, 100MB or a number of bytes"
+        )
     nbytes = int(float(match.group(1)) * unit)
     if nbytes < 1:
         raise ValueError(f"{text!r} is less than one byte")
@@ -43,9 +48,10 @@ def parse_nbytes(text: str) -> int:
 
 def format_nbytes(nbytes: float) -> str:
     """Bytes in the largest binary unit that leaves at least one of it."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if abs(nbytes) >= unit:
-            return f"{nbytes / unit:.4g} {name}"
+            number = nbytes / unit
+            return f"{number:,.0f} {name}" if abs(number) >= 1024 else f"{number:.4g} {name}"
     return f"{nbytes:.0f} B"
 
 

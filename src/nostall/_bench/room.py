@@ -54,7 +54,8 @@ def why_no_room(needed: int, *, root: str = "/") -> str | None:
         return None
     return (
         f"this run needs about {format_nbytes(needed)} of memory, and {format_nbytes(available)}"
-        " are available; pass smaller --bytes, or to measure saves fewer --contenders"
+        " are available; pass smaller --bytes, or, to measure saves, fewer"
+        " --contenders"
     )
 
 
