@@ -34,8 +34,9 @@ _STATUS = {
     OptionError: Status.WRONG_ARGUMENTS,
 }
 _STATUSES = (
-    "exit status: 0 fine; 1 damaged, different or failed; 2 wrong arguments; 3 no checkpoint there;"
-    " 4 metadata not understood"
+    "exit status: 0 fine; 1 damaged, different or failed; 2 wrong arguments; 3 no checkpoint there,"
+    " or no such directory; 4 metadata not understood; 130 interrupted; 141 the reader of the"
+    " output has ended"
 )
 
 
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subparser = commands.add_parser(
             name, help=command.HELP, description=command.DESCRIPTION, allow_abbrev=False
         )
-        subparser.set_defaults(run=command.run)
+        subparser.set_defaults(run=command.run, refuse=subparser.error)
         command.add_arguments(subparser)
     with ExitStack() as opened:
         opened.enter_context(warnings.catch_warnings())
@@ -67,7 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not given:
             parser.print_help(sys.stderr)
             return Status.WRONG_ARGUMENTS
-        return _run(parser.parse_args(given, argparse.Namespace(given=given)))
+        parsed, unknown = parser.parse_known_args(given, argparse.Namespace(given=given))
+        if unknown:
+            # parse_args would show the usage of all commands, whichever this one is.
+            refuse = parsed.refuse if given[0] == parsed.command else parser.error
+            refuse(f"unrecognized arguments: {' '.join(unknown)}")
+        return _run(parsed)
 
 
 def _run(parsed: argparse.Namespace) -> int:

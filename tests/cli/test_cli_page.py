@@ -13,6 +13,7 @@ import pytest
 
 import nostall
 from cli.conftest import Run
+from nostall._cli.arguments import Status
 from nostall.cli import _COMMANDS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
@@ -76,6 +77,16 @@ def script(block: str) -> str:
         timeout=100,
         check=True,
     ).stdout
+
+
+def test_the_page_and_the_help_list_the_same_exit_statuses(run: Run) -> None:
+    """All that the code has."""
+    table = PAGE.split("| exit status |")[1].split("\n\n")[0]
+    on_page = set(
+        re.findall(r"\d+", " ".join(re.findall(r"^\| ([\d, ]+) \|", table, re.MULTILINE)))
+    )
+    in_help = set(re.findall(r"\d+", run("--help")[1].split("exit status:")[1]))
+    assert on_page == in_help == {str(status.value) for status in Status}
 
 
 def test_the_page_lists_every_command(run: Run) -> None:

@@ -119,7 +119,7 @@ COMMANDS: list[list[str]] = [
 def test_nothing_there_is_an_exit_status(tmp_path: Path, run: Run, command: list[str]) -> None:
     """3, and one line on standard error that says what is missing; 2 for a file.
 
-    The same for all commands: an empty directory, none, a broken link.
+    1 for a broken link, also before the last name: a volume that is not mounted looks like that.
     """
     file, link, empty = tmp_path / "file", tmp_path / "link", tmp_path / "empty"
     file.touch()
@@ -128,7 +128,8 @@ def test_nothing_there_is_an_exit_status(tmp_path: Path, run: Run, command: list
     for path, expected, why in (
         (empty, 3, " in it" if command[0] in ("ls", "latest", "prune") else "committed here"),
         (tmp_path / "nowhere", 3, "no such directory"),
-        (link, 3, "the symbolic link is broken"),
+        (link, 1, f"the symbolic link {link} is broken"),
+        (link / "job" / "checkpoints", 1, f"the symbolic link {link} is broken"),
         (file / "below", 3, "no such directory"),
         (file, 2, "not a directory"),
     ):
@@ -137,6 +138,36 @@ def test_nothing_there_is_an_exit_status(tmp_path: Path, run: Run, command: list
         assert (status, shown, error.count("\n")) == (expected, "", 1), error
         assert str(path) in error
         assert why in error
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        *(([word.replace("PATH", "") for word in command], "") for command in COMMANDS),
+        (["diff", ".", ""], "B"),
+        (["convert", "", "new"], "SOURCE"),
+        (["convert", ".", ""], "TARGET"),
+        (["bench", "--directory", ""], "--directory"),
+        (["bench", "--json", ""], "--json"),
+        (["bench", "--plot", ""], "--plot"),
+    ],
+    ids=str,
+)
+def test_an_empty_path_is_a_wrong_argument(run: Run, command: list[str], name: str) -> None:
+    """A script whose variable is not set must not take it for a start from scratch."""
+    status, shown, error = run(*command)
+    assert (status, shown) == (2, "")
+    assert f"argument {name}" in error
+    assert error.endswith(": the path is empty; is a variable not set?\n")
+
+
+def test_a_broken_link_is_not_converted(tmp_path: Path, run: Run) -> None:
+    """As for the other commands, 1: something stands for what is not there."""
+    link = tmp_path / "link"
+    link.symlink_to("nothing")
+    status, shown, error = run("convert", link, tmp_path / "new")
+    assert (status, shown) == (1, "")
+    assert error.startswith(f"nostall: {link}: the symbolic link {link} is broken")
 
 
 def test_verification_of_nothing_as_json(tmp_path: Path, run: Run) -> None:
@@ -282,6 +313,28 @@ def test_errors_begin_with_the_path(tmp_path: Path, run: Run) -> None:
     assert status == 1
     assert error.startswith(f"nostall: {tmp_path / '.metadata'}: ")
     assert "phase=" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "usage"),
+    [
+        (["ls", ".", "--js"], "nostall ls [-h] "),
+        (["verify", ".", "--fast", "a", "b"], "nostall verify [-h] "),
+        (["bench", "--li"], "nostall bench [-h] "),
+        (["--js", "ls", "."], "nostall [-h] "),
+    ],
+    ids=["ls", "verify", "bench", "none"],
+)
+def test_unknown_options_are_answered_with_the_usage_of_the_command(
+    run: Run, arguments: list[str], usage: str
+) -> None:
+    """And with what was not recognised, as its last line."""
+    status, shown, error = run(*arguments)
+    assert (status, shown) == (2, "")
+    assert error.startswith(f"usage: {usage}")
+    unknown = " ".join(word for word in arguments[1:] if word != ".") or arguments[0]
+    unknown = arguments[0] if arguments[0].startswith("-") else unknown
+    assert error.endswith(f": error: unrecognized arguments: {unknown}\n")
 
 
 def test_no_command_is_answered_with_help(run: Run) -> None:

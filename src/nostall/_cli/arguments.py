@@ -59,6 +59,17 @@ def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
     return parsed
 
 
+def not_empty(text: str) -> str:
+    """A type for argparse: a path. An empty one, of a variable that is not set, is none.
+
+    Raises:
+        ArgumentTypeError: The text is empty.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty; is a variable not set?")
+    return text
+
+
 def at_least(least: int) -> Callable[[str], int]:
     """A type for argparse: a whole number that is not lower."""
 

@@ -16,7 +16,7 @@ from nostall._bench.options import (
     RestartOptions,
 )
 from nostall._bench.quantities import format_nbytes, parse_nbytes
-from nostall._cli.arguments import at_least, checked
+from nostall._cli.arguments import at_least, checked, not_empty
 
 HELP = "measure nostall, its peers and the machine's limits side by side"
 DESCRIPTION = (
@@ -57,7 +57,6 @@ _UNUSED: dict[str, dict[str, str]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.set_defaults(refuse=parser.error)
     add = parser.add_argument
     _add_kinds(parser)
     sizes = DEFAULT_NBYTES.items()
@@ -88,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=checked(_directory),
         help="existing directory to write in (default: the current one)",
     )
-    add("--json", type=Path, metavar="FILE", help="store every sample")
+    add("--json", type=_file, metavar="FILE", help="store every sample")
     add(
         "--idle-rounds",
         type=at_least(0),
@@ -124,7 +123,7 @@ def _add_options_of_saves(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("only for saves").add_argument
     add(
         "--plot",
-        type=Path,
+        type=_file,
         metavar="FILE.png",
         help="draw the times, and a timeline of steps; needs matplotlib",
     )
@@ -170,9 +169,13 @@ def _default(name: str) -> str:
 
 
 def _directory(text: str) -> Path:
-    if not Path(text).is_dir():
+    if not Path(not_empty(text)).is_dir():
         raise ValueError(f"{text!r} is not an existing directory")
     return Path(text)
+
+
+def _file(text: str) -> Path:
+    return Path(not_empty(text))
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 
-from nostall._cli.arguments import NotThere, Status
+from nostall._cli.arguments import NotThere, Status, not_empty
+from nostall._cli.checkpoints.listing import require_no_broken_link
 from nostall._cli.output import counted, printable
 from nostall._storage.destination import require_file_system
 from nostall.errors import OptionError
@@ -27,8 +28,9 @@ _OTHER_FORMATS = (".safetensors", ".gguf", ".onnx", ".h5", ".npz", ".npy", ".dis
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("source", metavar="SOURCE", help="checkpoint directory, or file")
-    parser.add_argument("target", metavar="TARGET", help="new file, or new directory")
+    add = parser.add_argument
+    add("source", type=not_empty, metavar="SOURCE", help="checkpoint directory, or file")
+    add("target", type=not_empty, metavar="TARGET", help="new file, or new directory")
     parser.add_argument(
         "--trust",
         action="store_true",
@@ -40,6 +42,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Convert in the direction that SOURCE says."""
     for path in (parsed.source, parsed.target):
         require_file_system(path)
+    require_no_broken_link(parsed.source)
     if not os.path.lexists(parsed.source):
         raise NotThere(f"{parsed.source}: no such file or directory")
     if os.path.lexists(parsed.target):

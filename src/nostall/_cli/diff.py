@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nostall._cli.arguments import Status, add_json, add_name_filter, matches, require_chosen
+from nostall._cli.arguments import (
+    Status,
+    add_json,
+    add_name_filter,
+    matches,
+    not_empty,
+    require_chosen,
+)
 from nostall._cli.output import counted, print_json, printable, progress
 
 if TYPE_CHECKING:
@@ -42,8 +49,8 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("a", metavar="A", help="checkpoint directory")
-    parser.add_argument("b", metavar="B", help="another one")
+    parser.add_argument("a", type=not_empty, metavar="A", help="checkpoint directory")
+    parser.add_argument("b", type=not_empty, metavar="B", help="another one")
     parser.add_argument("--values", action="store_true", help="compare values bit by bit, too")
     add_name_filter(parser)
     add_json(parser)

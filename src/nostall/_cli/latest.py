@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from nostall._cli.arguments import NotThere, Status
+from nostall._cli.arguments import NotThere, Status, not_empty
 from nostall._cli.checkpoints.listing import (
     elsewhere,
     require_no_checkpoint,
@@ -20,13 +20,15 @@ DESCRIPTION = (
     "Print the path of the last committed checkpoint directly in ROOT, symbolic links included,"
     " that is complete: its metadata is intact, and its files have their sizes; with --deep, every"
     " byte is as it was written. Exit status: 3 if no checkpoint was committed there, 1 if all are"
-    " damaged, 2 if ROOT is a file or a checkpoint itself."
+    " damaged or ROOT is a broken symbolic link, 2 if ROOT is a file or a checkpoint itself."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("root", metavar="ROOT", help="directory of checkpoint directories")
+    parser.add_argument(
+        "root", type=not_empty, metavar="ROOT", help="directory of checkpoint directories"
+    )
     parser.add_argument("--deep", action="store_true", help="compare every byte, as verify does")
 
 

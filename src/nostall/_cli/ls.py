@@ -7,7 +7,7 @@ import os
 import time
 from dataclasses import asdict
 
-from nostall._cli.arguments import NotThere, Status, add_json
+from nostall._cli.arguments import NotThere, Status, add_json, not_empty
 from nostall._cli.checkpoints.listing import Listed, list_checkpoints, list_links, look_at
 from nostall._cli.output import format_age, format_size, print_json, print_table
 
@@ -21,7 +21,9 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("root", metavar="ROOT", help="directory of checkpoint directories")
+    parser.add_argument(
+        "root", type=not_empty, metavar="ROOT", help="directory of checkpoint directories"
+    )
     add_json(parser)
 
 

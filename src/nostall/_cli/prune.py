@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nostall._cli.arguments import NotThere, Status, add_json, checked
+from nostall._cli.arguments import NotThere, Status, add_json, checked, not_empty
 from nostall._cli.checkpoints.listing import (
     Listed,
     State,
@@ -48,7 +48,9 @@ _USAGE = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("root", metavar="ROOT", help="directory of checkpoint directories")
+    parser.add_argument(
+        "root", type=not_empty, metavar="ROOT", help="directory of checkpoint directories"
+    )
     parser.add_argument(
         "--keep",
         type=checked(parse_rules),

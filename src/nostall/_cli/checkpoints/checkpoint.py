@@ -133,7 +133,7 @@ def read_checkpoint(path: str) -> Checkpoint:
         DamagedCheckpointError: The metadata fails its checksum, or an item has no place.
         UnknownMetadataError: The metadata has parts that DCP metadata does not have.
         UntrustedMetadataError: The metadata is malformed.
-        ReadError: The metadata is too large.
+        ReadError: The metadata is too large, or a symbolic link in the path is broken.
         OSError: It cannot be read.
         OptionError: The path is that of a file, or in an object store.
     """

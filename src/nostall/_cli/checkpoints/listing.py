@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 
 from nostall._cli.arguments import NotThere
 from nostall._cli.output import counted
@@ -91,7 +92,7 @@ def list_checkpoints(root: str) -> list[Listed]:
 
     Raises:
         NotThere: ``root`` does not exist.
-        ReadError: It cannot be read.
+        ReadError: It cannot be read, or a symbolic link in its path is broken.
         OptionError: It is a file, or in an object store.
     """
     require_no_file(root)
@@ -154,10 +155,30 @@ def require_no_file(path: str) -> None:
 
     Raises:
         OptionError: It is a file's, or in an object store.
+        ReadError: A symbolic link in it is broken, as that to a volume that is not mounted is.
     """
     require_file_system(path)
+    require_no_broken_link(path)
     if os.path.exists(path) and not os.path.isdir(path):
         raise OptionError("not a directory", path=path)
+
+
+def require_no_broken_link(path: str) -> None:
+    """Require that no symbolic link in a path leads nowhere: it stands for something.
+
+    Raises:
+        ReadError: One does.
+    """
+    if os.path.exists(path):
+        return
+    whole = Path(os.path.abspath(path))
+    for each in (whole, *whole.parents):
+        if each.is_symlink() and not each.exists():
+            raise ReadError(
+                f"the symbolic link {each} is broken",
+                path=path,
+                hint=f"mount or make {os.readlink(each)}, or remove the link",
+            )
 
 
 def require_no_checkpoint(root: str) -> None:
@@ -175,9 +196,7 @@ def require_no_checkpoint(root: str) -> None:
 
 def why_not_there(path: str) -> str:
     """Why there is no checkpoint at a path, for messages."""
-    if os.path.isdir(path):
-        return "no checkpoint was committed here"
-    return "the symbolic link is broken" if os.path.islink(path) else "no such directory"
+    return "no checkpoint was committed here" if os.path.isdir(path) else "no such directory"
 
 
 def elsewhere(path: str) -> str:
