@@ -4,9 +4,8 @@ document.addEventListener("DOMContentLoaded", () => {
     const columns = [...table.querySelectorAll("th")].map((head) => head.textContent.trim());
     if (columns.length < 2 || columns.length > 4) continue;
     for (const row of table.querySelectorAll("tbody tr"))
-      [...row.cells].slice(1).forEach((cell, number) => {
-        if (columns[number + 1] && cell.textContent.trim())
-          cell.dataset.column = columns[number + 1];
+      [...row.cells].forEach((cell, number) => {
+        if (columns[number] && cell.textContent.trim()) cell.dataset.column = columns[number];
       });
   }
 });

@@ -1,6 +1,6 @@
 """``FileSystemWriterAsync``: DCP's file system writer, with nostall's copy, write and commit.
 
-Three entry points, one pipeline (``nostall._save.session``):
+Three entry points lead to one pipeline:
 
 * ``dcp.save(..., storage_writer=w)`` calls :meth:`~FileSystemWriterAsync.write_data`, which writes
   in this process;

@@ -1,7 +1,7 @@
 """Verification of checkpoints, by their manifest or by the checksums that ``torch.save`` stores.
 
 These functions only read: they change no file, and execute nothing that they read (metadata goes
-through the allow-list of :mod:`nostall._commit.metadata`).
+through an allow-list).
 """
 
 from __future__ import annotations
