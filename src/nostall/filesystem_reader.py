@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -17,11 +18,12 @@ from torch.futures import Future
 from nostall import _torch
 from nostall._commit.metadata_pickle import no_collection
 from nostall._describe.description import Description, describe
+from nostall._model.interrupts import uninterrupted
 from nostall._model.reads import ReadCounter, listed
 from nostall._ranks.exchange import GroupPeers, require_cpu_members
 from nostall._read.counted import CountedFiles
 from nostall._read.items.load import read_items
-from nostall._read.plan import Wanted, nbytes_by_archive, nbytes_of, rows_of
+from nostall._read.plan import Wanted, nbytes_by_archive, nbytes_of_all, rows_of
 from nostall._read.read_once import read_shared
 from nostall._read.sharing import Member, Share, all_want_to_share, share
 from nostall._storage.destination import require_file_system
@@ -54,7 +56,8 @@ class FileSystemReader(dcp.FileSystemReader):
     reader itself.
 
     Args:
-        path: Checkpoint directory.
+        path: Checkpoint directory. A link is followed once in a load, by each rank for itself, when
+            metadata are read; errors name the directory that it led to.
         verify: ``"crc"`` compares the values of each tensor with the CRC-32 in the file before the
             planner gets it; then of a slice the whole stored tensor is read. Objects are not
             compared, nor tensors saved without checksums; :func:`nostall.verify` reads every byte.
@@ -91,6 +94,13 @@ class FileSystemReader(dcp.FileSystemReader):
         self._peers = None if process_group is None else GroupPeers(process_group)
         self._progress = progress
         self._stored: dict[str, Any] = {}
+        self._directory: str | None = None
+        """Where metadata and files are read: the path may be a link that is switched meanwhile."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin with another load, or another checkpoint."""
+        super().reset(checkpoint_id)
+        self._directory = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's metadata.
@@ -119,11 +129,20 @@ class FileSystemReader(dcp.FileSystemReader):
     @contextmanager
     def _opened(self, rank: int | None) -> Iterator[tuple[Source, str]]:
         """The metadata file, and its path."""
+        self._directory = os.path.realpath(self.path)
         name = _torch.METADATA_NAME if rank is None else f"__{rank}{_torch.METADATA_NAME}"
-        path = os.path.realpath(os.path.join(self.path, name))
+        path = os.path.realpath(os.path.join(self._directory, name))
         directory, name = os.path.split(path)
-        with closing(PosixFiles(directory).open(name)) as source:
+        with ExitStack() as opened:
+            with uninterrupted():
+                source = opened.enter_context(closing(PosixFiles(directory).open(name)))
             yield source, path
+
+    def _resolved(self) -> str:
+        """The directory that metadata were read from, if they were."""
+        if self._directory is None:
+            self._directory = os.path.realpath(self.path)
+        return self._directory
 
     def _description_in(self, source: Source, path: str) -> Description:
         return describe(source, path)
@@ -179,19 +198,23 @@ class FileSystemReader(dcp.FileSystemReader):
         with no_collection():
             self._read(wanted, planner, plan.storage_data)
         if transformed:
-            super().read_data(replace(plan, items=transformed), planner).wait()
+            stock = copy.copy(self)
+            stock.path = self._resolved()
+            super(FileSystemReader, stock).read_data(
+                replace(plan, items=transformed), planner
+            ).wait()
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     def _read(self, wanted: list[Wanted], planner: LoadPlanner, shared: object) -> None:
-        path = os.fspath(self.path)
+        path = self._resolved()
         threads, verify = self._threads, self._verify
         rank, count = _place_of_this_rank()
         # Other ranks of this host may need the same; with a group each byte is read by one of them.
         is_read_once = count == 1 or self._peers is not None
         files = (UncachedFiles if is_read_once else PosixFiles)(path)
-        total = sum(nbytes_of(each, self._rows_of) for each in wanted)
+        total = nbytes_of_all(wanted, self._rows_of)
         counter = ReadCounter(total, self._progress)
         with listed(path, rank, counter):
             if isinstance(shared, Share):
@@ -216,6 +239,7 @@ class FileSystemReader(dcp.FileSystemReader):
                 rank=rank,
                 world_size=count,
             )
+            counter.finish()
 
     def _wanted(self, plan: LoadPlan) -> tuple[list[Wanted], list[ReadItem]]:
         """The items and their places; and items that only stock's reader can read."""
@@ -226,7 +250,7 @@ class FileSystemReader(dcp.FileSystemReader):
                 raise DamagedCheckpointError(
                     f"the metadata names no file for {item.storage_index.fqn}",
                     phase="read",
-                    path=os.path.join(self.path, _torch.METADATA_NAME),
+                    path=os.path.join(self._resolved(), _torch.METADATA_NAME),
                     hint="load another checkpoint",
                 )
             if getattr(place, "transform_descriptors", None):

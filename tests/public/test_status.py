@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,36 @@ def test_of_a_slice_only_its_rows_are_to_be_read(tmp_path: Path) -> None:
     assert bool((target == 1).all())
     assert {total for _, total in reported} == {reported[-1][0]}
     assert 40_000 <= reported[-1][1] < 45_000
+
+
+class InSlices(dcp.DefaultLoadPlanner):
+    """Plans to load each row by itself."""
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan(
+            [
+                replace(
+                    item,
+                    dest_offsets=torch.Size((row, 0)),
+                    storage_offsets=torch.Size((row, 0)),
+                    lengths=torch.Size((1, item.lengths[1])),
+                )
+                for item in super().create_local_plan().items
+                for row in range(item.lengths[0])
+            ]
+        )
+
+
+def test_what_several_slices_need_counts_once(tmp_path: Path) -> None:
+    """The progress of a load ends at its total."""
+    dcp.save({"t": torch.ones(10, 100)}, checkpoint_id=tmp_path, no_dist=True)
+    reported: list[tuple[int, int]] = []
+    reader = nostall.FileSystemReader(tmp_path, progress=lambda *each: reported.append(each))
+    target = torch.zeros(10, 100)
+    dcp.load({"t": target}, storage_reader=reader, planner=InSlices(), no_dist=True)
+    assert bool((target == 1).all())
+    nbytes = sum(place.length for place in reader.storage_data.values())
+    assert reported[-1] == (nbytes, nbytes)
 
 
 class Slice(dcp.DefaultLoadPlanner):

@@ -393,8 +393,9 @@ def test_the_planner_is_called_as_by_stock(tmp_path: Path) -> None:
         )
 
 
-def test_many_files_are_not_open_at_once(tmp_path: Path) -> None:
-    """A checkpoint of more ranks than a process may open files."""
+@pytest.mark.parametrize("descriptors", [40, 3])
+def test_many_files_are_not_open_at_once(tmp_path: Path, descriptors: int) -> None:
+    """A checkpoint of many more ranks than a process may open files."""
     state = {f"x{number}": torch.full((8,), number) for number in range(400)}
     save_stock_way(tmp_path, {})
     metadata = read_metadata(tmp_path)
@@ -409,12 +410,40 @@ def test_many_files_are_not_open_at_once(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     loaded = empty_like(state)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 150, hard))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + descriptors, hard)
+    )
     try:
         load(loaded, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert same(loaded, state)
+
+
+@pytest.mark.parametrize("extensions", [[], [Zlib()]], ids=["plain", "transformed"])
+def test_a_link_that_is_switched_meanwhile_is_followed_once(
+    tmp_path: Path, extensions: list[Any]
+) -> None:
+    """Metadata and values are from one checkpoint; the next load follows the link again."""
+    for step in (1, 2):
+        writer = dcp.FileSystemWriter(tmp_path / f"{step}", _extensions=extensions)
+        state = {"a": torch.full((step,), float(step)), "b": torch.full((100_000,), float(step))}
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    link = tmp_path / "latest"
+    link.symlink_to("1")
+
+    class Switching(dcp.DefaultLoadPlanner):
+        def create_local_plan(self) -> LoadPlan:
+            link.unlink()
+            link.symlink_to("2")
+            return super().create_local_plan()
+
+    reader = nostall.FileSystemReader(link)
+    reader.transforms = dcp.FileSystemReader(link, _extension_registry=_registry()).transforms
+    for step in (1, 2):
+        loaded = {"a": torch.zeros(step), "b": torch.zeros(100_000)}
+        dcp.load(loaded, storage_reader=reader, planner=Switching(), no_dist=True)
+        assert [value.unique().tolist() for value in loaded.values()] == [[step], [step]]
 
 
 def test_nothing_is_written_after_an_error(tmp_path: Path) -> None:

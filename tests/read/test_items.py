@@ -5,6 +5,7 @@ Stock is the judge of what is loaded.
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import signal
@@ -12,9 +13,13 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeAlias
 
 import pytest
@@ -26,10 +31,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem
 
 import nostall
+from nostall._memory.uploads import Memory, Uploads
+from nostall._read.items.archives import Archives
+from nostall._read.items.large import PIECE_NBYTES
+from nostall._read.items.opened import OpenFile
 from nostall._read.items.overlaps import overlapping
-from nostall._storage.posix_files import PosixSource
+from nostall._read.plan import Wanted
 from nostall.errors import DamagedCheckpointError, OptionError
 from nostall.filesystem_reader import Verify
+from support.interrupts import interrupted, takes_a_lock
 from support.states import read_metadata
 
 SIZES = pytest.mark.parametrize("count", [6, 100_000], ids=["small", "large"])
@@ -398,6 +408,37 @@ def test_sums_of_pieces_are_the_sum(tmp_path: Path, count: int) -> None:
         overwrite(file, at, before)
 
 
+def test_a_tensor_is_compared_with_its_checksum_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if all threads complete their last piece at the same time."""
+    save(tmp_path, {"x": torch.ones(2 * PIECE_NBYTES // 4)})
+    both, compared = threading.Barrier(2), []
+    into, require_intact = Uploads.into, Archives.require_intact
+
+    class Together:
+        """Memory whose parts are complete at the same time."""
+
+        def __init__(self, memory: Memory) -> None:
+            self._memory = memory
+            self.finish = memory.finish
+
+        @contextmanager
+        def part(self, begin: int, end: int) -> Iterator[memoryview]:
+            with self._memory.part(begin, end) as part:
+                yield part
+            both.wait(60)
+
+    def comparing(*arguments: Any) -> None:
+        compared.append(arguments)
+        require_intact(*arguments)
+
+    monkeypatch.setattr(Uploads, "into", lambda uploads, memory: Together(into(uploads, memory)))
+    monkeypatch.setattr(Archives, "require_intact", comparing)
+    load({"x": torch.zeros(2 * PIECE_NBYTES // 4)}, tmp_path, verify="crc", threads=2)
+    assert len(compared) == 1
+
+
 # --- errors of users ------------------------------------------------------------------------------
 
 
@@ -437,45 +478,146 @@ def test_targets_that_cannot_be_filled_are_named(
     error = caught.value.failures[0][0]
     assert isinstance(error, OptionError)
     assert "x" in error.message
+    assert "saving" not in str(error)
     assert error.phase == "read"
 
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------
 
 
+@contextmanager
+def noticing(notice: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C calls a function before it interrupts."""
+
+    def handle(*_: object) -> None:
+        notice()
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def reading_threads() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name.startswith("nostall-read")]
+
+
 @pytest.mark.parametrize("verify", ["none", "crc"])
 def test_ctrl_c_ends_a_load(
     tmp_path: Path, verify: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No thread reads on, files are closed, and targets do not change any more."""
-    count = 16 << 20
+    """Each thread reads one piece to its end, files are closed, and targets do not change then."""
+    count, threads = 16 << 20, 4
     save(tmp_path, {"x": torch.ones(count)})
     before = os.listdir("/proc/self/fd")
     asked, noticed = threading.Event(), threading.Event()
     read_afterwards: list[int] = []
-    read_into = PosixSource.read_into
+    fill = OpenFile.fill
 
-    def interrupting(source: PosixSource, offset: int, memory: memoryview) -> int:
+    def interrupting(
+        file: OpenFile, offset: int, memory: memoryview, items: Sequence[Wanted]
+    ) -> None:
         if offset >= 1 << 20 and not asked.is_set():
             asked.set()
             os.kill(os.getpid(), signal.SIGINT)
-            noticed.wait(60)
-        elif noticed.is_set():
+            assert noticed.wait(60)
+        if noticed.is_set():
             read_afterwards.append(len(memory))
-        return read_into(source, offset, memory)
+        fill(file, offset, memory, items)
 
-    def notice(*_: object) -> None:
-        noticed.set()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(PosixSource, "read_into", interrupting)
-    previous = signal.signal(signal.SIGINT, notice)
-    target = torch.zeros(count)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            nostall.load({"x": target}, tmp_path, verify=verify)
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    assert not [each for each in threading.enumerate() if each.name.startswith("nostall-read")]
+    monkeypatch.setattr(OpenFile, "fill", interrupting)
+    with noticing(noticed.set), pytest.raises(KeyboardInterrupt):
+        nostall.load({"x": torch.zeros(count)}, tmp_path, verify=verify, threads=threads)
+    assert not reading_threads()
     assert os.listdir("/proc/self/fd") == before
-    assert sum(read_afterwards) <= target.nbytes // 2
+    assert 0 < sum(read_afterwards) <= threads * PIECE_NBYTES
+
+
+def test_no_number_of_ctrl_c_leaves_a_thread_that_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load has ended once the last thread has; only then the caller gets its targets back."""
+    save(tmp_path, {"x": torch.ones(1 << 20)})
+    noticed, shutting, left = threading.Event(), threading.Event(), threading.Event()
+    complete: list[bool] = []
+    fill, shutdown = OpenFile.fill, ThreadPoolExecutor.shutdown
+
+    def interrupting(
+        file: OpenFile, offset: int, memory: memoryview, items: Sequence[Wanted]
+    ) -> None:
+        if not complete:
+            complete.append(False)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert noticed.wait(60)
+            assert shutting.wait(60)
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGINT)
+                left.wait(0.1)  # never set, unless the load ends before this read
+            fill(file, offset, memory, items)
+            complete.append(True)
+
+    def shutting_down(pool: ThreadPoolExecutor, **options: Any) -> None:
+        shutting.set()
+        shutdown(pool, **options)
+
+    monkeypatch.setattr(OpenFile, "fill", interrupting)
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shutting_down)
+    with noticing(noticed.set):
+        with pytest.raises(KeyboardInterrupt):
+            nostall.load({"x": torch.zeros(1 << 20)}, tmp_path, threads=1)
+        left.set()
+    assert complete == [False, True]
+    assert not reading_threads()
+
+
+def test_ctrl_c_while_files_are_opened_leaves_none_open(tmp_path: Path) -> None:
+    """Whatever line it comes at."""
+    state = {f"{number}": torch.ones(10) for number in range(3)}
+    save(tmp_path, state, files=3)
+    load(dict(state), tmp_path)
+    before = os.listdir("/proc/self/fd")
+    places = (f"items{os.sep}ahead.py", f"items{os.sep}opened.py", "posix_files.py", "_reader.py")
+
+    def happens(frame: FrameType, event: str) -> bool:
+        # Python looks for signals after calls, never between a generator's yield and its caller.
+        is_after_call = event == "c_return" or (
+            event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR
+        )
+        return is_after_call and frame.f_code.co_filename.endswith(places)
+
+    for at in count(1):
+        loaded: list[object] = []
+        with interrupted(at, happens), suppress(KeyboardInterrupt):
+            loaded.append(nostall.load(dict(state), tmp_path))
+        assert os.listdir("/proc/self/fd") == before, at
+        if loaded:
+            break
+    assert at > 40
+
+
+def test_repeated_ctrl_c_is_always_a_keyboard_interrupt(tmp_path: Path) -> None:
+    """A caller's ``except Exception`` does not swallow it, wherever it comes."""
+    state = {f"{number}": torch.ones(10) for number in range(3)}
+    save(tmp_path, state, files=3)
+
+    def takes_a_lock_of_the_pool(frame: FrameType, event: str) -> bool:
+        return takes_a_lock(frame, event) and any(
+            each.f_code.co_filename.endswith("workers.py") for each in _callers(frame)
+        )
+
+    for at in count(1):
+        loaded: list[object] = []
+        with interrupted(at, takes_a_lock_of_the_pool, times=2), suppress(KeyboardInterrupt):
+            loaded.append(nostall.load(dict(state), tmp_path, threads=3))
+        assert not reading_threads()
+        if loaded:
+            break
+    assert at > 5
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -24,7 +24,9 @@ def takes_a_lock(frame: FrameType, event: str) -> bool:
 
 
 @contextmanager
-def interrupted(at: int, happens: Callable[[FrameType, str], bool]) -> Iterator[list[int]]:
+def interrupted(
+    at: int, happens: Callable[[FrameType, str], bool], *, times: int = 1
+) -> Iterator[list[int]]:
     """SIGINT when something happens for the ``at``-th time on this thread; how often it has."""
     count = [0]
 
@@ -32,7 +34,8 @@ def interrupted(at: int, happens: Callable[[FrameType, str], bool]) -> Iterator[
         if happens(frame, event):
             count[0] += 1
             if count[0] == at:
-                signal.raise_signal(signal.SIGINT)
+                for _ in range(times):
+                    signal.raise_signal(signal.SIGINT)
 
     sys.setprofile(look)
     try:

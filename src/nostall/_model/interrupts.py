@@ -3,7 +3,7 @@
 An exception between two lines of a section, such as "start the save" and "note that it is
 started", would leave a save that nobody commits. One inside of ``Future.done`` or ``Event.wait``
 can leave their lock taken, and the thread that settles them would wait for ever. The sections are
-short; a second Ctrl-C interrupts at once.
+short. A second Ctrl-C interrupts :func:`uninterrupted` at once, but not :func:`uninterruptible`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -30,19 +30,35 @@ class _Later:
         self.is_asked = True
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
+class _OnlyLater(_Later):
+    """One that waits for the end of the section however often it is asked."""
+
+    def __call__(self, *_: object) -> None:
+        self.is_asked = True
+
+
+def uninterrupted() -> AbstractContextManager[None]:
     """A section that SIGINT interrupts at its end only; nested ones at the end of the outermost.
 
     Without effect on other threads, which Python never interrupts, and where SIGINT ends the
     process or is ignored.
     """
+    return _section(_Later)
+
+
+def uninterruptible() -> AbstractContextManager[None]:
+    """As :func:`uninterrupted`, however often SIGINT comes: for what has to be completed."""
+    return _section(_OnlyLater)
+
+
+@contextmanager
+def _section(kind: type[_Later]) -> Iterator[None]:
     is_main = threading.current_thread() is threading.main_thread()
     previous = signal.getsignal(signal.SIGINT) if is_main else None
-    if isinstance(previous, _Later) or not callable(previous):
+    if isinstance(previous, kind) or not callable(previous):
         yield
         return
-    later = _Later(previous)
+    later = kind(previous)
     signal.signal(signal.SIGINT, later)
     try:
         yield
@@ -60,7 +76,7 @@ def is_done(future: Future[Any], timeout_s: float = 0.0) -> bool:
     the future itself may have ended with a timeout error.
     """
     ended = threading.Lock()
-    with uninterrupted():
+    with uninterruptible():  # no lock of the future is waited for
         if future.done() or timeout_s <= 0:
             return future.done()
         ended.acquire()

@@ -34,6 +34,11 @@ class ReadCounter:
             if self._report is not None:
                 self._report(self.nbytes, self.total)
 
+    def finish(self) -> None:
+        """Count what was not needed after all, such as the ends of archives."""
+        if self.nbytes < self.total:
+            self.add(self.total - self.nbytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadStatus:

@@ -78,6 +78,25 @@ def nbytes_by_archive(
     return dict(found)
 
 
+def nbytes_of_all(wanted: Iterable[Wanted], rows_of: Callable[[ReadItem], int | None]) -> int:
+    """How many bytes are read for items; several items of one archive read it once.
+
+    Args:
+        wanted: The items.
+        rows_of: As of :func:`nbytes_by_archive`, which is slow for many small items.
+    """
+    small: dict[str, dict[int, int]] = defaultdict(dict)
+    large: list[Wanted] = []
+    for each in wanted:
+        _, file, offset, nbytes = each
+        if nbytes <= SMALL_NBYTES:
+            small[file][offset] = nbytes
+        else:
+            large.append(each)
+    of_small = sum(sum(each.values()) for each in small.values())
+    return of_small + sum(nbytes_by_archive(large, rows_of).values())
+
+
 def nbytes_of(wanted: Wanted, rows_of: Callable[[ReadItem], int | None]) -> int:
     """How many bytes are read for an item; ``rows_of`` as of :func:`nbytes_by_archive`."""
     item = wanted.item

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -10,11 +11,16 @@ from typing import Protocol
 
 from typing_extensions import Self
 
+from nostall._model.interrupts import uninterrupted, uninterruptible
 from nostall._read.items.opened import OpenFile
 from nostall._read.items.workers import Workers
+from nostall._read.plan import Wanted
+from nostall._storage.port import ReadableFiles
 
 _MOST_IN_FLIGHT = 128
-"""Each may keep a file open."""
+_MOST_OPEN = 16
+"""Files, of which each may have two descriptors; or two files per thread, if that is more."""
+_NO_MORE_OPEN = frozenset({errno.EMFILE, errno.ENFILE})
 _IN_FLIGHT_NBYTES = 256 << 20
 """Limit on what is being read ahead of the planner, except for a single larger item."""
 
@@ -53,12 +59,32 @@ class Ahead:
         self._nbytes = 0
         self._open: set[OpenFile] = set()
 
-    def read(self, file: OpenFile, reads: Sequence[Read], workers: Workers) -> None:
-        """Begin the reads of a file, which is closed after them.
+    def open(
+        self, files: ReadableFiles, name: str, items: Sequence[Wanted], workers: Workers
+    ) -> OpenFile:
+        """Open a file to read items of it; arguments and errors are those of :class:`OpenFile`.
 
-        Hands over what is read, so that memory and open files are bounded.
+        Hands over what is read, so that few files are open: fewer if the process may open no more.
         """
-        self._open.add(file)
+        while len(self._open) >= max(_MOST_OPEN, 2 * workers.threads):
+            self._finish_oldest(workers)
+        while True:
+            try:
+                with uninterrupted():  # storage that hangs can be left by a second Ctrl-C
+                    file = OpenFile(files, name, items)
+                    self._open.add(file)
+            except OSError as error:
+                if error.errno not in _NO_MORE_OPEN or not self._under_way:
+                    raise
+                self._finish_oldest(workers)
+            else:
+                return file
+
+    def read(self, file: OpenFile, reads: Sequence[Read], workers: Workers) -> None:
+        """Begin the reads of a file of :meth:`open`, which is closed after them.
+
+        Hands over what is read, so that memory is bounded.
+        """
         for read in reads:
             tasks = [workers.submit(read.run) for _ in range(read.tasks)]
             self._under_way.append(_Begun(read, tasks, file if read is reads[-1] else None))
@@ -75,8 +101,9 @@ class Ahead:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in self._open:
-            file.close()
+        with uninterruptible():
+            for file in self._open:
+                file.close()
 
     def _finish_oldest(self, workers: Workers) -> None:
         begun = self._under_way.popleft()

@@ -118,6 +118,7 @@ class _Values:
         self._verify = verify
         self._left = deque(range(0, self._nbytes, PIECE_NBYTES))
         self._sums: dict[int, int] = {}
+        self._summing = threading.Lock()
         self._count = len(self._left)
 
     def read_pieces(self) -> None:
@@ -132,8 +133,11 @@ class _Values:
                 if not self._verify:
                     self._file.fill(self._begin + begin, piece, [self._wanted])
                     continue
-                self._sums[begin] = self._fill_and_sum(self._begin + begin, piece)
-            if len(self._sums) == self._count:
+                crc32 = self._fill_and_sum(self._begin + begin, piece)
+            with self._summing:
+                self._sums[begin] = crc32
+                is_last = len(self._sums) == self._count
+            if is_last:
                 self._compare()
 
     def finish(self) -> None:

@@ -79,13 +79,13 @@ def read_items(
             by_file = _by_file(known, lambda each: each[0].file)
             for name in rotated(sorted(by_file), rank, world_size):
                 in_order = sorted(by_file[name], key=lambda each: each[0].offset)
-                file = OpenFile(files, name, [wanted for wanted, _, _ in in_order])
+                file = ahead.open(files, name, [wanted for wanted, _, _ in in_order], workers)
                 ahead.read(file, list(_reads(shared, file, in_order)), workers)
             ahead.finish_all(workers)
         in_turn_of = _by_file(in_turn, lambda each: each.file)
         for name in _by_file(items, lambda each: each.file):
             if of_file := in_turn_of.get(name):
-                file = OpenFile(files, name, of_file)
+                file = ahead.open(files, name, of_file, workers)
                 ahead.read(file, list(_reads_in_turn(shared, file, of_file)), workers)
         ahead.finish_all(workers)
 

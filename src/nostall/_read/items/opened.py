@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import BinaryIO
 
+from nostall._model.interrupts import uninterruptible
 from nostall._read.damage import damaged, missing, too_short
 from nostall._read.plan import Wanted
 from nostall._storage.port import ReadableFiles
@@ -64,4 +65,5 @@ class OpenFile:
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        self._source.close()
+        with uninterruptible():
+            self._source.close()

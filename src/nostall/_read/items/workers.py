@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from typing_extensions import Self
 
-from nostall._model.interrupts import is_done, uninterrupted
+from nostall._model.interrupts import is_done, uninterruptible
 
 
 class Stopped(Exception):  # ends a task whose result nobody waits for
@@ -19,8 +19,8 @@ class Workers:
     """Threads for reads; when the context ends, none of them reads or writes any more.
 
     Ctrl-C interrupts :meth:`wait`, and never leaves a lock that a thread or the interpreter's exit
-    waits for. The end of the context waits for the piece that each thread reads; a second Ctrl-C
-    waits for it, too, as a thread of an ended load would write to tensors in use.
+    waits for. The end of the context waits for the piece that each thread reads. So does Ctrl-C
+    then, however often it comes: a thread of an ended load would write to tensors in use.
     """
 
     def __init__(self, threads: int) -> None:
@@ -30,14 +30,15 @@ class Workers:
 
     def submit(self, task: Callable[[], None]) -> Future[None]:
         """Run a task on one of the threads."""
-        with uninterrupted():
+        with uninterruptible():
             return self._pool.submit(task)
 
     def wait(self, task: Future[None]) -> None:
         """Return when a task is complete; raises its error."""
         while not is_done(task, threading.TIMEOUT_MAX):
             pass
-        task.result()
+        with uninterruptible():
+            task.result()
 
     def require_running(self) -> None:
         """End a task between two pieces once the load has ended.
@@ -53,5 +54,13 @@ class Workers:
 
     def __exit__(self, *_: object) -> None:
         self._is_stopping = True
-        with uninterrupted():
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        raised: BaseException | None = None
+        while True:
+            try:
+                with uninterruptible():
+                    self._pool.shutdown(wait=True, cancel_futures=True)
+                    break
+            except BaseException as error:  # of a signal's handler: raised once all threads ended
+                raised = error
+        if raised is not None:
+            raise raised
