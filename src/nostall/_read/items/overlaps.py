@@ -25,11 +25,11 @@ def overlapping(targets: Sequence[torch.Tensor]) -> list[bool]:
     found = [False] * len(targets)
     extents: list[tuple[int, int, int]] = []
     for number, target in enumerate(targets):
-        begin, end = _addresses(target)
-        if begin < 0:
+        addresses = _addresses(target)
+        if addresses is None:
             found[number] = True
-        elif begin < end:
-            extents.append((begin, end, number))
+        elif addresses[0] < addresses[1]:
+            extents.append((*addresses, number))
     extents.sort()
     if all(end <= begin for (_, end, _), (begin, _, _) in pairwise(extents)):
         return found
@@ -40,10 +40,10 @@ def overlapping(targets: Sequence[torch.Tensor]) -> list[bool]:
     return found
 
 
-def _addresses(target: torch.Tensor) -> tuple[int, int]:
-    """First and one past the last; negative if unknown."""
+def _addresses(target: torch.Tensor) -> tuple[int, int] | None:
+    """First and one past the last; ``None`` if unknown."""
     if type(target) is not torch.Tensor or target.layout is not torch.strided:
-        return -1, -1
+        return None
     begin = target.data_ptr()
     if target.is_contiguous():
         return begin, begin + target.nbytes
