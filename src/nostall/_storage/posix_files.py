@@ -87,7 +87,10 @@ class PosixSource:
 
     def read_into(self, offset: int, memory: memoryview) -> int:
         done = 0
-        while nbytes := os.preadv(self._fd, [memory[done:]], offset + done):
+        while done < len(memory):
+            nbytes = os.preadv(self._fd, [memory[done:]], offset + done)
+            if not nbytes:
+                break
             done += nbytes
         return done
 
