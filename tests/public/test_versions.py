@@ -27,7 +27,15 @@ from nostall.errors import UnsupportedTorchError
 from support.ranks import run_ranks
 
 PACKAGE = Path(nostall.__file__).parent
-OF_OTHERS = {"_exit", "_fields", "_replace", "_exit_function", "_register_atexit"}
+OF_OTHERS = {
+    "_codecs",
+    "_compat_pickle",
+    "_exit",
+    "_fields",
+    "_replace",
+    "_exit_function",
+    "_register_atexit",
+}
 """Private names of the standard library's."""
 ADAPTERS = PACKAGE / "integrations"
 """They need some of their frameworks' names; the sessions with the real packages notice changes."""

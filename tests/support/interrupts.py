@@ -37,8 +37,11 @@ def interrupted(
                 for _ in range(times):
                     signal.raise_signal(signal.SIGINT)
 
+    # What a shell has started in the background ignores SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.setprofile(look)
     try:
         yield count
     finally:
         sys.setprofile(None)
+        signal.signal(signal.SIGINT, before)

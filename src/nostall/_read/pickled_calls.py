@@ -32,7 +32,7 @@ class Global:
     """A function or class."""
 
     path: str
-    """Module and name."""
+    """Module and name; of a function of torch the word in ``_torch.PICKLED_CALLS``."""
 
 
 class _Call(NamedTuple):
@@ -53,33 +53,34 @@ CALLS = {
     "collections.OrderedDict": _Call("", "dict"),
     "torch.Size": _Call("size", "size"),
     "torch.device": _Call("text number?", "device"),
-    "torch.serialization._get_layout": _Call("text", "layout"),
-    "torch._tensor._rebuild_from_type_v2": _Call("global global tuple any", "tensor"),
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _Call(
+    "layout": _Call("text", "layout"),
+    "tensor_of_type": _Call("global global tuple any", "tensor"),
+    "moved_tensor": _Call(
         "tensor global text number", "tensor"
     ),
-    "torch._utils._rebuild_device_tensor_from_numpy": _Call("object global text number", "tensor"),
-    "torch._utils._rebuild_meta_tensor_no_storage": _Call("global size size number", "tensor"),
-    "torch._utils._rebuild_nested_tensor": _Call("tensor tensor tensor tensor", "tensor"),
-    "torch._utils._rebuild_parameter": _Call("tensor number dict", "tensor"),
-    "torch._utils._rebuild_parameter_with_state": _Call("tensor number dict any", "tensor"),
-    "torch._utils._rebuild_qtensor": _Call(
+    "tensor_of_array": _Call("object global text number", "tensor"),
+    "tensor_without_values": _Call("global size size number", "tensor"),
+    "nested_tensor": _Call("tensor tensor tensor tensor", "tensor"),
+    "parameter": _Call("tensor number dict", "tensor"),
+    "parameter_with_state": _Call("tensor number dict any", "tensor"),
+    "quantized_tensor": _Call(
         "storage number size size tuple number dict", "tensor"
     ),
-    "torch._utils._rebuild_sparse_tensor": _Call("layout tuple", "tensor"),
-    "torch._utils._rebuild_tensor_v2": _Call(f"{_TENSOR} dict?", "tensor"),
-    "torch._utils._rebuild_tensor_v3": _Call(f"{_TENSOR} global dict?", "tensor"),
-    "torch._utils._rebuild_wrapper_subclass": _Call(
+    "sparse_tensor": _Call("layout tuple", "tensor"),
+    "typed_tensor": _Call(f"{_TENSOR} dict?", "tensor"),
+    "untyped_tensor": _Call(f"{_TENSOR} global dict?", "tensor"),
+    "wrapped_tensor": _Call(
         "global global size size number layout device number", "tensor"
     ),
 }  # fmt: skip
-"""By name; torch allows more, which ``torch.save`` does not write into an archive."""
+"""By name, or as in ``_torch.PICKLED_CALLS``; torch allows more, which ``torch.save`` does not
+write into an archive."""
 COPYING = frozenset(
     {
-        "_rebuild_device_tensor_from_cpu_tensor",
-        "_rebuild_nested_tensor",
-        "_rebuild_qtensor",
-        "_rebuild_sparse_tensor",
+        "moved_tensor",
+        "nested_tensor",
+        "quantized_tensor",
+        "sparse_tensor",
     }
 )
 """Functions that may copy the tensors that they are called with."""
@@ -165,7 +166,7 @@ def flat(arguments: tuple[object, ...]) -> list[object]:
 
 def size_of_result(name: str, arguments: tuple[object, ...]) -> int:
     match name, arguments:
-        case "_rebuild_tensor_v2" | "_rebuild_tensor_v3" | "_rebuild_qtensor", [_, _, shape, *_]:
+        case "typed_tensor" | "untyped_tensor" | "quantized_tensor", [_, _, shape, *_]:
             return elements_of(shape) if isinstance(shape, tuple) else _ANY_SIZE
         case _, [Made(kind="tensor" | "object") as first, *_]:
             return first.size

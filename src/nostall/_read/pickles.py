@@ -16,6 +16,7 @@ import pickletools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from nostall import _torch
 from nostall._read.pickled_calls import (
     CALLS,
     COPIED_ATTRIBUTES,
@@ -231,20 +232,20 @@ class _Machine:
         if name in COPYING:
             self._copy(sum(size_of(part) for part in flat(arguments)))
         match name:
-            case "_rebuild_from_type_v2":
+            case "tensor_of_type":
                 function, made_of, values, state = arguments
                 made = self._called(function, values)
                 _require(kind_of(made) in ("tensor", "object"), "has a tensor that is not one")
                 if not has_own_setstate(self._allowed.get(made_of.path)):
                     _require_state_of_tensor(state)
                 return Made("tensor", size=size_of(made))
-            case "_rebuild_parameter_with_state":
+            case "parameter_with_state":
                 _require_state_of_tensor(arguments[-1])
-            case "_rebuild_qtensor":
+            case "quantized_tensor":
                 is_usual = any(fits(arguments[4], each) for each in QUANTIZERS)
                 _require(is_usual, "has an unknown quantizer")
                 self._copy(elements_of(arguments[2]))
-            case "_rebuild_sparse_tensor":
+            case "sparse_tensor":
                 is_usual = any(fits(arguments[1], each) for each in SPARSE)
                 _require(is_usual, "has an unknown sparse tensor")
         return Made("tensor", size=size_of_result(name, arguments))
@@ -269,12 +270,16 @@ class _Machine:
 
 
 def _path(argument: str) -> str:
-    """The name of a global in Python 3; pickles of protocol 2 have those of Python 2."""
+    """The name of a global in Python 3, for a function of torch our own word.
+
+    Pickles of protocol 2 have the names of Python 2.
+    """
     module, _, name = argument.encode("latin-1", "replace").decode("utf-8").partition(" ")
     module, name = _compat_pickle.NAME_MAPPING.get(
         (module, name), (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
     )
-    return f"{module}.{name}"
+    path = f"{module}.{name}"
+    return _torch.PICKLED_CALLS.get(path, path)
 
 
 def _require(is_harmless: object, otherwise: str) -> None:
