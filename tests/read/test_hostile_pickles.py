@@ -475,13 +475,19 @@ def every_kind() -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # quantised and nested tensors are prototypes
 def test_every_kind_is_loaded() -> None:
     """Of torch's own classes nothing is refused that ``weights_only`` allows."""
+    refused_by_torch = []
     for name, saved in every_kind().items():
         out = io.BytesIO()
         torch.save([saved, saved], out)
+        try:
+            plain, _ = torch.load(io.BytesIO(out.getvalue()), weights_only=True)
+        except pickle.UnpicklingError:
+            refused_by_torch.append(name)
+            continue
         first, second = loaded_safely(out)
-        plain, _ = torch.load(io.BytesIO(out.getvalue()), weights_only=True)
         assert type(first) is type(plain), name
         assert first is second, name
+    assert {*refused_by_torch} <= {"nested", "jagged"}  # by torch 2.15
 
 
 @pytest.mark.parametrize("cls", [Point, Slotted, Listed])
