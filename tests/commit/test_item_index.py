@@ -158,7 +158,7 @@ def with_a_descriptor(found: Metadata) -> None:
 
 def with_an_unknown_property(found: Metadata) -> None:
     """A newer torch knows more of a tensor."""
-    found.state_dict_metadata["step"].properties.extra = 1  # type: ignore[union-attr]
+    found.state_dict_metadata["step"].properties.extra = 1  # type: ignore[union-attr]  # a tensor
 
 
 def with_another_storage_info(found: Metadata) -> None:
@@ -175,7 +175,7 @@ def with_a_name_that_is_not_a_string(found: Metadata) -> None:
     """With ``flatten_state_dict=False`` names are any keys."""
     entries: dict[Any, Any] = found.state_dict_metadata
     entries[7] = entries.pop("lr")
-    found.storage_data[MetadataIndex(7)] = found.storage_data.pop(MetadataIndex("lr"))  # type: ignore[arg-type]
+    found.storage_data[MetadataIndex(7)] = found.storage_data.pop(MetadataIndex("lr"))  # type: ignore[arg-type]  # as unflattened
 
 
 def with_a_surrogate(found: Metadata) -> None:

@@ -270,7 +270,7 @@ def test_a_checkpoint_that_a_rank_saved_alone_is_loaded(tmp_path: Path) -> None:
     nostall.load(state, tmp_path, use_collectives=False)
     assert state["w"].tolist() == [1.0] * 4
     with pytest.raises(OptionError, match="use_collectives"):
-        nostall.load(state, tmp_path, use_collectives="no")  # type: ignore[arg-type]
+        nostall.load(state, tmp_path, use_collectives="no")  # type: ignore[arg-type]  # refused
 
 
 def test_parts_of_several_ranks_are_put_together(tmp_path: Path) -> None:

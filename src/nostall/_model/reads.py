@@ -48,7 +48,7 @@ class LoadStatus:
     """The checkpoint directory."""
     rank: int
     state: str = "reading"
-    """Always this: a load is listed while it reads."""
+    """Always this, as a load is listed while it reads: programs can show saves and loads alike."""
     nbytes: int
     """Bytes that this rank needs of its files."""
     read_nbytes: int
