@@ -14,7 +14,6 @@ import sys
 import threading
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
@@ -36,6 +35,7 @@ from nostall._read.items.archives import Archives
 from nostall._read.items.large import PIECE_NBYTES
 from nostall._read.items.opened import OpenFile
 from nostall._read.items.overlaps import overlapping
+from nostall._read.items.workers import Workers
 from nostall._read.plan import Wanted
 from nostall.errors import DamagedCheckpointError, OptionError
 from nostall.filesystem_reader import Verify
@@ -408,11 +408,27 @@ def test_sums_of_pieces_are_the_sum(tmp_path: Path, count: int) -> None:
         overwrite(file, at, before)
 
 
+@pytest.mark.parametrize("verify", ["none", "crc"])
+@pytest.mark.parametrize("names", [("x", "y"), ("y", "x")])
+def test_an_archive_is_not_taken_for_one_like_it(
+    tmp_path: Path, names: tuple[str, str], verify: Verify
+) -> None:
+    """Another dtype may have the same length of archive, and the shape that the target has."""
+    first, second = names
+    values = torch.arange(200_000)
+    save(tmp_path, {first: values.to(torch.float32), second: values.to(torch.int32)})
+    assert len({len(archive_of(tmp_path, name)[2]) for name in names}) == 1
+    target = {name: torch.zeros(200_000) for name in names}
+    load(target, tmp_path, verify=verify, threads=1)
+    assert all(torch.equal(target[name], values.to(torch.float32)) for name in names)
+
+
 def test_a_tensor_is_compared_with_its_checksum_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if all threads complete their last piece at the same time."""
-    save(tmp_path, {"x": torch.ones(2 * PIECE_NBYTES // 4)})
+    count = (PIECE_NBYTES + PIECE_NBYTES // 2) // 4  # two pieces
+    save(tmp_path, {"x": torch.ones(count)})
     both, compared = threading.Barrier(2), []
     into, require_intact = Uploads.into, Archives.require_intact
 
@@ -435,7 +451,7 @@ def test_a_tensor_is_compared_with_its_checksum_once(
 
     monkeypatch.setattr(Uploads, "into", lambda uploads, memory: Together(into(uploads, memory)))
     monkeypatch.setattr(Archives, "require_intact", comparing)
-    load({"x": torch.zeros(2 * PIECE_NBYTES // 4)}, tmp_path, verify="crc", threads=2)
+    load({"x": torch.zeros(count)}, tmp_path, verify="crc", threads=2)
     assert len(compared) == 1
 
 
@@ -517,15 +533,15 @@ def test_ctrl_c_ends_a_load(
     fill = OpenFile.fill
 
     def interrupting(
-        file: OpenFile, offset: int, memory: memoryview, items: Sequence[Wanted]
+        file: OpenFile, offset: int, items: Sequence[Wanted], *memories: memoryview
     ) -> None:
         if offset >= 1 << 20 and not asked.is_set():
             asked.set()
             os.kill(os.getpid(), signal.SIGINT)
             assert noticed.wait(60)
         if noticed.is_set():
-            read_afterwards.append(len(memory))
-        fill(file, offset, memory, items)
+            read_afterwards.append(sum(map(len, memories)))
+        fill(file, offset, items, *memories)
 
     monkeypatch.setattr(OpenFile, "fill", interrupting)
     with noticing(noticed.set), pytest.raises(KeyboardInterrupt):
@@ -542,10 +558,10 @@ def test_no_number_of_ctrl_c_leaves_a_thread_that_writes(
     save(tmp_path, {"x": torch.ones(1 << 20)})
     noticed, shutting, left = threading.Event(), threading.Event(), threading.Event()
     complete: list[bool] = []
-    fill, shutdown = OpenFile.fill, ThreadPoolExecutor.shutdown
+    fill, end = OpenFile.fill, Workers._end
 
     def interrupting(
-        file: OpenFile, offset: int, memory: memoryview, items: Sequence[Wanted]
+        file: OpenFile, offset: int, items: Sequence[Wanted], *memories: memoryview
     ) -> None:
         if not complete:
             complete.append(False)
@@ -555,15 +571,15 @@ def test_no_number_of_ctrl_c_leaves_a_thread_that_writes(
             for _ in range(3):
                 os.kill(os.getpid(), signal.SIGINT)
                 left.wait(0.1)  # never set, unless the load ends before this read
-            fill(file, offset, memory, items)
+            fill(file, offset, items, *memories)
             complete.append(True)
 
-    def shutting_down(pool: ThreadPoolExecutor, **options: Any) -> None:
+    def ending(workers: Workers) -> None:
         shutting.set()
-        shutdown(pool, **options)
+        end(workers)
 
     monkeypatch.setattr(OpenFile, "fill", interrupting)
-    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shutting_down)
+    monkeypatch.setattr(Workers, "_end", ending)
     with noticing(noticed.set):
         with pytest.raises(KeyboardInterrupt):
             nostall.load({"x": torch.zeros(1 << 20)}, tmp_path, threads=1)
@@ -602,19 +618,21 @@ def test_repeated_ctrl_c_is_always_a_keyboard_interrupt(tmp_path: Path) -> None:
     state = {f"{number}": torch.ones(10) for number in range(3)}
     save(tmp_path, state, files=3)
 
-    def takes_a_lock_of_the_pool(frame: FrameType, event: str) -> bool:
-        return takes_a_lock(frame, event) and any(
-            each.f_code.co_filename.endswith("workers.py") for each in _callers(frame)
+    def is_of_the_threads(frame: FrameType, event: str) -> bool:
+        is_return = event in ("return", "c_return")
+        return (is_return and frame.f_code.co_filename.endswith("workers.py")) or (
+            takes_a_lock(frame, event)
+            and any(each.f_code.co_filename.endswith("workers.py") for each in _callers(frame))
         )
 
     for at in count(1):
         loaded: list[object] = []
-        with interrupted(at, takes_a_lock_of_the_pool, times=2), suppress(KeyboardInterrupt):
+        with interrupted(at, is_of_the_threads, times=2), suppress(KeyboardInterrupt):
             loaded.append(nostall.load(dict(state), tmp_path, threads=3))
         assert not reading_threads()
         if loaded:
             break
-    assert at > 5
+    assert at > 20
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:

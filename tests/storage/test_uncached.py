@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,7 +29,7 @@ from nostall._storage.uncached import UncachedFiles, UncachedSource, is_cached
 from nostall.errors import ReadError
 
 PAGE = mmap.PAGESIZE
-NBYTES = 6 * (1 << 20) + 1234
+NBYTES = 12 * (1 << 20) + 1234
 """Three pieces, and an end that is no end of a page."""
 
 
@@ -49,9 +50,13 @@ def _write(path: Path, content: bytes) -> None:
 
 def _read(path: Path, offset: int = 0, nbytes: int = NBYTES) -> bytes:
     memory = bytearray(nbytes)
-    with closing(UncachedFiles(str(path.parent)).open(path.name)) as source:
+    with closing(_open(path)) as source:
         read = source.read_into(offset, memoryview(memory))
     return bytes(memory[:read])
+
+
+def _open(path: Path) -> UncachedSource:
+    return UncachedFiles(str(path.parent)).open(path.name)
 
 
 def _expected(path: Path, offset: int = 0, nbytes: int = NBYTES) -> bytes:
@@ -65,9 +70,10 @@ def past_cache(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     ranges: list[tuple[int, int]] = []
     really = uncached._read_pages
 
-    def record(fd: int, offset: int, memory: memoryview) -> int:
-        ranges.append((offset, offset + len(memory)))
-        return really(fd, offset, memory)
+    def record(fd: int, offset: int, memories: Any, nbytes: int, beside: memoryview) -> int:
+        assert sum(map(len, memories)) == nbytes
+        ranges.append((offset, offset + nbytes))
+        return really(fd, offset, memories, nbytes, beside)
 
     monkeypatch.setattr(uncached, "_read_pages", record)
     return ranges
@@ -119,10 +125,10 @@ def test_of_a_partly_cached_file_each_piece_is_read_its_way(
     """Heads of tensors, which were read before, do not count for what is behind them."""
     expected = _expected(file)
     drop([file])
-    bring_some_in(file, [(0, 2 << 20), (3 << 20, (3 << 20) + PAGE)])
+    bring_some_in(file, [(0, 4 << 20), (5 << 20, (5 << 20) + PAGE)])
     assert _read(file) == expected
     if cached_share([file]) < 1:  # not on tmpfs
-        assert past_cache == [(2 << 20, 4 << 20), (4 << 20, NBYTES)]
+        assert past_cache == [(4 << 20, 8 << 20), (8 << 20, 12 << 20), (12 << 20, NBYTES)]
 
 
 def bring_some_in(path: Path, ranges: list[tuple[int, int]]) -> None:
@@ -195,6 +201,7 @@ def test_where_the_kernel_does_not_tell_all_counts_as_cached(
     nbytes=st.integers(0, 40 * PAGE),
     address=st.integers(0, PAGE),
     aligned=st.booleans(),
+    cuts=st.lists(st.integers(0, 40 * PAGE), max_size=2),
     cached=st.lists(st.tuples(st.integers(0, 64), st.integers(0, 12)), max_size=4),
 )
 def test_any_range_is_read_into_any_memory(
@@ -204,6 +211,7 @@ def test_any_range_is_read_into_any_memory(
     address: int,
     *,
     aligned: bool,
+    cuts: list[int],
     cached: list[tuple[int, int]],
 ) -> None:
     """As by ``pread``, whatever is cached; and memory beside the target stays as it is."""
@@ -218,11 +226,13 @@ def test_any_range_is_read_into_any_memory(
     around = mmap.mmap(-1, nbytes + 2 * PAGE)
     around.write(b"\xa5" * len(around))
     memory = memoryview(around)
+    places = [0, *sorted(min(each, nbytes) for each in cuts), nbytes]
     with (
         patch.multiple(uncached, _LEAST_NBYTES=PAGE, _PIECE_NBYTES=4 * PAGE),
-        closing(UncachedSource(str(file))) as source,
+        closing(_open(file)) as source,
     ):
-        read = source.read_into(offset, memory[address : address + nbytes])
+        target = memory[address : address + nbytes]
+        read = source.read_into(offset, *(target[begin:end] for begin, end in pairwise(places)))
     assert read == len(expected)
     assert memory[address : address + read] == expected
     assert bytes(memory[:address]) == b"\xa5" * address
@@ -269,11 +279,11 @@ def test_a_file_that_has_become_shorter_gives_fewer_bytes(tmp_path: Path, left: 
     path, content = tmp_path / "file", os.urandom(NBYTES)
     _write(path, content)
     memory = bytearray(NBYTES)
-    with closing(UncachedSource(str(path))) as source:
+    with closing(_open(path)) as source:
         os.truncate(path, left)
         assert source.read_into(0, memoryview(memory)) == left
         assert source.read_into(3 << 20, memoryview(memory)) == max(0, left - (3 << 20))
-    with closing(UncachedSource(str(path))) as source:
+    with closing(_open(path)) as source:
         assert source.read_into(0, memoryview(memory)) == left
     assert memory[:left] == content[:left]
 
@@ -345,7 +355,8 @@ def test_what_a_direct_read_leaves_out_is_read_through_the_page_cache(
     really = os.preadv
 
     def read_less(fd: int, buffers: Any, offset: int) -> int:
-        return really(fd, buffers[:-1] if _is_direct(fd) else buffers, offset)
+        less = [buffers[0][: len(buffers[0]) - 2 * PAGE]]
+        return really(fd, less if _is_direct(fd) else buffers, offset)
 
     monkeypatch.setattr(os, "preadv", read_less)
     assert _read(file, 777) == _expected(file, 777)
@@ -357,7 +368,7 @@ def test_a_replaced_file_is_read_as_it_was_when_it_was_opened(tmp_path: Path) ->
     path, content = tmp_path / "file", os.urandom(NBYTES)
     _write(path, content)
     memory = bytearray(NBYTES)
-    with closing(UncachedSource(str(path))) as source:
+    with closing(_open(path)) as source:
         _write(tmp_path / "other", os.urandom(NBYTES))
         (tmp_path / "other").rename(path)
         assert source.read_into(0, memoryview(memory)) == NBYTES
@@ -371,8 +382,8 @@ def test_a_replaced_file_is_read_as_it_was_when_it_was_opened(tmp_path: Path) ->
 def test_several_threads_read_at_once(file: Path, past_cache: list[tuple[int, int]]) -> None:
     """One further descriptor is opened for all of them, and closing twice closes it once."""
     memory = memoryview(bytearray(NBYTES))
-    source = UncachedSource(str(file))
-    step = 500_003
+    source = _open(file)
+    step = 600_011
 
     def read(begin: int) -> int:
         return source.read_into(begin, memory[begin : begin + step])
@@ -390,9 +401,9 @@ def test_several_threads_read_at_once(file: Path, past_cache: list[tuple[int, in
 def test_nothing_is_left_open_by_what_cannot_be_opened(tmp_path: Path) -> None:
     """A directory is no file."""
     with pytest.raises(ReadError):
-        UncachedSource(str(tmp_path))
+        _open(tmp_path)
     with suppress(FileNotFoundError):
-        UncachedSource(str(tmp_path / "nothing"))
+        _open(tmp_path / "nothing")
     assert _descriptors_of(tmp_path) == 0
 
 

@@ -17,8 +17,8 @@ class CountedSource:
         self._source, self._lengths = source, lengths
         self.stat = source.stat
 
-    def read_into(self, offset: int, memory: memoryview) -> int:
-        nbytes = self._source.read_into(offset, memory)
+    def read_into(self, offset: int, *memories: memoryview) -> int:
+        nbytes = self._source.read_into(offset, *memories)
         self._lengths.append(nbytes)
         return nbytes
 

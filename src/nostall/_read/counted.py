@@ -32,8 +32,8 @@ class _CountedSource:
     def stat(self) -> Stat:
         return self._source.stat
 
-    def read_into(self, offset: int, memory: memoryview) -> int:
-        nbytes = self._source.read_into(offset, memory)
+    def read_into(self, offset: int, *memories: memoryview) -> int:
+        nbytes = self._source.read_into(offset, *memories)
         self._counter.add(nbytes)
         return nbytes
 

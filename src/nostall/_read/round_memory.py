@@ -157,7 +157,13 @@ class _Source:
         self._address = address
         self.stat = Stat(places[-1].span.end, Version(""), 0.0)
 
-    def read_into(self, offset: int, memory: memoryview) -> int:
+    def read_into(self, offset: int, *memories: memoryview) -> int:
+        begin = offset
+        for memory in memories:
+            offset += self._fill(offset, memory)
+        return offset - begin
+
+    def _fill(self, offset: int, memory: memoryview) -> int:
         end = min(offset + len(memory), self.stat.nbytes)
         for place in self._in(offset, end):
             first, last = max(offset, place.span.begin), min(end, place.span.end)

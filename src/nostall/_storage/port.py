@@ -48,8 +48,16 @@ class Source(Protocol):
     def stat(self) -> Stat:
         """Its length and version."""
 
-    def read_into(self, offset: int, memory: memoryview) -> int:
-        """Fill the memory from an offset; returns fewer bytes only at the end of the file."""
+    def read_into(self, offset: int, *memories: memoryview) -> int:
+        """Fill memory with what follows an offset, in one read.
+
+        Args:
+            offset: First byte of the file.
+            memories: A few pieces, filled one after the other.
+
+        Returns:
+            The number of bytes read; fewer than there is memory only at the end of the file.
+        """
 
     def close(self) -> None:
         """Release it. Idempotent."""

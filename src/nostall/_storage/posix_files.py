@@ -85,10 +85,11 @@ class PosixSource:
             self.close()
             raise
 
-    def read_into(self, offset: int, memory: memoryview) -> int:
-        done = 0
-        while done < len(memory):
-            nbytes = os.preadv(self._fd, [memory[done:]], offset + done)
+    def read_into(self, offset: int, *memories: memoryview) -> int:
+        total, done = sum(map(len, memories)), 0
+        while done < total:
+            left = between(memories, done, total) if done else memories
+            nbytes = os.preadv(self._fd, left, offset + done)
             if not nbytes:
                 break
             done += nbytes
@@ -98,6 +99,16 @@ class PosixSource:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def between(memories: Iterable[memoryview], begin: int, end: int) -> list[memoryview]:
+    """Pieces of memory from one of their bytes to another, as if they were one."""
+    found = []
+    for memory in memories:
+        if part := memory[max(0, begin) : max(0, end)]:
+            found.append(part)
+        begin, end = begin - len(memory), end - len(memory)
+    return found
 
 
 def _stat_of(status: os.stat_result, path: str) -> Stat:

@@ -4,11 +4,12 @@ The kernel reads what is not in the page cache in steps, and then copies it; ``O
 the reader's memory. Pages that are in the cache are faster than storage, so each piece is read in
 the way that suits most of its pages.
 
-``O_DIRECT`` requires aligned memory, offsets and lengths. One call reads whole pages of the file
-into those pages that lie in the target entirely, and the pages at both ends beside it. Then the
-bytes are moved by less than a page to where they belong. So neither a copy of the size of the
-target is needed, nor does a page that is being read into hold anything else: where a fork makes
-pages copy-on-write, such a page could lose what is read (``open(2)``).
+``O_DIRECT`` requires aligned memory, offsets and lengths. So whole pages of the file are read into
+memory beside the target, and copied from there. That costs less than it saves: this memory is huge
+pages, and storage fills a few large stretches faster than many scattered pages of 4 KiB, of which
+tensors consist (512 MiB of a virtual disk: in 0.22 s instead of 0.42 s, copies included). Nothing
+but reads changes it, so a fork harms nothing: where it makes pages copy-on-write, a page that is
+changed while it is being read into could lose what is read (``open(2)``).
 
 The kernel writes changed pages of the range back before it reads past them, on local file systems,
 NFS and FUSE alike.
@@ -21,20 +22,20 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
 from nostall._storage.posix import close_all
-from nostall._storage.posix_files import PosixFiles, PosixSource
+from nostall._storage.posix_files import PosixFiles, PosixSource, between
 
 _PAGE_NBYTES = mmap.PAGESIZE
 _LEAST_NBYTES = 256 << 10
 """Shorter reads go through the page cache; they wait for storage rather than for a copy."""
-_PIECE_NBYTES = 2 << 20
-"""From 1 to 8 MiB make no difference; smaller pieces take more calls."""
-_PAGES_AT_ENDS = 3
-"""At most one before the target's pages, and two after them."""
+_PIECE_NBYTES = 4 << 20
+"""Read by one call: two huge pages. Half of it takes 10 % longer."""
+_HUGE_NBYTES = 2 << 20
 _REFUSED = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EFAULT})
 """The file system, or this memory, does not do direct reads."""
 _CACHESTAT = 451
@@ -45,11 +46,16 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 class UncachedFiles(PosixFiles):
     """A checkpoint directory whose files are read by one process of this host, and once.
 
-    What several processes read is better read through the page cache: one of them fills it.
+    What several processes read is better read through the page cache: one of them fills it. Memory
+    that was read into is kept for the next piece, of any file: 4 MiB for each thread that reads.
     """
 
+    def __init__(self, directory: str) -> None:
+        super().__init__(directory)
+        self._free: list[memoryview] = []
+
     def open(self, name: str) -> UncachedSource:
-        return UncachedSource(self.where(name))
+        return UncachedSource(self.where(name), self._free)
 
 
 class UncachedSource(PosixSource):
@@ -57,18 +63,27 @@ class UncachedSource(PosixSource):
 
     A second descriptor is opened for the first piece that is not in the page cache. If ``O_DIRECT``
     is refused, then or later, all of the file is read through the page cache.
+
+    Args:
+        path: The file.
+        free: Memory to read into, which no thread uses; what is allocated is added to it.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, free: list[memoryview]) -> None:
         self._lock = threading.Lock()
         self._direct: list[int] = []
         self._is_refused = False
+        self._free = free
         super().__init__(path)
 
-    def read_into(self, offset: int, memory: memoryview) -> int:
+    def read_into(self, offset: int, *memories: memoryview) -> int:
+        total = sum(map(len, memories))
+        if total < _LEAST_NBYTES:
+            return super().read_into(offset, *memories)
         done = 0
-        for nbytes in _pieces(offset, len(memory)):
-            read = self._read_piece(offset + done, memory[done : done + nbytes])
+        for nbytes in _pieces(offset, total):
+            piece = memories if nbytes == total else between(memories, done, done + nbytes)
+            read = self._read_piece(offset + done, piece, nbytes)
             done += read
             if read < nbytes:
                 break
@@ -78,20 +93,28 @@ class UncachedSource(PosixSource):
         close_all(self._direct)
         super().close()
 
-    def _read_piece(self, offset: int, memory: memoryview) -> int:
+    def _read_piece(self, offset: int, memories: Sequence[memoryview], nbytes: int) -> int:
         done = 0
-        if not self._is_refused and _suits(self._fd, offset, len(memory)):
-            done = self._read_past_cache(offset, memory)
-        if done < len(memory):  # also after a short read: this finds the file's end, or the error
-            done += super().read_into(offset + done, memory[done:])
+        if not self._is_refused and not is_cached(self._fd, offset, offset + nbytes):
+            done = self._read_past_cache(offset, memories, nbytes)
+        if done < nbytes:  # also after a short read: this finds the file's end, or the error
+            left = between(memories, done, nbytes) if done else memories
+            done += super().read_into(offset + done, *left)
         return done
 
-    def _read_past_cache(self, offset: int, memory: memoryview) -> int:
+    def _read_past_cache(self, offset: int, memories: Sequence[memoryview], nbytes: int) -> int:
         try:
             with self._lock:
                 if not self._direct:
                     self._direct.append(self._reopened())
-            return _read_pages(self._direct[0], offset, memory)
+            try:
+                beside = self._free.pop()
+            except IndexError:
+                beside = _huge_pages()
+            try:
+                return _read_pages(self._direct[0], offset, memories, nbytes, beside)
+            finally:
+                self._free.append(beside)
         except _Refused:
             self._is_refused = True
             return 0
@@ -108,61 +131,64 @@ class _Refused(Exception):
 
 
 def _pieces(offset: int, nbytes: int) -> Iterator[int]:
-    """Lengths of the pieces of a range; all but the first begin at a page of the file."""
-    while nbytes >= 2 * _PIECE_NBYTES:
-        piece = _PIECE_NBYTES - offset % _PAGE_NBYTES
+    """Lengths of the pieces of a range, none of which touches more than ``_PIECE_NBYTES`` of pages;
+    all but the first begin at a page of the file.
+    """
+    while nbytes:
+        piece = min(nbytes, _PIECE_NBYTES - offset % _PAGE_NBYTES)
         yield piece
         offset, nbytes = offset + piece, nbytes - piece
-    yield nbytes
 
 
-def _suits(fd: int, offset: int, nbytes: int) -> bool:
-    """Whether a piece of a file is better read past the page cache."""
-    return nbytes >= _LEAST_NBYTES and not is_cached(fd, offset, offset + nbytes)
+def _huge_pages() -> memoryview:
+    """Memory for one piece, of huge pages where the system has some."""
+    memory = mmap.mmap(
+        -1, _PIECE_NBYTES + _HUGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    begin = -_address_of(memory) % _HUGE_NBYTES
+    return memoryview(memory)[begin : begin + _PIECE_NBYTES]
 
 
-def _read_pages(fd: int, offset: int, memory: memoryview) -> int:
+def _address_of(memory: mmap.mmap | memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _read_pages(
+    fd: int, offset: int, memories: Sequence[memoryview], nbytes: int, beside: memoryview
+) -> int:
     """Fill memory through a descriptor with ``O_DIRECT``.
 
     Args:
         fd: The descriptor.
         offset: First byte of the file, of any alignment.
-        memory: At least a page, at any address.
+        memories: To be filled, one after the other.
+        nbytes: Their length.
+        beside: Whole pages, as many as the range of the file touches or more.
 
     Returns:
         The number of bytes read; fewer than requested at the end of the file, and possibly
-        elsewhere. The rest of the memory holds anything then.
+        elsewhere.
 
     Raises:
         _Refused: The file system does not do this.
         OSError: Storage refused.
     """
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    # In the file: bytes of the first page that are not wanted; pages.
     unwanted = offset % _PAGE_NBYTES
-    pages = -(-(unwanted + len(memory)) // _PAGE_NBYTES)
-    # In memory: where its first whole page begins; pages that are read there.
-    begin = -address % _PAGE_NBYTES
-    before = 1 if unwanted else 0
-    inside = min((len(memory) - begin) // _PAGE_NBYTES, pages - before)
-    after = pages - before - inside
-    ends = memoryview(mmap.mmap(-1, _PAGES_AT_ENDS * _PAGE_NBYTES))
-    first = ends[: before * _PAGE_NBYTES]
-    middle = memory[begin : begin + inside * _PAGE_NBYTES]
-    last = ends[len(first) : len(first) + after * _PAGE_NBYTES]
+    pages = -(-(unwanted + nbytes) // _PAGE_NBYTES)
     try:
-        read = os.preadv(fd, [each for each in (first, middle, last) if each], offset - unwanted)
+        read = os.preadv(fd, [beside[: pages * _PAGE_NBYTES]], offset - unwanted)
     except OSError as error:
         if error.errno in _REFUSED:
             raise _Refused from error
         raise
-    belongs_at = len(first) - unwanted
-    end = min(belongs_at + len(middle), len(memory))
-    if belongs_at != begin:
-        _libc().memmove(address + belongs_at, address + begin, end - belongs_at)
-    memory[:belongs_at] = first[unwanted:]
-    memory[end:] = last[: len(memory) - end]
-    return max(0, min(read - unwanted, len(memory)))
+    nbytes = max(0, min(read - unwanted, nbytes))
+    at = _address_of(beside) + unwanted
+    for memory in between(memories, 0, nbytes):
+        _libc().memcpy(_address_of(memory), at, len(memory))
+        at += len(memory)
+    return nbytes
 
 
 def is_cached(fd: int, begin: int, end: int) -> bool:
@@ -209,8 +235,8 @@ def _libc() -> ctypes.CDLL:
     """Functions that release the interpreter lock."""
     libc = ctypes.CDLL(None)
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    libc.memmove.argtypes = (pointer, pointer, size)
-    libc.memmove.restype = None
+    libc.memcpy.argtypes = (pointer, pointer, size)
+    libc.memcpy.restype = None
     libc.mmap.argtypes = (pointer, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
     libc.mmap.restype = pointer
     libc.mincore.argtypes = (pointer, size, pointer)

@@ -177,10 +177,13 @@ class _Source:
     content: bytes
     stat: Stat
 
-    def read_into(self, offset: int, memory: memoryview) -> int:
-        piece = self.content[offset : offset + memory.nbytes]
-        memory[: len(piece)] = piece
-        return len(piece)
+    def read_into(self, offset: int, *memories: memoryview) -> int:
+        begin = offset
+        for memory in memories:
+            piece = self.content[offset : offset + memory.nbytes]
+            memory[: len(piece)] = piece
+            offset += len(piece)
+        return offset - begin
 
     def close(self) -> None:
         """Does nothing."""

@@ -62,6 +62,10 @@ def ranges_are_read(storage: Storage) -> None:
             memory = bytearray(length)
             count = source.read_into(begin, memoryview(memory))
             assert memory[:count] == content[begin : begin + length]
+            first, second = bytearray(length // 3), bytearray(length - length // 3)
+            again = source.read_into(begin, memoryview(first), memoryview(second))
+            assert again == count
+            assert (first + second)[:count] == memory[:count]
         source.close()
 
 

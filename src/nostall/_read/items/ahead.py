@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +12,7 @@ from typing_extensions import Self
 
 from nostall._model.interrupts import uninterrupted, uninterruptible
 from nostall._read.items.opened import OpenFile
-from nostall._read.items.workers import Workers
+from nostall._read.items.workers import Task, Workers
 from nostall._read.plan import Wanted
 from nostall._storage.port import ReadableFiles
 
@@ -46,7 +45,7 @@ class Read(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Begun:
     read: Read
-    tasks: list[Future[None]]
+    tasks: list[Task]
     closes: OpenFile | None
     """The file, if this is the last read of it."""
 

@@ -110,6 +110,19 @@ class Forms:
                 return form
         return None
 
+    def guess(self, nbytes: int, shape: Sequence[int], dtype: torch.dtype) -> Form | None:
+        """The form that an archive of this length probably has, if one like it was parsed before.
+
+        Args:
+            nbytes: The archive's length.
+            shape: Of the tensor in it.
+            dtype: Of the tensor.
+        """
+        for form in self._known.get(nbytes, ()):
+            if form.shape == shape and form.dtype is dtype and form.nbytes:
+                return form
+        return None
+
     def parse(self, archive: BinaryIO, nbytes: int) -> Form:
         """The form of an archive.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from nostall._memory.uploads import Memory
 from nostall._model import checksum
 from nostall._model.crc import combine
+from nostall._read.items.archives import is_whole
 from nostall._read.items.forms import DESCRIPTOR, HEAD_NBYTES, Form
 from nostall._read.items.opened import OpenFile
 from nostall._read.items.rows import Rows
@@ -60,29 +61,57 @@ class LargeRead:
         with self._preparing:
             if self._values is None and self._stored is None:
                 self._prepare()
-        if self._values is not None:
+        if self._values is None:
+            return
+        try:
             self._values.read_pieces()
+        except _OtherForm:  # only of a read that one thread does
+            self._read_head()
+            if self._values is not None:
+                self._values.read_pieces()
 
     def _prepare(self) -> None:
         """Find out what is stored, and where it goes."""
+        item, forms = self._wanted.item, self._shared.archives.forms
+        guess = forms.guess(self._wanted.nbytes, item.lengths, self._target.dtype)
+        if guess is not None and self.tasks == 1 and is_whole(guess.shape, self._wanted):
+            self._begin(guess, is_guess=True)
+        else:
+            self._read_head()
+
+    def _read_head(self) -> None:
         wanted, archives = self._wanted, self._shared.archives
         head = bytearray(min(wanted.nbytes, HEAD_NBYTES))
-        self._file.fill(wanted.offset, memoryview(head), [wanted])
+        self._file.fill(wanted.offset, [wanted], memoryview(head))
         archive = partial(self._file.archive, wanted)
         form = archives.form_of(head, 0, archive, self._file, wanted)
         if form is None:
+            self._values = None
             self._stored = archives.loaded_by_torch(archive(), self._file, wanted)
-            return
-        item = wanted.item
+        else:
+            self._begin(form, is_guess=False)
+
+    def _begin(self, form: Form, *, is_guess: bool) -> None:
+        item, archives = self._wanted.item, self._shared.archives
         verify = archives.verify and form.nbytes > 0
         rows = Rows.of(form, item.storage_offsets, item.lengths, whole=verify)
         stored, uploads = self._target, self._shared.uploads
         is_alike = rows.is_exact and stored.dtype is form.dtype and is_dense(stored)
+        self._stored = None
         if not (is_alike and uploads.can_fill(stored)):
             stored = uploads.beside(self._target, rows.shape, form.dtype)
             self._stored = rows.cut(stored)
         memory = uploads.into(stored)
-        self._values = _Values(self._shared, self._file, wanted, rows, memory, form, verify=verify)
+        self._values = _Values(
+            self._shared,
+            self._file,
+            self._wanted,
+            rows,
+            memory,
+            form,
+            verify=verify,
+            is_guess=is_guess,
+        )
 
     def finish(self) -> None:
         """Hand over the tensor."""
@@ -94,8 +123,17 @@ class LargeRead:
         self._shared.planner.commit_tensor(self._wanted.item, self._target)
 
 
+class _OtherForm(Exception):  # an answer, not an error
+    """An archive does not have the form that was guessed."""
+
+
 class _Values:
-    """The values of one tensor, some of which are still to be read."""
+    """The values of one tensor, some of which are still to be read.
+
+    Args:
+        is_guess: Whether the form has to be compared with what is before the values. They begin
+            with the first row then, and one thread reads them.
+    """
 
     def __init__(
         self,
@@ -107,6 +145,7 @@ class _Values:
         form: Form,
         *,
         verify: bool,
+        is_guess: bool,
     ) -> None:
         self._shared = shared
         self._file = file
@@ -116,26 +155,33 @@ class _Values:
         self._nbytes = rows.nbytes
         self._form = form
         self._verify = verify
-        self._left = deque(range(0, self._nbytes, PIECE_NBYTES))
-        self._sums: dict[int, int] = {}
+        self._head = memoryview(bytearray(form.begin if is_guess else 0))
+        self._descriptor = memoryview(bytearray(DESCRIPTOR.size))
+        self._left = deque(_pieces(self._begin, rows.nbytes))
+        self._sums: dict[int, tuple[int, int]] = {}
+        """Checksum and length of each piece, by where it begins."""
         self._summing = threading.Lock()
         self._count = len(self._left)
 
     def read_pieces(self) -> None:
-        """Read pieces until none is left; other threads may do the same."""
+        """Read pieces until none is left; other threads may do the same.
+
+        Raises:
+            _OtherForm: The form was guessed, and is another one.
+        """
         while True:
             self._shared.workers.require_running()
             try:
-                begin = self._left.popleft()
+                begin, end = self._left.popleft()
             except IndexError:
                 return
-            with self._memory.part(begin, min(begin + PIECE_NBYTES, self._nbytes)) as piece:
+            with self._memory.part(begin, end) as piece:
                 if not self._verify:
-                    self._file.fill(self._begin + begin, piece, [self._wanted])
+                    self._fill(begin, piece)
                     continue
-                crc32 = self._fill_and_sum(self._begin + begin, piece)
+                crc32 = self._fill_and_sum(begin, piece)
             with self._summing:
-                self._sums[begin] = crc32
+                self._sums[begin] = crc32, end - begin
                 is_last = len(self._sums) == self._count
             if is_last:
                 self._compare()
@@ -144,21 +190,45 @@ class _Values:
         """Make the values visible to the caller's thread, and what it tells a device to do."""
         self._memory.finish()
 
-    def _fill_and_sum(self, offset: int, memory: memoryview) -> int:
+    def _fill(self, begin: int, memory: memoryview, *more: memoryview) -> None:
+        offset = self._begin + begin
+        if begin or not self._head:
+            self._file.fill(offset, [self._wanted], memory, *more)
+            return
+        self._file.fill(offset - len(self._head), [self._wanted], self._head, memory, *more)
+        if self._head != self._form.prefix:
+            raise _OtherForm
+
+    def _fill_and_sum(self, begin: int, piece: memoryview) -> int:
         crc32 = 0
-        for begin in range(0, len(memory), _SUMMED_NBYTES):
-            part = memory[begin : begin + _SUMMED_NBYTES]
-            self._file.fill(offset + begin, part, [self._wanted])
+        for at in range(0, len(piece), _SUMMED_NBYTES):
+            part = piece[at : at + _SUMMED_NBYTES]
+            is_last = begin + at + len(part) == self._nbytes
+            self._fill(begin + at, part, *([self._descriptor] if is_last else []))
             crc32 = checksum.crc32(part, crc32)
         return crc32
 
     def _compare(self) -> None:
         crc32 = 0
-        for begin, of_piece in sorted(self._sums.items()):
-            crc32 = combine(crc32, of_piece, min(PIECE_NBYTES, self._nbytes - begin))
-        descriptor = memoryview(bytearray(DESCRIPTOR.size))
-        self._file.fill(self._wanted.offset + self._form.end, descriptor, [self._wanted])
-        self._shared.archives.require_intact(crc32, descriptor, self._file, self._wanted)
+        for _, (of_piece, nbytes) in sorted(self._sums.items()):
+            crc32 = combine(crc32, of_piece, nbytes)
+        archives = self._shared.archives
+        archives.require_intact(crc32, self._descriptor, self._file, self._wanted)
+
+
+def _pieces(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of each piece of values that lie at this offset of a file.
+
+    If there are several, all but the first begin at a multiple of :data:`PIECE_NBYTES` in the file,
+    so that no page of it is read twice.
+    """
+    if nbytes <= PIECE_NBYTES:
+        offset = 0
+    begin = 0
+    while begin < nbytes:
+        end = min(nbytes, begin + PIECE_NBYTES - (offset + begin) % PIECE_NBYTES)
+        yield begin, end
+        begin = end
 
 
 class LargeReads:

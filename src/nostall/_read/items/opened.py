@@ -38,14 +38,14 @@ class OpenFile:
             self.close()
             raise too_short(nbytes, self._path, beyond)
 
-    def fill(self, offset: int, memory: memoryview, items: Sequence[Wanted]) -> None:
-        """Read from an offset until the memory is full.
+    def fill(self, offset: int, items: Sequence[Wanted], *memories: memoryview) -> None:
+        """Read from an offset until the pieces of memory are full, one after the other.
 
         Raises:
             DamagedCheckpointError: The file has become shorter; names the items.
             OSError: It cannot be read.
         """
-        if self._source.read_into(offset, memory) < len(memory):
+        if self._source.read_into(offset, *memories) < sum(map(len, memories)):
             raise self.damaged("the file has become shorter", items)
 
     def archive(self, wanted: Wanted) -> BinaryIO:

@@ -54,7 +54,7 @@ class SmallRead:
         buffers = self._shared.buffers
         self._shared.workers.require_running()
         content = buffers.take(self.nbytes)
-        self._file.fill(self._begin, memoryview(content)[: self.nbytes], self._items)
+        self._file.fill(self._begin, self._items, memoryview(content)[: self.nbytes])
         address = address_of(content)
         targets = self._targets or [None] * len(self._items)
         archives = self._shared.archives
