@@ -1,7 +1,7 @@
 """Checkpoints that other versions of torch have written, by stock and by nostall, in every way.
 
 ``tests/checkpoints`` has them; that they are verified and loaded by the caching reader is tested in
-``tests/public/test_versions.py``. None of them has sharded tensors.
+``tests/public/test_versions.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from checkpoints import make
 from nostall.filesystem_reader import Verify
 
 MADE = sorted(path.parent for path in make.HERE.glob("torch-*/*/.metadata"))
+SHARDED = sorted(path.parent for path in make.HERE.glob("torch-*/sharded/*/.metadata"))
 each_checkpoint = pytest.mark.parametrize(
     "path", MADE, ids=lambda path: f"{path.parent.name}, {path.name}"
 )
@@ -85,3 +86,25 @@ def test_slices_are_loaded(path: Path) -> None:
             )
             reader.read_data(LoadPlan([item]), _Into(target)).wait()
             assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("verify", ["none", "crc"])
+@pytest.mark.parametrize("path", SHARDED, ids=lambda path: f"{path.parents[1].name}, {path.name}")
+def test_parts_of_two_ranks_are_put_together(path: Path, verify: Verify) -> None:
+    """By rows, by columns, and replicated; also into tensors whose rows are not contiguous."""
+    expected = make.wholes()
+    for transposed in (False, True):
+        state: dict[str, Any] = {
+            name: torch.zeros(5, 7).t() if transposed else torch.zeros(7, 5) for name in expected
+        }
+        reader = nostall.FileSystemReader(path, verify=verify)
+        dcp.load(state, storage_reader=reader, no_dist=True)
+        assert all(torch.equal(state[name], whole) for name, whole in expected.items())
+        state = {name: torch.zeros_like(each) for name, each in state.items()}
+        nostall.load(state, path, verify=verify)
+        assert all(torch.equal(state[name], whole) for name, whole in expected.items())
+
+
+def test_checkpoints_of_three_versions_were_looked_at() -> None:
+    """Of two writers each; a directory that is not found would be no test."""
+    assert len(MADE) == len(SHARDED) == 6

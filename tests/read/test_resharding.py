@@ -8,9 +8,12 @@ as DTensor and FSDP have them, and one writer or reader of its own. The program
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -36,6 +39,9 @@ from torch.distributed.checkpoint.planner import (
 )
 
 import nostall
+from nostall._read import plan
+from nostall._read.items import large
+from nostall._read.items import load as items
 from nostall.filesystem_reader import Verify
 from support.ranks import run_ranks
 
@@ -68,7 +74,7 @@ def cuts(draw: st.DrawFn, length: int, parts: int) -> list[int]:
 @st.composite
 def shardings(draw: st.DrawFn, shape: Sequence[int], ranks: int) -> Sharding:
     """By rows or by columns, by both, replicated, or all on one rank."""
-    kind = draw(st.sampled_from(["one dimension", "mesh", "replicated", "one rank"]))
+    kind = draw(st.sampled_from(["one dimension", "mesh", "mesh", "replicated", "one rank"]))
     whole = block([0] * len(shape), shape)
     if kind == "replicated" or not shape:
         return [[whole] for _ in range(ranks)]
@@ -227,16 +233,19 @@ def bits(tensor: torch.Tensor) -> bytes:
 # --- what is loaded -------------------------------------------------------------------------------
 
 
+def lists_of(elements: st.SearchStrategy[int], length: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(elements, min_size=length, max_size=length)
+
+
 @st.composite
 def tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     """Of up to three dimensions, contiguous or not, different in every element where possible."""
     found = {}
     for number in range(draw(st.integers(1, 3))):
-        shape = draw(st.lists(st.integers(1, 9), max_size=3))
+        # Hypothesis prefers short lists and small numbers, of which there is little to cut.
+        lengths = st.sampled_from([1, 2, 3, 5, 8, 9])
+        shape = draw(st.sampled_from([0, 1, 2, 2, 3, 3]).flatmap(partial(lists_of, lengths)))
         dtype = draw(st.sampled_from(DTYPES))
-        if shape and draw(st.integers(0, 5)) == 0:  # larger than what is read with its neighbours
-            shape = [shape[0] * 60, *shape[1:], 701]
-            dtype = torch.float32
         length = torch.Size(shape).numel()
         values = (torch.arange(length) % (2 if dtype is torch.bool else 251)).to(dtype)
         whole = turned(values.reshape(shape[::-1]))
@@ -244,7 +253,20 @@ def tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@contextmanager
+def ways_to_read(small_nbytes: int, piece_nbytes: int) -> Iterator[None]:
+    """Other limits than those for tensors of real sizes, which would take too long here."""
+    with (
+        patch.object(plan, "SMALL_NBYTES", small_nbytes),
+        patch.object(items, "SMALL_NBYTES", small_nbytes),
+        patch.object(items, "PIECE_NBYTES", piece_nbytes),
+        patch.object(large, "PIECE_NBYTES", piece_nbytes),
+        patch.object(large, "_SUMMED_NBYTES", max(1, piece_nbytes // 2)),
+    ):
+        yield
+
+
+@settings(max_examples=150, deadline=None)
 @given(
     data=st.data(),
     whole=tensors(),
@@ -252,6 +274,7 @@ def tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     who=st.sampled_from(sorted(WRITERS)),
     verify=st.sampled_from(["none", "crc"]),
     transposed=st.booleans(),
+    limits=st.sampled_from([(256 << 10, 4 << 20), (0, 4 << 20), (0, 500), (1700, 33)]),
 )
 def test_any_sharding_is_loaded_in_any_other(
     tmp_path_factory: pytest.TempPathFactory,
@@ -261,10 +284,12 @@ def test_any_sharding_is_loaded_in_any_other(
     who: str,
     verify: Verify,
     transposed: bool,  # noqa: FBT001  # hypothesis passes it by name
+    limits: tuple[int, int],
 ) -> None:
     """From one to four ranks to one to four: what each rank gets is its part of the whole tensor.
 
-    ``nostall.load`` and stock's planner, which see whole tensors only, get the whole.
+    ``nostall.load`` and stock's planner, which see whole tensors only, get the whole. Small tensors
+    are read as such, or as large ones, in one piece or many.
     """
     path = tmp_path_factory.mktemp("sharded")
     (saving, loading) = (
@@ -274,19 +299,37 @@ def test_any_sharding_is_loaded_in_any_other(
     save(path, who, whole, [{n: of[r] for n, of in saving.items()} for r in range(ranks[0])])
     for rank in range(ranks[1]):
         planner = Loading({n: of[rank] for n, of in loading.items()}, transposed=transposed)
-        load(nostall.FileSystemReader(path, verify=verify), planner)
+        with ways_to_read(*limits):
+            load(nostall.FileSystemReader(path, verify=verify), planner)
         for (name, offsets), tensor in planner.loaded.items():
             part = part_of(whole[name], Block(offsets, tensor.shape))
             assert bits(tensor) == bits(part), (name, offsets)
     by_ours, by_stock = (
         {name: torch.zeros_like(each) for name, each in whole.items()} for _ in range(2)
     )
-    nostall.load(by_ours, path, verify=verify)
     reader = nostall.FileSystemReader(path, verify=verify)
-    dcp.load(by_stock, storage_reader=reader, no_dist=True)
+    with ways_to_read(*limits):
+        nostall.load(by_ours, path, verify=verify)
+        dcp.load(by_stock, storage_reader=reader, no_dist=True)
     for name, each in whole.items():
         assert bits(by_ours[name]) == bits(by_stock[name]) == bits(each)
     shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("verify", ["none", "crc"])
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_parts_of_a_large_tensor_are_loaded(tmp_path: Path, dimension: int, verify: Verify) -> None:
+    """Of one rank's megabytes, four ranks load their rows or columns."""
+    whole = torch.arange(1200 * 500.0).reshape(1200, 500)
+    save(tmp_path, "stock", {"x": whole}, [{"x": [block([0, 0], whole.shape)]}])
+    step = whole.shape[dimension] // 4
+    for rank in range(4):
+        begins, ends = [0, 0], list(whole.shape)
+        begins[dimension], ends[dimension] = rank * step, (rank + 1) * step
+        planner = Loading({"x": [block(begins, ends)]}, transposed=False)
+        load(nostall.FileSystemReader(tmp_path, verify=verify), planner)
+        (tensor,) = planner.loaded.values()
+        assert torch.equal(tensor, whole[begins[0] : ends[0], begins[1] : ends[1]])
 
 
 def test_ranks_load_what_more_or_fewer_ranks_have_saved(tmp_path: Path) -> None:

@@ -97,7 +97,6 @@ class LargeRead:
         rows = Rows.of(form, item.storage_offsets, item.lengths, whole=verify)
         stored, uploads = self._target, self._shared.uploads
         is_alike = rows.is_exact and stored.dtype is form.dtype and is_dense(stored)
-        self._stored = None
         if not (is_alike and uploads.can_fill(stored)):
             stored = uploads.beside(self._target, rows.shape, form.dtype)
             self._stored = rows.cut(stored)

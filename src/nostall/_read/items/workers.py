@@ -78,7 +78,7 @@ class Workers:
             raise Stopped
 
     def _work(self) -> None:
-        while (task := self._tasks.get()) is not None and not self._is_stopping:
+        while (task := self._tasks.get()) is not None:
             try:
                 task.run()
             except BaseException as error:  # raised by wait()
