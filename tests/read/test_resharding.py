@@ -261,7 +261,6 @@ def ways_to_read(small_nbytes: int, piece_nbytes: int) -> Iterator[None]:
         patch.object(items, "SMALL_NBYTES", small_nbytes),
         patch.object(items, "PIECE_NBYTES", piece_nbytes),
         patch.object(large, "PIECE_NBYTES", piece_nbytes),
-        patch.object(large, "_SUMMED_NBYTES", max(1, piece_nbytes // 2)),
     ):
         yield
 

@@ -28,8 +28,6 @@ from nostall._read.plan import Wanted
 
 PIECE_NBYTES = 4 << 20
 """Read by one thread before it looks whether the load goes on."""
-_SUMMED_NBYTES = 512 << 10
-"""Read by one call if it is checksummed: what the caches of a core still hold then."""
 
 
 class LargeRead:
@@ -178,7 +176,8 @@ class _Values:
                 if not self._verify:
                     self._fill(begin, piece)
                     continue
-                crc32 = self._fill_and_sum(begin, piece)
+                self._fill(begin, piece, *([self._descriptor] if end == self._nbytes else []))
+                crc32 = checksum.crc32(piece)
             with self._summing:
                 self._sums[begin] = crc32, end - begin
                 is_last = len(self._sums) == self._count
@@ -197,15 +196,6 @@ class _Values:
         self._file.fill(offset - len(self._head), [self._wanted], self._head, memory, *more)
         if self._head != self._form.prefix:
             raise _OtherForm
-
-    def _fill_and_sum(self, begin: int, piece: memoryview) -> int:
-        crc32 = 0
-        for at in range(0, len(piece), _SUMMED_NBYTES):
-            part = piece[at : at + _SUMMED_NBYTES]
-            is_last = begin + at + len(part) == self._nbytes
-            self._fill(begin + at, part, *([self._descriptor] if is_last else []))
-            crc32 = checksum.crc32(part, crc32)
-        return crc32
 
     def _compare(self) -> None:
         crc32 = 0
