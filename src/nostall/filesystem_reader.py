@@ -50,10 +50,10 @@ class FileSystemReader(dcp.FileSystemReader):
     stored dtype: on the CPU, or through at most 128 MiB of pinned memory on an accelerator, where
     other dtypes and layouts are converted. Of a slice only the rows from its first to its last are
     read. At most 256 MiB are read ahead of the planner; a single slice or object may be larger.
-    What is not in the page cache is read past it, unless ranks without a ``process_group`` may need
-    the same. What has another form, such as a quantised tensor, is loaded by
-    ``torch.load(weights_only=True)``, as by stock's reader; items with stream transforms by stock's
-    reader itself.
+    What is not in the page cache is read past it, with 4 to 6 MiB per thread, unless ranks
+    without a ``process_group`` may need the same. What has another form, such as a quantised
+    tensor, is loaded by ``torch.load(weights_only=True)``, as by stock's reader; items with stream
+    transforms by stock's reader itself.
 
     Args:
         path: Checkpoint directory. A link is followed once in a load, by each rank for itself, when

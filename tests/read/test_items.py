@@ -5,6 +5,7 @@ Stock is the judge of what is loaded.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import io
 import os
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -421,6 +423,83 @@ def test_an_archive_is_not_taken_for_one_like_it(
     target = {name: torch.zeros(200_000) for name in names}
     load(target, tmp_path, verify=verify, threads=1)
     assert all(torch.equal(target[name], values.to(torch.float32)) for name in names)
+
+
+@pytest.mark.parametrize("verify", ["none", "crc"])
+def test_an_archive_that_only_torch_reads_is_not_taken_for_one_like_it(
+    tmp_path: Path, verify: Verify
+) -> None:
+    """That of a square matrix and of its transposed have one length."""
+    square = torch.arange(700.0 * 700).reshape(700, 700)
+    state = {"x": square, "y": square.t()}
+    save(tmp_path, state)
+    assert len({len(archive_of(tmp_path, name)[2]) for name in state}) == 1
+    target = {name: torch.zeros(700, 700) for name in state}
+    load(target, tmp_path, verify=verify, threads=1)
+    assert all(torch.equal(target[name], state[name]) for name in state)
+
+
+def test_of_archives_that_were_taken_for_others_heads_are_read_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where forms of one length alternate, each tensor but one is read once."""
+    values = torch.arange(500_000.0)
+    state = {f"{number}": values.as_strided((1, 500_000), (1, 1)) for number in range(1, 8)}
+    state["0"] = values.reshape(1, 500_000)
+    save(tmp_path, state)
+    assert len({len(archive_of(tmp_path, name)[2]) for name in state}) == 1
+    nbytes = []
+    fill = OpenFile.fill
+
+    def counting(
+        file: OpenFile, offset: int, items: Sequence[Wanted], *memories: memoryview
+    ) -> None:
+        nbytes.append(sum(map(len, memories)))
+        fill(file, offset, items, *memories)
+
+    monkeypatch.setattr(OpenFile, "fill", counting)
+    target = {name: torch.zeros(1, 500_000) for name in state}
+    load(target, tmp_path, threads=1)
+    assert all(torch.equal(target[name], state[name]) for name in state)
+    assert sum(nbytes) < 9.1 * values.nbytes
+
+
+def test_damage_behind_a_head_that_was_not_expected_is_one_error(tmp_path: Path) -> None:
+    """It says nothing about how the head was read."""
+    values = torch.arange(200_000)
+    save(tmp_path, {"x": values.to(torch.float32), "y": values.to(torch.int32)})
+    file, begin, _ = archive_of(tmp_path, "y")
+    overwrite(file, begin + 300_000, b"\xff")
+    target = {name: torch.zeros(200_000) for name in "xy"}
+    error = error_of(target, tmp_path, verify="crc", threads=1)
+    assert isinstance(error, DamagedCheckpointError)
+    assert error.__context__ is None
+
+
+def test_after_an_error_nothing_keeps_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No cycle of the error and its traceback, which only the garbage collector would find."""
+    save(tmp_path, {"x": torch.arange(4_000_000.0)})
+    file, begin, _ = archive_of(tmp_path, "x")
+    overwrite(file, begin + 5_000_000, b"\xff\xfe")
+    made: list[weakref.ref[torch.Tensor]] = []
+    beside = Uploads.beside
+
+    def noting(*arguments: Any) -> torch.Tensor:
+        memory = beside(*arguments)
+        made.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(Uploads, "beside", noting)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(DamagedCheckpointError):
+            nostall.load({"x": torch.zeros(4_000_000).double()}, tmp_path, verify="crc")
+        assert [each() for each in made] == [None]
+    finally:
+        gc.enable()
 
 
 def test_a_tensor_is_compared_with_its_checksum_once(

@@ -165,6 +165,8 @@ class _Source:
 
     def _fill(self, offset: int, memory: memoryview) -> int:
         end = min(offset + len(memory), self.stat.nbytes)
+        if not memory:
+            return 0
         for place in self._in(offset, end):
             first, last = max(offset, place.span.begin), min(end, place.span.end)
             to = ctypes.c_char.from_buffer(memory, first - offset)

@@ -49,11 +49,12 @@ class Source(Protocol):
         """Its length and version."""
 
     def read_into(self, offset: int, *memories: memoryview) -> int:
-        """Fill memory with what follows an offset, in one read.
+        """Fill memory with what follows an offset.
 
         Args:
             offset: First byte of the file.
-            memories: A few pieces, filled one after the other.
+            memories: Pieces that are filled one after the other, by as few requests as possible; at
+                most 16, some of which may be empty.
 
         Returns:
             The number of bytes read; fewer than there is memory only at the end of the file.

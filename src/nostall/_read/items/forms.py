@@ -96,6 +96,8 @@ class Forms:
     def __init__(self) -> None:
         self._known: dict[int, list[Form]] = {}
         self._count = 0
+        self._several: set[int] = set()
+        """Lengths of archives that had another form than was guessed."""
 
     def known(self, content: bytearray, begin: int, nbytes: int) -> Form | None:
         """The form of an archive, if one like it was parsed before.
@@ -118,10 +120,15 @@ class Forms:
             shape: Of the tensor in it.
             dtype: Of the tensor.
         """
-        for form in self._known.get(nbytes, ()):
-            if form.shape == shape and form.dtype is dtype and form.nbytes:
-                return form
+        if nbytes not in self._several:
+            for form in self._known.get(nbytes, ()):
+                if form.shape == shape and form.dtype is dtype and form.nbytes:
+                    return form
         return None
+
+    def note_wrong_guess(self, nbytes: int) -> None:
+        """Guess no more forms of archives of this length."""
+        self._several.add(nbytes)
 
     def parse(self, archive: BinaryIO, nbytes: int) -> Form:
         """The form of an archive.

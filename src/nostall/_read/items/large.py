@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -12,7 +13,6 @@ import torch
 from nostall._memory.uploads import Memory
 from nostall._model import checksum
 from nostall._model.crc import combine
-from nostall._read.items.archives import is_whole
 from nostall._read.items.forms import DESCRIPTOR, HEAD_NBYTES, Form
 from nostall._read.items.opened import OpenFile
 from nostall._read.items.rows import Rows
@@ -48,7 +48,8 @@ class LargeRead:
         self._wanted = wanted
         self._target = target
         self.nbytes = wanted.nbytes
-        self.tasks = min(shared.workers.threads, -(-wanted.nbytes // PIECE_NBYTES))
+        pieces = -(-(wanted.nbytes - HEAD_NBYTES) // PIECE_NBYTES)  # of the values, about
+        self.tasks = min(shared.workers.threads, max(1, pieces))
         self._preparing = threading.Lock()
         self._values: _Values | None = None
         self._stored: torch.Tensor | None = None
@@ -61,21 +62,25 @@ class LargeRead:
                 self._prepare()
         if self._values is None:
             return
-        try:
+        with suppress(_OtherForm):  # only of a read that one thread does
             self._values.read_pieces()
-        except _OtherForm:  # only of a read that one thread does
-            self._read_head()
-            if self._values is not None:
-                self._values.read_pieces()
+            return
+        self._shared.archives.forms.note_wrong_guess(self._wanted.nbytes)
+        self._values = self._stored = None
+        self._read_head()
+        if self._values is not None:
+            self._values.read_pieces()
 
     def _prepare(self) -> None:
         """Find out what is stored, and where it goes."""
-        item, forms = self._wanted.item, self._shared.archives.forms
-        guess = forms.guess(self._wanted.nbytes, item.lengths, self._target.dtype)
-        if guess is not None and self.tasks == 1 and is_whole(guess.shape, self._wanted):
-            self._begin(guess, is_guess=True)
-        else:
+        guess = None
+        if self.tasks == 1 and not any(self._wanted.item.storage_offsets):
+            forms, shape = self._shared.archives.forms, self._wanted.item.lengths
+            guess = forms.guess(self._wanted.nbytes, shape, self._target.dtype)
+        if guess is None:
             self._read_head()
+        else:
+            self._begin(guess, is_guess=True)
 
     def _read_head(self) -> None:
         wanted, archives = self._wanted, self._shared.archives
@@ -84,7 +89,6 @@ class LargeRead:
         archive = partial(self._file.archive, wanted)
         form = archives.form_of(head, 0, archive, self._file, wanted)
         if form is None:
-            self._values = None
             self._stored = archives.loaded_by_torch(archive(), self._file, wanted)
         else:
             self._begin(form, is_guess=False)
@@ -128,8 +132,8 @@ class _Values:
     """The values of one tensor, some of which are still to be read.
 
     Args:
-        is_guess: Whether the form has to be compared with what is before the values. They begin
-            with the first row then, and one thread reads them.
+        is_guess: Whether the form has to be compared with what is before the values. All rows are
+            read then, by one thread.
     """
 
     def __init__(
@@ -209,7 +213,7 @@ def _pieces(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
     """Begin and end of each piece of values that lie at this offset of a file.
 
     If there are several, all but the first begin at a multiple of :data:`PIECE_NBYTES` in the file,
-    so that no page of it is read twice.
+    so that no two of them need the same page.
     """
     if nbytes <= PIECE_NBYTES:
         offset = 0
