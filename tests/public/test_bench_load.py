@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import resource
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +38,6 @@ from nostall._bench.loading.targets import LOAD_TARGETS
 from nostall._bench.machine import file_system_of
 from nostall._bench.main import bench_loads, bench_restarts
 from nostall._bench.options import LoadOptions, RestartOptions
-from nostall._bench.processes import fresh_pages_for_each_block
 from nostall._bench.restarting import first_step
 from nostall._bench.restarting.report import RestartReport
 from nostall._bench.restarting.run import Way
@@ -48,6 +45,7 @@ from nostall._bench.tables import failed
 from nostall._bench.targets import check_targets
 from nostall._bench.workloads import State, Workload, make_workload, tensors_of
 from nostall.cli import main
+from support.ranks import run_script
 
 SMALL = 256 << 10
 MIB = 1 << 20
@@ -303,22 +301,14 @@ def test_every_load_of_everything_is_a_first_one(
 # --- figures ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-def test_temporary_tensors_have_pages_at_hand_or_fresh_ones(*, fresh: bool) -> None:
+@pytest.mark.parametrize("kind", ["kept", "fresh"])
+def test_temporary_tensors_have_pages_at_hand_or_fresh_ones(tmp_path: Path, kind: str) -> None:
     """In the rounds of fresh pages each is mapped anew; else the second one has the first's."""
-    nbytes = 4 * MIB
-
-    def use() -> None:
-        torch.empty(nbytes, dtype=torch.uint8).fill_(1)
-
-    with fresh_pages_for_each_block() if fresh else nullcontext():
-        use()
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for _ in range(8):
-            use()
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    done = run_script("programs/temporary_tensors.py", kind, "4", cwd=tmp_path, timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    faults = int(done.stdout)
     # A huge page is one fault.
-    assert faults >= 8 if fresh else faults < 8 * nbytes // mmap.PAGESIZE // 2
+    assert faults >= 8 if kind == "fresh" else faults < 8 * 4 * MIB // mmap.PAGESIZE // 2
 
 
 def dcp_loads() -> dict[str, DcpLoad]:

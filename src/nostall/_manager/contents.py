@@ -226,7 +226,7 @@ def read_about(directory: str) -> About | None:
             f"the description of the step is damaged ({type(error).__name__})",
             phase="read",
             path=files.where(place.relative_path),
-            hint="`nostall verify` lists all damage",
+            hint=f"`nostall verify {directory}` lists all damage",
         ) from error
     raise UnknownMetadataError(
         f"the step has a description of format {plain['format']!r:.20}, not {_FORMAT}",

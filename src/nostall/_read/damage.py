@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from nostall._read.plan import Wanted
@@ -19,7 +20,7 @@ def damaged(what: str, path: str, items: Sequence[Wanted]) -> DamagedCheckpointE
         f"{what} (items {names}{more})",
         phase="read",
         path=path,
-        hint="`nostall verify` lists all damage; load another checkpoint",
+        hint=f"`nostall verify {os.path.dirname(path)}` lists all damage; load another checkpoint",
     )
 
 

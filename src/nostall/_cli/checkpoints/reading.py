@@ -78,5 +78,5 @@ def _read(checkpoint: Checkpoint, state: dict[Any, Any]) -> None:
         raise DamagedCheckpointError(
             f"cannot read {names}: {type(error).__name__}: {first_line:.400}",
             path=checkpoint.path,
-            hint="`nostall verify` lists the damage",
+            hint=f"`nostall verify {checkpoint.path}` lists the damage",
         ) from error
