@@ -86,6 +86,9 @@ UNIT_TESTS = (
     "tests/cli/test_prune.py",
 )
 
+STORES = ("tests/storage/test_msc.py", "tests/storage/test_s3.py")
+"""Tests of object stores, with all that is tried with them."""
+
 os.environ.update(
     PIP_DISABLE_PIP_VERSION_CHECK="1",
     PIP_NO_WARN_SCRIPT_LOCATION="1",
@@ -142,6 +145,14 @@ def install_package(
 def tests(session: nox.Session) -> None:
     """Run the test suite against the installed package; arguments after `--` go to pytest."""
     run_tests_with(session, {})
+
+
+@nox.session
+def stores(session: nox.Session) -> None:
+    """Run the tests of object stores with all clients and servers; arguments go to pytest."""
+    install_group(session, "stores")
+    install_package(session, extra="fast")
+    session.run("python", "-m", "pytest", *(session.posargs or STORES))
 
 
 @nox.session

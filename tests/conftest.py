@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from nostall import _engine
 from nostall.core import AsyncCallsQueue
 from support import loaded
+from support.object_store import S3Server, s3_server
 from support.waiting import command_of
 
 
@@ -69,3 +70,17 @@ def python_handles_ctrl_c() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session")
+def started_s3() -> Iterator[S3Server]:
+    """The S3 server of this session."""
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(started_s3: S3Server) -> Iterator[S3Server]:
+    """An S3 server without faults."""
+    yield started_s3
+    started_s3.inject()

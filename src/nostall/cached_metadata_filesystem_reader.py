@@ -11,6 +11,8 @@ from typing import ClassVar
 import torch.distributed as dist
 
 from nostall._describe.description import Description
+from nostall._storage.destination import place_of
+from nostall._storage.places import identity
 from nostall._storage.port import Source, Version
 from nostall.filesystem_reader import FileSystemReader, Verify
 
@@ -82,7 +84,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             if path is None:
                 cls._cache.clear()
                 return
-            directory = os.path.realpath(path)
+            directory = identity(place_of(path))
             for known in [known for known in cls._cache if os.path.dirname(known) == directory]:
                 del cls._cache[known]
 

@@ -16,6 +16,7 @@ import os
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint import FileSystemWriter
@@ -34,13 +35,12 @@ from nostall._save.coordinator import commit_results
 from nostall._save.rank_save import RankSave, Staging
 from nostall._save.session import Beside
 from nostall._save.settings import OwnOptions, settings_of
-from nostall._storage.destination import absolute, require_file_system, require_possible
+from nostall._storage.destination import place_of
+from nostall._storage.places import is_address
 from nostall.options import StagingMode
 from nostall.stats import SaveStats
 
 __all__ = ["FileSystemWriterAsync", "get_write_results_queue"]
-
-_MSC_PREFIX = "msc://"
 
 
 class _NoManager:
@@ -81,7 +81,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     Make a new one for every checkpoint. It is cheap: memory and processes belong to the engine.
 
     Args:
-        path: Checkpoint directory.
+        path: Checkpoint directory, or an address in an object store, such as ``s3://bucket/key``.
         single_file_per_rank: ``False`` makes one file per item.
         sync_files: Fsync files and directory before a rank reports success.
         thread_count: Number of files per rank.
@@ -98,7 +98,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             save fails. A change that torch does not count (``.data``, NumPy, a replayed CUDA graph)
             is not detected.
         separation_hint: Items whose name starts with this go to files of their own, named with it.
-        use_msc: Accepted for compatibility, without effect; ``msc://`` paths are not supported yet.
+        use_msc: Accepted for compatibility, without effect.
         is_multiproc_io: Spread the files over two writer processes.
         use_cached_data_structure: Accepted for compatibility; structure is always cached.
         use_cpu_shm_for_gpu_tensors: Accepted for compatibility; shared memory is always used.
@@ -154,8 +154,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             open_file: Callable[..., Any] = open,
             **kwargs: Any,
         ) -> None:
-            require_possible(path)
-            require_file_system(path)
+            place = place_of(path)
             super().__init__(path, *args, **kwargs)
             self._own = OwnOptions(
                 staging=staging,
@@ -163,11 +162,11 @@ class FileSystemWriterAsync(FileSystemWriter):
                 is_multiproc_io=is_multiproc_io,
                 open_file=open_file,
             )
-            self._start(None)
+            self._start(place, None)
 
-    def _start(self, staging: Staging | None) -> None:
+    def _start(self, place: str, staging: Staging | None) -> None:
         """Begin a save. A wrong combination of options is an error here, not when it runs."""
-        self.path = absolute(self.path)
+        self.path = place if is_address(place) else Path(place)
         self._rank_save = RankSave(settings_of(self, self._own), staging)
         """This rank's part of the present save."""
 
@@ -180,9 +179,9 @@ class FileSystemWriterAsync(FileSystemWriter):
             OptionError: A split save of this writer is not finalised yet.
         """
         self._rank_save.require_over()
+        place = place_of(self.path if checkpoint_id is None else checkpoint_id)
         super().reset(checkpoint_id)
-        require_file_system(checkpoint_id)
-        self._start(self._rank_save.staged_for_next)
+        self._start(place, self._rank_save.staged_for_next)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Set this rank's role; DCP calls this on every rank."""
@@ -253,9 +252,8 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this writer accepts the id; true for ``msc://`` ids, too."""
-        is_msc = str(checkpoint_id).startswith(_MSC_PREFIX)
-        return is_msc or bool(super().validate_checkpoint_id(checkpoint_id))
+        """Whether this writer accepts the id; true for addresses in object stores, too."""
+        return is_address(checkpoint_id) or bool(super().validate_checkpoint_id(checkpoint_id))
 
     # --- DCP's stager ---------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -26,8 +27,9 @@ from nostall._read.items.load import read_items
 from nostall._read.plan import Wanted, nbytes_by_archive, nbytes_of_all, rows_of
 from nostall._read.read_once import read_shared
 from nostall._read.sharing import Member, Share, all_want_to_share, share
-from nostall._storage.destination import require_file_system
-from nostall._storage.port import Source
+from nostall._storage.destination import place_of
+from nostall._storage.places import identity, is_address, storage_at
+from nostall._storage.port import ReadableFiles, Source
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.uncached import UncachedFiles
 from nostall.errors import DamagedCheckpointError, OptionError
@@ -56,8 +58,9 @@ class FileSystemReader(dcp.FileSystemReader):
     transforms by stock's reader itself.
 
     Args:
-        path: Checkpoint directory. A link is followed once in a load, by each rank for itself, when
-            metadata are read; errors name the directory that it led to.
+        path: Checkpoint directory, or an address in an object store. A link is followed once in a
+            load, by each rank for itself, when metadata are read; errors name the directory that it
+            led to.
         verify: ``"crc"`` compares the values of each tensor with the CRC-32 in the file before the
             planner gets it; then of a slice the whole stored tensor is read. Objects are not
             compared, nor tensors saved without checksums; :func:`nostall.verify` reads every byte.
@@ -71,7 +74,7 @@ class FileSystemReader(dcp.FileSystemReader):
             thread; an error of its ends the load. :func:`nostall.status` shows the same.
 
     Raises:
-        OptionError: An argument is not possible, or the path is in an object store.
+        OptionError: An argument is not possible, or the client of an object store is missing.
     """
 
     def __init__(
@@ -83,10 +86,11 @@ class FileSystemReader(dcp.FileSystemReader):
         process_group: dist.ProcessGroup | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        require_file_system(path)
+        place_of(path)  # refuses what cannot be one
         if verify not in ("none", "crc"):
             raise OptionError(f"verify={verify!r} is not possible", hint='use "none" or "crc"')
         super().__init__(path)
+        self._follow(path)
         self._verify = verify == "crc"
         self._threads = require_integer("threads", threads, at_least=1)
         if process_group is not None:
@@ -100,7 +104,15 @@ class FileSystemReader(dcp.FileSystemReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin with another load, or another checkpoint."""
         super().reset(checkpoint_id)
+        if checkpoint_id is not None:
+            self._follow(checkpoint_id)
         self._directory = None
+
+    def _follow(self, path: str | os.PathLike[str]) -> None:
+        """Stock takes every path for one of a file system."""
+        if is_address(path):
+            place = place_of(path)
+            self.path = place if is_address(place) else Path(place)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's metadata.
@@ -129,19 +141,19 @@ class FileSystemReader(dcp.FileSystemReader):
     @contextmanager
     def _opened(self, rank: int | None) -> Iterator[tuple[Source, str]]:
         """The metadata file, and its path."""
-        self._directory = os.path.realpath(self.path)
+        self._directory = identity(str(self.path))
         name = _torch.METADATA_NAME if rank is None else f"__{rank}{_torch.METADATA_NAME}"
-        path = os.path.realpath(os.path.join(self._directory, name))
+        path = identity(os.path.join(self._directory, name))
         directory, name = os.path.split(path)
         with ExitStack() as opened:
             with uninterrupted():
-                source = opened.enter_context(closing(PosixFiles(directory).open(name)))
+                source = opened.enter_context(closing(storage_at(directory).open(name)))
             yield source, path
 
     def _resolved(self) -> str:
         """The directory that metadata were read from, if they were."""
         if self._directory is None:
-            self._directory = os.path.realpath(self.path)
+            self._directory = identity(str(self.path))
         return self._directory
 
     def _description_in(self, source: Source, path: str) -> Description:
@@ -213,7 +225,7 @@ class FileSystemReader(dcp.FileSystemReader):
         rank, count = _place_of_this_rank()
         # Other ranks of this host may need the same; with a group each byte is read by one of them.
         is_read_once = count == 1 or self._peers is not None
-        files = (UncachedFiles if is_read_once else PosixFiles)(path)
+        files = _files_at(path, past_cache=is_read_once)
         total = nbytes_of_all(wanted, self._rows_of)
         counter = ReadCounter(total, self._progress)
         with listed(path, rank, counter):
@@ -258,6 +270,12 @@ class FileSystemReader(dcp.FileSystemReader):
                 continue
             wanted.append(Wanted(item, place.relative_path, place.offset, place.length))
         return wanted, transformed
+
+
+def _files_at(place: str, *, past_cache: bool) -> ReadableFiles:
+    if is_address(place):
+        return storage_at(place)
+    return UncachedFiles(place) if past_cache else PosixFiles(place)
 
 
 def _place_of_this_rank() -> tuple[int, int]:

@@ -31,9 +31,9 @@ from nostall._commit.manifest import manifest_alone
 from nostall._model.checksum import use_fastest
 from nostall._model.names import OF_FILE_SYSTEM, order_of_commit
 from nostall._model.reads import ReadCounter
-from nostall._storage.destination import require_file_system
-from nostall._storage.port import leaves_open
-from nostall._storage.posix_files import PosixFiles
+from nostall._storage.destination import place_of
+from nostall._storage.places import is_address, may_have, storage_at
+from nostall._storage.port import Files, leaves_open, reason
 from nostall._storage.reading import open_to_read
 from nostall.errors import (
     DamagedCheckpointError,
@@ -89,9 +89,9 @@ class Verification:
 
 
 def _path_of(path: str | os.PathLike[str]) -> str:
-    """The path; an object store must not look like a directory without checkpoints."""
-    require_file_system(path)
-    return os.fspath(path)
+    """The path, or the address in its shortest form."""
+    text = os.fspath(path)
+    return place_of(text) if is_address(text) else text
 
 
 def is_complete(path: str | os.PathLike[str], deep: bool = False) -> bool:
@@ -101,14 +101,14 @@ def is_complete(path: str | os.PathLike[str], deep: bool = False) -> bool:
     files; the metadata need not be understood.
 
     Args:
-        path: Checkpoint directory.
+        path: Checkpoint directory, or an address in an object store.
         deep: Compare every byte with its checksum, see :func:`verify`. By default only the metadata
             and the sizes of the files are checked, which takes milliseconds.
 
     Raises:
         UnknownMetadataError: There is no manifest, and the metadata is not understood: a newer
             torch or a planner with its own classes may have written it.
-        OptionError: The path is in an object store.
+        OptionError: The client of an object store is missing.
     """
     return why_incomplete(_path_of(path), deep=deep) is None
 
@@ -126,7 +126,7 @@ def why_incomplete(directory: str, *, deep: bool = False) -> str | None:
             raise UnknownMetadataError(note, phase="verify", path=directory, hint=HINT)
         what = [str(damage) for damage in found.damages]
         return None if found.ok else ", ".join(what) or found.note or found.state.value
-    files = PosixFiles(directory)
+    files = storage_at(directory)
     try:
         description = read_description(files, with_items=False)
     except UnknownMetadataError:
@@ -151,7 +151,7 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
     newer than the result.
 
     Args:
-        root: Directory of checkpoint directories.
+        root: Directory of checkpoint directories, or an address in an object store.
         deep: As for :func:`is_complete`.
 
     Raises:
@@ -159,7 +159,7 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
             job that starts from scratch might lose it.
         ReadError: ``root`` is not a directory, or cannot be read; or no checkpoint is known to be
             complete, and one cannot be read at present.
-        OptionError: ``root`` is in an object store.
+        OptionError: The client of an object store is missing.
     """
     unknown: list[UnknownMetadataError | ReadError] = []
     for path in committed_latest_first(_path_of(root)):
@@ -190,6 +190,8 @@ def committed_latest_first(root: str) -> list[str]:
     Raises:
         ReadError: ``root`` is not a directory, or cannot be read.
     """
+    if is_address(root):
+        return _committed_in_store_latest_first(root)
     candidates = []
     try:
         with os.scandir(root) as entries:
@@ -216,6 +218,28 @@ def committed_latest_first(root: str) -> list[str]:
     return [path for _, path in sorted(candidates, reverse=True)]
 
 
+def _committed_in_store_latest_first(root: str) -> list[str]:
+    def candidate(name: str) -> tuple[tuple[float, bool, int, str], str] | None:
+        place = f"{root}/{name}"
+        if not may_have(storage_at(place), _torch.METADATA_NAME):
+            return None
+        return order_of_commit(place, _committed_at_s(place), is_link=False), place
+
+    try:
+        names = storage_at(root).list()
+    except OSError as error:
+        raise ReadError(
+            f"cannot list checkpoints: {reason(error)}",
+            errno=error.errno,
+            phase="read",
+            path=root,
+            hint="check the address, and the rights to list it",
+        ) from error
+    with ThreadPoolExecutor(_THREADS, "nostall-latest") as pool:  # each takes two requests
+        found = [each for each in pool.map(candidate, names) if each is not None]
+    return [place for _, place in sorted(found, reverse=True)]
+
+
 def _may_be_file(path: str) -> bool:
     """Whether a regular file has this name; also true if storage does not say."""
     try:
@@ -238,7 +262,7 @@ def verify(
     not detect two exchanged files of the same layout.
 
     Args:
-        path: Checkpoint directory.
+        path: Checkpoint directory, or an address in an object store.
         threads: Number of files to read at a time.
         progress: Called with bytes read and bytes to read, from any thread.
 
@@ -246,10 +270,10 @@ def verify(
         The findings; the content of the checkpoint never raises.
 
     Raises:
-        OptionError: The path is in an object store.
+        OptionError: The client of an object store is missing.
     """
     directory = _path_of(path)
-    files = PosixFiles(directory)
+    files = storage_at(directory)
     try:
         description = read_description(files, with_items=True)
     except (FileNotFoundError, NotADirectoryError):
@@ -264,7 +288,7 @@ def verify(
 
 
 def _compared(
-    files: PosixFiles,
+    files: Files,
     description: Description,
     threads: int,
     report: Callable[[int, int], object] | None,
@@ -310,11 +334,12 @@ def _state_with(damages: Sequence[Damage]) -> State:
 def _committed_at_s(directory: str) -> float:
     """When a checkpoint was committed; the next best time if its metadata cannot be read."""
     with suppress(OSError):
-        with open_to_read(PosixFiles(directory), _torch.METADATA_NAME) as stream:
+        with open_to_read(storage_at(directory), _torch.METADATA_NAME) as stream:
             manifest = manifest_alone(stream)
         if manifest is not None:
             return manifest.committed_at_s
-    for path in (os.path.join(directory, _torch.METADATA_NAME), directory):
-        with suppress(OSError):
-            return os.stat(path).st_mtime
+    with suppress(OSError):
+        return storage_at(directory).stat(_torch.METADATA_NAME).modified_s
+    with suppress(OSError):
+        return os.stat(directory).st_mtime
     return 0.0

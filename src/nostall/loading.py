@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from nostall._commit.metadata_pickle import no_collection
 from nostall._read.planner import Planner, outer_names
-from nostall._storage.destination import require_file_system
+from nostall._storage.destination import place_of
+from nostall._storage.places import identity
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import OptionError, ReadError
 from nostall.filesystem_reader import FileSystemReader, Verify
@@ -51,7 +52,8 @@ def load(
 
     Args:
         state: What to load into.
-        path: Checkpoint directory. A link is followed once, at the beginning.
+        path: Checkpoint directory, or an address in an object store. A link is followed once, at
+            the beginning.
         keys: Names of what to load, in the form of ``nostall inspect``: of items
             (``"model.0.weight"``), or of what they are in (``"model"``). The rest of ``state``
             stays as it is. ``None`` loads all of ``state``.
@@ -103,9 +105,8 @@ def load(
         )
     if read_once and not use_collectives:
         raise OptionError("read_once=True needs use_collectives=True")
-    require_file_system(path)
     reader = _Reader(
-        os.path.realpath(path),
+        identity(place_of(path)),
         verify=verify,
         threads=threads,
         process_group=process_group if read_once else None,

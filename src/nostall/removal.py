@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from nostall import _torch
 from nostall._model.names import METADATA_SUFFIX, SHARD_SUFFIX, is_metadata_of_one_rank
-from nostall._storage.destination import absolute, require_file_system, require_possible
-from nostall._storage.posix import remove_directory
-from nostall._storage.posix_files import PosixFiles
+from nostall._storage.destination import place_of
+from nostall._storage.places import is_address, storage_at
 from nostall.errors import OptionError, WriteError
 
 __all__ = ["remove_checkpoint"]
@@ -41,20 +40,18 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     directory.
 
     Args:
-        path: Checkpoint directory.
+        path: Checkpoint directory, or an address in an object store.
 
     Raises:
         OptionError: It is not the directory of a checkpoint.
         WriteError: Storage refused; see ``path`` and ``errno``.
     """
-    require_possible(path)
-    require_file_system(path)
-    directory = str(absolute(path))  # without a slash at its end, which would follow a link
+    directory = place_of(path)  # without a slash at its end, which would follow a link
     try:
         contents = _contents(directory)
         if contents is None:
             return
-        files = PosixFiles(directory)
+        files = storage_at(directory)
         files.remove(contents.metadata)
         # Even without metadata: an interrupted call may not have reached this line.
         files.flush()
@@ -64,7 +61,7 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     if contents.others:
         return
     try:
-        remove_directory(directory)
+        storage_at(directory).remove_place()
     except OSError as error:
         what = "the checkpoint is removed, but its empty directory stays"
         raise _not_removed(what, error, directory) from error
@@ -82,12 +79,12 @@ def _not_removed(what: str, error: OSError, directory: str) -> WriteError:
 
 def _contents(directory: str) -> _Contents | None:
     """The names in the directory; ``None`` if it does not exist."""
-    if os.path.islink(directory):
+    if not is_address(directory) and os.path.islink(directory):
         raise OptionError(
             "a symbolic link is not removed", path=directory, hint="pass the directory itself"
         )
     try:
-        names = sorted(PosixFiles(directory).list())
+        names = sorted(storage_at(directory).list())
     except FileNotFoundError:
         return None
     except NotADirectoryError:

@@ -178,11 +178,11 @@ def test_verification_of_nothing_as_json(tmp_path: Path, run: Run) -> None:
     assert (found["ok"], found["state"], found["note"]) == (False, "not there", "no such directory")
 
 
-def test_object_stores_are_wrong_arguments(run: Run) -> None:
+def test_unknown_object_stores_are_wrong_arguments(run: Run) -> None:
     """Not directories without checkpoints."""
-    for name, *more in (["ls"], ["verify"], ["inspect"], ["convert", "new"]):
-        status, _, error = run(name, "s3://bucket/checkpoints", *more)
-        assert (status, "s3://bucket" in error) == (2, True)
+    for name, *more in (["ls"], ["verify"], ["inspect"], ["latest"], ["convert", "new"]):
+        status, _, error = run(name, "nowhere://bucket/checkpoints", *more)
+        assert (status, "nowhere://" in error) == (2, True)
 
 
 def test_commands_that_find_nothing_say_where_checkpoints_are(tmp_path: Path, run: Run) -> None:

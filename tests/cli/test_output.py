@@ -124,7 +124,7 @@ sys.exit(main(["ls", {str(checkpoint.parent)!r}]))
         (("inspect",), 2),
         (("prune", "."), 2),
         (("inspect", ".", "--larger", "lots"), 2),
-        (("inspect", "s3://bucket/step-1"), 2),
+        (("inspect", "nowhere://bucket/step-1"), 2),
         (("inspect", "nowhere"), 3),
         (("verify", "nowhere"), 3),
         (("prune", "nowhere", "--keep", "latest=1"), 3),

@@ -23,7 +23,9 @@ from support.pages import code_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-TESTED_ELSEWHERE = {"cli.md", "frameworks.md", "manager.md", "megatron.md", "recipes.md"}
+TESTED_ELSEWHERE = {
+    *("cli.md", "frameworks.md", "manager.md", "megatron.md", "object-stores.md", "recipes.md")
+}
 """Pages whose code needs more than nostall, or is tested beside what it documents."""
 ON_TWO_RANKS = {"howto-parallel", "tutorial-train"}
 WARNINGS = (

@@ -337,13 +337,13 @@ def test_a_writer_with_nothing_planned_has_nothing_to_schedule() -> None:
     assert writer.retrieve_write_results() == []
 
 
-def test_checkpoint_ids_of_files_and_of_the_storage_client_are_valid() -> None:
-    """The writer takes paths and ``msc://`` ids, and leaves other storages to other writers."""
+def test_checkpoint_ids_are_paths_and_addresses() -> None:
+    """The writer takes both."""
     validate = FileSystemWriterAsync.validate_checkpoint_id
     assert validate("/some/where")
     assert validate(Path("some/where"))
     assert validate("msc://profile/x")
-    assert not validate("s3://bucket/x")
+    assert validate("s3://bucket/x")
 
 
 def test_the_probed_results_queue_is_one_per_process() -> None:

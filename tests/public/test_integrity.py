@@ -693,7 +693,7 @@ def test_a_shard_that_may_not_be_read_is_not_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("look", [nostall.verify, nostall.is_complete, nostall.latest_complete])
-def test_an_object_store_does_not_look_like_an_empty_directory(look: Callable[[str], Any]) -> None:
+def test_an_unknown_store_does_not_look_like_an_empty_directory(look: Callable[[str], Any]) -> None:
     """A job that finds no checkpoint starts from scratch."""
-    with pytest.raises(OptionError, match=r"object stores .* not supported yet"):
-        look("s3://bucket/checkpoints")
+    with pytest.raises(OptionError, match=r"no file system for nowhere://"):
+        look("nowhere://bucket/checkpoints")

@@ -100,7 +100,7 @@ def test_a_link_is_refused_however_it_is_written(tmp_path: Path, name: str) -> N
     assert nostall.verify(tmp_path / "saved").ok
 
 
-@pytest.mark.parametrize("path", ["", "s3://bucket/checkpoint"])
+@pytest.mark.parametrize("path", ["", "nowhere://bucket/checkpoint"])
 def test_what_is_no_path_is_refused(path: str) -> None:
     """Instead of taken for a directory that is gone already."""
     with pytest.raises(OptionError):

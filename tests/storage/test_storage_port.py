@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
 from nostall._commit.publish import commit
 from nostall._model.jobs import FileImage, SealTable, WriteJob
+from nostall._storage.places import storage_at
 from nostall._storage.port import Conflict, Storage
 from nostall._storage.posix_storage import PosixStorage
 from nostall._writer.chunks import write_images
@@ -32,9 +34,14 @@ def _posix(path: Path, **options: bool) -> Storage:
     return PosixStorage(str(path), **options)
 
 
+def _fsspec(path: Path) -> Storage:
+    return storage_at(f"memory://{uuid4().hex}/{path.name}")
+
+
 MAKERS: dict[str, Callable[[Path], Storage]] = {
     "memory": lambda _: MemoryStorage(),
     "posix": _posix,
+    "fsspec": _fsspec,
     "posix, direct": lambda path: _posix(path, direct=True),
     "posix, not synced": lambda path: _posix(path, sync=False),
 }

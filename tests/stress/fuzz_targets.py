@@ -83,6 +83,7 @@ def corpus() -> Corpus:
     """Made once, by the process that starts the others, which then need to import nothing."""
     use_fastest()
     codecs.lookup("cp437")  # what zipfile reads old names with
+    codecs.lookup("raw_unicode_escape")  # what pickle reads texts of protocol 0 with
     state: dict[str, Any] = {
         "weight": torch.arange(12.0).reshape(3, 4),
         "nested": {"half": torch.ones(5, dtype=torch.bfloat16), "epoch": 7},

@@ -40,7 +40,7 @@ def small_state(seed: int = 0) -> dict[str, Any]:
 
 def schedule(
     queue: AsyncCallsQueue,
-    path: Path,
+    path: Path | str,
     state: dict[str, Any],
     *,
     planner: SavePlanner | None = None,

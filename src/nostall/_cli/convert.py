@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Convert in the direction that SOURCE says."""
     for path in (parsed.source, parsed.target):
-        require_file_system(path)
+        require_file_system(path, "convert")
     require_no_broken_link(parsed.source)
     if not os.path.lexists(parsed.source):
         raise NotThere(f"{parsed.source}: no such file or directory")

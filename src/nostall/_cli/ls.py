@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from dataclasses import asdict
 
 from nostall._cli.arguments import NotThere, Status, add_json, not_empty
 from nostall._cli.checkpoints.listing import Listed, list_checkpoints, list_links, look_at
 from nostall._cli.output import format_age, format_size, print_json, print_table
+from nostall._storage.destination import place_of
 
 HELP = "list the checkpoints in a directory: step, size, age, state"
 DESCRIPTION = (
@@ -32,7 +32,7 @@ def run(parsed: argparse.Namespace) -> int:
     found = list_checkpoints(parsed.root) + list_links(parsed.root)
     checkpoints = sorted(found, key=lambda each: each.order)
     if not checkpoints:
-        itself = look_at(os.path.abspath(parsed.root))
+        itself = look_at(place_of(parsed.root))
         if itself is None:
             raise NotThere(f"{parsed.root}: no checkpoint directories in it")
         checkpoints = [itself]

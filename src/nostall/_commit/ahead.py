@@ -16,9 +16,9 @@ from enum import Enum, auto
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from nostall._commit.publication import Publication
-from nostall._storage.deadlines import remove_in_time
+from nostall._storage.places import storage_at
 from nostall._storage.port import Draft
-from nostall._storage.posix_storage import PosixStorage
+from nostall._storage.unused_files import remove_in_time
 
 _log = logging.getLogger("nostall")
 
@@ -63,7 +63,7 @@ class WrittenAhead:
         *,
         sync: bool,
     ) -> None:
-        self._draft: Draft = PosixStorage(directory, sync=sync).draft(metadata_name)
+        self._draft: Draft = storage_at(directory, sync=sync).draft(metadata_name)
         self._publication = publication
         self._content = publication.content_before_files(storage_meta)
         self._lock = threading.Lock()

@@ -19,8 +19,8 @@ from nostall._commit.index.items import entries_and_places, read_index
 from nostall._commit.manifest import DAMAGED_HINT, manifest_alone, manifest_of, split
 from nostall._commit.metadata import Extent, extents_of, load_metadata, planned_indices
 from nostall._model.values import WrittenFile
+from nostall._storage.places import storage_at
 from nostall._storage.port import Files, leaves_open, may_pass
-from nostall._storage.posix_files import PosixFiles
 from nostall._storage.reading import (
     ChecksumMissing,
     NoArchive,
@@ -202,7 +202,7 @@ def require_answers(directory: str) -> None:
     Raises:
         ReadError: Storage reports a transient error, or denies access.
     """
-    files = PosixFiles(directory)
+    files = storage_at(directory)
     try:
         with open_to_read(files, _torch.METADATA_NAME) as stream:
             manifest_alone(stream)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from nostall._storage.port import Draft, Storage, reason
+from nostall._storage.port import ABSENT, Draft, Storage, Version, reason
 from nostall.errors import NotDurableError, WriteError
 
 _log = logging.getLogger("nostall")
@@ -43,7 +43,13 @@ def commit(
     """
     try:
         at("commit")
-        storage.publish(metadata_name, metadata, draft=draft, before=lambda: at("publish"))
+        storage.publish(
+            metadata_name,
+            metadata,
+            draft=draft,
+            expected=_present(storage, metadata_name) if storage.publishes_conditionally else None,
+            before=lambda: at("publish"),
+        )
     except NotDurableError:
         raise
     except BaseException as error:  # an interrupt, too, leaves no draft
@@ -67,3 +73,11 @@ def commit(
         where = storage.where()
         _log.exception("files of the replaced checkpoint cannot be determined: path=%s", where)
         return ()
+
+
+def _present(storage: Storage, name: str) -> Version:
+    """The version that is replaced: of two saves at once, the second one must see the first."""
+    try:
+        return storage.stat(name).version
+    except FileNotFoundError:
+        return ABSENT

@@ -23,7 +23,7 @@ def root_of(root: str | os.PathLike[str]) -> str:
         OptionError: It is not a path on a file system.
     """
     require_possible(root)
-    require_file_system(root)
+    require_file_system(root, "CheckpointManager")
     return str(absolute(root))
 
 

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from nostall import _torch
 from nostall._manager.rng import rng_states
 from nostall._read.objects import loaded_safely
-from nostall._storage.posix_files import PosixFiles
+from nostall._storage.places import storage_at
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import DamagedCheckpointError, OptionError, UnknownMetadataError
 
@@ -212,7 +212,7 @@ def read_about(directory: str) -> About | None:
     place = (metadata.storage_data or {}).get(MetadataIndex(ABOUT, torch.Size([0])))
     if place is None:
         return None
-    files = PosixFiles(directory)
+    files = storage_at(directory)
     with closing(files.open(place.relative_path)) as source:
         content = bytearray(place.length)
         source.read_into(place.offset, memoryview(content))

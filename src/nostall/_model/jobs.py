@@ -167,6 +167,6 @@ class WriteJob:
     stream: bytes | None = None
     """Pickle of the user's ``open_file`` and stream extensions; ``None`` if there are none."""
     sys_path: tuple[str, ...] = ()
-    """Import path of the user's callables; empty without ``stream``."""
+    """Import path of the user's callables, or of an object store's client; empty without them."""
     faults: tuple[dict[str, Any], ...] = ()
     """Faults to inject, see ``nostall.testing``."""

@@ -5,7 +5,6 @@ Runs on the coordinator. Every refusal comes before the commit, and nothing is p
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +30,7 @@ from nostall._save.finalize import (
 from nostall._save.rank_save import RankSave
 from nostall._save.split_plan import SaveSession
 from nostall._storage.deadlines import in_time
-from nostall._storage.posix import is_same
+from nostall._storage.places import is_same
 from nostall.errors import SaveError
 
 
@@ -205,7 +204,7 @@ def _publish(
     """
     fresh, settings = metadata.storage_data is None, save.settings
     mine = save.receipts[:1] if settings.stream is None else ()
-    written_here = [os.path.join(settings.directory, each.name) for each in mine]
+    written_here = [each.name for each in mine]
     with save.timeline.measure("publish"):
         finalize.publish(
             settings.metadata_path,

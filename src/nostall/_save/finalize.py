@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
+import psutil
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -30,13 +32,12 @@ from nostall._model import checksum
 from nostall._model.names import METADATA_SUFFIX, is_given_to_shards, is_ours_to_remove
 from nostall._model.values import RankFiles
 from nostall._storage import directories
-from nostall._storage.deadlines import REMOVAL_TIMEOUT_S, in_time, remove_in_time
+from nostall._storage.deadlines import in_time, start_apart
 from nostall._storage.directories import Visit
-from nostall._storage.port import Files
-from nostall._storage.posix import may_be_there, remove_files
-from nostall._storage.posix_files import PosixFiles
-from nostall._storage.posix_storage import PosixStorage
+from nostall._storage.places import may_have, storage_at
+from nostall._storage.port import Files, Storage, reason
 from nostall._storage.reading import open_to_read, read_metadata
+from nostall._storage.unused_files import REMOVAL_TIMEOUT_S, remove_files, remove_in_time
 from nostall._writer.faults import Faults
 from nostall.errors import (
     NotDurableError,
@@ -133,7 +134,7 @@ def publish(
         engine: The engine whose next save waits until a replaced checkpoint's space is free.
         sync: Whether to fsync.
         ahead: The part that was written ahead, if any.
-        written_here: A file that this rank wrote for the checkpoint, if any.
+        written_here: Name of a file that this rank wrote for the checkpoint, if any.
         visit: This rank's part of the save; it ends before another save may commit here.
 
     Raises:
@@ -144,14 +145,15 @@ def publish(
         NotDurableError: Storage hangs, and the metadata may be published.
     """
     directory, name = os.path.split(path)
-    storage = PosixStorage(directory, sync=sync)
+    storage = storage_at(directory, sync=sync)
     timeout_s = engine.options.save_timeout_s
     point = _PointOfNoReturn(Faults(engine.faults).at)
 
     def at(where: str) -> None:
         # The temporary file is already in the directory: both are in the same one.
-        if where == "publish" and written_here is not None and not may_be_there(written_here):
-            raise OSError(errno.ENOENT, "the files of this save are gone", written_here)
+        if where == "publish" and written_here is not None and not may_have(storage, written_here):
+            gone = storage.where(written_here)
+            raise OSError(errno.ENOENT, "the files of this save are gone", gone)
         point.at(where)
 
     def run() -> list[str]:
@@ -179,8 +181,25 @@ def publish(
     left_s = max(REMOVAL_TIMEOUT_S, timeout_s - (time.monotonic() - began_s))
     try:
         remove_in_time(to_remove, remove=engine.removed.remove, timeout_s=left_s)
+        if visit is not None and storage.publishes_conditionally:
+            start_apart("nostall-unfinished", partial(_abort_unfinished, storage))
     except Exception:  # the checkpoint is published and must not be reported as lost
         _log.exception("files of the replaced checkpoint were not removed: path=%s", directory)
+
+
+def _abort_unfinished(storage: Storage) -> None:
+    """Abort uploads to this place that were begun before this process, the coordinator.
+
+    No rank of this job has begun them: ranks meet before they save, and importing torch takes
+    longer than the clock of a store is rounded.
+    """
+    try:
+        count = storage.abort_unfinished(time.time() - psutil.Process().create_time())
+    except OSError as error:  # not every store lists them
+        _log.warning("unfinished uploads may stay: path=%s: %s", storage.where(), reason(error))
+        return
+    if count:
+        _log.warning("unfinished uploads of another job are aborted: path=%s", storage.where())
 
 
 def _run_in_time(
@@ -316,7 +335,7 @@ def remove_unpublished(
 
     def remove(paths: Sequence[str]) -> None:
         # Another host may have a checkpoint in a directory of the same path.
-        committed = files_of(PosixFiles(directory), os.path.basename(path))
+        committed = files_of(storage_at(directory), os.path.basename(path))
         remove_files(each for each in paths if os.path.basename(each) not in committed)
 
     paths = [os.path.join(directory, name) for name in sorted(filter(is_ours_to_remove, names))]

@@ -38,8 +38,8 @@ from nostall._plan.structure import KnownStructure
 from nostall._ranks.failures import error_of
 from nostall._save.settings import SaveTarget
 from nostall._storage.deadlines import in_time
+from nostall._storage.places import storage_at
 from nostall._storage.port import require_file
-from nostall._storage.posix_files import PosixFiles
 from nostall.errors import IncompleteSaveError, SaveTimeoutError, WriteError
 
 _log = logging.getLogger("nostall")
@@ -236,7 +236,7 @@ def _require_file(target: SaveTarget, receipt: FileReceipt) -> None:
 
     One file is enough to detect that, and the trainer waits.
     """
-    files = PosixFiles(target.settings.directory)
+    files = storage_at(target.settings.directory)
     path = files.where(receipt.name)
     try:
         in_time(

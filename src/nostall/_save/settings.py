@@ -20,7 +20,7 @@ from nostall._plan.layout import FileNaming, Packing
 from nostall._storage.deadlines import in_time
 from nostall._storage.destination import make_ready
 from nostall._storage.directories import Visit
-from nostall._storage.posix import may_be_there
+from nostall._storage.places import is_address, may_have, storage_at
 from nostall._storage.streams import StreamTarget
 from nostall.errors import OptionError
 from nostall.options import StagingMode, WriterOptions, require_switch
@@ -55,14 +55,16 @@ class WriterSettings:
     @property
     def metadata_path(self) -> str:
         """The metadata file of the checkpoint."""
-        together, alone = self._metadata_paths()
+        return os.path.join(self.directory, self._metadata_name)
+
+    @property
+    def _metadata_name(self) -> str:
+        together, alone = self._metadata_names()
         return alone if self.is_alone else together
 
-    def _metadata_paths(self) -> tuple[str, str]:
+    def _metadata_names(self) -> tuple[str, str]:
         """For a checkpoint that all ranks save together, and one that this rank saves alone."""
-        names = (_torch.METADATA_NAME, f"__{self.rank}{_torch.METADATA_NAME}")
-        together, alone = (os.path.join(self.directory, name) for name in names)
-        return together, alone
+        return _torch.METADATA_NAME, f"__{self.rank}{_torch.METADATA_NAME}"
 
     def make_ready(self, engine: Engine) -> bool:
         """Make the directory, and check for a checkpoint that must not be replaced.
@@ -77,8 +79,8 @@ class WriterSettings:
         """
         return make_ready(
             self.directory,
-            self.metadata_path,
-            [path for path in self._metadata_paths() if path != self.metadata_path],
+            self._metadata_name,
+            [name for name in self._metadata_names() if name != self._metadata_name],
             overwrite=self.options.overwrite,
             rank=self.rank,
             timeout_s=engine.options.save_timeout_s,
@@ -90,8 +92,13 @@ class WriterSettings:
         Raises:
             SaveTimeoutError: Storage did not answer within ``save_timeout_s`` seconds.
         """
+
+        def look() -> bool:
+            storage = storage_at(self.directory)
+            return any(may_have(storage, name) for name in self._metadata_names())
+
         return in_time(
-            lambda: any(map(may_be_there, self._metadata_paths())),
+            look,
             timeout_s=engine.options.save_timeout_s,
             doing="looking for an existing checkpoint",
             phase="plan",
@@ -106,6 +113,11 @@ class WriterSettings:
             file_per_item=self.options.file_per_item,
             max_file_nbytes=engine.options.max_wave_nbytes,
         )
+
+    def chunk_nbytes(self, layout: Layout, engine: Engine) -> int:
+        """Bytes per write, of any file of a layout."""
+        longest = max((file.nbytes for file in layout.files), default=0)
+        return max(engine.options.chunk_nbytes, storage_at(self.directory).least_part(longest))
 
     def lay_out(self, shapes: Sequence[ItemShape], engine: Engine) -> Layout:
         """The layout of these items, with file names of no checkpoint."""
@@ -188,6 +200,12 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
     spread = require_switch("is_multiproc_io", own.is_multiproc_io)
     transforms = tuple(writer.transforms.extensions)
     has_stream = own.open_file is not open or transforms
+    if has_stream and is_address(writer.path):
+        raise OptionError(
+            "open_file and stream extensions need a file system",
+            path=str(writer.path),
+            hint="leave them out, or save to a directory",
+        )
     return WriterSettings(
         directory=str(writer.path),
         rank=writer.rank or 0,

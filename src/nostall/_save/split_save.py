@@ -19,8 +19,8 @@ from nostall._save import session
 from nostall._save.background import BackgroundSave
 from nostall._save.stage import give_up, stage, stage_in_background, without_sources
 from nostall._save.write import write_here, write_in_background
-from nostall._storage.deadlines import remove_in_time
 from nostall._storage.directories import Visit
+from nostall._storage.unused_files import remove_in_time
 from nostall.errors import SaveAbortedError, SaveTimeoutError
 
 

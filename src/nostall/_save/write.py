@@ -21,8 +21,9 @@ from nostall._plan.skeleton import container_settings
 from nostall._ranks.failures import failure_of
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, await_report, joined, when_done
 from nostall._save.settings import SaveTarget
-from nostall._storage.deadlines import remove_in_time
+from nostall._storage.places import is_address
 from nostall._storage.streams import StreamTarget
+from nostall._storage.unused_files import remove_in_time
 from nostall._writer.files import perform
 from nostall._writer.images import WholeImage
 
@@ -183,6 +184,7 @@ def jobs(
         stream: Pickle of the user's callables.
     """
     settings = target.settings
+    needs_packages = stream is not None or is_address(settings.directory)
     shares: list[list[FileImage]] = [[] for _ in range(max(1, processes))]
     for number, file in enumerate(layout.files):
         image = FileImage(
@@ -201,12 +203,12 @@ def jobs(
             files=tuple(files),
             sync_files=settings.options.sync_files,
             io_threads=engine.io_threads,
-            chunk_nbytes=engine.options.chunk_nbytes,
+            chunk_nbytes=settings.chunk_nbytes(layout, engine),
             direct=engine.options.direct_io,
             retries=engine.options.write_retries,
             checksum_files=container_settings()[0],
             stream=stream,
-            sys_path=tuple(sys.path) if stream is not None else (),
+            sys_path=tuple(sys.path) if needs_packages else (),
             faults=target.faults,
         )
         for number, files in enumerate(shares)

@@ -70,7 +70,8 @@ def write_now(prepared: PreparedSave, engine: Engine) -> RankReport:
 def _ring_size(prepared: PreparedSave, engine: Engine) -> tuple[int, int]:
     """Number of buffers, one per thread, and bytes of each: a chunk and the longest suffix."""
     ends = (len(each.container.suffix) for each in prepared.layout.shapes if each.container)
-    buffer_nbytes = page_aligned(engine.options.chunk_nbytes + max(ends, default=0))
+    chunk_nbytes = prepared.target.settings.chunk_nbytes(prepared.layout, engine)
+    buffer_nbytes = page_aligned(chunk_nbytes + max(ends, default=0))
     limit = engine.options.max_wave_nbytes
     threads = engine.io_threads
     return (

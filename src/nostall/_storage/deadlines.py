@@ -6,23 +6,16 @@ holds until storage answers; an exiting interpreter does not wait for it.
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
 from nostall._model.interrupts import is_done
-from nostall._storage.posix import remove_files
 from nostall.errors import SaveTimeoutError
 
-_log = logging.getLogger("nostall")
-
-REMOVAL_TIMEOUT_S = 2.0
-"""For files of a failed save; after that the removal goes on in the background."""
 _INTERRUPTED_TIMEOUT_S = 2.0
-_NAMED = 8
 
 T = TypeVar("T")
 
@@ -103,33 +96,3 @@ def _settle(done: Future[T], call: Callable[[], T]) -> None:
         done.set_exception(error)
     else:
         done.set_result(result)
-
-
-def remove_in_time(
-    paths: Sequence[str],
-    *,
-    remove: Callable[[Sequence[str]], object] = remove_files,
-    timeout_s: float = REMOVAL_TIMEOUT_S,
-) -> None:
-    """Remove files that nothing refers to; waits ``timeout_s`` seconds at most.
-
-    After that the files are logged; removal continues in the background while this process lives.
-    """
-    if not paths:
-        return
-    try:
-        in_time(
-            lambda: remove(paths),
-            timeout_s=timeout_s,
-            doing="removing files",
-            phase="remove",
-            path=paths[0],
-        )
-    except SaveTimeoutError:
-        named = ", ".join(paths[:_NAMED]) + (", ..." if len(paths) > _NAMED else "")
-        _log.warning(
-            "storage has not removed %d files within %g s; they may stay, unused: %s",
-            len(paths),
-            timeout_s,
-            named,
-        )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from nostall._storage.deadlines import in_time
-from nostall._storage.posix import make_directory, may_be_there
+from nostall._storage.places import is_address, may_have, normal, resolved, storage_at
+from nostall._storage.port import Storage
 from nostall.errors import CheckpointExistsError, OptionError, WriteError
+
+_LOST_SLASH = re.compile(r"(s3|gs|gcs|az|abfs|msc|file|memory):/[^/]")
 
 
 def require_possible(path: str | os.PathLike[str]) -> None:
@@ -28,20 +32,44 @@ def require_possible(path: str | os.PathLike[str]) -> None:
         raise OptionError(
             f"the checkpoint path {path!r} contains a null character", hint="remove it"
         )
+    if _LOST_SLASH.match(str(path)):
+        raise OptionError(
+            "the path was an address, but one of its slashes is lost, as in a pathlib.Path",
+            path=str(path),
+            hint="pass addresses as strings: s3://bucket/key",
+        )
 
 
-def require_file_system(path: object) -> None:
-    """Refuse a path that is not on a file system.
+def require_file_system(path: object, what: str) -> None:
+    """Refuse an address in an object store.
+
+    Args:
+        path: The path.
+        what: What needs a file system.
 
     Raises:
         OptionError: The path is in an object store.
     """
-    if "://" in str(path):
+    if is_address(path):
         raise OptionError(
-            "object stores and the multi-storage client are not supported yet",
+            f"{what} does not support object stores yet",
             path=str(path),
             hint="use a path on a file system, and copy to or from there",
         )
+
+
+def place_of(path: str | os.PathLike[str]) -> str:
+    """The place that a user names: an absolute path, or an address.
+
+    Raises:
+        OptionError: It cannot name a checkpoint, :func:`absolute` raises it, or the client of the
+            object store is not installed.
+    """
+    require_possible(path)
+    text = os.fspath(path).removeprefix("file://")
+    if not is_address(text):
+        return str(absolute(text))
+    return resolved(normal(text))
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
@@ -72,8 +100,8 @@ def require_directory(path: str) -> None:
 
 
 def make_ready(
-    directory: str,
-    metadata_path: str,
+    place: str,
+    metadata_name: str,
     others: Sequence[str],
     *,
     overwrite: bool,
@@ -83,9 +111,9 @@ def make_ready(
     """Make a checkpoint directory, and check that it holds no checkpoint that must not be replaced.
 
     Args:
-        directory: The directory.
-        metadata_path: The metadata file that the save will publish.
-        others: Metadata files that it will not replace.
+        place: The directory, or its address.
+        metadata_name: Name of the metadata file that the save will publish.
+        others: Names of metadata files that it will not replace.
         overwrite: Whether a checkpoint may be replaced.
         rank: This rank, for errors.
         timeout_s: How long storage may take.
@@ -100,31 +128,33 @@ def make_ready(
     """
 
     def make() -> bool:
-        _make(directory, rank)
-        is_taken = may_be_there(metadata_path)
+        storage = storage_at(place)
+        _make(storage, rank)
+        is_taken = may_have(storage, metadata_name)
         if is_taken and not overwrite:
             raise CheckpointExistsError(
                 "the directory holds, or may hold, a committed checkpoint, and overwrite=False",
                 rank=rank,
                 phase="plan",
-                path=directory,
+                path=place,
                 hint="choose another directory or pass overwrite=True",
             )
-        return is_taken or any(map(may_be_there, others))
+        return is_taken or any(may_have(storage, name) for name in others)
 
     return in_time(
         make,
         timeout_s=timeout_s,
         doing="making the checkpoint directory",
         phase="plan",
-        path=directory,
+        path=place,
         rank=rank,
     )
 
 
-def _make(directory: str, rank: int | None) -> None:
+def _make(storage: Storage, rank: int | None) -> None:
+    directory = storage.where()
     try:
-        make_directory(directory)
+        storage.make_place()
     except OSError as error:
         raise WriteError(
             f"cannot make the checkpoint directory: {error.strerror}",

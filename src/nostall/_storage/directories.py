@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from weakref import WeakSet, WeakValueDictionary
 
+from nostall._storage.places import identity
 from nostall.errors import SaveTimeoutError
 
 _KEPT = 8
@@ -106,10 +107,10 @@ def note_removed(paths: Iterable[str]) -> None:
 
 def names_in_use(directory: str) -> set[str]:
     """Names of files of this process's saves that are under way in a directory."""
-    where = os.path.realpath(directory)
+    where = identity(directory)
     with _state.lock:
         busy = [visit for visit in _state.visits if not visit._is_over()]
-    here = [visit for visit in busy if os.path.realpath(visit._directory) == where]
+    here = [visit for visit in busy if identity(visit._directory) == where]
     return set(map(os.path.basename, _created(here)))
 
 
@@ -120,7 +121,7 @@ def committing(directory: str, *, timeout_s: float) -> Iterator[None]:
     Raises:
         SaveTimeoutError: Another thread has been committing for ``timeout_s`` seconds.
     """
-    where = os.path.realpath(directory)
+    where = identity(directory)
     with _state.lock:
         lock = _state.committing.setdefault(where, threading.Lock())
     if not lock.acquire(timeout=timeout_s):

@@ -1,7 +1,7 @@
 """The storage port: what saving, verifying and removing a checkpoint need of storage.
 
-One :class:`Storage` holds the files of one checkpoint, by name. There is no rename, directory or
-fsync in it: an object store needs none of them. A file counts only once metadata names it, so an
+One :class:`Storage` holds the files of one checkpoint, by name. There is no rename or fsync in it:
+an object store has neither. A file counts only once metadata names it, so an
 unfinished one may be visible. :mod:`nostall.testing.storage_contract` checks an implementation.
 
 Methods raise ``OSError`` if storage refuses, ``FileNotFoundError`` for a name that does not exist.
@@ -81,12 +81,17 @@ class Upload(Protocol):
         Args:
             memory: Memory that contains them, page-aligned and padded to whole pages.
             begin: First byte, a multiple of the page size.
-            end: One past the last byte; a multiple of the page size or the file's length.
+            end: One past the last byte; a multiple of the page size or the file's length. Parts
+                that do not end with the file have :meth:`Files.least_part` bytes, or more.
             origin: Offset in the file of the first byte of ``memory``.
         """
 
-    def finish(self) -> None:
-        """Complete the file; all parts are written."""
+    def finish(self, crc32: int | None = None) -> None:
+        """Complete the file; all parts are written.
+
+        Args:
+            crc32: CRC-32 of the file, if known, for storage that compares it with what it received.
+        """
 
     def close(self) -> None:
         """Remove what was written, unless the file is finished; never raises. Idempotent."""
@@ -132,6 +137,12 @@ class ReadableFiles(Protocol):
 class Files(ReadableFiles, Protocol):
     """The files of one checkpoint, as the writer process needs them: it publishes nothing."""
 
+    def make_place(self) -> None:
+        """Make the directory, if it is one. Idempotent."""
+
+    def least_part(self, nbytes: int) -> int:
+        """Length of the shortest part of a file of ``nbytes``; a multiple of the page size."""
+
     def put(self, name: str, nbytes: int, *, on_created: Callable[[str], None]) -> Upload:
         """Begin a new file.
 
@@ -157,6 +168,22 @@ class Files(ReadableFiles, Protocol):
 
 class Storage(Files, Protocol):
     """The files of one checkpoint, and the content that makes them one."""
+
+    publishes_conditionally: bool
+    """Whether :meth:`publish` compares the expected version at the very instant."""
+
+    def abort_unfinished(self, older_than_s: float) -> int:
+        """Abort unfinished files that :meth:`list` does not show, as they cost money.
+
+        Args:
+            older_than_s: Seconds, by the clock of storage, since they were begun at least.
+
+        Returns:
+            Their number.
+        """
+
+    def remove_place(self) -> None:
+        """Remove the directory, if it is one and empty, and make that durable."""
 
     def draft(self, name: str) -> Draft:
         """A draft of what will be published under a name; makes nothing yet."""

@@ -96,13 +96,17 @@ class ImageFile:
                 raise OSError(errno.EIO, _NOTHING_WRITTEN, self._path)
             begin += written
 
-    def finish(self) -> None:
+    def finish(self, crc32: int | None = None) -> None:
         """Truncate the file to its length, fsync it if asked, and close it.
+
+        Args:
+            crc32: Not compared: a file system has no checksum.
 
         Raises:
             OSError: The system refused. Some file systems report a full disk or a lost server only
                 at close.
         """
+        del crc32
         os.ftruncate(self._fd, self._nbytes)
         if self._sync:
             os.fsync(self._fd)

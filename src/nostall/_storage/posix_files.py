@@ -6,6 +6,7 @@ The writer process imports this module. :mod:`nostall._storage.posix_storage` pu
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import stat
 from collections.abc import Callable, Iterable
@@ -37,6 +38,13 @@ class PosixFiles:
 
     def where(self, name: str = "") -> str:
         return os.path.join(self._directory, name) if name else self._directory
+
+    def make_place(self) -> None:
+        make_directory(self._directory)
+
+    def least_part(self, nbytes: int) -> int:
+        del nbytes
+        return mmap.PAGESIZE
 
     def put(self, name: str, nbytes: int, *, on_created: Callable[[str], None]) -> ImageFile:
         path = self.where(name)

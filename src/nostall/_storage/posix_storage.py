@@ -19,6 +19,7 @@ from nostall._storage.posix import (
     UnfinishedFile,
     identity_of,
     may_be_there,
+    remove_directory,
     replace_file,
     sync_directory,
     sync_name,
@@ -34,6 +35,16 @@ class PosixStorage(PosixFiles):
     ``publish`` compares with ``expected`` just before the rename. Between processes this is not
     atomic: POSIX has no conditional rename.
     """
+
+    publishes_conditionally = False
+
+    def abort_unfinished(self, older_than_s: float) -> int:
+        """None: an unfinished file is visible."""
+        del older_than_s
+        return 0
+
+    def remove_place(self) -> None:
+        remove_directory(self._directory)
 
     def draft(self, name: str) -> UnfinishedFile:
         # A unique name: another process that saves to this directory must not publish half a file.

@@ -7,7 +7,9 @@ import time
 from collections.abc import Iterable
 
 from nostall._storage.deadlines import start_apart
+from nostall._storage.places import is_address
 from nostall._storage.posix import close_all, has_room_for, remove_and_hold
+from nostall._storage.unused_files import remove_files
 
 _ROOM_TIMEOUT_S = 60.0
 """For storage to free the blocks of a replaced checkpoint; a terabyte takes longer."""
@@ -25,7 +27,9 @@ class RemovedFiles:
 
     def remove(self, paths: Iterable[str]) -> None:
         """Remove the names of files now; a thread waits for storage to free their blocks."""
-        remove_and_hold(paths, self._held)
+        paths = list(paths)
+        remove_files(filter(is_address, paths))
+        remove_and_hold((path for path in paths if not is_address(path)), self._held)
         if not self._held:
             return
         is_scarce = not has_room_for(self._held)

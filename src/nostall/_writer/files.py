@@ -12,10 +12,10 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 
 from nostall._model.jobs import Failure, FileReceipt, RankFailed, RankReport, RankWritten, WriteJob
+from nostall._storage.places import is_address, storage_at
 from nostall._storage.port import Files, require_file
-from nostall._storage.posix import make_directory, remove_files
-from nostall._storage.posix_files import PosixFiles
 from nostall._storage.streams import StreamTarget
+from nostall._storage.unused_files import remove_files
 from nostall._writer.chunks import write_images
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image
@@ -47,7 +47,6 @@ def perform(
     Returns:
         A receipt for every file, or the first failure, after which no file made by the job is left.
     """
-    storage = PosixFiles(job.directory, sync=job.sync_files, direct=job.direct)
     at = Position(
         job.directory,
         cancelled=cancelled or threading.Event(),
@@ -58,7 +57,8 @@ def perform(
         at.wrote(0)
         faults = Faults(job.faults)
         faults.at("start")
-        make_directory(job.directory)
+        storage = storage_at(job.directory, sync=job.sync_files, direct=job.direct)
+        storage.make_place()
         if stream is None:
             receipts = write_images(job, storage, images, faults, at, chunk_planner)
             _require_files(receipts, storage, at)
@@ -104,7 +104,10 @@ def describe(error: BaseException, job: WriteJob, *, phase: str, path: str) -> F
         needed = sum(image.nbytes for image in job.files)
         hint = _free_space(path, needed)
     elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
-        hint = f"user {os.geteuid()} may not write there; change that or save elsewhere"
+        if is_address(path):
+            hint = "the credentials of this process do not allow it, or have expired"
+        else:
+            hint = f"user {os.geteuid()} may not write there; change that or save elsewhere"
     return Failure(
         kind="WriteError",
         message=f"{type(error).__name__}: {reason}",

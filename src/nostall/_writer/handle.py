@@ -13,7 +13,8 @@ from pathlib import Path
 from nostall._memory.arena import Block, Lease
 from nostall._model import checksum
 from nostall._model.jobs import Failure, RankFailed, RankReport, SealTable, WriteJob
-from nostall._storage.posix import remove_empty_files, remove_files
+from nostall._storage.posix import remove_empty_files
+from nostall._storage.unused_files import remove_in_time
 from nostall._writer.child import Addressed, ChildProcess
 from nostall._writer.framing import Message
 from nostall._writer.messages import (
@@ -107,7 +108,7 @@ class WriterProcess(ChildProcess[RankReport]):
             self._on_created(job.job, path)
 
         def on_death(failure: Failure) -> RankReport:
-            remove_files(created)
+            remove_in_time(created)
             paths = [os.path.join(job.directory, image.name) for image in job.files]
             remove_empty_files(paths)  # made last, and not reported
             return RankFailed(

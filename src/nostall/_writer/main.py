@@ -24,6 +24,7 @@ from functools import partial
 
 from nostall._model.checksum import use_fastest_from
 from nostall._model.jobs import Failure, RankFailed, RankReport, SealTable, WriteJob, page_aligned
+from nostall._storage.places import name_in
 from nostall._storage.posix import close_all
 from nostall._storage.streams import StreamTarget
 from nostall._writer.files import describe, perform
@@ -134,6 +135,7 @@ class _Writer:
             if self._waiting.pop(job.job, None) is None:
                 continue  # cancelled before it began, and answered
             try:
+                _make_importable(job)
                 report = perform(
                     job,
                     self._images(job),
@@ -162,7 +164,7 @@ class _Writer:
 
     def _send_created(self, job: WriteJob, path: str) -> None:
         """Report a file that the trainer must remove if this process dies."""
-        self._send(created_to_message(job.job, os.path.relpath(path, job.directory)))
+        self._send(created_to_message(job.job, name_in(job.directory, path)))
 
     def _cancel(self, name: str) -> None:
         """Cancel a job: at once if it has not begun, else between two chunks."""
@@ -201,12 +203,17 @@ def _failed(job: WriteJob, error: BaseException) -> RankFailed:
     return RankFailed(rank=job.rank, failure=failure)
 
 
+def _make_importable(job: WriteJob) -> None:
+    """Let this process import what the trainer can, if the job needs it."""
+    if job.sys_path:
+        site.main()  # also imports what is not found by a path, such as editable installations
+        sys.path[:] = [*job.sys_path, *(p for p in sys.path if p not in job.sys_path)]
+
+
 def _stream_target(job: WriteJob) -> StreamTarget | None:
     """The user's callables: the only thing that is ever unpickled here."""
     if job.stream is None:
         return None
-    site.main()  # also imports what is not found by a path, such as editable installations
-    sys.path[:] = [*job.sys_path, *(p for p in sys.path if p not in job.sys_path)]
     target = pickle.loads(job.stream)
     assert isinstance(target, StreamTarget)
     return target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +33,8 @@ class MemoryStorage:
     It is for code that takes a storage port; writers, ``verify`` and the like take paths.
     """
 
+    publishes_conditionally = True
+
     def __init__(self) -> None:
         self.operations: list[tuple[str, str]] = []
         self._files: dict[str, tuple[bytes, Stat]] = {}
@@ -59,6 +62,21 @@ class MemoryStorage:
 
     def where(self, name: str = "") -> str:
         return f"memory:///{name}"
+
+    def make_place(self) -> None:
+        """Does nothing."""
+
+    def remove_place(self) -> None:
+        """Does nothing."""
+
+    def least_part(self, nbytes: int) -> int:
+        del nbytes
+        return mmap.PAGESIZE
+
+    def abort_unfinished(self, older_than_s: float) -> int:
+        """None: they are in no list, and cost nothing."""
+        del older_than_s
+        return 0
 
     def put(
         self, name: str, nbytes: int, *, on_created: Callable[[str], None] = lambda _: None
@@ -160,7 +178,8 @@ class _Upload:
         with self.storage._doing("write", self.name):
             self.content[begin:end] = memory[begin - origin : end - origin]
 
-    def finish(self) -> None:
+    def finish(self, crc32: int | None = None) -> None:
+        del crc32
         with self.storage._doing("finish", self.name):
             self.storage._store(self.name, bytes(self.content))
             self.is_over = True

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -27,7 +28,9 @@ _PUBLISHED = ".metadata"
 
 def parts_make_a_file(storage: Storage) -> None:
     """Threads write parts, in any order if allowed; the last part is shorter than a page."""
-    for length in (0, 1, _PAGE, 5 * _PAGE + 7):
+    part = storage.least_part(5 * _PAGE)
+    assert part % _PAGE == 0
+    for length in (0, 1, _PAGE, 5 * _PAGE + 7, part, 2 * part + 7):
         content = os.urandom(length)
         assert _read(storage, _put(storage, f"{length}.distcp", content)) == content
 
@@ -42,8 +45,9 @@ def an_existing_file_stays(storage: Storage) -> None:
 
 def an_unfinished_file_leaves_nothing(storage: Storage) -> None:
     """Closing an unfinished file removes it and frees its name; a finished one stays."""
-    upload = storage.put(_TAKEN, 2 * _PAGE, on_created=lambda _: None)
-    upload.write(_memory(bytes(2 * _PAGE)), 0, _PAGE)
+    part = storage.least_part(2 * _PAGE)
+    upload = storage.put(_TAKEN, 2 * part, on_created=lambda _: None)
+    upload.write(_memory(bytes(2 * part)), 0, part)
     for _ in range(2):
         upload.close()
     assert storage.list() == []
@@ -86,13 +90,13 @@ def what_does_not_exist_is_not_found(storage: Storage) -> None:
 
 
 def publishing_replaces_at_once(storage: Storage) -> None:
-    """A reader gets the whole content of the version that it has opened."""
+    """A reader gets the whole content of the version that it has opened, or an error."""
     contents = [bytes([number]) * (number * 1000) for number in range(1, 30)]
     storage.publish(_PUBLISHED, [contents[0]])
 
     def read() -> None:
         for _ in range(60):
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, Conflict):
                 assert _read(storage, _PUBLISHED) in contents
 
     with ThreadPoolExecutor(2) as pool:
@@ -176,20 +180,21 @@ def _memory(content: bytes) -> memoryview:
 
 
 def _put(storage: Storage, name: str, content: bytes) -> str:
-    """Put a file in parts of a page; returns its name."""
+    """Put a file in the shortest parts; returns its name."""
     created: list[str] = []
     upload = storage.put(name, len(content), on_created=created.append)
     assert created == [upload.name]
     memory = _memory(content)
-    begins = range(0, len(content), _PAGE)
+    part_nbytes = storage.least_part(len(content))
+    begins = range(0, len(content), part_nbytes)
     with ThreadPoolExecutor(4 if upload.any_order else 1) as pool:
         parts = [
-            pool.submit(upload.write, memory, begin, min(begin + _PAGE, len(content)))
+            pool.submit(upload.write, memory, begin, min(begin + part_nbytes, len(content)))
             for begin in (reversed(begins) if upload.any_order else begins)
         ]
         for part in parts:
             part.result()
-    upload.finish()
+    upload.finish(zlib.crc32(content))
     upload.close()
     return upload.name
 

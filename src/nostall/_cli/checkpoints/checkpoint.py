@@ -25,7 +25,7 @@ from nostall._cli.output import progress
 from nostall._commit.checking import require_answers
 from nostall._commit.manifest import Manifest, split
 from nostall._commit.metadata import extents_of, load_metadata
-from nostall._storage.posix_files import PosixFiles
+from nostall._storage.places import storage_at
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall.errors import DamagedCheckpointError
 from nostall.integrity import verify, why_incomplete
@@ -135,10 +135,10 @@ def read_checkpoint(path: str) -> Checkpoint:
         UntrustedMetadataError: The metadata is malformed.
         ReadError: The metadata is too large, or a symbolic link in the path is broken.
         OSError: It cannot be read.
-        OptionError: The path is that of a file, or in an object store.
+        OptionError: The path is that of a file.
     """
     require_no_file(path)
-    files = PosixFiles(path)
+    files = storage_at(path)
     where = files.where(_torch.METADATA_NAME)
     try:
         with open_to_read(files, _torch.METADATA_NAME) as stream:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -22,9 +23,9 @@ from nostall._model.names import (
     order_of_commit,
     step_in,
 )
-from nostall._storage.destination import require_file_system
-from nostall._storage.port import leaves_open
-from nostall._storage.posix_files import PosixFiles
+from nostall._storage.destination import place_of
+from nostall._storage.places import is_address, normal, storage_at
+from nostall._storage.port import Files, Stat, leaves_open
 from nostall._storage.reading import open_to_read
 from nostall.errors import (
     DamagedCheckpointError,
@@ -93,11 +94,11 @@ def list_checkpoints(root: str) -> list[Listed]:
     Raises:
         NotThere: ``root`` does not exist.
         ReadError: It cannot be read, or a symbolic link in its path is broken.
-        OptionError: It is a file, or in an object store.
+        OptionError: It is a file.
     """
     require_no_file(root)
     try:
-        paths = _directories_in(root)
+        paths = _directories_in(normal(root) if is_address(root) else root)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotThere(f"{root}: {why_not_there(root)}") from error
     except OSError as error:
@@ -110,6 +111,8 @@ def list_checkpoints(root: str) -> list[Listed]:
 
 def list_links(root: str) -> list[Listed]:
     """The checkpoints directly behind symbolic links in ``root``, as ``latest`` follows them."""
+    if is_address(root):
+        return []
     with os.scandir(root) as entries:
         links = [entry.path for entry in entries if entry.is_symlink()]
     found = ((path, look_at(path)) for path in links)
@@ -117,6 +120,8 @@ def list_links(root: str) -> list[Listed]:
 
 
 def _directories_in(path: str) -> list[str]:
+    if is_address(path):
+        return [f"{path}/{name}" for name in storage_at(path).list() if name != METADATA_SUFFIX]
     with os.scandir(path) as entries:
         return [
             entry.path
@@ -145,19 +150,21 @@ def _unreadable(path: str) -> Listed:
         state=State.UNREADABLE,
         nbytes=0,
         files=0,
-        at_s=os.lstat(path).st_mtime,
+        at_s=0.0 if is_address(path) else os.lstat(path).st_mtime,
         manifest=False,
     )
 
 
 def require_no_file(path: str) -> None:
-    """Require that a path, if it exists, is that of a directory.
+    """Require that a path, if it exists, is that of a directory, or an address.
 
     Raises:
-        OptionError: It is a file's, or in an object store.
+        OptionError: It is a file's, or no address.
         ReadError: A symbolic link in it is broken, as that to a volume that is not mounted is.
     """
-    require_file_system(path)
+    if is_address(path):
+        place_of(path)
+        return
     require_no_broken_link(path)
     if os.path.exists(path) and not os.path.isdir(path):
         raise OptionError("not a directory", path=path)
@@ -187,7 +194,7 @@ def require_no_checkpoint(root: str) -> None:
     Raises:
         OptionError: It is.
     """
-    itself = look_at(os.path.abspath(root))
+    itself = look_at(place_of(root))
     if itself is not None and itself.state is not State.UNFINISHED:
         raise OptionError(
             "it is a checkpoint itself", path=root, hint="pass the directory that holds it"
@@ -196,12 +203,13 @@ def require_no_checkpoint(root: str) -> None:
 
 def why_not_there(path: str) -> str:
     """Why there is no checkpoint at a path, for messages."""
-    return "no checkpoint was committed here" if os.path.isdir(path) else "no such directory"
+    is_there = is_address(path) or os.path.isdir(path)
+    return "no checkpoint was committed here" if is_there else "no such directory"
 
 
 def elsewhere(path: str) -> str:
     """Where checkpoints are if a command found none at ``path``, for its message; maybe empty."""
-    itself = look_at(os.path.abspath(path))
+    itself = look_at(place_of(path))
     if itself is not None and itself.state is State.UNFINISHED:
         return "; it has files of a save that is under way or was interrupted"
     try:
@@ -216,23 +224,31 @@ def elsewhere(path: str) -> str:
 
 def linked_from(root: str) -> set[str]:
     """The real paths that symbolic links in ``root`` lead to."""
+    if is_address(root):
+        return set()
     with os.scandir(root) as entries:
         return {os.path.realpath(entry.path) for entry in entries if entry.is_symlink()}
 
 
 def look_at(path: str) -> Listed | None:
     """The state of one directory; ``None`` if it is not a checkpoint's, or gone."""
+    storage = storage_at(path)
     try:
-        with os.scandir(path) as scanned:
-            entries = {entry.name: entry for entry in scanned}
+        entries = storage.list()
         shards = [name for name in entries if name.endswith(SHARD_SUFFIX)]
         committed = METADATA_SUFFIX in entries
         if not committed and not shards:
             return None
-        nbytes = sum(entry.stat().st_size for entry in entries.values() if entry.is_file())
-        at_s = os.stat(os.path.join(path, METADATA_SUFFIX) if committed else path).st_mtime
-    except OSError:
+        stats = _stats_of(storage, entries)
+        if committed:
+            at_s = stats[METADATA_SUFFIX].modified_s
+        elif is_address(path):
+            at_s = max(each.modified_s for each in stats.values())
+        else:
+            at_s = os.stat(path).st_mtime
+    except (OSError, KeyError):
         return None
+    nbytes = sum(each.nbytes for each in stats.values())
     manifest = None
     if committed:
         state, manifest = _state_of_committed(path)
@@ -251,8 +267,17 @@ def look_at(path: str) -> Listed | None:
     )
 
 
+def _stats_of(files: Files, names: Iterable[str]) -> dict[str, Stat]:
+    """What storage knows of the files among these names."""
+    found = {}
+    for name in names:
+        with suppress(FileNotFoundError, ReadError):  # a directory, or removed meanwhile
+            found[name] = files.stat(name)
+    return found
+
+
 def _state_of_committed(path: str) -> tuple[State, Manifest | None]:
-    files = PosixFiles(path)
+    files = storage_at(path)
     manifest = None
     try:
         with open_to_read(files, METADATA_SUFFIX) as stream:
@@ -272,7 +297,7 @@ def _state_of_committed(path: str) -> tuple[State, Manifest | None]:
     return State.COMPLETE if whole else State.DAMAGED, manifest
 
 
-def _have_sizes(files: PosixFiles, manifest: Manifest) -> bool:
+def _have_sizes(files: Files, manifest: Manifest) -> bool:
     try:
         return all(files.stat(file.name).nbytes == file.nbytes for file in manifest.files)
     except FileNotFoundError:

@@ -1,0 +1,129 @@
+"""Where a checkpoint is: a directory of a file system, or a prefix of keys in an object store.
+
+A place is its absolute path, or its address without a slash at its end; both are texts in which a
+slash separates names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+from nostall._storage import posix
+from nostall._storage.port import Storage
+from nostall._storage.posix_storage import PosixStorage
+from nostall.errors import OptionError
+
+if TYPE_CHECKING:
+    from nostall._storage.objects.object_storage import ObjectStorage
+
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+
+
+def is_address(path: object) -> bool:
+    """Whether a path is an address in an object store."""
+    return _ADDRESS.match(str(path)) is not None
+
+
+def normal(address: str) -> str:
+    """An address in its shortest form.
+
+    Raises:
+        OptionError: It names no bucket, or a key that is no name.
+    """
+    found = _ADDRESS.match(address)
+    assert found is not None, address
+    names = found[2].rstrip("/").split("/")
+    if not all(names) or {".", ".."} & set(names):
+        raise OptionError(
+            "the address has an empty name in it, or one of dots",
+            path=address,
+            hint="use the form s3://bucket/key",
+        )
+    return f"{found[1].lower()}://{'/'.join(names)}"
+
+
+def resolved(address: str) -> str:
+    """The place that an address leads to: itself, unless it is one of files.
+
+    Raises:
+        OptionError: The client for its kind of object store is not installed.
+    """
+    protocol, _, _ = address.partition("://")
+    if protocol == "s3":
+        from nostall._storage.objects import s3
+
+        s3.require_client()
+        return address
+    if protocol == "msc":
+        from nostall._storage.objects import msc
+
+        msc.require_client()
+        directory = msc.directory_of(address)
+        if directory is not None:
+            return directory
+    from nostall._storage.objects import over_fsspec
+
+    over_fsspec.require_client(protocol)
+    return address
+
+
+def storage_at(place: str, *, sync: bool = True, direct: bool = False) -> Storage:
+    """The storage of a place; touches nothing.
+
+    Args:
+        place: The place.
+        sync: Whether to fsync what is put, removed and published in a file system.
+        direct: Whether to put files past the page cache of a file system.
+
+    Raises:
+        OptionError: The client for its kind of object store is not installed.
+    """
+    if is_address(place):
+        return object_storage_at(place)
+    return PosixStorage(place, sync=sync, direct=direct)
+
+
+def object_storage_at(place: str) -> ObjectStorage:
+    """As :func:`storage_at`, for an address."""
+    # Here and not at the top: no save to a file system needs them.
+    from nostall._storage.objects.object_storage import ObjectStorage
+
+    protocol, _, rest = place.partition("://")
+    if protocol == "s3":
+        from nostall._storage.objects.s3 import S3Client
+
+        bucket, _, key = rest.partition("/")
+        return ObjectStorage(place, f"{key}/" if key else "", S3Client(bucket))
+    from nostall._storage.objects.over_fsspec import FsspecClient
+
+    return ObjectStorage(place, f"{rest}/", FsspecClient(protocol))
+
+
+def is_same(one: str, other: str) -> bool:
+    """Whether both are the same existing directory, or the same address."""
+    if is_address(one) or is_address(other):
+        return one == other
+    return posix.is_same(one, other)
+
+
+def identity(place: str) -> str:
+    """A text that is the same for all ways to write a place. Looks at the file system."""
+    return place if is_address(place) else os.path.realpath(place)
+
+
+def name_in(place: str, path: str) -> str:
+    """The name of a file below a place, from its path."""
+    return path[len(place) :].lstrip("/")
+
+
+def may_have(storage: Storage, name: str) -> bool:
+    """Whether a file exists; also true if storage cannot tell."""
+    try:
+        storage.stat(name)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True

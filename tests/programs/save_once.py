@@ -1,0 +1,50 @@
+"""Save a small state, or end by SIGKILL, with the writer process, in the middle of it.
+
+python tests/programs/save_once.py PATH SEED [kill]
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed.checkpoint as dcp
+
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.testing import Hold, inject
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    """Some parts of an upload, a small tensor and an object."""
+    torch.manual_seed(seed)
+    tensors = {f"w{n}": torch.randn(5 << 18) for n in range(2)}
+    return {"model": {**tensors, "bias": torch.randn(17)}, "step": seed}
+
+
+def save(path: str, seed: int, **options: Any) -> None:
+    """Save while the caller waits."""
+    dcp.save(state_of(seed), storage_writer=FileSystemWriterAsync(path, **options), no_dist=True)
+
+
+def save_in_background(path: str | Path, seed: int) -> Any:
+    """Begin to save; returns the future."""
+    writer = FileSystemWriterAsync(path)
+    return dcp.async_save(state_of(seed), storage_writer=writer, no_dist=True)
+
+
+if __name__ == "__main__":
+    where, number, *kill = sys.argv[1:]
+    if not kill:
+        save(where, int(number))
+    else:
+        with Hold("fsync") as hold, inject(hold.fault):
+            save_in_background(where, int(number))
+            hold.wait_reached()
+            for child in psutil.Process().children():
+                child.kill()
+            os.kill(os.getpid(), signal.SIGKILL)

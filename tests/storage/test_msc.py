@@ -1,0 +1,61 @@
+"""Addresses of the multi-storage client, with the real package."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import nostall
+from nostall.errors import OptionError
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.filesystem_reader import FileSystemReader
+from programs.save_once import save, save_in_background, state_of
+
+pytest.importorskip("multistorageclient", reason="`nox -s stores` installs it")
+
+
+@pytest.fixture(autouse=True)
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of a profile named ``files``."""
+    options = {"base_path": str(tmp_path / "files")}
+    provider = {"type": "file", "options": options}
+    configuration = {"profiles": {"files": {"storage_provider": provider}}}
+    (tmp_path / "msc.json").write_text(json.dumps(configuration))
+    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
+    (tmp_path / "files").mkdir()
+    return tmp_path / "files"
+
+
+def test_a_profile_of_files_is_a_directory(profile: Path) -> None:
+    """Written as any other, in the background, too; and found again by the same address."""
+    from multistorageclient.contrib.torch import MultiStorageFileSystemReader
+
+    save("msc://files/run/step-1", 1)
+    save_in_background("msc://files/run/step-1", 2).result()
+    assert ".metadata" in os.listdir(profile / "run" / "step-1")
+    assert nostall.verify("msc://files/run/step-1").ok
+    assert nostall.latest_complete("msc://files/run") == str(profile / "run" / "step-1")
+    for reader in (FileSystemReader, MultiStorageFileSystemReader):
+        found = state_of(3)
+        dcp.load(found, storage_reader=reader("msc://files/run/step-1"), no_dist=True)
+        assert found["step"] == 2
+        assert torch.equal(found["model"]["w0"], state_of(2)["model"]["w0"])
+    nostall.remove_checkpoint("msc://files/run/step-1")
+    assert os.listdir(profile / "run") == []
+
+
+def test_a_plain_path_is_saved_with_use_msc(tmp_path: Path) -> None:
+    """Megatron passes it wherever the client is installed."""
+    save(str(tmp_path / "saved"), 1, use_msc=True)
+    assert nostall.verify(tmp_path / "saved").ok
+
+
+def test_a_profile_that_does_not_exist_is_named() -> None:
+    """With the next step."""
+    with pytest.raises(OptionError, match="missing"):
+        FileSystemWriterAsync("msc://missing/run")

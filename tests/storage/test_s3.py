@@ -1,0 +1,342 @@
+"""Checkpoints in S3: the contract, saves and loads, and a store that fails."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import gzip
+import os
+import signal
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+from torch.distributed.checkpoint.api import CheckpointException
+
+import nostall
+from nostall._storage.places import storage_at
+from nostall._storage.port import Storage
+from nostall.core import AsyncCallsQueue
+from nostall.errors import NotDurableError, OptionError, ReadError, WriteError
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.integrity import State
+from nostall.testing import Fault, Hold, inject, storage_contract
+from programs.save_once import save, save_in_background, state_of
+from support.object_store import S3Server
+from support.pages import code_blocks
+from support.ranks import run_script
+from support.states import schedule
+from support.waiting import wait_until
+
+PART = {"method": "PUT", "has": "partNumber"}
+COMMIT = {"method": "PUT", "has": "/.metadata"}
+COMPLETION = {"method": "POST", "has": "uploadId"}
+SLOW_DOWN = {"do": "answer", "status": 503, "code": "SlowDown"}
+ATTEMPTS = 4
+"""Of the client, for each request."""
+
+
+def is_loaded(url: str, seed: int, reader: Callable[[str], Any] = nostall.FileSystemReader) -> bool:
+    """Whether a checkpoint has the state of this seed, to the last bit."""
+    wanted, found = state_of(seed), state_of(seed + 1000)
+    dcp.load(found, storage_reader=reader(url), no_dist=True)
+    model = wanted["model"]
+    return found["step"] == seed and all(
+        torch.equal(found["model"][name], model[name]) for name in model
+    )
+
+
+def save_and_wait(url: str, seed: int) -> None:
+    """Save in the background, and wait for it."""
+    save_in_background(url, seed).result()
+
+
+@pytest.fixture
+def bucket(s3: S3Server) -> str:
+    """A new bucket."""
+    return s3.new_bucket()
+
+
+@pytest.fixture
+def url(bucket: str) -> str:
+    """The address of a checkpoint that does not exist yet."""
+    return f"s3://{bucket}/run/step-1"
+
+
+@pytest.mark.parametrize("check", storage_contract.CHECKS, ids=lambda check: check.__name__)
+def test_s3_keeps_the_contract(s3: S3Server, bucket: str, check: Callable[[Storage], None]) -> None:
+    """What a file system does; and nothing unfinished stays."""
+    check(storage_at(f"s3://{bucket}/checkpoints/10"))
+    assert s3.unfinished(bucket) == []
+
+
+# --- saves and loads --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thread_count", [1, 2])
+def test_a_synchronous_save_can_be_loaded_by_everybody(url: str, thread_count: int) -> None:
+    """By our readers, and by stock's for fsspec; overwriting leaves only the new files."""
+    for seed in (1, 2):
+        save(url, seed, thread_count=thread_count)
+        assert nostall.verify(url).ok
+        assert nostall.is_complete(url)
+        for reader in (nostall.FileSystemReader, nostall.CachedMetadataFileSystemReader):
+            assert is_loaded(url, seed, reader)
+        assert is_loaded(url, seed, FsspecReader)
+        names = storage_at(url).list()
+        assert len(names) == 1 + thread_count
+    target = state_of(5)
+    assert nostall.load(target, f"{url}/").items == 4
+    assert target["step"] == 2
+
+
+def test_an_asynchronous_save_goes_through_the_writer_process(s3: S3Server, url: str) -> None:
+    """The trainer uploads no part; a second one replaces the first."""
+    for seed in (1, 2):
+        save_and_wait(url, seed)
+    assert is_loaded(url, 2)
+    bucket = url.split("/")[2]
+    parts = [each for each in s3.requests() if bucket in each and "partNumber" in each]
+    assert len(parts) == 2 * 2  # some more than 10 MiB, in parts of 8, each once
+    assert s3.unfinished(bucket) == []
+    assert len(s3.keys(bucket)) == 2
+
+
+@pytest.mark.parametrize("nbytes", [3, 24])
+def test_the_store_gets_the_checksum_of_an_object_in_parts(
+    s3: S3Server, bucket: str, nbytes: int
+) -> None:
+    """So that it can compare all that it has received, without reading it again."""
+    url, mebi = f"s3://{bucket}/x", 1 << 20
+    state = {"x": torch.arange(nbytes * mebi, dtype=torch.uint8)}
+    dcp.save(state, storage_writer=FileSystemWriterAsync(url), no_dist=True)
+    source = storage_at(url).open("__0_0.distcp")
+    content = bytearray(source.stat.nbytes)
+    source.read_into(0, memoryview(content))
+    posts = [each for each in s3.requests() if each.startswith("POST") and bucket in each]
+    sums = [each for each in (post.rpartition(" ")[2] for post in posts) if each]
+    expected = base64.b64encode(zlib.crc32(content).to_bytes(4, "big")).decode()
+    assert sums == ([expected] if nbytes > 5 else [])
+
+
+def test_a_bucket_that_does_not_exist_is_no_empty_directory() -> None:
+    """A job that finds no checkpoint starts from scratch."""
+    with pytest.raises(ReadError, match="bucket"):
+        nostall.latest_complete("s3://there-is-none/run")
+
+
+def test_a_split_save_is_committed_by_finalising(queue: AsyncCallsQueue, url: str) -> None:
+    """As frameworks save."""
+    schedule(queue, url, state_of(3))
+    assert nostall.verify(url).state is State.NOT_THERE
+    queue.maybe_finalize_async_calls(blocking=True)
+    assert is_loaded(url, 3)
+
+
+def test_the_last_complete_checkpoint_is_found_and_removed(bucket: str) -> None:
+    """Others in the bucket, and what is no checkpoint, are left alone."""
+    root = f"s3://{bucket}/run"
+    assert nostall.latest_complete(root) is None
+    for step in (1, 2, 10):
+        save(f"{root}/step-{step}", step)
+    storage_at(f"{root}/notes").publish("text", [b"hello"])
+    storage_at(f"{root}/step-10").remove(["__0_0.distcp"])
+    assert nostall.latest_complete(root) == f"{root}/step-2"
+    for step in (2, 10):
+        nostall.remove_checkpoint(f"{root}/step-{step}")
+    assert nostall.latest_complete(root) == f"{root}/step-1"
+    assert sorted(storage_at(root).list()) == ["notes", "step-1"]
+    with pytest.raises(OptionError, match="not a checkpoint"):
+        nostall.remove_checkpoint(f"{root}/notes")
+
+
+def test_damage_is_found(url: str) -> None:
+    """A changed byte, and a missing file."""
+    save(url, 1)
+    storage = storage_at(url)
+    name = next(each for each in storage.list() if each.endswith(".distcp"))
+    content = bytearray(storage.stat(name).nbytes)
+    storage.open(name).read_into(0, memoryview(content))
+    content[1 << 20] ^= 1
+    storage.publish(name, [bytes(content)])
+    found = nostall.verify(url)
+    assert (found.state, found.damages[0].file) == (State.DAMAGED, name)
+    storage.remove([name])
+    assert not nostall.is_complete(url)
+
+
+def test_existing_checkpoints_are_kept_on_request(url: str) -> None:
+    """``overwrite=False`` is judged by the store."""
+    save(url, 1)
+    with pytest.raises(CheckpointException, match="overwrite=False"):
+        save(url, 2, overwrite=False)
+    assert is_loaded(url, 1)
+
+
+def test_the_program_of_the_page_runs(s3: S3Server, bucket: str) -> None:
+    """As it is shown, with another bucket."""
+    (code,) = code_blocks("howto/object-stores.md")
+    exec(code.replace("my-bucket", bucket), {})
+    assert (s3.keys(bucket), s3.unfinished(bucket)) == ([], [])
+
+
+# --- faults -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {**PART, **SLOW_DOWN, "times": 2},
+        {**PART, "do": "answer", "status": 500, "code": "InternalError", "times": 2},
+        {**PART, "do": "cut", "after": 1},
+        {**PART, "do": "lose"},
+        {**COMPLETION, "do": "lose"},
+        {**COMPLETION, "do": "cut"},
+        {**COMMIT, "do": "lose"},
+        {**COMMIT, "do": "lose", "times": ATTEMPTS},
+        {**COMMIT, "do": "cut"},
+        {**COMMIT, **SLOW_DOWN, "times": 2},
+        {"method": "GET", "has": ".distcp", "do": "cut", "times": 2},
+        {"method": "HEAD", **SLOW_DOWN, "times": 2},
+    ],
+    ids=str,
+)
+def test_a_store_that_fails_for_a_moment_is_asked_again(
+    s3: S3Server, url: str, fault: dict[str, Any]
+) -> None:
+    """Also if the answer was lost: what is done is done once, and nothing else stays."""
+    save(url, 1)
+    s3.inject(fault)
+    save(url, 2)
+    assert is_loaded(url, 2)
+    assert nostall.verify(url).ok
+    bucket = url.split("/")[2]
+    assert s3.unfinished(bucket) == []
+    assert len(s3.keys(bucket)) == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        ({**PART, "do": "answer", "status": 400, "code": "ExpiredToken"}, errno.EACCES),
+        ({**PART, "do": "answer", "status": 403, "code": "AccessDenied"}, errno.EACCES),
+        ({**PART, **SLOW_DOWN}, errno.EAGAIN),
+        ({**COMPLETION, "do": "answer", "status": 400, "code": "BadDigest"}, errno.EIO),
+        ({**COMMIT, "do": "answer", "status": 403, "code": "AccessDenied"}, errno.EACCES),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_store_that_refuses_fails_the_save_and_nothing_else(
+    s3: S3Server, url: str, fault: dict[str, Any], code: int, *, is_async: bool
+) -> None:
+    """One typed error with the reason; the previous checkpoint stays, nothing of the new one."""
+    nostall.configure(nostall.EngineOptions(write_retries=0))
+    save(url, 1)
+    s3.inject({**fault, "times": 1000})
+    with pytest.raises((CheckpointException, WriteError)) as caught:
+        (save_and_wait if is_async else save)(url, 2)
+    error = caught.value
+    cause = error.failures[0][0] if isinstance(error, CheckpointException) else error
+    assert isinstance(cause, WriteError)
+    assert cause.errno == code
+    assert str(cause.path).startswith(url)
+    s3.inject()
+    assert is_loaded(url, 1)
+    bucket = url.split("/")[2]
+    assert s3.unfinished(bucket) == []
+    assert len(s3.keys(bucket)) == 2
+
+
+def test_a_commit_that_may_still_arrive_is_not_taken_for_undone(s3: S3Server, url: str) -> None:
+    """The files of the save stay: metadata that refers to them may appear."""
+    save(url, 1)
+    s3.inject({**COMMIT, "do": "cut", "times": ATTEMPTS})
+    with pytest.raises((CheckpointException, NotDurableError), match="cannot determine whether"):
+        save(url, 2)
+    assert is_loaded(url, 1)
+    assert len(s3.keys(url.split("/")[2])) == 3
+
+
+def test_of_two_saves_at_once_one_fails(url: str, tmp_path: Path) -> None:
+    """The one whose metadata would replace what it has not seen; the other one is whole."""
+    save(url, 1)
+    with Hold("publish") as hold, inject(hold.fault):
+        future = save_in_background(url, 2)
+        hold.wait_reached()
+        done = run_script("programs/save_once.py", url, "3", cwd=tmp_path, timeout_s=60)
+        assert done.returncode == 0, done.stderr
+        hold.release()
+        with pytest.raises(CheckpointException, match="another process has published"):
+            future.result()
+    assert is_loaded(url, 3)
+    assert nostall.verify(url).ok
+
+
+def test_a_writer_process_that_is_killed_leaves_nothing(s3: S3Server, url: str) -> None:
+    """The trainer removes its files and aborts its uploads."""
+    with inject(Fault.kill("chunk", signal.SIGKILL, after=1)):
+        future = save_in_background(url, 1)
+        with pytest.raises(CheckpointException, match="writer process"):
+            future.result()
+    bucket = url.split("/")[2]
+    assert (s3.unfinished(bucket), s3.keys(bucket)) == ([], [])
+
+
+def test_uploads_of_a_job_that_was_killed_are_aborted_by_the_next_save(
+    s3: S3Server, url: str, tmp_path: Path
+) -> None:
+    """Nobody else finds them: they are in no list of objects."""
+    done = run_script("programs/save_once.py", url, "1", "kill", cwd=tmp_path, timeout_s=60)
+    assert done.returncode == -signal.SIGKILL
+    bucket = url.split("/")[2]
+    assert len(s3.unfinished(bucket)) == 1
+    assert nostall.latest_complete(f"s3://{bucket}/run") is None
+    save(url, 2)
+    assert is_loaded(url, 2)
+    wait_until(lambda: s3.unfinished(bucket) == [])
+    assert len(s3.keys(bucket)) == 2
+
+
+# --- wrong arguments --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["s3://", "s3:///key", "s3://bucket//key", "s3://bucket/../key"])
+def test_an_address_without_a_name_is_refused(path: str) -> None:
+    """Before anything is saved somewhere else."""
+    with pytest.raises(OptionError, match="address"):
+        FileSystemWriterAsync(path)
+
+
+def test_an_address_that_lost_a_slash_is_refused() -> None:
+    """``Path("s3://bucket/key")`` is a directory named ``s3:`` here."""
+    with pytest.raises(OptionError, match="slash"):
+        FileSystemWriterAsync(Path("s3://bucket/key"))
+
+
+def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the command that installs it."""
+    monkeypatch.setitem(sys.modules, "botocore.session", None)
+    with pytest.raises(OptionError, match=r"nostall\[s3\]"):
+        FileSystemWriterAsync("s3://bucket/key")
+    with pytest.raises(OptionError, match="no file system for nowhere://"):
+        FileSystemWriterAsync("nowhere://bucket/key")
+
+
+def test_streams_need_a_file_system() -> None:
+    """``open_file`` opens paths."""
+    with pytest.raises(OptionError, match="open_file"):
+        FileSystemWriterAsync("s3://bucket/key", open_file=gzip.open)
+
+
+def test_addresses_of_files_are_paths(tmp_path: Path) -> None:
+    """``file://`` is a way to write them."""
+    save(f"file://{tmp_path}/saved", 4)
+    assert is_loaded(str(tmp_path / "saved"), 4)
+    assert os.listdir(tmp_path) == ["saved"]
