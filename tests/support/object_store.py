@@ -53,10 +53,14 @@ class S3Server:
         answer = S3Client(bucket)._s3.list_multipart_uploads(Bucket=bucket)
         return [each["Key"] for each in answer.get("Uploads", ())]
 
+    def sizes(self, bucket: str) -> dict[str, int]:
+        """Lengths of all objects of a bucket, by key."""
+        answer = S3Client(bucket)._s3.list_objects_v2(Bucket=bucket)
+        return {each["Key"]: each["Size"] for each in answer.get("Contents", ())}
+
     def keys(self, bucket: str) -> list[str]:
         """All keys of a bucket, in order."""
-        answer = S3Client(bucket)._s3.list_objects_v2(Bucket=bucket)
-        return [each["Key"] for each in answer.get("Contents", ())]
+        return list(self.sizes(bucket))
 
 
 @contextmanager

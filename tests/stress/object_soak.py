@@ -1,0 +1,161 @@
+"""As soak.py, with checkpoints in an S3 server on loopback, in objects of several parts.
+
+After every kill whatever has metadata verifies and holds the values of one save, and every save
+that was reported is there. At the end, when the addresses of interrupted saves were saved to again
+or removed, no upload is unfinished, and no object is empty.
+
+    python tests/stress/object_soak.py --kills 200
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import nostall
+from nostall._storage.places import storage_at
+from nostall.core import AsyncCallsQueue
+from nostall.options import EngineOptions
+from nostall.state_dict_saver import CheckpointMetadataCache
+from nostall.testing import writer_pids
+from stress.soak import KEPT, PATIENCE_S, RANKS, Life, Violation, main
+from support.object_store import S3Server, s3_server
+from support.states import schedule
+
+LENGTH = 3 << 19
+"""Of a tensor of 6 MiB; with a file per rank, each has two parts."""
+
+
+def tensors(rank: int, save: int) -> dict[str, Any]:
+    """A rank's state at a save."""
+    return {
+        f"large{rank}": torch.full((LENGTH,), float(save * RANKS + rank)),
+        f"small{rank}": torch.arange(7) + save,
+    }
+
+
+def train(address: str, rank: int, root: Path, store: Path, first: int, tell: int) -> None:
+    """Save for ever, in turns to a new address and over the same one."""
+    del root
+
+    def say(**what: Any) -> None:
+        os.write(tell, (json.dumps(what) + "\n").encode())
+
+    torch.set_num_threads(1)
+    nostall.configure(EngineOptions(io_threads=2, chunk_nbytes=5 << 20))
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS
+    )
+    queue, cache = AsyncCallsQueue(), CheckpointMetadataCache()
+    save = first
+    while True:
+        place = f"{address}/" + ("overwritten" if save % 2 else f"save-{save}")
+        say(writers=writer_pids(), rank=rank)
+        try:
+            schedule(queue, place, tensors(rank, save), cache=cache)
+            queue.wait(PATIENCE_S)
+        except CheckpointException as error:
+            say(failed=save, rank=rank, why=str(error)[-300:])
+        else:
+            say(committed=save, rank=rank)
+        if rank == 0 and save % 2 == 0:
+            nostall.remove_checkpoint(f"{address}/save-{save - 2 * KEPT}")
+        save += 1
+
+
+def check(address: str, committed: set[int], newest: int) -> int:
+    """Look at all that is there; the number of checkpoints found."""
+    found = set()
+    for name in storage_at(address).list():
+        place = f"{address}/{name}"
+        if ".metadata" not in storage_at(place).list():
+            continue
+        verified = nostall.verify(place)
+        if not verified.ok:
+            raise Violation(f"{place} is damaged: {[str(each) for each in verified.damages]}")
+        state = {
+            key: torch.zeros_like(each)
+            for rank in range(RANKS)
+            for key, each in tensors(rank, 0).items()
+        }
+        dcp.load(state, storage_reader=nostall.FileSystemReader(place), no_dist=True)
+        save = int(state["small0"][0])
+        expected = {key: each for rank in range(RANKS) for key, each in tensors(rank, save).items()}
+        wrong = [key for key, each in expected.items() if not torch.equal(state[key], each)]
+        if wrong or name not in ("overwritten", f"save-{save}"):
+            raise Violation(f"{place} is a mixture of save {save}: {wrong}")
+        found.add(save)
+    last_over = max((save for save in committed if save % 2), default=-1)
+    if last_over >= 0 and not any(save % 2 and save >= last_over for save in found):
+        raise Violation(f"save {last_over} was committed; {sorted(found)} are there")
+    kept = {save for save in committed if save % 2 == 0 and save > newest - 2 * KEPT}
+    if not kept <= found:
+        raise Violation(f"saves {sorted(kept - found)} were committed and are gone")
+    return len(found)
+
+
+def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
+    """Kill so many times; what was counted."""
+    chance = random.Random(seed)
+    totals: Counter[str] = Counter()
+    committed: set[int] = set()
+    newest, killed, started = -1, 0, time.monotonic()
+    bucket = server.new_bucket()
+    address = f"s3://{bucket}/run"
+    while True:
+        life = Life(root, first=newest + 1, program=partial(train, address))
+        life.start()
+        try:
+            life.wait_for(2)
+            if killed < kills:
+                struck = life.attack(
+                    chance, ["trainer", "writer"], every_s=0.3, most=kills - killed
+                )
+                totals += struck
+                killed += struck.total()
+                is_last = False
+            else:
+                life.wait_for(4 * KEPT)  # what was interrupted is saved to again, or removed
+                is_last = True
+        finally:
+            life.end()
+        newest = max(newest, life.newest)
+        committed |= life.committed
+        totals.update({name: count for name, count in life.counts.items() if "of" not in name})
+        totals["lives"] += 1
+        totals["uploads interrupted"] += len(server.unfinished(bucket))
+        totals["checkpoints checked"] += check(address, committed, newest + 1)
+        newest += 1
+        if is_last:
+            break
+    empty = [key for key, nbytes in server.sizes(bucket).items() if not nbytes]
+    for what, keys in (("unfinished", server.unfinished(bucket)), ("empty", empty)):
+        # The end of the last life may have interrupted one save.
+        old = [key for key in keys if not key.startswith(f"run/save-{newest - 1}/")]
+        if len(old) > RANKS or any("overwritten" not in key for key in old):
+            raise Violation(f"{what}: {old}")
+    return {
+        **totals,
+        "kills": killed,
+        "seconds": round(time.monotonic() - started),
+        "violations": 0,
+    }
+
+
+if __name__ == "__main__":
+    with s3_server() as started:
+        sys.exit(main(partial(soak, started), __doc__ or ""))
