@@ -337,6 +337,14 @@ def soak_manager(session: nox.Session) -> None:
 
 
 @nox.session
+def soak_stores(session: nox.Session) -> None:
+    """Kill trainers that save to a server of S3; `-- --kills 200`."""
+    install_group(session, "test")
+    install_package(session)
+    session.run("python", "-W", "ignore", "tests/stress/object_soak.py", *session.posargs)
+
+
+@nox.session
 def matrix(session: nox.Session) -> None:
     """Run every cell of the fault matrix, or what arguments after `--` say."""
     install_group(session, "test")
