@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,6 +103,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         use_cached_data_structure: Accepted for compatibility; structure is always cached.
         use_cpu_shm_for_gpu_tensors: Accepted for compatibility; shared memory is always used.
         open_file: A callable with the signature of ``open`` that opens every shard file.
+        frozen: Beginnings of the names of items that training does not change, such as those of a
+            base model under adapters. They get files of their own. A file whose tensors are the
+            same objects as in the last save of this process, and were not changed as far as torch
+            counts, is neither copied nor written: it becomes a hard link to the last one. A change
+            that torch does not count (``.data``, NumPy, a replayed CUDA graph) is not detected.
 
     The first nine are those of ``torch.distributed.checkpoint.FileSystemWriter``, in its order;
     the others are keyword-only.
@@ -137,6 +142,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             use_cached_data_structure: bool = False,
             use_cpu_shm_for_gpu_tensors: bool = False,
             open_file: Callable[..., Any] = open,
+            frozen: Iterable[str] = (),
         ) -> None: ...
 
     else:
@@ -152,6 +158,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             use_cached_data_structure: bool = False,
             use_cpu_shm_for_gpu_tensors: bool = False,
             open_file: Callable[..., Any] = open,
+            frozen: Iterable[str] = (),
             **kwargs: Any,
         ) -> None:
             place = place_of(path)
@@ -161,6 +168,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 separation_hint=separation_hint,
                 is_multiproc_io=is_multiproc_io,
                 open_file=open_file,
+                frozen=frozen,
             )
             self._start(place, None)
 

@@ -37,13 +37,13 @@ from nostall._bench.run import run
 from nostall._bench.tables import failed
 
 
-def all_contenders() -> list[Contender]:
-    """Everybody, nostall first."""
+def all_contenders(shape: str) -> list[Contender]:
+    """Everybody who saves a shape, nostall first."""
     # Imported late: stock's process checkpointer is a private module, and a torch without it can
     # still list the rest.
     from nostall._bench.stock import stock_contenders
 
-    return [*own_contenders(), *stock_contenders(), *peer_contenders()]
+    return [*own_contenders(shape), *stock_contenders(), *peer_contenders()]
 
 
 class Listed(Protocol):
@@ -85,7 +85,7 @@ def bench(options: BenchOptions, arguments: Sequence[str]) -> int:
     Raises:
         ValueError: The arguments do not fit what is there.
     """
-    contenders = all_contenders()
+    contenders = all_contenders(options.shape)
     names = chosen([contender.name for contender in contenders], options.contenders)
     if options.plot is not None:
         try:

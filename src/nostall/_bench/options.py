@@ -13,6 +13,7 @@ DEFAULT_NBYTES = {
     "many": 20_000 * 4096,
     "mixed": 3 << 29,
     "llama3-8b": 1 << 30,
+    "lora": 1 << 30,
 }
 """Bytes per rank; ``mixed`` has room for GPT-2's smallest model with its optimizer state."""
 SHAPES = tuple(DEFAULT_NBYTES)

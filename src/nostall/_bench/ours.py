@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 import nostall
 from nostall._bench.contender import Contender, Durable, Pending, PendingFuture, Setting
-from nostall._bench.workloads import State
+from nostall._bench.workloads import FROZEN, State
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import OptionError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -102,6 +102,22 @@ class SplitSave:
         return FileSystemWriterAsync(path, **options)
 
 
+class FrozenSave(SplitSave):
+    """The same, told which tensors do not change."""
+
+    def __init__(self) -> None:
+        super().__init__("nostall frozen", "the same as nostall, with frozen=['base.']")
+        self._frozen = FROZEN
+
+    def open(self, setting: Setting) -> None:
+        super().open(setting)
+        if setting.ranks.distributed:
+            self._frozen = f"rank{setting.ranks.rank}.{FROZEN}"
+
+    def _writer(self, path: Path) -> FileSystemWriterAsync:
+        return FileSystemWriterAsync(path, frozen=self._frozen)
+
+
 class OwnAsyncSave:
     """``dcp.async_save`` with nostall's writer, which is its own stager."""
 
@@ -149,8 +165,9 @@ class OwnSyncSave(OwnAsyncSave):
         return Durable()
 
 
-def own_contenders() -> list[Contender]:
-    """All of nostall's, the main one first."""
+def own_contenders(shape: str = "large") -> list[Contender]:
+    """All of nostall's for a shape, the main one first."""
+    frozen: list[Contender] = [FrozenSave()] if shape == "lora" else []
     return [
         SplitSave("nostall", "split plan/schedule/finalise with AsyncCallsQueue and plan cache"),
         SplitSave(
@@ -158,6 +175,7 @@ def own_contenders() -> list[Contender]:
             "the same with staging='overlapped': the copy runs behind the call",
             staging="overlapped",
         ),
+        *frozen,
         OwnAsyncSave(),
         OwnSyncSave(),
     ]

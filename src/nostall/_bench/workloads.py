@@ -17,6 +17,9 @@ State: TypeAlias = dict[str, Any]
 LARGE_TENSORS = 216
 SMALL_TENSOR_NBYTES = 4096
 
+FROZEN = "base."
+"""What is in the names of tensors that never change, in ``--shape lora``."""
+_FROZEN_SHARE = 0.97
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NAMES_SHOWN = 5
 _STRIDE = 0x01000193
@@ -32,17 +35,20 @@ class Workload:
         self.version = 0
         self.tensors = tuple(tensor for _, tensor in tensors_of(state))
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
-        self._integers = tuple(integers(tensor) for tensor in self.tensors)
+        self._integers = tuple(
+            integers(tensor) for name, tensor in tensors_of(state) if FROZEN not in name
+        )
+        """Of what changes."""
 
     def set_version(self, version: int) -> None:
-        """Give every element its value of that version, in place; any version can be had again."""
+        """Give what changes its value of that version, in place; any version can be had again."""
         step = (version - self.version) * _STRIDE
         for tensor in self._integers:
             tensor.add_(_wrapped(step, 8 * tensor.element_size()))
         self.version = version
 
     def advance(self) -> None:
-        """Change every element, as a training step would."""
+        """Change every element that is not frozen, as a training step would."""
         self.set_version(self.version + 1)
 
     def blank(self) -> State:
@@ -63,6 +69,8 @@ def make_workload(shape: str, nbytes: int, *, rank: int, world_size: int) -> Wor
         state = _training_state(nbytes, seed)
     elif shape == "llama3-8b":
         state = _llama_state(nbytes, seed)
+    elif shape == "lora":
+        state = _lora_state(nbytes, seed)
     else:
         state = _parameters(_lengths(shape, nbytes), seed)
     return Workload(shape, state if world_size == 1 else {f"rank{rank}": state})
@@ -148,6 +156,12 @@ def _llama_state(nbytes: int, seed: int) -> State:
         model[name] = copy.to(torch.bfloat16)
         moments[name] = {"fp32_param": copy, "exp_avg": first, "exp_avg_sq": second}
     return {"model": model, "optimizer": {"state": moments}}
+
+
+def _lora_state(nbytes: int, seed: int) -> State:
+    frozen = int(nbytes * _FROZEN_SHARE)
+    base = _parameters(_lengths("large", frozen), seed)
+    return {"base": base, "adapter": _parameters(_lengths("large", nbytes - frozen), seed + 1)}
 
 
 def _training_state(nbytes: int, seed: int) -> State:

@@ -223,7 +223,7 @@ def _saves(parsed: argparse.Namespace) -> int:
     from nostall._bench.main import all_contenders, bench, list_contenders
 
     if parsed.list:
-        return list_contenders(all_contenders(), parsed.contenders)
+        return list_contenders(all_contenders(parsed.shape), parsed.contenders)
     return bench(_options(BenchOptions, parsed), parsed.given)
 
 

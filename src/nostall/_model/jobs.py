@@ -104,6 +104,8 @@ class FileReceipt:
     work: WriteWork = WriteWork()  # frozen
     failed_attempts: tuple[str, ...] = ()
     """The error of each attempt that was retried."""
+    is_linked: bool = False
+    """Whether it is a file of an earlier save, under another name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

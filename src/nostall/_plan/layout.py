@@ -10,12 +10,15 @@ in its container.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 from nostall._model.jobs import Seal, SealTable, page_aligned
 from nostall._model.names import SHARD_SUFFIX
 from nostall._model.values import FileLayout, ItemShape, Layout, Slot
+
+FROZEN = "frozen"
+"""Beginning of the names of files whose items seldom change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,15 @@ class FileNaming:
     suffix: str = ""
     """Distinguishes the files from those of the checkpoint that is being replaced."""
     separation_hint: str | None = None
+    frozen: tuple[str, ...] = ()
+    """Beginnings of the names of items that have files of their own, as they seldom change."""
+
+    def group_of(self, fqn: str) -> str:
+        """The group of files that an item belongs to."""
+        if self.frozen and fqn.startswith(self.frozen):
+            return FROZEN
+        hint = self.separation_hint
+        return hint if hint and fqn.startswith(hint) else ""
 
     def name_of(self, group: str, number: int) -> str:
         """The name of a rank's ``number``-th file, which belongs to ``group``."""
@@ -47,7 +59,7 @@ def lay_out(shapes: Sequence[ItemShape], naming: FileNaming, packing: Packing) -
     """The files of one rank, without empty ones."""
     files: list[FileLayout] = []
     image_offset = 0
-    for group, items in _buckets(shapes, naming.separation_hint, packing):
+    for group, items in _buckets(shapes, naming, packing):
         name = naming.name_of(group, len(files))
         file = _lay_out_file(name, group, items, shapes, image_offset)
         files.append(file)
@@ -61,20 +73,18 @@ def lay_out(shapes: Sequence[ItemShape], naming: FileNaming, packing: Packing) -
 
 
 def _buckets(
-    shapes: Sequence[ItemShape], hint: str | None, packing: Packing
+    shapes: Sequence[ItemShape], naming: FileNaming, packing: Packing
 ) -> Iterator[tuple[str, list[int]]]:
-    everything = list(range(len(shapes)))
     if packing.file_per_item:
-        for item in everything:
-            yield (hint if hint and shapes[item].fqn.startswith(hint) else ""), [item]
+        for item, shape in enumerate(shapes):
+            yield naming.group_of(shape.fqn), [item]
         return
-    groups = [("", everything)]
-    if hint:
-        hinted = [item for item in everything if shapes[item].fqn.startswith(hint)]
-        others = [item for item in everything if not shapes[item].fqn.startswith(hint)]
-        groups = [(name, items) for name, items in (("", others), (hint, hinted)) if items]
+    groups: dict[str, list[int]] = {"": []}
+    for item, shape in enumerate(shapes):
+        groups.setdefault(naming.group_of(shape.fqn), []).append(item)
+    groups = {name: items for name, items in groups.items() if items}
     count = max(1, packing.file_count // max(1, len(groups)))
-    for name, items in groups:
+    for name, items in groups.items():
         for bucket in _pack(shapes, items, count):
             for part in _split(shapes, bucket, packing.max_file_nbytes):
                 yield name, part
@@ -120,6 +130,19 @@ def renamed(layout: Layout, naming: FileNaming) -> Layout:
         for number, file in enumerate(layout.files)
     )
     return replace(layout, files=files)
+
+
+def without(layout: Layout, names: Set[str]) -> Layout:
+    """The layout of the other files, with images of their own."""
+    if not names:
+        return layout
+    left = [number for number, file in enumerate(layout.files) if file.name not in names]
+    files, at = [], 0
+    for number in left:
+        file = replace(layout.files[number], image_offset=at)
+        files.append(file)
+        at += page_aligned(file.nbytes)
+    return replace(layout, key=(layout.key, tuple(left), "alone"), files=tuple(files))
 
 
 def waves(layout: Layout, max_nbytes: int | None) -> list[Layout]:

@@ -23,7 +23,7 @@ from nostall._commit.ahead import WrittenAhead, is_worth_it
 from nostall._commit.publication import Publication
 from nostall._engine import Engine, default_engine
 from nostall._memory.fence import SnapshotFence
-from nostall._model.jobs import FileReceipt, RankReport, RankWritten
+from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._model.values import RankFiles
 from nostall._plan.items import Resolver
 from nostall._plan.structure import learn
@@ -31,7 +31,9 @@ from nostall._save import session, write, write_directly
 from nostall._save.settings import SaveTarget, WriterSettings
 from nostall._save.split_save import SplitSave
 from nostall._save.stager import stage_for_later, take_over
+from nostall._save.unchanged import keep, link_unchanged, with_linked
 from nostall._storage.directories import Visit
+from nostall._storage.unused_files import remove_in_time
 from nostall.errors import NostallError, OptionError, StagingError
 from nostall.stats import SaveStats, Timeline
 
@@ -168,7 +170,7 @@ class RankSave:
         prepared = self._prepared(plan, resolver)
         visit = prepared.target.visit
         try:
-            report = _write(prepared, default_engine())
+            prepared, report = _write(prepared, default_engine())
             prepared = session.as_written(prepared, report)
             results = session.write_results(prepared, report)
             visit.hand_over()
@@ -331,13 +333,24 @@ class RankSave:
             self._state.end(committed=committed)
 
 
-def _write(prepared: session.PreparedSave, engine: Engine) -> RankReport:
+def _write(
+    prepared: session.PreparedSave, engine: Engine
+) -> tuple[session.PreparedSave, RankReport]:
     """Write a staged copy in the background; write other tensors directly."""
     staged = take_over(prepared, engine)
-    if staged is None:
-        return write_directly.write_now(prepared, engine)
-    written = write.write_in_background(staged, prepared.target, engine)
-    return write.wait_for(written, prepared.target, engine)
+    if staged is not None:
+        written = write.write_in_background(staged, prepared.target, engine)
+        return prepared, write.wait_for(written, prepared.target, engine)
+    prepared = link_unchanged(prepared, engine)
+    try:
+        report = with_linked(prepared, write_directly.write_now(prepared, engine))
+        keep(prepared, report, engine)
+    except BaseException:  # passed on; the writing threads have removed what they made
+        remove_in_time(sorted(prepared.target.progress.created))
+        raise
+    if isinstance(report, RankFailed):
+        remove_in_time(sorted(prepared.target.progress.created))
+    return prepared, report
 
 
 def _written_ahead(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
@@ -33,7 +33,7 @@ from nostall._engine import Engine
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._model.values import ItemShape, Layout, PlannedSave, RankFiles, Share, WrittenFile
 from nostall._plan.items import Resolver, plan_rank
-from nostall._plan.layout import FileNaming, Packing, renamed
+from nostall._plan.layout import FileNaming, Packing, renamed, without
 from nostall._plan.structure import KnownStructure
 from nostall._ranks.failures import error_of
 from nostall._save.settings import SaveTarget
@@ -53,6 +53,18 @@ class Beside(_torch.StoragePrefix):
     """The directory of that checkpoint."""
 
 
+@dataclass(frozen=True, slots=True)
+class FrozenFile:
+    """A file of items that a user calls frozen."""
+
+    name: str
+    """Its planned name."""
+    seen: tuple[Hashable, ...] | None
+    """What tells whether its items are unchanged in the next save; ``None`` if nothing does."""
+    linked: FileReceipt | None
+    """The receipt of the file that was linked in its place; ``None`` if it is to be written."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedSave:
     """A rank's share with its layout, before any data is copied."""
@@ -62,6 +74,13 @@ class PreparedSave:
     target: SaveTarget
     known: KnownSave | None = None
     """The known save with the same results, apart from file names; ``None`` if there is none."""
+    frozen: tuple[FrozenFile, ...] = ()
+    """Set when the snapshot is taken."""
+
+    @property
+    def to_write(self) -> Layout:
+        """The layout of the files that are not linked."""
+        return without(self.layout, {each.name for each in self.frozen if each.linked is not None})
 
     @property
     def rank(self) -> int:
@@ -136,8 +155,9 @@ def prepare_known(
     """As :func:`prepare`, for a structure that was saved before."""
     share, layout, packing = known.share, known.layout, target.settings.packing(engine)
     shapes = _with_lengths(share, sources, known.runs)
-    same_group = known.naming.separation_hint == target.naming.separation_hint
-    if shapes is not share.shapes or packing != known.packing or not same_group:
+    groups, now = known.naming, target.naming
+    same = (groups.separation_hint, groups.frozen) == (now.separation_hint, now.frozen)
+    if shapes is not share.shapes or packing != known.packing or not same:
         share = replace(share, shapes=shapes)
         with target.timeline.measure("layout"):
             layout = engine.lay_out(shapes, target.naming, packing)

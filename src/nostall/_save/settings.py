@@ -37,6 +37,7 @@ class OwnOptions:
     separation_hint: str | None
     is_multiproc_io: bool
     open_file: Callable[..., Any]
+    frozen: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +122,10 @@ class WriterSettings:
 
     def lay_out(self, shapes: Sequence[ItemShape], engine: Engine) -> Layout:
         """The layout of these items, with file names of no checkpoint."""
-        naming = FileNaming(prefix="", separation_hint=self.options.separation_hint)
+        options = self.options
+        naming = FileNaming(
+            prefix="", separation_hint=options.separation_hint, frozen=options.frozen
+        )
         return engine.lay_out(shapes, naming, self.packing(engine))
 
     def target(
@@ -152,6 +156,7 @@ class WriterSettings:
                 prefix=prefix,
                 suffix=f"-{job[:8]}" if replaces else "",
                 separation_hint=self.options.separation_hint,
+                frozen=self.options.frozen,
             ),
             visit=Visit(self.directory, progress.created),
             timeline=timeline,
@@ -218,6 +223,7 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
             separation_hint=own.separation_hint,
             processes=_PROCESSES_FOR_MULTIPROC_IO if spread else 1,
             staging=own.staging,
+            frozen=own.frozen,
         ),
         stream=StreamTarget(open_file=own.open_file, transforms=transforms) if has_stream else None,
         transform_descriptors=tuple(each.get_descriptor() for each in reversed(transforms)) or None,

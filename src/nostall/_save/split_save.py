@@ -18,6 +18,7 @@ from nostall._model.values import RankFiles
 from nostall._save import session
 from nostall._save.background import BackgroundSave
 from nostall._save.stage import give_up, stage, stage_in_background, without_sources
+from nostall._save.unchanged import keep, link_unchanged, with_linked
 from nostall._save.write import write_here, write_in_background
 from nostall._storage.directories import Visit
 from nostall._storage.unused_files import remove_in_time
@@ -69,7 +70,7 @@ class SplitSave(BackgroundSave):
         snapshot: Snapshot | Future[Snapshot]
         # Faults are those set when the save is scheduled.
         target = replace(self.prepared.target, faults=self.engine.faults)
-        self.prepared = replace(self.prepared, target=target)
+        self.prepared = link_unchanged(replace(self.prepared, target=target), self.engine)
         if self.prepared.target.settings.options.staging == "overlapped":
             snapshot, self._fence = stage_in_background(
                 self.prepared, self.engine, is_aborted=lambda: self.aborted
@@ -203,7 +204,8 @@ class SplitSave(BackgroundSave):
     def _collect(self) -> RankReport:
         if self._collected is None:
             # Before any error: a lost save uses its names and memory until its report is there.
-            self._collected = self.await_report()
+            self._collected = with_linked(self.prepared, self.await_report())
+            keep(self.prepared, self._collected, self.engine)
             self.prepared = session.as_written(self.prepared, self._collected)
             self._changed = [] if self._fence is None else self._fence.changed_unseen()
         if self._changed:
