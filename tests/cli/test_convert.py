@@ -116,7 +116,7 @@ def test_a_file_of_something_else_is_said_to_be_one(
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        ("saved", "all.safetensors"),
+        ("saved", "all.gguf"),
         ("saved", "all/"),
         ("all.pt", "again.pt"),
         ("all.pt", "again.PTH"),
@@ -126,7 +126,7 @@ def test_a_file_of_something_else_is_said_to_be_one(
 def test_a_name_that_contradicts_what_is_written_is_refused(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, source: str, target: str
 ) -> None:
-    """No archive of ``torch.save`` is called safetensors, and no directory a file of it."""
+    """No archive of ``torch.save`` is called GGUF, and no directory a file."""
     monkeypatch.chdir(tmp_path)
     dcp.save({"x": torch.ones(2)}, storage_writer=nostall.FileSystemWriterAsync("saved"))
     torch.save({"x": torch.ones(2)}, "all.pt")

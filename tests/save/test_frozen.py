@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -284,6 +285,23 @@ def test_several_ranks_link_their_own_files(tmp_path: Path) -> None:
     for bitwise, linked in run_ranks(2, "frozen:save_and_load", tmp_path):
         assert bitwise
         assert linked == [False, True, True]
+
+
+def test_steps_of_a_manager_are_linked(tmp_path: Path) -> None:
+    """With the writer that it is given; a step is restored after the first one was removed."""
+    writer = partial(FileSystemWriterAsync, frozen="model.0.")
+    model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(100, 2))
+    with nostall.CheckpointManager(tmp_path, writer=writer) as manager:
+        for step in range(3):
+            with torch.no_grad():
+                list(model.parameters())[2].add_(1)
+            manager.save(step, {"model": model}).result(60)
+        paths = sorted(tmp_path.glob("step-*"))
+        assert frozen_files(paths[0]) == frozen_files(paths[2]) != {}
+        nostall.remove_checkpoint(paths[0])
+        other = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(100, 2))
+        manager.restore({"model": other})
+    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
 
 
 @pytest.mark.parametrize("wrong", [3, [""], [3], b"model", {"model": 1}, None])

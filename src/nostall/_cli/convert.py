@@ -1,4 +1,4 @@
-"""``nostall convert SOURCE TARGET``: a DCP directory to one ``torch.save`` file, and back."""
+"""``nostall convert SOURCE TARGET``: a DCP directory to one file, and back."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from nostall._cli.output import counted, printable
 from nostall._storage.destination import require_file_system
 from nostall.errors import OptionError
 
-HELP = "convert a checkpoint directory to one torch.save file, or back"
+HELP = "convert a checkpoint directory to a torch.save or safetensors file, or back"
 DESCRIPTION = (
-    "Convert a checkpoint directory to one torch.save file, or such a file to a checkpoint"
-    " directory. SOURCE is verified first. Tensors are never all in memory; converting to a file"
-    " needs room for them twice on the target's disk. TARGET appears when it is complete. In the"
-    " file, keys of dictionaries are texts, as with torch's dcp_to_torch_save: to load an"
-    " optimizer's state, make those of its 'state' numbers again."
+    "Convert a checkpoint directory to one torch.save or safetensors file, or such a file, or a"
+    " directory of safetensors files, to a checkpoint directory. The names say which. A checkpoint"
+    " is verified first. Tensors are never all in memory; converting to a file needs room for them"
+    " twice on the target's disk. TARGET appears when it is complete. In a file of torch.save, keys"
+    " of dictionaries are texts, as with torch's dcp_to_torch_save: to load an optimizer's state,"
+    " make those of its 'state' numbers again."
 )
 
 
 _FILE_ENDINGS = (".pt", ".pth", ".bin", ".pkl")
 """Endings of a file that torch.save writes, none of them a directory's."""
-_OTHER_FORMATS = (".safetensors", ".gguf", ".onnx", ".h5", ".npz", ".npy", ".distcp")
+_SAFETENSORS = ".safetensors"
+_OTHER_FORMATS = (".gguf", ".onnx", ".h5", ".npz", ".npy", ".distcp")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trust",
         action="store_true",
         help="unpickle objects of any class, which can run code that is in SOURCE",
+    )
+
+    add(
+        "--prefix",
+        default="",
+        metavar="NAME",
+        help="for safetensors: only tensors whose names begin so, without this beginning",
     )
 
 
@@ -49,14 +58,41 @@ def run(parsed: argparse.Namespace) -> int:
         raise OptionError(
             "the target exists", path=parsed.target, hint="remove it, or name another one"
         )
-    is_directory = os.path.isdir(parsed.source)
-    _require_fitting_name(parsed.target, to_directory=not is_directory)
-    from nostall._cli.checkpoints.converting import to_checkpoint, to_file
-
-    convert = to_file if is_directory else to_checkpoint
-    items = convert(parsed.source, parsed.target, trust=parsed.trust)
+    items = _convert(parsed)
     print(printable(f"{parsed.source} -> {parsed.target}: {counted(items, 'item')}"))
     return Status.FINE
+
+
+def _convert(parsed: argparse.Namespace) -> int:
+    """Convert; returns the number of items."""
+    source, target, trust = parsed.source, parsed.target, parsed.trust
+    is_source, is_target = (is_of_safetensors(path) for path in (source, target))
+    if parsed.prefix and not is_target:
+        raise OptionError("--prefix is for a target that ends with .safetensors", path=target)
+    if not os.path.isdir(source) or is_source:
+        _require_fitting_name(target, to_directory=True)
+    if is_source:
+        from nostall._cli.checkpoints.safetensors import from_safetensors
+
+        return from_safetensors(source, target)
+    if is_target:
+        from nostall._cli.checkpoints.safetensors import to_safetensors
+
+        return to_safetensors(source, target, prefix=parsed.prefix)
+    from nostall._cli.checkpoints.converting import to_checkpoint, to_file
+
+    if os.path.isdir(source):
+        _require_fitting_name(target, to_directory=False)
+        return to_file(source, target, trust=trust)
+    return to_checkpoint(source, target, trust=trust)
+
+
+def is_of_safetensors(path: str) -> bool:
+    """Whether it is named like a file of safetensors, or is a directory of such files."""
+    if not os.path.isdir(path):
+        return path.lower().endswith(_SAFETENSORS)
+    names = os.listdir(path)
+    return ".metadata" not in names and any(name.endswith(_SAFETENSORS) for name in names)
 
 
 def _require_fitting_name(target: str, *, to_directory: bool) -> None:
@@ -66,7 +102,7 @@ def _require_fitting_name(target: str, *, to_directory: bool) -> None:
         OptionError: It does.
     """
     written = "a checkpoint directory" if to_directory else "one file of torch.save"
-    wrong = _OTHER_FORMATS + (_FILE_ENDINGS if to_directory else (os.sep,))
+    wrong = _OTHER_FORMATS + ((*_FILE_ENDINGS, _SAFETENSORS) if to_directory else (os.sep,))
     if target.lower().endswith(wrong):
         raise OptionError(
             f"this command writes {written}, but the target is named like something else",

@@ -16,8 +16,8 @@ import tarfile
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Mapping
-from contextlib import closing, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -73,8 +73,8 @@ def to_file(source: str, target: str, *, trust: bool) -> int:
         objects = [item for item in checkpoint.items if not item.is_tensor]
         for key, content in read_objects(checkpoint, objects).items():
             flat[key] = object_in(io.BytesIO(content), str(key), trust=trust, hint=TRUST_HINT)
-        _read_tensors(checkpoint, flat, directory)
-        _save(nested(flat, checkpoint.metadata.planner_data, source), target, directory)
+        read_tensors(checkpoint, checkpoint.items, flat, directory)
+        _save(nested(flat, checkpoint.metadata.planner_data, source), target)
     except OSError as error:
         if isinstance(error, NostallError):
             raise
@@ -84,8 +84,22 @@ def to_file(source: str, target: str, *, trust: bool) -> int:
     return len(flat)
 
 
-def _read_tensors(checkpoint: Checkpoint, flat: dict[Any, Any], directory: str) -> None:
-    tensors = {item.name: item for item in checkpoint.items if item.is_tensor}
+def read_tensors(
+    checkpoint: Checkpoint, items: Iterable[Item], flat: dict[Any, Any], directory: str
+) -> None:
+    """Read the tensors among the items into mapped files in a directory.
+
+    Args:
+        checkpoint: The checkpoint.
+        items: Some of its items.
+        flat: Receives the tensors, by key.
+        directory: Where the files are.
+
+    Raises:
+        DamagedCheckpointError: A file is missing or cannot be read.
+        OSError: There is no room for them.
+    """
+    tensors = {item.name: item for item in items if item.is_tensor}
     total, done, waiting = sum(item.nbytes for item in tensors.values()), 0, 0
     batch: dict[Any, torch.Tensor] = {}
     with progress("reading") as report:
@@ -113,19 +127,28 @@ def _room_for(item: Item, directory: str) -> torch.Tensor:
     return mapped.reshape(item.shape)  # the name is gone now, the pages are not
 
 
-def _save(state: dict[Any, Any], target: str, directory: str) -> None:
-    draft, descriptor = create_new(os.path.join(directory, f"{_PREFIX}{os.path.basename(target)}"))
+def _save(state: dict[Any, Any], target: str) -> None:
     try:
-        with open(descriptor, "wb") as file:
+        with written_beside(target) as draft, open(draft, "wb") as file:
             torch.save(state, file)
-            file.flush()
-            os.fsync(descriptor)
+    except RuntimeError as error:  # torch's, for a write that failed
+        raise WriteError(f"cannot write: {error!s:.200}", path=target) from error
+
+
+@contextmanager
+def written_beside(target: str) -> Iterator[str]:
+    """The path of a new file that gets the target's name, durably, if the block succeeds."""
+    directory, name = os.path.split(os.path.abspath(target))
+    draft, descriptor = create_new(os.path.join(directory, f"{_PREFIX}{name}"))
+    try:
+        yield draft
+        os.fsync(descriptor)
         replace_file(target, by=draft)
-    except BaseException as error:  # removed, and passed on
+    except BaseException:  # removed, and passed on
         remove_files([draft])
-        if isinstance(error, RuntimeError):  # torch's, for a write that failed
-            raise WriteError(f"cannot write: {error!s:.200}", path=target) from error
         raise
+    finally:
+        os.close(descriptor)
     sync_directory(directory)
 
 
@@ -143,6 +166,15 @@ def to_checkpoint(source: str, target: str, *, trust: bool) -> int:
         raise ReadError(f"it holds an object of type {kind}, not a state dict", path=source)
     if not state:
         raise ReadError("the state dict in it is empty", path=source)
+    return save_checkpoint(state, target)
+
+
+def save_checkpoint(state: Mapping[Any, Any], target: str) -> int:
+    """Save a state dict to a new directory; returns the number of items.
+
+    Raises:
+        NostallError: It cannot be saved; nothing is left of it.
+    """
     writer = FileSystemWriterAsync(target, overwrite=False)
     try:
         with warnings.catch_warnings():
