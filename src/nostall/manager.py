@@ -90,7 +90,8 @@ class CheckpointManager:
     :class:`~nostall.core.AsyncCallsQueue` does.
 
     Args:
-        root: Directory of the steps' directories, ``step-000000100`` and so on.
+        root: Directory of the steps' directories, ``step-000000100`` and so on; or an address in an
+            object store, where nothing keeps a second job from saving.
         keep: A policy, or several: a step stays if any of them keeps it. All steps stay without.
         save_every: Steps, or a time, between two saves, for :meth:`should_save`.
         metrics: Which value of a metric is better, ``"min"`` or ``"max"``, for :meth:`best_step`;

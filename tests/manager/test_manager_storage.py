@@ -63,7 +63,7 @@ def test_no_call_waits_for_storage_for_ever(tmp_path: Path, what: str) -> None:
     saved(tmp_path, 1)
     manager = CheckpointManager(tmp_path, metrics={"loss": "min"})
     storage = HangingOs("stat" if what == "restore one" else "listdir", str(tmp_path))
-    with patch.object(steps, "os", storage):
+    with patch.object(posix_files, "os", storage):
         try:
             error = error_of(lambda: CALLS[what](manager))
         finally:
@@ -125,7 +125,7 @@ def test_a_job_does_not_begin_anew_while_storage_is_away(tmp_path: Path, operati
     saved(tmp_path / "two", 1, 2)
     state = numbered(0)
     storage = AwayOs(operation, "step-000000002/")
-    with patch.object(steps, "os", storage), patch.object(posix_files, "os", storage):
+    with patch.object(posix_files, "os", storage):
         for step in (None, 2):
             with pytest.raises(ReadError, match=r"cannot be read.*step-000000002") as caught:
                 CheckpointManager(tmp_path / "one").restore(state, step)

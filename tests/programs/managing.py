@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 import nostall
 from nostall import CheckpointManager, KeepLatest, PerRank
 from nostall._manager import choosing, steps
+from nostall._storage import posix_files
 from nostall.errors import NostallError
 from nostall.options import EngineOptions
 from nostall.removal import remove_checkpoint
@@ -203,7 +204,7 @@ def stuck(out: Path) -> Facts:
     nostall.configure(EngineOptions(save_timeout_s=1.0))
     manager = CheckpointManager(out)
     storage = HangingOs("listdir", str(out))
-    with patch.object(steps, "os", storage) if dist.get_rank() == 0 else nullcontext():
+    with patch.object(posix_files, "os", storage) if dist.get_rank() == 0 else nullcontext():
         found = {
             "restore": _error_of(lambda: manager.restore(state)),
             "save": _error_of(lambda: manager.save(2, state)),

@@ -11,20 +11,18 @@ from typing import Any
 import torch.distributed as dist
 
 from nostall._manager.policies import Better, KeepBest, Policy, require_better
-from nostall._storage.destination import absolute, require_file_system, require_possible
+from nostall._storage.destination import place_of
 from nostall.errors import OptionError
 from nostall.options import require_integer
 
 
 def root_of(root: str | os.PathLike[str]) -> str:
-    """The absolute path of a root.
+    """The place of a root.
 
     Raises:
-        OptionError: It is not a path on a file system.
+        OptionError: It cannot be one, or the client of an object store is missing.
     """
-    require_possible(root)
-    require_file_system(root, "CheckpointManager")
-    return str(absolute(root))
+    return place_of(root)
 
 
 def require_writer(writer: object) -> None:

@@ -16,6 +16,7 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 
+from nostall._storage.places import is_address
 from nostall.errors import OptionError
 
 _log = logging.getLogger("nostall")
@@ -49,7 +50,7 @@ class RootLock:
     """The lock of one root, shared by the managers of this process.
 
     Args:
-        root: The directory; it is made.
+        root: The directory; it is made. An address has no lock.
     """
 
     def __init__(self, root: str) -> None:
@@ -65,7 +66,7 @@ class RootLock:
         Raises:
             OptionError: Another process of this machine has it.
         """
-        if self._is_user:
+        if self._is_user or is_address(self._root):  # an object store has no locks
             return
         try:
             with _process.changing:

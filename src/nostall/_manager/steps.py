@@ -24,7 +24,7 @@ from nostall._commit.checking import require_answers
 from nostall._engine import default_engine
 from nostall._manager.contents import read_about
 from nostall._storage.deadlines import in_time
-from nostall._storage.posix import remove_directory
+from nostall._storage.places import identity, is_address, storage_at
 from nostall.errors import NostallError, OptionError, ReadError
 from nostall.integrity import why_incomplete
 from nostall.removal import remove_checkpoint
@@ -100,7 +100,7 @@ class StepDirectories:
     def listed(self) -> list[int]:
         """All steps that have a directory, committed or not, in ascending order."""
         try:
-            names = os.listdir(self.root)
+            names = storage_at(self.root).list()
         except FileNotFoundError:
             return []
         return sorted(step for name in names if (step := step_of(name)) is not None)
@@ -116,11 +116,13 @@ class StepDirectories:
 
     def committed_at_s(self, step: int) -> float | None:
         """When the last part of a step was committed; ``None`` if a part is not."""
-        paths = [f"{each}/{_torch.METADATA_NAME}" for each in self.checkpoints(step)]
+        places = map(storage_at, self.checkpoints(step))
         try:
-            return max(os.stat(path).st_mtime for path in paths)
+            return max(place.stat(_torch.METADATA_NAME).modified_s for place in places)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except ReadError:  # something else has its name: a damaged step, not an absent one
+            return 0.0
 
     def under_other_names(self) -> list[str]:
         """Checkpoints at the root, in it and one level below that are in no step's directory.
@@ -137,7 +139,7 @@ class StepDirectories:
             inside = (each for each in _directories_in(path) if os.path.basename(each) not in own)
             found += filter(_may_have_metadata, inside)
         # Once each, also if links lead there.
-        return sorted({os.path.realpath(path): path for path in sorted(found)}.values())
+        return sorted({identity(path): path for path in sorted(found)}.values())
 
     def why_incomplete(self, step: int) -> str | None:
         """What is wrong with a committed step; ``None`` if all its files have their sizes."""
@@ -172,7 +174,7 @@ class StepDirectories:
                 remove_checkpoint(checkpoint)
         if self.parts:
             with suppress(OSError):  # other files are left
-                remove_directory(self.path(step))
+                storage_at(self.path(step)).remove_place()
 
     def remove_unfinished(self) -> None:
         """Remove what interrupted saves and removals have left.
@@ -182,11 +184,18 @@ class StepDirectories:
         for step in self.listed():
             if self._is_unfinished(step):
                 self.remove(step)
-                if os.path.lexists(self.path(step)):
+                if self._is_there(step):
                     what = "it was not finished; files that no save has made stay there"
                     _log.warning("not removed: %s: %s", self.path(step), what)
                 else:
                     _log.warning("removed %s: it was not finished", self.path(step))
+
+    def _is_there(self, step: int) -> bool:
+        try:
+            names = storage_at(self.path(step)).list()
+        except FileNotFoundError:
+            return False
+        return bool(names) or not is_address(self.root)
 
     def _is_unfinished(self, step: int) -> bool:
         """Whether a checkpoint of a step has no metadata, and the others were saved in these parts.
@@ -207,7 +216,7 @@ class StepDirectories:
         """
         path = self.path(step)
         with suppress(FileNotFoundError, NotADirectoryError):
-            for checkpoint in [path, *(f"{path}/{name}" for name in os.listdir(path))]:
+            for checkpoint in [path, *(f"{path}/{name}" for name in storage_at(path).list())]:
                 parts = _parts_at(checkpoint) if _has_metadata(checkpoint) else None
                 if parts is not None and parts != self.parts:
                     raise OptionError(
@@ -223,7 +232,7 @@ def _has_metadata(checkpoint: str) -> bool:
     They are read anew, while the status of a single name may come from a cache of NFS.
     """
     try:
-        return _torch.METADATA_NAME in os.listdir(checkpoint)
+        return _torch.METADATA_NAME in storage_at(checkpoint).list()
     except (FileNotFoundError, NotADirectoryError):
         return False
 
@@ -235,6 +244,10 @@ def _may_have_metadata(checkpoint: str) -> bool:
 
 
 def _directories_in(path: str) -> list[str]:
+    if is_address(path):
+        with suppress(OSError):
+            return [f"{path}/{name}" for name in storage_at(path).list()]
+        return []
     with suppress(OSError), os.scandir(path) as entries:
         return [entry.path for entry in entries if entry.is_dir()]
     return []
@@ -256,7 +269,7 @@ def held(directory: str, *, to_remove: bool = False) -> Iterator[bool]:
     The processes of one machine see each other. True also where a file system has no locks.
 
     Args:
-        directory: The directory.
+        directory: The directory; an object store has no locks.
         to_remove: Hold it alone. Any number of readers can hold it together.
     """
     try:

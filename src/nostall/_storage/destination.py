@@ -94,7 +94,7 @@ def require_directory(path: str) -> None:
     Raises:
         OptionError: Something else has its name, or that of a directory above it.
     """
-    hint = _why_no_directory(path, None)
+    hint = None if is_address(path) else _why_no_directory(path, None)
     if hint is not None:
         raise OptionError("the path is not that of a directory", path=path, hint=hint)
 

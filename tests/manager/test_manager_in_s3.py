@@ -1,0 +1,90 @@
+"""A manager whose root is in an object store."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nostall
+from nostall import CheckpointManager, KeepBest, KeepLatest
+from nostall._storage.places import storage_at
+from support.object_store import S3Server
+from support.ranks import run_ranks, run_script
+
+
+@pytest.fixture
+def root(s3: S3Server) -> str:
+    """A root that does not exist yet."""
+    return f"s3://{s3.new_bucket()}/run"
+
+
+def training() -> dict[str, Any]:
+    """A model and its optimizer after a step."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_steps_are_saved_kept_and_restored(root: str) -> None:
+    """With policies, metrics, extra, generators, and parts of what is restored."""
+    state = training()
+    keep = [KeepLatest(2), KeepBest(1, "loss", "min")]
+    with CheckpointManager(root, keep=keep) as manager:
+        for step, loss in enumerate((3.0, 1.0, 2.0, 4.0, 5.0)):
+            manager.save(step, state, metrics={"loss": loss}, extra={"epoch": step})
+        manager.wait()
+        drawn = torch.rand(3)
+    with CheckpointManager(root, keep=keep) as manager:
+        assert manager.all_steps() == [1, 3, 4]
+        assert (manager.latest_step(), manager.best_step("loss")) == (4, 1)
+        other = training()
+        restored = manager.restore(other)
+        assert restored is not None
+        assert (restored.step, restored.extra) == (4, {"epoch": 4})
+        assert torch.equal(torch.rand(3), drawn)
+        assert torch.equal(other["model"].weight, state["model"].weight)
+        first = manager.restore(other, step=1)
+        assert first is not None
+        assert first.step == 1
+    assert sorted(storage_at(root).list()) == [f"step-{step:09d}" for step in (1, 3, 4)]
+    assert nostall.latest_complete(root) == f"{root}/step-000000004"
+
+
+def test_what_an_interrupted_save_left_is_removed(s3: S3Server, root: str, tmp_path: Path) -> None:
+    """Objects and uploads of a job that was killed, by the next one's first save."""
+    done = run_script(
+        "programs/save_once.py", f"{root}/step-000000007", "1", "kill", cwd=tmp_path, timeout_s=60
+    )
+    assert done.returncode == -signal.SIGKILL
+    bucket = root.split("/")[2]
+    assert len(s3.unfinished(bucket)) == 1
+    with CheckpointManager(root, keep=KeepLatest(1)) as manager:
+        assert manager.latest_step() is None
+        manager.save(1, training()).result(60)
+    assert s3.unfinished(bucket) == []
+    assert storage_at(root).list() == ["step-000000001"]
+
+
+def test_parts_are_one_step(root: str) -> None:
+    """It is committed when both are, and removed with both."""
+    with CheckpointManager(root, parts=["model", "optimizer"], keep=KeepLatest(1)) as manager:
+        for step in range(3):
+            manager.save(step, training())
+        manager.wait()
+        other = training()
+        restored = manager.restore(other)
+        assert restored is not None
+        assert restored.step == 2
+    assert storage_at(root).list() == ["step-000000002"]
+    assert sorted(storage_at(f"{root}/step-000000002").list()) == ["model", "optimizer"]
+
+
+def test_ranks_save_and_restore_together(root: str, tmp_path: Path) -> None:
+    """Each its own part."""
+    assert run_ranks(2, "managing_in_s3:save_and_restore", tmp_path, root) == [[2, True]] * 2
