@@ -208,6 +208,8 @@ def changed_program(program: bytes, chance: Chance, others: Sequence[bytes]) -> 
     """A pickle with instructions lost, repeated, exchanged, from another one, or made up."""
     changed = list(instructions(program))
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
+        if len(changed) < 2:  # all others are lost
+            break
         at = chance.randrange(1, len(changed))
         match chance.randrange(7):
             case 0:
