@@ -285,6 +285,41 @@ def test_of_two_saves_at_once_one_fails(url: str, tmp_path: Path) -> None:
     assert nostall.verify(url).ok
 
 
+def test_a_store_that_is_gone_is_an_error_that_may_pass(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nobody listens at its address; each file is tried again as often as asked."""
+    code = """
+import errno, nostall
+from nostall.errors import ReadError
+from nostall._storage.places import storage_at
+from nostall._storage.port import may_pass
+try:
+    storage_at("s3://bucket/run").stat("x")
+except OSError as error:
+    assert may_pass(error), error
+    assert "127.0.0.1:9" in str(error), error
+else:
+    raise AssertionError
+"""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    (tmp_path / "look.py").write_text(code)
+    done = run_script(str(tmp_path / "look.py"), cwd=tmp_path, timeout_s=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_ranks_that_save_alone_abort_no_uploads(s3: S3Server, url: str) -> None:
+    """One may have begun before another one was started."""
+    for _ in range(2):
+        writer = FileSystemWriterAsync(url)
+        dcp.save(state_of(1), storage_writer=writer, use_collectives=False)
+    requests = [each for each in s3.requests() if url.split("/")[2] in each]
+    assert not [
+        each for each in requests if each.rstrip().endswith("uploads&prefix=run%2Fstep-1%2F")
+    ]
+    assert "__0.metadata" in storage_at(url).list()
+
+
 def test_a_writer_process_that_is_killed_leaves_nothing(s3: S3Server, url: str) -> None:
     """The trainer removes its files and aborts its uploads."""
     with inject(Fault.kill("chunk", signal.SIGKILL, after=1)):
@@ -313,7 +348,9 @@ def test_uploads_of_a_job_that_was_killed_are_aborted_by_the_next_save(
 # --- wrong arguments --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["s3://", "s3:///key", "s3://bucket//key", "s3://bucket/../key"])
+@pytest.mark.parametrize(
+    "path", ["file://host/key", "s3://", "s3:///key", "s3://bucket//key", "s3://bucket/../key"]
+)
 def test_an_address_without_a_name_is_refused(path: str) -> None:
     """Before anything is saved somewhere else."""
     with pytest.raises(OptionError, match="address"):

@@ -21,6 +21,7 @@ import psutil
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
+from nostall import _torch
 from nostall._commit.ahead import WrittenAhead
 from nostall._commit.collect import require_all_present
 from nostall._commit.manifest import manifest_alone, with_manifest
@@ -181,7 +182,8 @@ def publish(
     left_s = max(REMOVAL_TIMEOUT_S, timeout_s - (time.monotonic() - began_s))
     try:
         remove_in_time(to_remove, remove=engine.removed.remove, timeout_s=left_s)
-        if visit is not None and storage.publishes_conditionally:
+        is_together = name == _torch.METADATA_NAME  # ranks that save alone may never have met
+        if is_together and storage.publishes_conditionally:
             start_apart("nostall-unfinished", partial(_abort_unfinished, storage))
     except Exception:  # the checkpoint is published and must not be reported as lost
         _log.exception("files of the replaced checkpoint were not removed: path=%s", directory)

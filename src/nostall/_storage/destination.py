@@ -13,6 +13,7 @@ from nostall._storage.places import is_address, may_have, normal, resolved, stor
 from nostall._storage.port import Storage
 from nostall.errors import CheckpointExistsError, OptionError, WriteError
 
+_FILE = "file://"
 _LOST_SLASH = re.compile(r"(s3|gs|gcs|az|abfs|msc|file|memory):/[^/]")
 
 
@@ -66,7 +67,13 @@ def place_of(path: str | os.PathLike[str]) -> str:
             object store is not installed.
     """
     require_possible(path)
-    text = os.fspath(path).removeprefix("file://")
+    text = os.fspath(path)
+    if text.startswith(_FILE):
+        text = text.removeprefix(_FILE)
+        if not text.startswith("/"):
+            raise OptionError(
+                "the address of a directory has three slashes", path=str(path), hint="file:///path"
+            )
     if not is_address(text):
         return str(absolute(text))
     return resolved(normal(text))

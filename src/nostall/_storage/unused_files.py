@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from nostall._storage import posix
 from nostall._storage.deadlines import in_time
@@ -17,8 +18,13 @@ REMOVAL_TIMEOUT_S = 2.0
 _NAMED = 8
 
 
-def remove_files(paths: Iterable[str]) -> None:
-    """Remove files that will never be committed, by their paths; errors are ignored."""
+def remove_files(paths: Iterable[str], *, are_finished: bool = False) -> None:
+    """Remove files that no metadata will name, by their paths; errors are ignored.
+
+    Args:
+        paths: Their paths.
+        are_finished: Whether all of them are whole; otherwise uploads of theirs are looked for.
+    """
     in_stores: dict[str, list[str]] = {}
     for path in paths:
         if is_address(path):
@@ -27,7 +33,12 @@ def remove_files(paths: Iterable[str]) -> None:
         else:
             posix.remove_files([path])
     for place, names in in_stores.items():
-        object_storage_at(place).discard(names)
+        storage = object_storage_at(place)
+        if not are_finished:
+            storage.discard(names)
+            continue
+        with suppress(OSError):
+            storage.remove(names)
 
 
 def remove_in_time(

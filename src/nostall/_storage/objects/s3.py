@@ -240,12 +240,17 @@ def _errors(where: str) -> Iterator[None]:
         if code in _CONDITIONS:
             raise Conflict(where) from error
         raise OSError(_errno_of(error, code), f"{message} ({code})", where) from error
-    except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError) as error:
+    except (
+        exceptions.NoCredentialsError,
+        exceptions.PartialCredentialsError,
+        exceptions.CredentialRetrievalError,
+    ) as error:
         raise OSError(errno.EACCES, str(error), where) from error
     except (exceptions.ConnectTimeoutError, exceptions.ReadTimeoutError) as error:
         raise OSError(errno.ETIMEDOUT, str(error), where) from error
     except exceptions.BotoCoreError as error:
-        is_away = isinstance(error, exceptions.HTTPClientError)
+        # Of these two, one is for connections that were not made.
+        is_away = isinstance(error, exceptions.HTTPClientError | exceptions.ConnectionError)
         raise OSError(errno.ECONNRESET if is_away else errno.EINVAL, str(error), where) from error
 
 
