@@ -7,6 +7,7 @@ import errno
 import gzip
 import os
 import signal
+import socket
 import sys
 import zlib
 from collections.abc import Callable
@@ -285,6 +286,7 @@ def test_of_two_saves_at_once_one_fails(url: str, tmp_path: Path) -> None:
     assert nostall.verify(url).ok
 
 
+@pytest.mark.usefixtures("s3")
 def test_a_store_that_is_gone_is_an_error_that_may_pass(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -305,6 +307,30 @@ else:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     (tmp_path / "look.py").write_text(code)
     done = run_script(str(tmp_path / "look.py"), cwd=tmp_path, timeout_s=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.usefixtures("s3")
+def test_a_store_that_never_answers_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the deadline of saves; and the process can end."""
+    code = """
+import sys, torch, nostall, torch.distributed.checkpoint as dcp
+from nostall.errors import SaveTimeoutError
+nostall.configure(nostall.EngineOptions(save_timeout_s=1))
+try:
+    writer = nostall.FileSystemWriterAsync("s3://bucket/run")
+    dcp.save({"x": torch.ones(3)}, storage_writer=writer, no_dist=True)
+except dcp.api.CheckpointException as error:
+    assert isinstance(error.failures[0][0], SaveTimeoutError), error
+else:
+    raise AssertionError
+"""
+    (tmp_path / "save.py").write_text(code)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        done = run_script(str(tmp_path / "save.py"), cwd=tmp_path, timeout_s=60)
     assert done.returncode == 0, done.stderr
 
 
