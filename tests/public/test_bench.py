@@ -207,7 +207,7 @@ def test_a_run_reports_every_figure_of_every_contender(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("shape", ["many", "mixed", "llama3-8b"])
+@pytest.mark.parametrize("shape", ["many", "mixed", "llama3-8b", "lora"])
 def test_the_other_shapes_are_saved_and_come_back(tmp_path: Path, shape: str) -> None:
     """Nested state with optimizer entries and 0-d tensors, and many small ones, survive a run."""
     report = measured(tmp_path, own_contenders()[0], shape=shape)
