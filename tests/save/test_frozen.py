@@ -16,8 +16,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
+from nostall._engine import Engine
 from nostall.core import AsyncCallsQueue
-from nostall.errors import OptionError
+from nostall.errors import OptionError, ReservationError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.testing import Fault, inject
@@ -264,6 +265,19 @@ def test_a_save_that_fails_removes_its_link_only(tmp_path: Path, save: Saver) ->
         save(tmp_path / "1", state)
     assert list((tmp_path / "1").iterdir()) == []
     assert_holds(tmp_path / "0", state)
+    save(tmp_path / "1", state)
+    assert frozen_files(tmp_path / "1") == frozen_files(tmp_path / "0")
+    assert_holds(tmp_path / "1", state)
+
+
+def test_a_snapshot_that_fails_leaves_no_link(tmp_path: Path) -> None:
+    """The next save links again."""
+    state, save = lora_state(), SplitSaver()
+    save(tmp_path / "0", state)
+    no_memory = patch.object(Engine, "lease", side_effect=ReservationError("no memory"))
+    with no_memory, pytest.raises((ReservationError, CheckpointException)):
+        save(tmp_path / "1", state)
+    assert frozen_files(tmp_path / "1") == {}
     save(tmp_path / "1", state)
     assert frozen_files(tmp_path / "1") == frozen_files(tmp_path / "0")
     assert_holds(tmp_path / "1", state)

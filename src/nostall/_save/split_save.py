@@ -71,12 +71,16 @@ class SplitSave(BackgroundSave):
         # Faults are those set when the save is scheduled.
         target = replace(self.prepared.target, faults=self.engine.faults)
         self.prepared = link_unchanged(replace(self.prepared, target=target), self.engine)
-        if self.prepared.target.settings.options.staging == "overlapped":
-            snapshot, self._fence = stage_in_background(
-                self.prepared, self.engine, is_aborted=lambda: self.aborted
-            )
-        else:
-            snapshot = stage(self.prepared, self.engine)
+        try:
+            if self.prepared.target.settings.options.staging == "overlapped":
+                snapshot, self._fence = stage_in_background(
+                    self.prepared, self.engine, is_aborted=lambda: self.aborted
+                )
+            else:
+                snapshot = stage(self.prepared, self.engine)
+        except BaseException:  # passed on; what was linked belongs to no save now
+            remove_in_time(sorted(self.progress.created))
+            raise
         self.prepared = without_sources(self.prepared)
         return snapshot
 
