@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from nostall._describe.description import Description
 from nostall._storage.destination import place_of
-from nostall._storage.places import identity
+from nostall._storage.places import identity, is_address
 from nostall._storage.port import Source, Version
 from nostall.filesystem_reader import FileSystemReader, Verify
 
@@ -84,7 +84,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             if path is None:
                 cls._cache.clear()
                 return
-            directory = identity(place_of(path))
+            directory = identity(place_of(path) if is_address(path) else os.fspath(path))
             for known in [known for known in cls._cache if os.path.dirname(known) == directory]:
                 del cls._cache[known]
 

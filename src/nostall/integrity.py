@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 
 from nostall import _torch
 from nostall._commit.checking import (
@@ -223,7 +224,8 @@ def _committed_in_store_latest_first(root: str) -> list[str]:
         place = f"{root}/{name}"
         if not may_have(storage_at(place), _torch.METADATA_NAME):
             return None
-        return order_of_commit(place, _committed_at_s(place), is_link=False), place
+        at_s = _committed_at_s(place) or inf  # unknown: looked at first, so that it is named
+        return order_of_commit(place, at_s, is_link=False), place
 
     try:
         names = storage_at(root).list()

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from nostall._commit.metadata_pickle import no_collection
 from nostall._read.planner import Planner, outer_names
 from nostall._storage.destination import place_of
-from nostall._storage.places import identity
+from nostall._storage.places import identity, is_address
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import OptionError, ReadError
 from nostall.filesystem_reader import FileSystemReader, Verify
@@ -106,7 +106,7 @@ def load(
     if read_once and not use_collectives:
         raise OptionError("read_once=True needs use_collectives=True")
     reader = _Reader(
-        identity(place_of(path)),
+        identity(place_of(path) if is_address(path) else where),
         verify=verify,
         threads=threads,
         process_group=process_group if read_once else None,

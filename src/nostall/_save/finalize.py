@@ -337,7 +337,10 @@ def remove_unpublished(
 
     def remove(paths: Sequence[str]) -> None:
         # Another host may have a checkpoint in a directory of the same path.
-        committed = files_of(storage_at(directory), os.path.basename(path))
+        storage, name = storage_at(directory), os.path.basename(path)
+        committed = files_of(storage, name)
+        if not committed and may_have(storage, name):
+            return  # it cannot be read at present, and may name them
         remove_files(each for each in paths if os.path.basename(each) not in committed)
 
     paths = [os.path.join(directory, name) for name in sorted(filter(is_ours_to_remove, names))]

@@ -92,10 +92,11 @@ class ObjectStorage:
 
     def discard(self, names: Collection[str]) -> None:
         """Remove files, also unfinished ones, that will never be committed; errors are ignored."""
+        for name in names:  # first: once its name is free, another save may take it
+            with suppress(OSError):
+                self._client.abort_unfinished(self._key(name), None)
         with suppress(OSError):
             self.remove(names)
-            for name in names:
-                self._client.abort_unfinished(self._key(name), None)
 
     def remove_place(self) -> None:
         """Abort unfinished files; a prefix without objects does not exist."""
@@ -127,10 +128,9 @@ class ObjectStorage:
         try:
             self._client.put(self._key(name), content, expected=expected)
         except OSError as error:
-            is_clear = isinstance(error, Conflict)  # if the answer is that to the first attempt
-            if not (is_clear or may_pass(error)):
-                raise
+            # Of several attempts this is the last one's: an earlier one may have succeeded.
             if not self._has(name, b"".join(content), doubt=error):
+                is_clear = isinstance(error, Conflict) or not may_pass(error)
                 # A put whose answer is lost may still arrive.
                 raise error if is_clear else self._unknown(name, error) from error
 

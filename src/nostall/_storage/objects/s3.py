@@ -21,6 +21,7 @@ from functools import lru_cache
 from math import inf
 from typing import Any
 
+from nostall._model.names import SHARD_SUFFIX
 from nostall._storage.port import ABSENT, Conflict, Stat, Version
 from nostall.errors import OptionError
 
@@ -45,6 +46,8 @@ _CODES = {
     "EntityTooLarge": errno.EFBIG,
     "InternalError": errno.EREMOTEIO,
     "ServiceUnavailable": errno.EAGAIN,
+    "ConditionalRequestConflict": errno.EAGAIN,  # perhaps with the first attempt of the same put
+    "409": errno.EAGAIN,
     "SlowDown": errno.EAGAIN,
     "Throttling": errno.EAGAIN,
     "ThrottlingException": errno.EAGAIN,
@@ -53,7 +56,7 @@ _CODES = {
     "BadDigest": errno.EIO,
 }
 """Answers of stores, as errors of this system."""
-_CONDITIONS = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
+_CONDITIONS = {"PreconditionFailed", "412"}
 
 
 class S3Client:
@@ -126,7 +129,9 @@ class S3Client:
         for page in self._pages("list_multipart_uploads", Prefix=prefix):
             newest_s = inf if older_than_s is None else _clock(page) - older_than_s
             for upload in page.get("Uploads", ()):
-                if upload["Initiated"].timestamp() > newest_s:
+                name = upload["Key"][len(prefix) :]
+                is_ours = "/" not in name and upload["Key"].endswith(SHARD_SUFFIX)
+                if not is_ours or upload["Initiated"].timestamp() > newest_s:
                     continue
                 keys.append(upload["Key"])
                 with suppress(FileNotFoundError):  # it is over
