@@ -239,6 +239,18 @@ def test_errors_are_typed_and_name_the_place(tmp_path: Path) -> None:
         nostall.load({"a": torch.zeros(3)}, tmp_path / "stock")
 
 
+def test_a_link_with_dots_behind_it_is_followed_first(tmp_path: Path) -> None:
+    """As the system does: ``..`` is above what the link leads to."""
+    for step, parent in ((1, tmp_path / "elsewhere"), (2, tmp_path)):
+        writer = nostall.FileSystemWriterAsync(parent / "step")
+        dcp.save({"step": step}, storage_writer=writer, no_dist=True)
+    (tmp_path / "elsewhere" / "below").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere/below")
+    found = {"step": 0}
+    nostall.load(found, f"{tmp_path}/link/../step")
+    assert found["step"] == 1
+
+
 def test_a_link_that_is_switched_meanwhile_does_not_mix_two_checkpoints(tmp_path: Path) -> None:
     """The path is followed once: what is read after a switch is still of the same step."""
     for step in (1.0, 2.0):

@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
+from nostall._storage.objects.s3 import S3Client
 from nostall._storage.places import storage_at
 from nostall._storage.port import Storage
 from nostall.core import AsyncCallsQueue
@@ -273,6 +274,32 @@ def test_a_commit_that_may_still_arrive_is_not_taken_for_undone(s3: S3Server, ur
         save(url, 2)
     assert is_loaded(url, 1)
     assert len(s3.keys(url.split("/")[2])) == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(403, "AccessDenied"), (400, "ExpiredToken"), (409, "OperationAborted")]
+)
+def test_a_commit_that_was_done_is_not_denied_by_a_later_attempt(
+    s3: S3Server, url: str, status: int, code: str
+) -> None:
+    """Its first answer is lost, and the second one is a refusal."""
+    save(url, 1)
+    refusal = {"do": "answer", "status": status, "code": code, "times": ATTEMPTS}
+    s3.inject({**COMMIT, "do": "lose"}, {**COMMIT, **refusal})
+    save(url, 2)
+    assert is_loaded(url, 2)
+
+
+def test_uploads_of_others_are_left_alone(s3: S3Server, bucket: str) -> None:
+    """Those below the address in other directories, and what is no shard file."""
+    client = S3Client(bucket)
+    others = ["run/step-1/__0_0.distcp", "run/export.tar", "other/__0_0.distcp"]
+    for key in others:
+        client.parts(key, 10 << 20)
+    save(f"s3://{bucket}/run", 1)
+    nostall.remove_checkpoint(f"s3://{bucket}/run/none")
+    assert client.abort_unfinished("run/", None) == []
+    assert sorted(s3.unfinished(bucket)) == sorted(others)
 
 
 def test_of_two_saves_at_once_one_fails(url: str, tmp_path: Path) -> None:
