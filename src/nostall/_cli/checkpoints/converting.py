@@ -68,20 +68,27 @@ def to_file(source: str, target: str, *, trust: bool) -> int:
     checkpoint = read_checkpoint(source)
     require_undamaged(checkpoint)
     directory = os.path.dirname(os.path.abspath(target))
-    try:
+    with write_errors(target):
         flat: dict[Any, Any] = dict.fromkeys(item.key for item in checkpoint.items)
         objects = [item for item in checkpoint.items if not item.is_tensor]
         for key, content in read_objects(checkpoint, objects).items():
             flat[key] = object_in(io.BytesIO(content), str(key), trust=trust, hint=TRUST_HINT)
         read_tensors(checkpoint, checkpoint.items, flat, directory)
         _save(nested(flat, checkpoint.metadata.planner_data, source), target)
+    return len(flat)
+
+
+@contextmanager
+def write_errors(target: str) -> Iterator[None]:
+    """Errors of storage as those of writing the target."""
+    try:
+        yield
+    except NostallError:
+        raise
     except OSError as error:
-        if isinstance(error, NostallError):
-            raise
         raise WriteError(
             f"cannot write: {error.strerror or error}", errno=error.errno, path=target
         ) from error
-    return len(flat)
 
 
 def read_tensors(

@@ -15,8 +15,13 @@ from typing import Any
 import torch
 
 from nostall._cli.checkpoints.checkpoint import Item, read_checkpoint, require_undamaged
-from nostall._cli.checkpoints.converting import read_tensors, save_checkpoint, written_beside
-from nostall.errors import DamagedCheckpointError, NostallError, OptionError, ReadError, WriteError
+from nostall._cli.checkpoints.converting import (
+    read_tensors,
+    save_checkpoint,
+    write_errors,
+    written_beside,
+)
+from nostall.errors import DamagedCheckpointError, OptionError, ReadError
 
 SUFFIX = ".safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -48,16 +53,11 @@ def to_safetensors(source: str, target: str, *, prefix: str) -> int:
     require_undamaged(checkpoint)
     flat: dict[Any, Any] = {}
     try:
-        read_tensors(checkpoint, items, flat, os.path.dirname(os.path.abspath(target)))
-        named = {item.name.removeprefix(prefix): flat[item.key] for item in items}
-        with written_beside(target) as draft:
-            package.torch.save_file(named, draft, metadata={"format": "pt"})
-    except OSError as error:
-        if isinstance(error, NostallError):
-            raise
-        raise WriteError(
-            f"cannot write: {error.strerror or error}", errno=error.errno, path=target
-        ) from error
+        with write_errors(target):
+            read_tensors(checkpoint, items, flat, os.path.dirname(os.path.abspath(target)))
+            named = {item.name.removeprefix(prefix): flat[item.key] for item in items}
+            with written_beside(target) as draft:
+                package.torch.save_file(named, draft, metadata={"format": "pt"})
     except (KeyError, package.SafetensorError) as error:
         dtypes = sorted({item.kind for item in items})
         raise OptionError(
