@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import nostall
+from nostall.cli import main
 from nostall.errors import OptionError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.filesystem_reader import FileSystemReader
@@ -20,7 +23,7 @@ pytest.importorskip("multistorageclient", reason="`nox -s stores` installs it")
 
 
 @pytest.fixture(autouse=True)
-def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The directory of a profile named ``files``."""
     options = {"base_path": str(tmp_path / "files")}
     provider = {"type": "file", "options": options}
@@ -28,7 +31,10 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "msc.json").write_text(json.dumps(configuration))
     monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
     (tmp_path / "files").mkdir()
-    return tmp_path / "files"
+    clients = importlib.import_module("multistorageclient.shortcuts")
+    clients._STORAGE_CLIENT_CACHE.clear()  # by the names of profiles, of other tests
+    yield tmp_path / "files"
+    clients._STORAGE_CLIENT_CACHE.clear()
 
 
 def test_a_profile_of_files_is_a_directory(profile: Path) -> None:
@@ -47,6 +53,15 @@ def test_a_profile_of_files_is_a_directory(profile: Path) -> None:
         assert torch.equal(found["model"]["w0"], state_of(2)["model"]["w0"])
     nostall.remove_checkpoint("msc://files/run/step-1")
     assert os.listdir(profile / "run") == []
+
+
+def test_prune_keeps_what_a_link_leads_to(profile: Path) -> None:
+    """An address of a directory is that directory, with its links."""
+    for step in (1, 2):
+        save(f"msc://files/run/step-{step}", step)
+    (profile / "run" / "best").symlink_to("step-1")
+    assert main(["prune", "msc://files/run", "--keep", "latest=1", "--delete"]) == 0
+    assert sorted(os.listdir(profile / "run")) == ["best", "step-1", "step-2"]
 
 
 def test_a_plain_path_is_saved_with_use_msc(tmp_path: Path) -> None:

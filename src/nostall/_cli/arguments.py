@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
 from typing import Protocol, TypeVar
 
+from nostall._storage.destination import place_of
+from nostall._storage.places import is_address
 from nostall.errors import OptionError
 
 T = TypeVar("T")
@@ -68,6 +70,15 @@ def not_empty(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("the path is empty; is a variable not set?")
     return text
+
+
+def place(text: str) -> str:
+    """A type for argparse: a path as it is, or what an address leads to.
+
+    Raises:
+        ArgumentTypeError: The text is empty, or an address that cannot be used.
+    """
+    return checked(place_of)(text) if is_address(text) else not_empty(text)
 
 
 def at_least(least: int) -> Callable[[str], int]:

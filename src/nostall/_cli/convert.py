@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from nostall._cli.arguments import NotThere, Status, not_empty
+from nostall._cli.arguments import NotThere, Status, place
 from nostall._cli.checkpoints.listing import require_no_broken_link
 from nostall._cli.output import counted, printable
 from nostall._storage.destination import require_file_system
@@ -31,8 +31,8 @@ _OTHER_FORMATS = (".gguf", ".onnx", ".h5", ".npz", ".npy", ".distcp")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add = parser.add_argument
-    add("source", type=not_empty, metavar="SOURCE", help="checkpoint directory, or file")
-    add("target", type=not_empty, metavar="TARGET", help="new file, or new directory")
+    add("source", type=place, metavar="SOURCE", help="checkpoint directory, or file")
+    add("target", type=place, metavar="TARGET", help="new file, or new directory")
     parser.add_argument(
         "--trust",
         action="store_true",

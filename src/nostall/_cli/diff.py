@@ -12,7 +12,7 @@ from nostall._cli.arguments import (
     add_json,
     add_name_filter,
     matches,
-    not_empty,
+    place,
     require_chosen,
 )
 from nostall._cli.output import counted, print_json, printable, progress
@@ -49,8 +49,8 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("a", type=not_empty, metavar="A", help="checkpoint directory")
-    parser.add_argument("b", type=not_empty, metavar="B", help="another one")
+    parser.add_argument("a", type=place, metavar="A", help="checkpoint directory")
+    parser.add_argument("b", type=place, metavar="B", help="another one")
     parser.add_argument("--values", action="store_true", help="compare values bit by bit, too")
     add_name_filter(parser)
     add_json(parser)

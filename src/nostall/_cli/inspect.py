@@ -16,7 +16,7 @@ from nostall._cli.arguments import (
     at_least,
     checked,
     matches,
-    not_empty,
+    place,
     require_chosen,
 )
 from nostall._cli.output import counted, format_size, print_json, print_table, printable
@@ -34,7 +34,7 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("path", type=not_empty, metavar="PATH", help="checkpoint directory")
+    parser.add_argument("path", type=place, metavar="PATH", help="checkpoint directory")
     parser.add_argument("--tree", action="store_true", help="add up sizes by parts of names")
     parser.add_argument(
         "--depth",

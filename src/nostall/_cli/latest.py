@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from nostall._cli.arguments import NotThere, Status, not_empty
+from nostall._cli.arguments import NotThere, Status, place
 from nostall._cli.checkpoints.listing import (
     elsewhere,
     require_no_checkpoint,
@@ -27,7 +27,7 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "root", type=not_empty, metavar="ROOT", help="directory of checkpoint directories"
+        "root", type=place, metavar="ROOT", help="directory of checkpoint directories"
     )
     parser.add_argument("--deep", action="store_true", help="compare every byte, as verify does")
 

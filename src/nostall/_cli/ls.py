@@ -6,7 +6,7 @@ import argparse
 import time
 from dataclasses import asdict
 
-from nostall._cli.arguments import NotThere, Status, add_json, not_empty
+from nostall._cli.arguments import NotThere, Status, add_json, place
 from nostall._cli.checkpoints.listing import Listed, list_checkpoints, list_links, look_at
 from nostall._cli.output import format_age, format_size, print_json, print_table
 from nostall._storage.destination import place_of
@@ -22,7 +22,7 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "root", type=not_empty, metavar="ROOT", help="directory of checkpoint directories"
+        "root", type=place, metavar="ROOT", help="directory of checkpoint directories"
     )
     add_json(parser)
 

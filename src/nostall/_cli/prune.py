@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nostall._cli.arguments import NotThere, Status, add_json, checked, not_empty
+from nostall._cli.arguments import NotThere, Status, add_json, checked, place
 from nostall._cli.checkpoints.listing import (
     Listed,
     State,
@@ -49,7 +49,7 @@ _USAGE = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "root", type=not_empty, metavar="ROOT", help="directory of checkpoint directories"
+        "root", type=place, metavar="ROOT", help="directory of checkpoint directories"
     )
     parser.add_argument(
         "--keep",

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from nostall._cli.arguments import NotThere, Status, add_json, at_least, not_empty
+from nostall._cli.arguments import NotThere, Status, add_json, at_least, place
 from nostall._cli.checkpoints.listing import elsewhere, require_no_file, why_not_there
 from nostall._cli.output import counted, print_json, printable, progress
 
@@ -24,7 +24,7 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("path", type=not_empty, metavar="PATH", help="checkpoint directory")
+    parser.add_argument("path", type=place, metavar="PATH", help="checkpoint directory")
     add_json(parser)
     parser.add_argument(
         "--threads",

@@ -24,7 +24,7 @@ from nostall._model.names import (
     step_in,
 )
 from nostall._storage.destination import place_of
-from nostall._storage.places import is_address, normal, storage_at
+from nostall._storage.places import is_address, storage_at
 from nostall._storage.port import Files, Stat, leaves_open
 from nostall._storage.reading import open_to_read
 from nostall.errors import (
@@ -98,7 +98,7 @@ def list_checkpoints(root: str) -> list[Listed]:
     """
     require_no_file(root)
     try:
-        paths = _directories_in(normal(root) if is_address(root) else root)
+        paths = _directories_in(root)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotThere(f"{root}: {why_not_there(root)}") from error
     except OSError as error:
@@ -156,14 +156,13 @@ def _unreadable(path: str) -> Listed:
 
 
 def require_no_file(path: str) -> None:
-    """Require that a path, if it exists, is that of a directory, or an address.
+    """Require that a path, if it exists, is that of a directory; an address always is.
 
     Raises:
-        OptionError: It is a file's, or no address.
+        OptionError: The path is that of a file.
         ReadError: A symbolic link in it is broken, as that to a volume that is not mounted is.
     """
     if is_address(path):
-        place_of(path)
         return
     require_no_broken_link(path)
     if os.path.exists(path) and not os.path.isdir(path):
@@ -240,13 +239,13 @@ def look_at(path: str) -> Listed | None:
         if not committed and not shards:
             return None
         stats = _stats_of(storage, entries)
-        if committed:
+        if METADATA_SUFFIX in stats:
             at_s = stats[METADATA_SUFFIX].modified_s
         elif is_address(path):
-            at_s = max(each.modified_s for each in stats.values())
+            at_s = max((each.modified_s for each in stats.values()), default=0.0)
         else:
             at_s = os.stat(path).st_mtime
-    except (OSError, KeyError):
+    except OSError:
         return None
     nbytes = sum(each.nbytes for each in stats.values())
     manifest = None
