@@ -7,7 +7,8 @@ python tests/programs/s3_server.py
 * ``method`` and ``has``: which requests, by a part of their path and query;
 * ``after`` and ``times``: how many to let pass, and how many to hit then;
 * ``do``: ``answer`` (with ``status`` and ``code``), ``cut`` (close the connection, after reading
-  half of what is sent) or ``lose`` (do it, and close the connection without an answer).
+  half of what is sent), ``lose`` (do it, and close the connection without an answer), ``truncate``
+  (close it in the middle of the answer's body) or ``page`` (answer with a page of HTML).
 
 ``GET /.requests`` answers with all requests so far, each with the CRC-32 in it, and forgets them.
 """
@@ -24,6 +25,7 @@ from typing import Any
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
+PAGE = b"<html><body>please log in</body></html>"
 Start = Callable[..., Any]
 
 
@@ -53,10 +55,22 @@ class Faulty:
             return list(self._app(environ, start))
         if fault["do"] == "answer":
             return refuse(environ, start, fault["status"], fault["code"])
+        if fault["do"] == "page":
+            start("200 OK", [("Content-Type", "text/html"), ("Content-Length", str(len(PAGE)))])
+            return [PAGE]
+        if fault["do"] == "truncate":
+            return self._half(environ, start)
         if fault["do"] == "lose":
             list(self._app(environ, lambda *_: lambda _: None))
         else:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0) // 2)
+        environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+        raise ConnectionResetError
+
+    def _half(self, environ: dict[str, Any], start: Start) -> Iterable[bytes]:
+        """The headers of an answer, and half of its body."""
+        body = b"".join(self._app(environ, start))
+        yield body[: len(body) // 2]
         environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
         raise ConnectionResetError
 

@@ -25,6 +25,7 @@ import nostall
 from nostall._storage.objects.s3 import S3Client
 from nostall._storage.places import storage_at
 from nostall._storage.port import Storage
+from nostall.cli import main
 from nostall.core import AsyncCallsQueue
 from nostall.errors import NotDurableError, OptionError, ReadError, WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -215,6 +216,7 @@ def test_the_program_of_the_page_runs(s3: S3Server, bucket: str) -> None:
         {**COMMIT, "do": "cut"},
         {**COMMIT, **SLOW_DOWN, "times": 2},
         {"method": "GET", "has": ".distcp", "do": "cut", "times": 2},
+        {"method": "GET", "has": ".distcp", "do": "truncate", "times": 2},
         {"method": "HEAD", **SLOW_DOWN, "times": 2},
     ],
     ids=str,
@@ -300,6 +302,24 @@ def test_uploads_of_others_are_left_alone(s3: S3Server, bucket: str) -> None:
     nostall.remove_checkpoint(f"s3://{bucket}/run/none")
     assert client.abort_unfinished("run/", None) == []
     assert sorted(s3.unfinished(bucket)) == sorted(others)
+
+
+def test_a_proxys_page_is_not_an_empty_store(s3: S3Server, url: str) -> None:
+    """A job that finds no checkpoint starts from scratch."""
+    save(url, 1)
+    s3.inject({"method": "", "do": "page", "times": 1000})
+    with pytest.raises(ReadError):
+        nostall.latest_complete(url.rpartition("/")[0])
+    assert nostall.verify(url).state is State.UNREADABLE
+
+
+def test_commands_take_any_form_of_an_address(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a slash at the end, and with capitals."""
+    save(url, 1)
+    for address in (url, f"{url}/", url.replace("s3", "S3")):
+        assert main(["inspect", address]) == 0
+        assert "model.w0" in capsys.readouterr().out
+        assert main(["verify", address]) == 0
 
 
 def test_of_two_saves_at_once_one_fails(url: str, tmp_path: Path) -> None:

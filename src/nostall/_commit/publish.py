@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from nostall._storage.port import ABSENT, Draft, Storage, Version, reason
+from nostall._storage.port import ABSENT, Conflict, Draft, Storage, Version, reason
 from nostall.errors import NotDurableError, WriteError
 
 _log = logging.getLogger("nostall")
@@ -62,7 +62,9 @@ def commit(
             errno=error.errno if isinstance(error, OSError) else None,
             phase="commit",
             path=storage.where(metadata_name),
-            hint="the previous checkpoint, if there was one, is untouched",
+            hint="the other save's checkpoint stays; let one job save to a directory"
+            if isinstance(error, Conflict)
+            else "the previous checkpoint, if there was one, is untouched",
         ) from error
     finally:
         if draft is not None:

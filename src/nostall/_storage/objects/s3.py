@@ -22,7 +22,7 @@ from math import inf
 from typing import Any
 
 from nostall._model.names import SHARD_SUFFIX
-from nostall._storage.port import ABSENT, Conflict, Stat, Version
+from nostall._storage.port import ABSENT, Conflict, Stat, Version, may_pass
 from nostall.errors import OptionError
 
 _CONNECT_TIMEOUT_S = 10
@@ -83,6 +83,17 @@ class S3Client:
     def read_into(
         self, key: str, offset: int, memories: Sequence[memoryview], version: Version
     ) -> None:
+        for attempt in range(1, _ATTEMPTS + 1):  # botocore repeats a request, but not its body
+            try:
+                return self._read_once(key, offset, memories, version)
+            except OSError as error:
+                if attempt == _ATTEMPTS or isinstance(error, Conflict) or not may_pass(error):
+                    raise
+        return None
+
+    def _read_once(
+        self, key: str, offset: int, memories: Sequence[memoryview], version: Version
+    ) -> None:
         end = offset + sum(map(len, memories))
         with _errors(self._where(key)):
             got = self._s3.get_object(
@@ -102,12 +113,16 @@ class S3Client:
 
     def stat(self, key: str) -> Stat:
         found = self._call("head_object", key)
-        modified_s = found["LastModified"].timestamp()
-        return Stat(found["ContentLength"], Version(found["ETag"]), modified_s)
+        with _errors(self._where(key)):
+            modified_s = found["LastModified"].timestamp()
+            return Stat(found["ContentLength"], Version(found["ETag"]), modified_s)
 
     def list(self, prefix: str) -> list[str]:
         names = []
         for page in self._pages("list_objects_v2", Prefix=prefix, Delimiter="/"):
+            if "IsTruncated" not in page:  # a proxy's answer must not look like an empty list
+                what = "the answer is not a list of objects"
+                raise OSError(errno.EREMOTEIO, what, self._where(prefix))
             keys = [each["Key"] for each in page.get("Contents", ())]
             keys += [each["Prefix"].rstrip("/") for each in page.get("CommonPrefixes", ())]
             names += [key[len(prefix) :] for key in keys]
@@ -236,6 +251,7 @@ class _Body:
 def _errors(where: str) -> Iterator[None]:
     """Errors of botocore as those of storage."""
     from botocore import exceptions
+    from botocore.parsers import ResponseParserError
 
     try:
         yield
@@ -257,6 +273,9 @@ def _errors(where: str) -> Iterator[None]:
         # Of these two, one is for connections that were not made.
         is_away = isinstance(error, exceptions.HTTPClientError | exceptions.ConnectionError)
         raise OSError(errno.ECONNRESET if is_away else errno.EINVAL, str(error), where) from error
+    except (LookupError, TypeError, ValueError, ResponseParserError) as error:
+        what = f"the answer is not one of S3: {type(error).__name__}: {error!s:.200}"
+        raise OSError(errno.EREMOTEIO, what, where) from error
 
 
 def _clock(answer: dict[str, Any]) -> float:
