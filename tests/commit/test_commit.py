@@ -29,7 +29,7 @@ from nostall._commit.publication import complete_metadata, publication_of
 from nostall._commit.publish import commit
 from nostall._engine import default_engine
 from nostall._save import finalize
-from nostall._save.finalize import files_of
+from nostall._save.leftovers import files_of
 from nostall._storage import posix, removed_files
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.posix_storage import PosixStorage

@@ -27,6 +27,7 @@ from nostall._save.finalize import (
     is_unpublished,
     publication_of_results,
 )
+from nostall._save.leftovers import remove_unpublished
 from nostall._save.rank_save import RankSave
 from nostall._save.split_plan import SaveSession
 from nostall._storage.deadlines import in_time
@@ -145,7 +146,7 @@ def commit_results(
         if not is_published or is_unpublished(error):
             if save.visit is not None:
                 save.visit.is_removed = True
-            finalize.remove_unpublished(save.settings.metadata_path, results, written)
+            remove_unpublished(save.settings.metadata_path, results, written)
         raise
     finally:
         save.end(committed=is_committed)

@@ -11,38 +11,33 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-import psutil
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
 from nostall._commit.ahead import WrittenAhead
 from nostall._commit.collect import require_all_present
-from nostall._commit.manifest import manifest_alone, with_manifest
-from nostall._commit.metadata import planned_indices, referenced_files
+from nostall._commit.manifest import with_manifest
+from nostall._commit.metadata import planned_indices
 from nostall._commit.publication import Publication, complete_metadata, publication_of
 from nostall._commit.publish import commit
 from nostall._engine import Engine
 from nostall._model import checksum
-from nostall._model.names import METADATA_SUFFIX, is_given_to_shards, is_ours_to_remove
 from nostall._model.values import RankFiles
+from nostall._save.leftovers import abort_unfinished, files_of, unused
 from nostall._storage import directories
 from nostall._storage.deadlines import in_time, start_apart
 from nostall._storage.directories import Visit
 from nostall._storage.places import may_have, storage_at
-from nostall._storage.port import Files, Storage, reason
-from nostall._storage.reading import open_to_read, read_metadata
-from nostall._storage.unused_files import REMOVAL_TIMEOUT_S, remove_files, remove_in_time
+from nostall._storage.unused_files import REMOVAL_TIMEOUT_S, remove_in_time
 from nostall._writer.faults import Faults
 from nostall.errors import (
     NotDurableError,
-    ReadError,
     SaveAbortedError,
     SaveTimeoutError,
     WriteError,
@@ -53,11 +48,6 @@ _LOCK_GRACE_S = 1.0
 
 
 _log = logging.getLogger("nostall")
-
-_LONG_S = 600.0
-_SAVES_PER_AGE = 2
-"""A file older than this many times ``save_timeout_s`` (or ``_LONG_S``, if longer) is of no save
-under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,12 +150,12 @@ def publish(
     def run() -> list[str]:
         with directories.committing(directory, timeout_s=timeout_s):
             replaced = files_of(storage, name)
-            unused = _unused(storage, name, publication, replaced, finished.left, timeout_s)
+            left_over = unused(storage, name, publication, replaced, finished.left, timeout_s)
             names = commit(
                 storage,
                 finished.content,
                 metadata_name=name,
-                replaced_files=unused,
+                replaced_files=left_over,
                 draft=None
                 if ahead is None
                 else ahead.take(publication, finished.content, timeout_s=timeout_s),
@@ -184,24 +174,9 @@ def publish(
         remove_in_time(to_remove, remove=engine.removed.remove, timeout_s=left_s)
         is_together = name == _torch.METADATA_NAME  # ranks that save alone may never have met
         if is_together and storage.publishes_conditionally:
-            start_apart("nostall-unfinished", partial(_abort_unfinished, storage))
+            start_apart("nostall-unfinished", partial(abort_unfinished, storage))
     except Exception:  # the checkpoint is published and must not be reported as lost
         _log.exception("files of the replaced checkpoint were not removed: path=%s", directory)
-
-
-def _abort_unfinished(storage: Storage) -> None:
-    """Abort uploads to this place that were begun before this process, the coordinator.
-
-    No rank of this job has begun them: ranks meet before they save, and importing torch takes
-    longer than the clock of a store is rounded.
-    """
-    try:
-        count = storage.abort_unfinished(time.time() - psutil.Process().create_time())
-    except OSError as error:  # not every store lists them
-        _log.warning("unfinished uploads may stay: path=%s: %s", storage.where(), reason(error))
-        return
-    if count:
-        _log.warning("unfinished uploads of another job are aborted: path=%s", storage.where())
 
 
 def _run_in_time(
@@ -262,109 +237,9 @@ class _PointOfNoReturn:
             return self._is_given_up
 
 
-def _unused(
-    files: Files,
-    metadata_name: str,
-    publication: Publication,
-    replaced: Set[str],
-    left: Set[str],
-    save_timeout_s: float,
-) -> Iterator[str]:
-    """Names of files that no metadata refers to after the publication; lists them lazily.
-
-    Args:
-        files: The checkpoint's files.
-        metadata_name: Name of the metadata file.
-        publication: The publication.
-        replaced: Names of the replaced checkpoint's files.
-        left: Names of files that ranks of this save made for earlier saves that are over.
-        save_timeout_s: Longest duration of a save.
-    """
-    used = publication.files | directories.names_in_use(files.where())
-    yield from replaced - used
-    try:
-        strangers = _unreferenced(files, metadata_name) - used - replaced
-        yield from strangers & left
-        yield from _old_ones(files, metadata_name, strangers - left, save_timeout_s)
-    except OSError:  # not fatal: the next save looks again
-        where = files.where()
-        _log.debug("files of other saves cannot be listed: path=%s", where, exc_info=True)
-
-
-def _unreferenced(files: Files, own: str) -> set[str]:
-    """Names of shard files that no metadata but this refers to."""
-    names = files.list()
-    strangers = set(filter(is_given_to_shards, names))
-    for name in names:
-        if name.endswith(METADATA_SUFFIX) and name != own:
-            referenced = files_of(files, name)
-            if not referenced:  # it may be unreadable
-                return set()
-            strangers -= referenced
-    return strangers
-
-
-def _old_ones(files: Files, own: str, names: Set[str], save_timeout_s: float) -> Iterator[str]:
-    """The files too old for any save under way to commit, by the clock of the storage."""
-    rank = own.removesuffix(METADATA_SUFFIX)  # empty if all ranks saved together
-    if not names:
-        return
-    oldest_s = files.stat(own).modified_s - _SAVES_PER_AGE * max(save_timeout_s, _LONG_S)
-    for name in sorted(names):
-        is_of_rank = not rank or f"{rank}_" in name
-        with suppress(ReadError):  # not a regular file
-            if is_of_rank and files.stat(name).modified_s < oldest_s:
-                yield name
-
-
-def remove_unpublished(
-    path: str, results: Sequence[Sequence[WriteResult]], written: Sequence[RankFiles | None]
-) -> None:
-    """Remove all ranks' files of a save whose metadata was certainly not published.
-
-    Args:
-        path: The metadata file.
-        results: The results of all ranks.
-        written: The files and directory of each rank; files elsewhere, or unknown, stay.
-    """
-    directory = os.path.dirname(path)
-    names = {
-        result.storage_data.relative_path
-        for of_rank, each in zip(results, written, strict=True)
-        if each is not None and each.directory == directory
-        for result in of_rank
-    }
-
-    def remove(paths: Sequence[str]) -> None:
-        # Another host may have a checkpoint in a directory of the same path.
-        storage, name = storage_at(directory), os.path.basename(path)
-        committed = files_of(storage, name)
-        if not committed and may_have(storage, name):
-            return  # it cannot be read at present, and may name them
-        remove_files(each for each in paths if os.path.basename(each) not in committed)
-
-    paths = [os.path.join(directory, name) for name in sorted(filter(is_ours_to_remove, names))]
-    remove_in_time(paths, remove=remove)
-
-
 def is_unpublished(error: Exception) -> bool:
     """Whether it is certain that no metadata refers to the files.
 
     Other errors, such as those of a writer's subclass, may come after the commit.
     """
     return isinstance(error, WriteError | SaveTimeoutError)
-
-
-def files_of(storage: Files, name: str) -> set[str]:
-    """Names of the shard files of a checkpoint; empty without trustworthy metadata."""
-    try:
-        with open_to_read(storage, name) as stream:
-            manifest = manifest_alone(stream)
-            if manifest is None:
-                path = storage.where(name)
-                files = referenced_files(read_metadata(stream, path), path=path)
-            else:  # much faster to read than the metadata
-                files = {file.name for file in manifest.files}
-    except OSError:
-        return set()
-    return set(filter(is_ours_to_remove, files))

@@ -1,0 +1,150 @@
+"""What saves leave behind in a place, and which of it may be removed.
+
+Files that no metadata refers to may belong to a save that is about to commit. They are removed if
+they are of the replaced checkpoint, of a save that is known to be over, or too old for any.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence, Set
+from contextlib import suppress
+
+import psutil
+from torch.distributed.checkpoint.storage import WriteResult
+
+from nostall._commit.manifest import manifest_alone
+from nostall._commit.metadata import referenced_files
+from nostall._commit.publication import Publication
+from nostall._model.names import METADATA_SUFFIX, is_given_to_shards, is_ours_to_remove
+from nostall._model.values import RankFiles
+from nostall._storage import directories
+from nostall._storage.places import may_have, storage_at
+from nostall._storage.port import Files, Storage, reason
+from nostall._storage.reading import open_to_read, read_metadata
+from nostall._storage.unused_files import remove_files, remove_in_time
+from nostall.errors import ReadError
+
+_log = logging.getLogger("nostall")
+
+_LONG_S = 600.0
+_SAVES_PER_AGE = 2
+"""A file older than this many times ``save_timeout_s`` (or ``_LONG_S``, if longer) is of no save
+under way."""
+
+
+def files_of(storage: Files, name: str) -> set[str]:
+    """Names of the shard files of a checkpoint; empty without trustworthy metadata."""
+    try:
+        with open_to_read(storage, name) as stream:
+            manifest = manifest_alone(stream)
+            if manifest is None:
+                path = storage.where(name)
+                files = referenced_files(read_metadata(stream, path), path=path)
+            else:  # much faster to read than the metadata
+                files = {file.name for file in manifest.files}
+    except OSError:
+        return set()
+    return set(filter(is_ours_to_remove, files))
+
+
+def unused(
+    files: Files,
+    metadata_name: str,
+    publication: Publication,
+    replaced: Set[str],
+    left: Set[str],
+    save_timeout_s: float,
+) -> Iterator[str]:
+    """Names of files that no metadata refers to after the publication; lists them lazily.
+
+    Args:
+        files: The checkpoint's files.
+        metadata_name: Name of the metadata file.
+        publication: The publication.
+        replaced: Names of the replaced checkpoint's files.
+        left: Names of files that ranks of this save made for earlier saves that are over.
+        save_timeout_s: Longest duration of a save.
+    """
+    used = publication.files | directories.names_in_use(files.where())
+    yield from replaced - used
+    try:
+        strangers = _unreferenced(files, metadata_name) - used - replaced
+        yield from strangers & left
+        yield from _old_ones(files, metadata_name, strangers - left, save_timeout_s)
+    except OSError:  # not fatal: the next save looks again
+        where = files.where()
+        _log.debug("files of other saves cannot be listed: path=%s", where, exc_info=True)
+
+
+def _unreferenced(files: Files, own: str) -> set[str]:
+    """Names of shard files that no metadata but this refers to."""
+    names = files.list()
+    strangers = set(filter(is_given_to_shards, names))
+    for name in names:
+        if name.endswith(METADATA_SUFFIX) and name != own:
+            referenced = files_of(files, name)
+            if not referenced:  # it may be unreadable
+                return set()
+            strangers -= referenced
+    return strangers
+
+
+def _old_ones(files: Files, own: str, names: Set[str], save_timeout_s: float) -> Iterator[str]:
+    """The files too old for any save under way to commit, by the clock of the storage."""
+    rank = own.removesuffix(METADATA_SUFFIX)  # empty if all ranks saved together
+    if not names:
+        return
+    oldest_s = files.stat(own).modified_s - _SAVES_PER_AGE * max(save_timeout_s, _LONG_S)
+    for name in sorted(names):
+        is_of_rank = not rank or f"{rank}_" in name
+        with suppress(ReadError):  # not a regular file
+            if is_of_rank and files.stat(name).modified_s < oldest_s:
+                yield name
+
+
+def remove_unpublished(
+    path: str, results: Sequence[Sequence[WriteResult]], written: Sequence[RankFiles | None]
+) -> None:
+    """Remove all ranks' files of a save whose metadata was certainly not published.
+
+    Args:
+        path: The metadata file.
+        results: The results of all ranks.
+        written: The files and directory of each rank; files elsewhere, or unknown, stay.
+    """
+    directory = os.path.dirname(path)
+    names = {
+        result.storage_data.relative_path
+        for of_rank, each in zip(results, written, strict=True)
+        if each is not None and each.directory == directory
+        for result in of_rank
+    }
+
+    def remove(paths: Sequence[str]) -> None:
+        # Another host may have a checkpoint in a directory of the same path.
+        storage, name = storage_at(directory), os.path.basename(path)
+        committed = files_of(storage, name)
+        if not committed and may_have(storage, name):
+            return  # it cannot be read at present, and may name them
+        remove_files(each for each in paths if os.path.basename(each) not in committed)
+
+    paths = [os.path.join(directory, name) for name in sorted(filter(is_ours_to_remove, names))]
+    remove_in_time(paths, remove=remove)
+
+
+def abort_unfinished(storage: Storage) -> None:
+    """Abort uploads to this place that were begun before this process, the coordinator.
+
+    No rank of this job has begun them: ranks meet before they save, and importing torch takes
+    longer than the clock of a store is rounded.
+    """
+    try:
+        count = storage.abort_unfinished(time.time() - psutil.Process().create_time())
+    except OSError as error:  # not every store lists them
+        _log.warning("unfinished uploads may stay: path=%s: %s", storage.where(), reason(error))
+        return
+    if count:
+        _log.warning("unfinished uploads of another job are aborted: path=%s", storage.where())
