@@ -8,6 +8,7 @@ import os
 from nostall._cli.arguments import NotThere, Status, place
 from nostall._cli.checkpoints.listing import require_no_broken_link
 from nostall._cli.output import counted, printable
+from nostall._model.names import SAFETENSORS_SUFFIX
 from nostall._storage.destination import require_file_system
 from nostall.errors import OptionError
 
@@ -24,7 +25,6 @@ DESCRIPTION = (
 
 _FILE_ENDINGS = (".pt", ".pth", ".bin", ".pkl")
 """Endings of a file that torch.save writes, none of them a directory's."""
-_SAFETENSORS = ".safetensors"
 _OTHER_FORMATS = (".gguf", ".onnx", ".h5", ".npz", ".npy", ".distcp")
 
 
@@ -90,9 +90,9 @@ def _convert(parsed: argparse.Namespace) -> int:
 def is_of_safetensors(path: str) -> bool:
     """Whether it is named like a file of safetensors, or is a directory of such files."""
     if not os.path.isdir(path):
-        return path.lower().endswith(_SAFETENSORS)
+        return path.lower().endswith(SAFETENSORS_SUFFIX)
     names = os.listdir(path)
-    return ".metadata" not in names and any(name.endswith(_SAFETENSORS) for name in names)
+    return ".metadata" not in names and any(name.endswith(SAFETENSORS_SUFFIX) for name in names)
 
 
 def _require_fitting_name(target: str, *, to_directory: bool) -> None:
@@ -102,7 +102,7 @@ def _require_fitting_name(target: str, *, to_directory: bool) -> None:
         OptionError: It does.
     """
     written = "a checkpoint directory" if to_directory else "one file of torch.save"
-    wrong = _OTHER_FORMATS + ((*_FILE_ENDINGS, _SAFETENSORS) if to_directory else (os.sep,))
+    wrong = _OTHER_FORMATS + ((*_FILE_ENDINGS, SAFETENSORS_SUFFIX) if to_directory else (os.sep,))
     if target.lower().endswith(wrong):
         raise OptionError(
             f"this command writes {written}, but the target is named like something else",

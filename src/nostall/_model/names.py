@@ -10,6 +10,7 @@ OF_FILE_SYSTEM = "lost+found"
 """A directory at the root of a file system, into which only the administrator may look."""
 SHARD_SUFFIX = ".distcp"
 """Suffix of shard file names, in stock DCP and here."""
+SAFETENSORS_SUFFIX = ".safetensors"
 _STEP = re.compile(r"(\d+)(\.ckpt)?\Z")
 _GIVEN = re.compile(r"__\d+_\d+(-[0-9a-f]{8})*" + re.escape(SHARD_SUFFIX) + r"\Z")
 _OF_ONE_RANK = re.compile(r"__\d+" + re.escape(METADATA_SUFFIX))

@@ -30,14 +30,14 @@ def normal(address: str) -> str:
     """An address in its shortest form.
 
     Raises:
-        OptionError: It names no bucket, or a key that is no name.
+        OptionError: It names no bucket, or a part of the key is empty, ``.`` or ``..``.
     """
     found = _ADDRESS.match(address)
     assert found is not None, address
     names = found[2].rstrip("/").split("/")
     if not all(names) or {".", ".."} & set(names):
         raise OptionError(
-            "the address has an empty name in it, or one of dots",
+            "the address contains an empty name, '.' or '..'",
             path=address,
             hint="use the form s3://bucket/key",
         )

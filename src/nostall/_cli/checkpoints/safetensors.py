@@ -21,9 +21,9 @@ from nostall._cli.checkpoints.converting import (
     write_errors,
     written_beside,
 )
+from nostall._model.names import SAFETENSORS_SUFFIX
 from nostall.errors import DamagedCheckpointError, OptionError, ReadError
 
-SUFFIX = ".safetensors"
 _INDEX = "model.safetensors.index.json"
 """Of Hugging Face, for several files: ``weight_map`` has the file of each tensor."""
 _SHARDS = "DCP_SHARDING_INFO"
@@ -146,7 +146,7 @@ def _files_of(source: str) -> list[str]:
         with open(index, encoding="utf-8") as file:
             names = set(map(str, json.load(file)["weight_map"].values()))
     except FileNotFoundError:
-        names = [name for name in os.listdir(source) if name.endswith(SUFFIX)]
+        names = [name for name in os.listdir(source) if name.endswith(SAFETENSORS_SUFFIX)]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(f"cannot read: {error!r:.200}", path=index) from error
     outside = [name for name in names if os.path.basename(name) != name]
