@@ -43,16 +43,15 @@ def drop(files: Sequence[Path]) -> None:
 
 def cached_share(files: Sequence[Path]) -> float:
     """The share of their pages that is in the page cache; 0 for empty files."""
-    pages = [_cached_pages(file) for file in files]
-    total = sum(count for _, count in pages)
-    return sum(cached for cached, _ in pages) / total if total else 0.0
+    pages = [cached for file in files for cached in cached_pages(file)]
+    return sum(pages) / len(pages) if pages else 0.0
 
 
-def _cached_pages(file: Path) -> tuple[int, int]:
-    """How many pages of a file are in the page cache, and how many it has. Reads none of them."""
+def cached_pages(file: Path) -> list[bool]:
+    """Whether each page of a file is in the page cache. Reads none of them."""
     nbytes = file.stat().st_size
     if not nbytes:
-        return 0, 0
+        return []
     count = -(-nbytes // mmap.PAGESIZE)
     found = (ctypes.c_ubyte * count)()
     with file.open("rb") as stream:
@@ -67,4 +66,4 @@ def _cached_pages(file: Path) -> tuple[int, int]:
     finally:
         del first  # a mapping with a pointer into it cannot be closed
         mapped.close()
-    return sum(page & 1 for page in found), count
+    return [bool(page & 1) for page in found]
