@@ -345,6 +345,14 @@ def soak_stores(session: nox.Session) -> None:
 
 
 @nox.session
+def soak_tier(session: nox.Session) -> None:
+    """Kill trainers that save through a local tier; `-- --kills 200`."""
+    install_group(session, "test")
+    install_package(session)
+    session.run("python", "-W", "ignore", "tests/stress/tier_soak.py", *session.posargs)
+
+
+@nox.session
 def matrix(session: nox.Session) -> None:
     """Run every cell of the fault matrix, or what arguments after `--` say."""
     install_group(session, "test")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nostall import filesystem_reader as filesystem_reader
     from nostall import integrity as integrity
     from nostall import loading as loading
+    from nostall import local_tier as local_tier
     from nostall import options as options
     from nostall import removal as removal
     from nostall import state_dict_saver as state_dict_saver
@@ -44,6 +45,11 @@ if TYPE_CHECKING:
     from nostall.integrity import latest_complete as latest_complete
     from nostall.integrity import verify as verify
     from nostall.loading import load as load
+    from nostall.local_tier import LocalCheckpoint as LocalCheckpoint
+    from nostall.local_tier import Promotion as Promotion
+    from nostall.local_tier import PromotionStatus as PromotionStatus
+    from nostall.local_tier import local_checkpoints as local_checkpoints
+    from nostall.local_tier import promote as promote
     from nostall.manager import CheckpointManager as CheckpointManager
     from nostall.manager import KeepBest as KeepBest
     from nostall.manager import KeepEvery as KeepEvery
@@ -72,7 +78,10 @@ _HOME = {
     "KeepLatest": "manager",
     "LoadStats": "stats",
     "LoadStatus": "_model.reads",
+    "LocalCheckpoint": "local_tier",
     "PerRank": "manager",
+    "Promotion": "local_tier",
+    "PromotionStatus": "local_tier",
     "SaveStats": "stats",
     "SaveStatus": "_model.progress",
     "TorchAsyncCheckpoint": "torch_ckpt",
@@ -82,6 +91,8 @@ _HOME = {
     "is_complete": "integrity",
     "latest_complete": "integrity",
     "load": "loading",
+    "local_checkpoints": "local_tier",
+    "promote": "local_tier",
     "remove_checkpoint": "removal",
     "save_state_dict_async_finalize": "state_dict_saver",
     "save_state_dict_async_plan": "state_dict_saver",
@@ -99,6 +110,7 @@ _MODULES = (
     "filesystem_reader",
     "integrity",
     "loading",
+    "local_tier",
     "manager",
     "nvrx_alias",
     "options",

@@ -33,6 +33,7 @@ from nostall._model.values import ItemShape, KeptFile, Layout
 from nostall._plan.layout import FileNaming, Packing, lay_out, renamed
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, joined, when_done
 from nostall._storage.removed_files import RemovedFiles
+from nostall._tier.promotions import Promotion, Promotions, PromotionStatus
 from nostall._writer.handle import WriterProcess
 from nostall._writer.seals import ChunkPlans
 from nostall.errors import OptionError, SaveAbortedError
@@ -66,6 +67,8 @@ class Engine:
         """Files of replaced checkpoints whose blocks storage has not freed."""
         self.kept: dict[tuple[int, int], KeptFile] = {}
         """Files that the next save may link instead of writing them, by rank and number."""
+        self.promotions = Promotions(self.options)
+        """Checkpoints in a local tier that are not at their destinations."""
         self._cancellable: set[tuple[str, threading.Event]] = set()
         self._is_closed = False
         self._writers: list[WriterProcess] = []
@@ -262,12 +265,14 @@ class Engine:
             writers, self._writers = self._writers, []
         for writer in writers:
             writer.close()
+        self.promotions.close()
         self.arena.close()
 
     def abandon_after_fork(self) -> None:
         """In a forked child: drop the parent's processes and descriptors."""
         for writer in self._writers:
             writer.abandon_after_fork()
+        self.promotions.abandon_after_fork()
         self.removed.close_all()
 
     def _forget(self, block: Block) -> None:
@@ -321,20 +326,33 @@ def configure(options: EngineOptions) -> None:
                 "the engine cannot be configured while saves are being written",
                 hint="configure it before the first save, or finish the saves in flight first",
             )
+        if _process.engine is not None and _process.engine.promotions.unfinished():
+            raise OptionError(
+                "the engine cannot be configured while checkpoints are being promoted",
+                hint="configure it before the first save, or wait for them: writer.promotion",
+            )
         old, _process.engine = _process.engine, Engine(options)
     if old is not None:
         old.close()
 
 
-def status() -> tuple[SaveStatus | LoadStatus, ...]:
-    """Progress of this process's saves, then of its loads by nostall's readers, oldest first.
+def status() -> tuple[SaveStatus | PromotionStatus | LoadStatus, ...]:
+    """Progress of this process's saves, promotions, and loads by nostall's readers, oldest first.
 
     Callable from any thread, without waiting.
     """
     with _process.lock:
         engine = _process.engine
     saves = () if engine is None else engine.under_way.statuses()
-    return (*saves, *load_statuses())
+    promotions = [each.status for each in unfinished_promotions()]
+    return (*saves, *promotions, *load_statuses())
+
+
+def unfinished_promotions() -> list[Promotion]:
+    """Checkpoints of this process that are not at their destinations."""
+    with _process.lock:
+        engine = _process.engine
+    return [] if engine is None else engine.promotions.unfinished()
 
 
 def wait_staged_before_step(optimizer: torch.optim.Optimizer) -> RemovableHandle:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
+import nostall._queue.promotions_at_exit  # noqa: F401  # waits for them when the interpreter ends
 from nostall import _torch
 from nostall._engine import default_engine
 from nostall._queue.at_exit import report_loss
@@ -35,8 +36,9 @@ from nostall._save.coordinator import commit_results
 from nostall._save.rank_save import RankSave, Staging
 from nostall._save.session import Beside
 from nostall._save.settings import OwnOptions, settings_of
-from nostall._storage.destination import place_of
+from nostall._storage.destination import place_of, require_file_system
 from nostall._storage.places import is_address
+from nostall._tier.promotions import Promotion
 from nostall.options import StagingMode
 from nostall.stats import SaveStats
 
@@ -108,6 +110,11 @@ class FileSystemWriterAsync(FileSystemWriter):
             same objects as in the last save of this process, and were not changed as far as torch
             counts, is neither copied nor written: it becomes a hard link to the last one. A change
             that torch does not count (``.data``, NumPy, a replayed CUDA graph) is not detected.
+        local_staging_dir: A directory on a fast disk that all ranks share. The checkpoint is
+            committed there, and then promoted to ``path`` in the background: see :attr:`promotion`.
+            A job that starts again with the same directory goes on with what was left.
+        local_staging_limit: How many committed checkpoints may wait there for their destinations;
+            the next save waits, ``EngineOptions.save_timeout_s`` at most.
 
     The first nine are those of ``torch.distributed.checkpoint.FileSystemWriter``, in its order;
     the others are keyword-only.
@@ -143,6 +150,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             use_cpu_shm_for_gpu_tensors: bool = False,
             open_file: Callable[..., Any] = open,
             frozen: Iterable[str] = (),
+            local_staging_dir: str | os.PathLike[str] | None = None,
+            local_staging_limit: int = 2,
         ) -> None: ...
 
     else:
@@ -159,9 +168,14 @@ class FileSystemWriterAsync(FileSystemWriter):
             use_cpu_shm_for_gpu_tensors: bool = False,
             open_file: Callable[..., Any] = open,
             frozen: Iterable[str] = (),
+            local_staging_dir: str | os.PathLike[str] | None = None,
+            local_staging_limit: int = 2,
             **kwargs: Any,
         ) -> None:
             place = place_of(path)
+            if local_staging_dir is not None:
+                require_file_system(local_staging_dir, "local_staging_dir")
+                local_staging_dir = place_of(local_staging_dir)
             super().__init__(path, *args, **kwargs)
             self._own = OwnOptions(
                 staging=staging,
@@ -169,6 +183,8 @@ class FileSystemWriterAsync(FileSystemWriter):
                 is_multiproc_io=is_multiproc_io,
                 open_file=open_file,
                 frozen=frozen,
+                local_staging_dir=local_staging_dir,
+                local_staging_limit=local_staging_limit,
             )
             self._start(place, None)
 
@@ -332,3 +348,13 @@ class FileSystemWriterAsync(FileSystemWriter):
         Complete once the save is finalised.
         """
         return self._rank_save.stats
+
+    @property
+    def promotion(self) -> Promotion | None:
+        """What brings this writer's last checkpoint from ``local_staging_dir`` to ``path``.
+
+        ``promotion.done`` and ``promotion.result(timeout)`` tell when it is committed there.
+        ``None`` on other ranks than the coordinator, before the local commit, and without
+        ``local_staging_dir``.
+        """
+        return self._rank_save.promotion

@@ -42,15 +42,18 @@ class Mount:
         cache_s: How long the kernel believes what it was told of attributes, names, and names that
             are not there.
         o_direct: Whether files can be opened with ``O_DIRECT``.
+        **more: Other options of ``passthrough.py``.
     """
 
-    def __init__(self, directory: Path, *, cache_s: float = 0.0, o_direct: bool = True) -> None:
+    def __init__(
+        self, directory: Path, *, cache_s: float = 0.0, o_direct: bool = True, **more: float
+    ) -> None:
         self._own = tempfile.TemporaryDirectory(prefix="nostall-mount-")
         self.path = Path(self._own.name) / "mounted"
         self.path.mkdir()
         self.control = str(Path(self._own.name) / "control")
         timeouts = ("attr_timeout", "entry_timeout", "negative_timeout", "ac_attr_timeout")
-        options = {**dict.fromkeys(timeouts, cache_s), "o_direct": o_direct}
+        options = {**dict.fromkeys(timeouts, cache_s), "o_direct": o_direct, **more}
         outside = os.stat(self.path).st_dev
         self._process = subprocess.Popen(
             [

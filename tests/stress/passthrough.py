@@ -5,9 +5,9 @@
 ``CONTROL`` is where it makes a socket that takes one JSON object per connection: ``{"faults":
 [...]}`` replaces the faults and lets go of whatever hangs, ``{}`` only asks. The answer says which
 operations hang, how often each fault happened, and how many files are open. ``OPTIONS`` are those
-of ``fuse_main`` as a JSON object. The process ends with its standard input, and when nobody has
-asked it anything for a quarter of an hour, as a test that was killed may be stuck in it; requests
-that it has not answered then fail in the kernel.
+of ``fuse_main`` as a JSON object, and ``write_nbytes_per_s`` for all writes together. The process
+ends with its standard input, and when nobody has asked it anything for a quarter of an hour, as a
+test that was killed may be stuck in it; requests that it has not answered then fail in the kernel.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from math import inf
 from typing import Any, TypeVar
 
 import mfusepy
@@ -125,8 +127,10 @@ class Passthrough(mfusepy.Operations):  # type: ignore[misc]  # mfusepy has no t
     flag_nopath = True
     flag_nullpath_ok = True
 
-    def __init__(self, root: str, *, o_direct: bool) -> None:
+    def __init__(self, root: str, *, o_direct: bool, write_nbytes_per_s: float = inf) -> None:
         self._root = root
+        self._writing = threading.Lock()
+        self._write_nbytes_per_s = write_nbytes_per_s
         self._o_direct = o_direct
         self.faults = Faults()
         self.names: dict[int, str] = {}
@@ -178,6 +182,8 @@ class Passthrough(mfusepy.Operations):  # type: ignore[misc]  # mfusepy has no t
 
     @faulty
     def write(self, path: str | None, content: bytes, offset: int, fh: int) -> int:
+        with self._writing:
+            time.sleep(len(content) / self._write_nbytes_per_s)
         return os.pwrite(fh, content, offset)
 
     @faulty
@@ -283,7 +289,11 @@ def _end_with_input(mountpoint: str) -> None:
 def main(root: str, mountpoint: str, control: str, options: str) -> None:
     signal.alarm(_LIFE_S)
     wanted = json.loads(options)
-    operations = Passthrough(root, o_direct=wanted.pop("o_direct", True))
+    operations = Passthrough(
+        root,
+        o_direct=wanted.pop("o_direct", True),
+        write_nbytes_per_s=wanted.pop("write_nbytes_per_s", inf),
+    )
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(control)
     listener.listen()

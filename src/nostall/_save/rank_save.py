@@ -34,6 +34,7 @@ from nostall._save.stager import stage_for_later, take_over
 from nostall._save.unchanged import keep, link_unchanged, with_linked
 from nostall._storage.directories import Visit
 from nostall._storage.unused_files import remove_in_time
+from nostall._tier.promotions import Promotion
 from nostall.errors import NostallError, OptionError, StagingError
 from nostall.stats import SaveStats, Timeline
 
@@ -88,6 +89,8 @@ class RankSave:
         self.slowest_rank: int | None = None
         """The rank whose files were durable last, once it is known."""
         self._may_replace: bool | None = None
+        self.promotion: Promotion | None = None
+        """On the coordinator, once the checkpoint is committed in a local tier."""
 
     def __reduce__(self) -> tuple[type[RankSave], tuple[WriterSettings]]:
         """In another process, a new save: this one belongs to this process."""

@@ -18,11 +18,12 @@ from nostall._model.progress import Progress
 from nostall._model.values import ItemShape, Layout
 from nostall._plan.layout import FileNaming, Packing
 from nostall._storage.deadlines import in_time
-from nostall._storage.destination import make_ready
+from nostall._storage.destination import make_ready, require_new
 from nostall._storage.directories import Visit
 from nostall._storage.places import is_address, may_have, storage_at
 from nostall._storage.streams import StreamTarget
-from nostall.errors import OptionError
+from nostall._tier.local import directory_in, is_promoted, record_destination
+from nostall.errors import OptionError, SaveTimeoutError, WriteError
 from nostall.options import StagingMode, WriterOptions, require_switch
 from nostall.stats import Timeline
 
@@ -38,6 +39,18 @@ class OwnOptions:
     is_multiproc_io: bool
     open_file: Callable[..., Any]
     frozen: Any
+    local_staging_dir: str | None
+    """An absolute path."""
+    local_staging_limit: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """Where checkpoints go from the local tier in which they are committed."""
+
+    path: str
+    """The local tier."""
+    destination: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +58,7 @@ class WriterSettings:
     """Where and how one writer saves."""
 
     directory: str
+    """In which the checkpoint is committed."""
     rank: int
     is_alone: bool
     """Whether this rank's checkpoint has metadata of its own."""
@@ -52,6 +66,8 @@ class WriterSettings:
     stream: StreamTarget | None
     transform_descriptors: tuple[str, ...] | None
     """Tells DCP's reader how to undo stream transforms; ``None`` without any."""
+    tier: Tier | None = None
+    """If ``directory`` is in a local tier."""
 
     @property
     def metadata_path(self) -> str:
@@ -76,16 +92,49 @@ class WriterSettings:
         Raises:
             CheckpointExistsError: There is one.
             WriteError: The directory cannot be made.
-            SaveTimeoutError: Storage did not answer within ``save_timeout_s`` seconds.
+            SaveTimeoutError: Storage did not answer within ``save_timeout_s`` seconds, or that
+                long too many checkpoints wait in the local tier.
         """
+        timeout_s, others = engine.options.save_timeout_s, self._metadata_names()
+        overwrite = self.options.overwrite
+        if self.tier is not None:
+            self._make_room(self.tier, engine)
+            if not overwrite:
+                require_new(self.tier.destination, others, rank=self.rank, timeout_s=timeout_s)
+                overwrite = is_promoted(self.directory)  # and removed at the destination since
         return make_ready(
             self.directory,
             self._metadata_name,
-            [name for name in self._metadata_names() if name != self._metadata_name],
-            overwrite=self.options.overwrite,
+            [name for name in others if name != self._metadata_name],
+            overwrite=overwrite,
             rank=self.rank,
-            timeout_s=engine.options.save_timeout_s,
+            timeout_s=timeout_s,
         )
+
+    def _make_room(self, tier: Tier, engine: Engine) -> None:
+        def make() -> str:
+            record_destination(self.directory, tier.destination)
+            return self.directory
+
+        try:
+            engine.promotions.make_room(
+                tier.path,
+                self.options.local_staging_limit,
+                make,
+                timeout_s=engine.options.save_timeout_s,
+                rank=self.rank,
+            )
+        except OSError as error:
+            if isinstance(error, SaveTimeoutError):
+                raise
+            raise WriteError(
+                f"the local tier cannot be used: {error.strerror or error}",
+                errno=error.errno,
+                rank=self.rank,
+                phase="plan",
+                path=tier.path,
+                hint="local_staging_dir must be a directory that this user can write to",
+            ) from error
 
     def may_replace(self, engine: Engine) -> bool:
         """Whether the directory may contain a checkpoint.
@@ -146,7 +195,9 @@ class WriterSettings:
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self.rank}_"
         # A reader of the previous checkpoint's metadata must not find new files under its names.
         is_beside = getattr(plan.storage_data, "beside", None) == self.directory
-        if replaces is None:
+        if self.tier is not None:
+            replaces = True  # nobody asks the destination what it has
+        elif replaces is None:
             replaces = is_beside or self.may_replace(engine)
         progress = engine.under_way.begin(job, path=self.directory, rank=self.rank)
         return SaveTarget(
@@ -211,8 +262,13 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
             path=str(writer.path),
             hint="leave them out, or save to a directory",
         )
+    place, tier = str(writer.path), None
+    if own.local_staging_dir is not None:
+        _require_possible_tier(own.local_staging_dir, place, writer, has_stream=bool(has_stream))
+        tier = Tier(path=own.local_staging_dir, destination=place)
+        place = directory_in(tier.path, place)
     return WriterSettings(
-        directory=str(writer.path),
+        directory=place,
         rank=writer.rank or 0,
         is_alone=not writer.use_collectives,
         options=WriterOptions(
@@ -224,7 +280,33 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
             processes=_PROCESSES_FOR_MULTIPROC_IO if spread else 1,
             staging=own.staging,
             frozen=own.frozen,
+            local_staging_limit=own.local_staging_limit,
         ),
         stream=StreamTarget(open_file=own.open_file, transforms=transforms) if has_stream else None,
         transform_descriptors=tuple(each.get_descriptor() for each in reversed(transforms)) or None,
+        tier=tier,
     )
+
+
+def _require_possible_tier(
+    tier: str, destination: str, writer: FileSystemWriter, *, has_stream: bool
+) -> None:
+    if has_stream:
+        raise OptionError(
+            "open_file and stream extensions do not support local_staging_dir",
+            path=tier,
+            hint="leave one of them out",
+        )
+    if not writer.use_collectives:
+        raise OptionError(
+            "ranks that save alone (no_dist=True or use_collectives=False with several ranks) do"
+            " not support local_staging_dir",
+            path=tier,
+            hint="save together, or leave local_staging_dir out",
+        )
+    if f"{destination}/".startswith(f"{tier}/"):
+        raise OptionError(
+            "the checkpoint path is in local_staging_dir",
+            path=destination,
+            hint="the path is the destination, on other storage",
+        )

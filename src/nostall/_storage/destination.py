@@ -139,13 +139,7 @@ def make_ready(
         _make(storage, rank)
         is_taken = may_have(storage, metadata_name)
         if is_taken and not overwrite:
-            raise CheckpointExistsError(
-                "the directory holds, or may hold, a committed checkpoint, and overwrite=False",
-                rank=rank,
-                phase="plan",
-                path=place,
-                hint="choose another directory or pass overwrite=True",
-            )
+            raise _existing(place, rank)
         return is_taken or any(may_have(storage, name) for name in others)
 
     return in_time(
@@ -155,6 +149,41 @@ def make_ready(
         phase="plan",
         path=place,
         rank=rank,
+    )
+
+
+def require_new(
+    place: str, metadata_names: Sequence[str], *, rank: int | None, timeout_s: float
+) -> None:
+    """Check that a place holds no checkpoint, or cannot tell.
+
+    Raises:
+        CheckpointExistsError: It may hold one.
+        SaveTimeoutError: Storage did not answer within ``timeout_s`` seconds.
+    """
+
+    def look() -> bool:
+        storage = storage_at(place)
+        return any(may_have(storage, name) for name in metadata_names)
+
+    if in_time(
+        look,
+        timeout_s=timeout_s,
+        doing="looking for an existing checkpoint",
+        phase="plan",
+        path=place,
+        rank=rank,
+    ):
+        raise _existing(place, rank)
+
+
+def _existing(place: str, rank: int | None) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        "the directory holds, or may hold, a committed checkpoint, and overwrite=False",
+        rank=rank,
+        phase="plan",
+        path=place,
+        hint="choose another directory or pass overwrite=True",
     )
 
 

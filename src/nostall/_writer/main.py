@@ -14,9 +14,7 @@ import os
 import pickle
 import queue
 import signal
-import site
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -38,7 +36,7 @@ from nostall._writer.messages import (
     report_to_message,
     seals_from_message,
 )
-from nostall._writer.parent import messages_from_parent
+from nostall._writer.parent import make_importable, messages_from_parent
 from nostall._writer.position import Cancelled
 from nostall._writer.seals import ChunkPlans
 from nostall.errors import ProtocolError
@@ -135,7 +133,7 @@ class _Writer:
             if self._waiting.pop(job.job, None) is None:
                 continue  # cancelled before it began, and answered
             try:
-                _make_importable(job)
+                make_importable(job.sys_path)
                 report = perform(
                     job,
                     self._images(job),
@@ -201,13 +199,6 @@ class _Writer:
 def _failed(job: WriteJob, error: BaseException) -> RankFailed:
     failure = describe(error, job, phase="write", path=job.directory)
     return RankFailed(rank=job.rank, failure=failure)
-
-
-def _make_importable(job: WriteJob) -> None:
-    """Let this process import what the trainer can, if the job needs it."""
-    if job.sys_path:
-        site.main()  # also imports what is not found by a path, such as editable installations
-        sys.path[:] = [*job.sys_path, *(p for p in sys.path if p not in job.sys_path)]
 
 
 def _stream_target(job: WriteJob) -> StreamTarget | None:

@@ -1,11 +1,13 @@
-"""A background process's side of the socket: messages of the trainer, until the trainer ends."""
+"""A background process's side: messages of the trainer until that ends, and what it can import."""
 
 from __future__ import annotations
 
 import os
 import select
+import site
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 
 from nostall._writer.framing import Message, Receiver
 
@@ -36,6 +38,13 @@ def messages_from_parent(
         if received is None:
             os._exit(0)
         yield received
+
+
+def make_importable(paths: Sequence[str]) -> None:
+    """Let this process import what the trainer can, if there are any of its import paths."""
+    if paths:
+        site.main()  # also imports what is not found by a path, such as editable installations
+        sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
 
 
 def _descriptor_of(parent_pid: int) -> int:

@@ -1,0 +1,46 @@
+"""Promotions that are not over when the interpreter ends.
+
+They are waited for within a time limit. If a checkpoint is not at its destination then, the exit
+status says so: a local disk may not outlive the job.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+
+from nostall._engine import default_engine, unfinished_promotions
+from nostall._queue.at_exit import FAILURE_STATUS, end_process
+from nostall._queue.preemption import preemption
+from nostall._tier.promotions import await_all
+
+_log = logging.getLogger("nostall")
+
+
+def finish_promotions_at_exit() -> None:
+    """Wait for all promotions; end the process with a failure if one is not over in time."""
+    unfinished = unfinished_promotions()
+    if not unfinished:
+        return
+    timeout_s = min(default_engine().options.exit_timeout_s, preemption.left_s)
+    _log.warning(
+        "the interpreter ends with %d checkpoints that are not at their destination; waiting up to"
+        " %g s",
+        len(unfinished),
+        timeout_s,
+    )
+    left = await_all(unfinished, timeout_s)
+    for promotion in left:
+        _log.error(
+            "not at its destination: path=%s: %s; it is committed in %s, and a job that starts"
+            " with the same local_staging_dir goes on",
+            promotion.path,
+            promotion.why_waiting,
+            promotion.local_path,
+        )
+    if left:
+        end_process(FAILURE_STATUS)
+
+
+# Before the hook of nostall._queue.live, which imports this: hooks run in reverse order.
+atexit.register(finish_promotions_at_exit)

@@ -1,0 +1,263 @@
+"""Promote a checkpoint from a local tier: copy its files, then publish its metadata.
+
+Runs in a process of its own, which never imports torch. Files are written as those of a save are:
+in parts, by several threads, with checksums. So a part that the local disk has damaged is noticed.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
+
+from nostall._commit.manifest import Manifest, manifest_alone
+from nostall._commit.publish import commit
+from nostall._model.jobs import (
+    NO_BLOCK,
+    Failure,
+    FileImage,
+    RankFailed,
+    SealTable,
+    WriteJob,
+    page_aligned,
+)
+from nostall._model.names import METADATA_SUFFIX as METADATA_NAME
+from nostall._model.names import is_ours_to_remove
+from nostall._model.values import WrittenFile
+from nostall._storage.places import may_have, storage_at
+from nostall._storage.port import Files, Source, Storage
+from nostall._storage.posix_storage import PosixStorage
+from nostall._storage.reading import open_to_read, read_metadata
+from nostall._storage.unused_files import remove_files
+from nostall._tier.local import CopiedFiles, held, record_promoted
+from nostall._writer.files import perform
+from nostall._writer.images import Window
+
+_NO_SEALS = SealTable(templates=(), blob_offsets=(), template_of_slot=())
+_HINT = "save again; the last checkpoint at the destination is untouched"
+
+
+class Refused(Exception):
+    """The destination has not taken a file; it may later."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class Unpromotable(Exception):
+    """The local checkpoint is damaged, so it will never be promoted."""
+
+    def __init__(self, message: str, path: str) -> None:
+        super().__init__(message)
+        self.failure = Failure(
+            kind="DamagedCheckpointError", message=message, phase="promote", path=path, hint=_HINT
+        )
+
+
+class _Replaced(Exception):
+    """A later save has replaced the local checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromotionJob:
+    """What to promote, and how."""
+
+    directory: str
+    destination: str
+    io_threads: int
+    chunk_nbytes: int
+    retries: int
+
+
+def promote(job: PromotionJob, on_progress: Callable[[int, int], None]) -> None:
+    """Make the destination have what is committed in a directory; once more if that changes.
+
+    Args:
+        job: What to promote.
+        on_progress: Called with the bytes at the destination, and those of all files.
+
+    Raises:
+        Unpromotable: The local checkpoint is damaged.
+        Refused: The destination has not taken a file.
+        OSError: Another process is promoting it, or the destination refuses.
+        WriteError: The metadata could not be published.
+        NotDurableError: It was or may have been published, but may not last.
+    """
+    local = PosixStorage(job.directory)
+    with held(job.directory):
+        while True:
+            version = local.stat(METADATA_NAME).version
+            try:
+                _promote(job, local, on_progress)
+            except _Replaced:
+                if local.stat(METADATA_NAME).version != version:
+                    continue
+                raise Unpromotable("a local file is gone", job.directory) from None
+            if local.stat(METADATA_NAME).version == version:
+                record_promoted(job.directory, version)
+                return
+
+
+def _promote(job: PromotionJob, local: Storage, on_progress: Callable[[int, int], None]) -> None:
+    content, manifest = _committed(local)
+    destination, copied = storage_at(job.destination), CopiedFiles(job.directory)
+    mine = {file.name for file in manifest.files}
+    destination.make_place()
+    if not _has(destination, content):
+        _copy_all(manifest.files, job, local, copied, on_progress)
+        copied.add_names(_files_of(destination) - mine)
+        commit(destination, [content], metadata_name=METADATA_NAME, replaced_files=())
+    remove_files(destination.where(name) for name in sorted(copied.names - mine))
+    destination.flush()
+
+
+def _copy_all(
+    files: Sequence[WrittenFile],
+    job: PromotionJob,
+    local: Storage,
+    copied: CopiedFiles,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    destination = storage_at(job.destination)
+    total_nbytes, done_nbytes = sum(file.nbytes for file in files), 0
+    for file in files:
+        if not copied.is_whole(file) or not _is_there(destination, file):
+            copied.add_names([file.name])
+            # Only a promotion that was interrupted has made a file of this name.
+            remove_files([destination.where(file.name)])
+            _copy(file, job, local, partial(_further, on_progress, done_nbytes, total_nbytes))
+            copied.add_whole(file)
+        done_nbytes += file.nbytes
+
+
+def _further(
+    on_progress: Callable[[int, int], None], before_nbytes: int, total_nbytes: int, nbytes: int
+) -> None:
+    on_progress(before_nbytes + nbytes, total_nbytes)
+
+
+def _committed(local: Storage) -> tuple[bytes, Manifest]:
+    path = local.where(METADATA_NAME)
+    with open_to_read(local, METADATA_NAME) as stream:
+        manifest = manifest_alone(stream)
+        if manifest is None:
+            raise Unpromotable("the local metadata has no intact manifest", path)
+        return read_metadata(stream, path), manifest
+
+
+def _has(destination: Storage, content: bytes) -> bool:
+    """Whether the metadata is published already, as after a crash right behind that."""
+    if not may_have(destination, METADATA_NAME):
+        return False
+    with open_to_read(destination, METADATA_NAME) as stream:
+        return read_metadata(stream, destination.where(METADATA_NAME)) == content
+
+
+def _is_there(destination: Files, file: WrittenFile) -> bool:
+    with suppress(FileNotFoundError):
+        return destination.stat(file.name).nbytes == file.nbytes
+    return False
+
+
+def _files_of(destination: Files) -> set[str]:
+    """Names of the files that the metadata at the destination lists."""
+    try:
+        with open_to_read(destination, METADATA_NAME) as stream:
+            manifest = manifest_alone(stream)
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+    # Without a manifest, its files stay: only torch could tell their names.
+    names = () if manifest is None else (file.name for file in manifest.files)
+    return set(filter(is_ours_to_remove, names))
+
+
+def _copy(
+    file: WrittenFile, job: PromotionJob, local: Storage, on_progress: Callable[[int], None]
+) -> None:
+    """Write one file at the destination; nothing of it is left there after a failure."""
+    least = storage_at(job.destination).least_part(file.nbytes)
+    chunk_nbytes = page_aligned(max(job.chunk_nbytes, least))
+    try:
+        source = local.open(file.name)
+    except FileNotFoundError:
+        raise _Replaced from None
+    with closing(source):
+        image = _LocalFile(source, job.io_threads, min(chunk_nbytes, page_aligned(file.nbytes)))
+        report = perform(
+            WriteJob(
+                job=job.directory,
+                rank=0,
+                directory=job.destination,
+                files=(
+                    FileImage(
+                        name=file.name,
+                        nbytes=file.nbytes,
+                        block=NO_BLOCK,
+                        block_offset=0,
+                        seals=_NO_SEALS,
+                    ),
+                ),
+                sync_files=True,
+                io_threads=job.io_threads,
+                chunk_nbytes=chunk_nbytes,
+                direct=True,
+                retries=job.retries,
+            ),
+            {file.name: image},
+            on_progress=on_progress,
+        )
+    if image.why_unreadable:
+        raise Unpromotable(
+            f"a local file cannot be read: {image.why_unreadable}", local.where(file.name)
+        )
+    if isinstance(report, RankFailed):
+        raise Refused(report.failure)
+    (receipt,) = report.receipts
+    storage = storage_at(job.destination)
+    if receipt.name != file.name:
+        storage.remove([receipt.name])
+        raise Refused(
+            Failure(
+                kind="WriteError",
+                message="the name of a file is taken",
+                phase="promote",
+                path=storage.where(file.name),
+                hint="something else writes to the destination",
+            )
+        )
+    if file.crc32 is not None and receipt.crc32_of_file != file.crc32:
+        storage.remove([file.name])
+        raise Unpromotable(
+            "a local file has another checksum than was committed", local.where(file.name)
+        )
+
+
+class _LocalFile:
+    """The image of a file of the local disk: each thread reads its chunk into its own memory."""
+
+    def __init__(self, source: Source, threads: int, chunk_nbytes: int) -> None:
+        self._source = source
+        self._memories = [
+            memoryview(mmap.mmap(-1, max(chunk_nbytes, mmap.PAGESIZE))) for _ in range(threads)
+        ]
+        self.why_unreadable = ""
+        """Why the local disk has not given all bytes; empty if it has."""
+
+    def window(self, begin: int, end: int, *, thread: int) -> Window:
+        """Read a chunk."""
+        memory = self._memories[thread]
+        try:
+            nbytes = self._source.read_into(begin, memory[: end - begin])
+        except OSError as error:
+            self.why_unreadable = str(error)
+            raise
+        if nbytes < end - begin:
+            self.why_unreadable = f"it has {begin + nbytes} bytes"
+            raise OSError(self.why_unreadable)
+        return Window(memory, begin)
+
+    def hand_over(self, window: Window, end: int) -> None:
+        """Does nothing."""

@@ -1,0 +1,379 @@
+"""The trainer's side of a local tier: what waits for its destination, and the process that copies.
+
+One checkpoint is promoted at a time, in the order of the commits. The process tries again for as
+long as a destination refuses, and answers when a checkpoint is there, or damaged.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from nostall._model import checksum
+from nostall._model.interrupts import is_done
+from nostall._model.jobs import Failure, RankFailed
+from nostall._ranks.failures import error_of, failure_of
+from nostall._storage.deadlines import start_apart
+from nostall._storage.places import is_address
+from nostall._tier.local import (
+    LocalCheckpoint,
+    local_checkpoints,
+    remove_set_aside,
+    set_aside,
+)
+from nostall._writer.child import ChildProcess
+from nostall._writer.framing import Message
+from nostall._writer.messages import failure_from_plain
+from nostall.errors import NostallError, SaveTimeoutError
+from nostall.options import EngineOptions
+
+_log = logging.getLogger("nostall")
+
+_ENTRY = (
+    "import sys; sys.path.append(sys.argv[1]);"
+    " from nostall._tier.main import main; main(int(sys.argv[3]), int(sys.argv[4]), sys.argv[2])"
+)
+_MOST_STARTS = 3
+"""Processes that may die from one promotion before it waits for the next start of the job."""
+_IO_THREADS = 4
+"""Few: a slow destination gains nothing from more, and training needs the processors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromotionStatus:
+    """Progress of one promotion of this process."""
+
+    path: str
+    """The destination."""
+    local_path: str
+    """The checkpoint's directory in the local tier."""
+    nbytes: int
+    """Bytes of its files; 0 before the first is copied."""
+    written_nbytes: int
+    """Bytes that the destination has accepted."""
+    seconds: float
+    """Time since the local commit."""
+    trouble: str
+    """Why the destination refused last; empty if it has not."""
+    state: str = "promoting"
+    """Always this."""
+
+    def __str__(self) -> str:
+        text = (
+            f"promotion to {self.path}: {self.written_nbytes / 1e6:.1f} of"
+            f" {self.nbytes / 1e6:.1f} MB after {self.seconds:.1f} s"
+        )
+        return f"{text}, refused: {self.trouble}" if self.trouble else text
+
+
+class Promotion:
+    """A committed checkpoint on its way from the local tier to its destination."""
+
+    def __init__(self, tier: str, local_path: str, destination: str) -> None:
+        self.tier = tier
+        self.path = destination
+        """The destination."""
+        self.local_path = local_path
+        """The checkpoint's directory in the local tier."""
+        self.starts = 0
+        self._began_s = time.monotonic()
+        self._nbytes = self._written_nbytes = 0
+        self._trouble = ""
+        self._outcome: Future[Failure | None] = Future()
+        self._outcome.set_running_or_notify_cancel()
+
+    def __repr__(self) -> str:
+        return f"<{'done' if self.done else self.status}>"
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over: the destination has the checkpoint, or will not get it."""
+        return self._outcome.done()
+
+    @property
+    def status(self) -> PromotionStatus:
+        """Its progress."""
+        return PromotionStatus(
+            path=self.path,
+            local_path=self.local_path,
+            nbytes=self._nbytes,
+            written_nbytes=self._written_nbytes,
+            seconds=time.monotonic() - self._began_s,
+            trouble=self._trouble,
+        )
+
+    def result(self, timeout: float | None = None) -> None:
+        """Return when the checkpoint is committed at the destination.
+
+        Args:
+            timeout: Seconds to wait at most; ``None`` for no limit.
+
+        Raises:
+            SaveTimeoutError: It is not, yet; it stays in the local tier.
+            DamagedCheckpointError: The local checkpoint is damaged, so it never will be.
+            SaveError: Its process could not be started, or died again and again.
+        """
+        if not is_done(self._outcome, threading.TIMEOUT_MAX if timeout is None else timeout):
+            raise SaveTimeoutError(
+                f"the checkpoint is not at its destination after {timeout:g} s: {self.why_waiting}",
+                phase="promote",
+                path=self.path,
+                hint=f"it is committed in {self.local_path}, and its promotion goes on",
+            )
+        failure = self._outcome.result()
+        if failure is not None:
+            raise error_of(RankFailed(rank=0, failure=failure))
+
+    @property
+    def why_waiting(self) -> str:
+        """What the destination does."""
+        status = self.status
+        done = f"{status.written_nbytes / 1e6:.1f} of {status.nbytes / 1e6:.1f} MB are written"
+        return f"{self._trouble}; {done}" if self._trouble else done
+
+    def moved(self, nbytes: int, of_nbytes: int) -> None:
+        """Record progress."""
+        self._nbytes, self._written_nbytes, self._trouble = of_nbytes, nbytes, ""
+
+    def refused(self, trouble: str) -> None:
+        """Record that the destination has refused; logged when the reason is new."""
+        if trouble != self._trouble:
+            self._trouble = trouble
+            _log.warning("not promoted yet, trying again: path=%s: %s", self.path, trouble)
+
+    def end(self, failure: Failure | None) -> None:
+        """Record how it ended."""
+        self._outcome.set_result(failure)
+
+
+class PromotingProcess(ChildProcess[Failure | None]):
+    """A process that promotes checkpoints and never imports torch."""
+
+    kind = "promoting process"
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self._promotions: dict[str, Promotion] = {}
+        self._numbers = count()
+        root = str(Path(__file__).resolve().parents[2])
+        super().__init__(
+            ["-I", "-S", "-c", _ENTRY, root, checksum.use_fastest() or ""],
+            cpu_priority=options.cpu_priority,
+            io_priority=options.io_priority,
+        )
+
+    def promote(self, promotion: Promotion) -> Future[Failure | None]:
+        """Begin a promotion; the future always ends."""
+        job = str(next(self._numbers))
+        self._promotions[job] = promotion
+        message: Message = {
+            "type": "promote",
+            "job": job,
+            "directory": promotion.local_path,
+            "destination": promotion.path,
+            "io_threads": min(_IO_THREADS, self._options.io_threads or _IO_THREADS),
+            "chunk_nbytes": self._options.chunk_nbytes,
+            "retries": self._options.write_retries,
+            "sys_path": list(sys.path) if is_address(promotion.path) else [],
+        }
+        outcome = self._ask(job, lambda failure: failure, [(message, ())])
+        outcome.add_done_callback(lambda _: self._promotions.pop(job, None))
+        return outcome
+
+    def _handle_event(self, message: Message) -> None:
+        promotion = self._promotions.get(message["job"])
+        if promotion is None:
+            return
+        if "trouble" in message:
+            promotion.refused(str(message["trouble"]))
+        else:
+            promotion.moved(int(message["nbytes"]), int(message["of"]))
+
+    def _answer(self, message: Message) -> Failure | None:
+        plain = message["failure"]
+        return None if plain is None else failure_from_plain(plain)
+
+
+class Promotions:
+    """The promotions of this process; thread-safe.
+
+    Args:
+        options: How the process copies.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self._process: PromotingProcess | None = None
+        self._pending: dict[str, Promotion] = {}
+        """By local directory, in the order of their commits."""
+        self._given_up: set[LocalCheckpoint] = set()
+        self._being_saved: set[str] = set()
+        """Local directories into which saves of this process write."""
+        self._is_closed = False
+        self._changed = threading.Condition(threading.RLock())
+
+    def make_room(
+        self, tier: str, limit: int, make: Callable[[], str], *, timeout_s: float, rank: int
+    ) -> None:
+        """Make the local directory of a new save, once fewer checkpoints wait than allowed.
+
+        What an earlier run has left is promoted, too; promoted ones but the newest are removed.
+
+        Args:
+            tier: The local tier.
+            limit: How many committed checkpoints may wait for their destinations.
+            make: Makes the directory; returns its path.
+            timeout_s: How long to wait.
+            rank: This rank.
+
+        Raises:
+            SaveTimeoutError: As many wait, still.
+            OSError: The local disk refuses.
+        """
+        self.resume(tier)
+        self._await_room(tier, limit, timeout_s, rank)
+        with self._changed:
+            directory = make()
+            self._being_saved.add(directory)
+            promoted = [each for each in local_checkpoints(tier) if each.is_promoted]
+            for each in promoted[:-1]:
+                if each.path not in self._being_saved:
+                    set_aside(each.path)
+        start_apart("nostall-tier", partial(remove_set_aside, tier))
+
+    def begin(self, tier: str, directory: str, destination: str) -> Promotion:
+        """Promote a checkpoint that was just committed; never raises for what fails later."""
+        promotion = Promotion(tier, directory, destination)
+        with self._changed:
+            self._being_saved.discard(directory)
+            earlier = self._pending.pop(directory, None)
+            self._pending[directory] = promotion
+        if earlier is not None:
+            _log.info("another checkpoint is promoted instead: path=%s", destination)
+        self._submit(promotion)
+        return promotion
+
+    def resume(self, tier: str) -> list[Promotion]:
+        """Promote all committed checkpoints of a local tier that are not promoted.
+
+        Returns:
+            The promotions that are under way, oldest first.
+
+        Raises:
+            OSError: The local disk refuses.
+        """
+        with self._changed:
+            waiting = [each for each in local_checkpoints(tier) if not each.is_promoted]
+            for each in waiting:
+                if each.path not in self._pending and each not in self._given_up:
+                    self.begin(tier, each.path, each.destination)
+            return [each for each in self._pending.values() if each.tier == tier]
+
+    def unfinished(self) -> list[Promotion]:
+        """The promotions that are not over."""
+        with self._changed:
+            return list(self._pending.values())
+
+    def close(self) -> None:
+        """End the process; what is not promoted stays in the local tier. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            process, self._process = self._process, None
+        if process is not None:
+            process.kill("it was closed", kind="SaveAbortedError")
+
+    def abandon_after_fork(self) -> None:
+        """In a forked child: the process belongs to the parent."""
+        if self._process is not None:
+            self._process.abandon_after_fork()
+
+    def _await_room(self, tier: str, limit: int, timeout_s: float, rank: int) -> None:
+        def waiting() -> list[Promotion]:
+            return [each for each in self._pending.values() if each.tier == tier]
+
+        with self._changed:
+            found = waiting()
+            if len(found) < limit:
+                return
+            _log.warning(
+                "the save waits: %d checkpoints are not at their destination: path=%s: %s",
+                len(found),
+                found[0].path,
+                found[0].why_waiting,
+            )
+            if self._changed.wait_for(lambda: len(waiting()) < limit, timeout_s):
+                return
+            found = waiting()
+        raise SaveTimeoutError(
+            f"{len(found)} checkpoints wait for their destination, as many as local_staging_limit"
+            f" allows, for {timeout_s:g} s now: {found[0].why_waiting}",
+            rank=rank,
+            phase="plan",
+            path=found[0].path,
+            hint=f"they are committed in {tier}; make the destination faster, or save less often",
+        )
+
+    def _submit(self, promotion: Promotion) -> None:
+        promotion.starts += 1
+        try:
+            outcome = self._running().promote(promotion)
+        except NostallError as error:  # no process can be started
+            self._end(promotion, failure_of(error, phase="promote"))
+            return
+        outcome.add_done_callback(partial(self._settle, promotion))
+
+    def _running(self) -> PromotingProcess:
+        with self._changed:
+            if self._process is None or not self._process.alive:
+                self._process = PromotingProcess(self._options)
+            return self._process
+
+    def _settle(self, promotion: Promotion, answered: Future[Failure | None]) -> None:
+        failure = answered.result()
+        if failure is not None and failure.kind == "WriterDiedError":
+            if promotion.starts < _MOST_STARTS and not self._is_closed:
+                _log.warning("promoting again: path=%s: %s", promotion.path, failure.message)
+                self._submit(promotion)
+                return
+            failure = replace(failure, path=promotion.path, phase="promote")
+        self._end(promotion, failure)
+
+    def _end(self, promotion: Promotion, failure: Failure | None) -> None:
+        with self._changed:
+            if self._pending.get(promotion.local_path) is promotion:
+                del self._pending[promotion.local_path]
+            if failure is not None and failure.kind == "DamagedCheckpointError":
+                self._given_up.update(
+                    each
+                    for each in local_checkpoints(promotion.tier)
+                    if each.path == promotion.local_path
+                )
+            self._changed.notify_all()
+        if failure is not None and not self._is_closed:
+            _log.error(
+                "not promoted: path=%s local=%s: %s",
+                promotion.path,
+                promotion.local_path,
+                failure.message,
+            )
+        promotion.end(failure)
+
+
+def await_all(promotions: Iterable[Promotion], timeout_s: float) -> list[Promotion]:
+    """Wait for promotions; those that are not at their destination after the time."""
+    deadline = time.monotonic() + timeout_s
+    left = []
+    for promotion in promotions:
+        try:
+            promotion.result(max(0.0, deadline - time.monotonic()))
+        except NostallError:
+            left.append(promotion)
+    return left

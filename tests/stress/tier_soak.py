@@ -1,0 +1,165 @@
+"""As soak.py, through a local tier, to directories and to an S3 server on loopback in turns.
+
+After every kill, of a trainer, a writer process or the process that promotes, each destination has
+nothing or one whole checkpoint that is not older than before, and every save that was reported is
+there or in the tier. At the end all of them are at their destinations, and nothing else is.
+
+    python tests/stress/tier_soak.py --kills 200
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import nostall
+from nostall._storage.places import storage_at
+from nostall.core import AsyncCallsQueue
+from nostall.options import EngineOptions
+from nostall.state_dict_saver import CheckpointMetadataCache
+from nostall.testing import writer_pids
+from stress.object_soak import tensors
+from stress.soak import PATIENCE_S, RANKS, Life, Violation, main
+from support.object_store import S3Server, s3_server
+from support.states import schedule
+
+TURNS = 4
+LIMIT = 3
+
+
+def destination_of(root: Path, bucket: str, save: int) -> str:
+    """Saves overwrite earlier ones, in turns: two directories, two addresses."""
+    turn = save % TURNS
+    return f"{root}/far/turn-{turn}" if turn % 2 else f"s3://{bucket}/far/turn-{turn}"
+
+
+def train(bucket: str, rank: int, root: Path, store: Path, first: int, tell: int) -> None:
+    """Save for ever."""
+
+    def say(**what: Any) -> None:
+        os.write(tell, (json.dumps(what) + "\n").encode())
+
+    torch.set_num_threads(1)
+    nostall.configure(EngineOptions(io_threads=2, chunk_nbytes=5 << 20))
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS
+    )
+    queue, cache = AsyncCallsQueue(), CheckpointMetadataCache()
+    save = first
+    while True:
+        writer_pids()
+        say(writers=[each.pid for each in psutil.Process().children()], rank=rank)
+        try:
+            schedule(
+                queue,
+                destination_of(root, bucket, save),
+                tensors(rank, save),
+                cache=cache,
+                local_staging_dir=root / "tier",
+                local_staging_limit=LIMIT,
+            )
+            queue.wait(PATIENCE_S)
+        except CheckpointException as error:
+            say(failed=save, rank=rank, why=str(error)[-300:])
+        else:
+            say(committed=save, rank=rank)
+        save += 1
+
+
+def save_at(place: str) -> int:
+    """The save that a place holds, whole and unmixed; -1 for none."""
+    try:
+        names = storage_at(place).list()
+    except FileNotFoundError:
+        return -1
+    if ".metadata" not in names:
+        return -1
+    verified = nostall.verify(place)
+    if not verified.ok:
+        raise Violation(f"{place} is damaged: {[str(each) for each in verified.damages]}")
+    state = {
+        key: torch.zeros_like(each)
+        for rank in range(RANKS)
+        for key, each in tensors(rank, 0).items()
+    }
+    dcp.load(state, storage_reader=nostall.FileSystemReader(place), no_dist=True)
+    save = int(state["small0"][0])
+    expected = {key: each for rank in range(RANKS) for key, each in tensors(rank, save).items()}
+    wrong = [key for key, each in expected.items() if not torch.equal(state[key], each)]
+    if wrong:
+        raise Violation(f"{place} is a mixture of save {save}: {wrong}")
+    return save
+
+
+def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
+    """Kill so many times; what was counted."""
+    chance = random.Random(seed)
+    totals: Counter[str] = Counter()
+    bucket = server.new_bucket()
+    committed: set[int] = set()
+    seen = dict.fromkeys((destination_of(root, bucket, turn) for turn in range(TURNS)), -1)
+    newest, killed, started = -1, 0, time.monotonic()
+    while killed < kills:
+        life = Life(root, first=newest + 1, program=partial(train, bucket))
+        life.start()
+        try:
+            life.wait_for(2)
+            struck = life.attack(chance, ["trainer", "writer"], every_s=0.3, most=kills - killed)
+            totals += struck
+            killed += struck.total()
+        finally:
+            life.end()
+        newest = max(newest, life.newest)
+        committed |= life.committed
+        totals.update({name: count for name, count in life.counts.items() if "of" not in name})
+        totals["lives"] += 1
+        local = {each.destination: each for each in nostall.local_checkpoints(root / "tier")}
+        for place, before in seen.items():
+            found = save_at(place)
+            if found < before:
+                raise Violation(f"{place} had save {before}, and has {found}")
+            seen[place] = found
+            near = save_at(local[place].path) if place in local else -1
+            due = [save for save in committed if destination_of(root, bucket, save) == place]
+            if max(found, near) < max(due, default=-1):
+                raise Violation(f"{place}: save {max(due)} is gone; {found}, {near} are there")
+            totals["checkpoints checked"] += (found >= 0) + (near >= 0)
+            totals["promotions interrupted"] += near > found
+        newest += 1
+    for promotion in nostall.promote(root / "tier"):
+        promotion.result(PATIENCE_S)
+    for place in seen:
+        due = [save for save in committed if destination_of(root, bucket, save) == place]
+        found, names = save_at(place), storage_at(place).list()
+        if found < max(due, default=-1):
+            raise Violation(f"{place}: save {max(due)} was committed; {found} was promoted")
+        if due and len(names) != RANKS + 1:
+            raise Violation(f"{place} has files that belong to nothing: {sorted(names)}")
+    if server.unfinished(bucket):
+        raise Violation(f"unfinished uploads: {server.unfinished(bucket)}")
+    return {
+        **totals,
+        "kills": killed,
+        "seconds": round(time.monotonic() - started),
+        "violations": 0,
+    }
+
+
+if __name__ == "__main__":
+    with s3_server() as running:
+        sys.exit(main(partial(soak, running), __doc__ or ""))

@@ -1,0 +1,523 @@
+"""Saves through a local tier: committed there at once, and at their destination in the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import nostall
+from nostall._engine import default_engine
+from nostall._storage.deadlines import begin
+from nostall._tier.local import CopiedFiles, local_checkpoints
+from nostall._tier.promoting import PromotionJob, promote
+from nostall.core import AsyncCallsQueue
+from nostall.errors import (
+    CheckpointExistsError,
+    DamagedCheckpointError,
+    OptionError,
+    SaveTimeoutError,
+    WriteError,
+)
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.local_tier import LocalCheckpoint, Promotion
+from nostall.options import EngineOptions
+from nostall.state_dict_saver import CheckpointMetadataCache
+from programs.through_tier import destination_of, save, state_of
+from support import loaded
+from support.object_store import S3Server
+from support.ranks import TESTS, run_ranks
+from support.states import schedule
+from support.waiting import command_of, wait_until
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> str:
+    """A local tier that does not exist yet."""
+    return str(tmp_path / "tier")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    """Where checkpoints belong."""
+    return str(tmp_path / "far")
+
+
+def promotion_of(writer: FileSystemWriterAsync) -> Promotion:
+    """The promotion of a writer that has committed."""
+    assert writer.promotion is not None
+    return writer.promotion
+
+
+def step_at(place: str) -> int | None:
+    """The step whose state a directory holds, whole and unmixed; ``None`` if it is uncommitted."""
+    if not (Path(place) / ".metadata").exists():
+        return None
+    assert nostall.verify(place).ok
+    found = state_of(0)
+    dcp.load(found, checkpoint_id=place, no_dist=True)
+    step = int(found["model"]["n"])
+    assert torch.equal(found["model"]["w"], state_of(step)["model"]["w"])
+    return step
+
+
+def promoting_processes() -> list[psutil.Process]:
+    """Those of this process."""
+    children = psutil.Process().children()
+    return [each for each in children if "nostall._tier" in command_of(each)]
+
+
+@contextmanager
+def hanging_destination() -> Iterator[psutil.Process]:
+    """The process that writes to destinations stands still, as if storage did not answer."""
+    (process,) = promoting_processes()
+    process.suspend()
+    try:
+        yield process
+    finally:
+        process.resume()
+
+
+# --- a save ---------------------------------------------------------------------------------------
+
+
+def test_a_save_is_committed_in_the_tier_and_then_at_its_destination(tier: str, root: str) -> None:
+    """Both hold the same bytes, and both are ordinary checkpoints."""
+    promotion = promotion_of(save(tier, root, 7))
+    assert step_at(promotion.local_path) == 7
+    promotion.result(PATIENCE_S)
+    assert (promotion.path, promotion.done) == (destination_of(root, 7), True)
+    assert step_at(promotion.path) == 7
+    shown = [name for name in os.listdir(promotion.local_path) if "__" in name]
+    assert sorted([*shown, ".metadata"]) == sorted(os.listdir(promotion.path))
+    for name in (*shown, ".metadata"):
+        here = Path(promotion.local_path, name).read_bytes()
+        assert here == Path(promotion.path, name).read_bytes()
+
+
+def test_async_saves_and_split_saves_go_through_the_tier(
+    tier: str, root: str, queue: AsyncCallsQueue
+) -> None:
+    """As ``dcp.save`` does."""
+    writer = FileSystemWriterAsync(f"{root}/async", local_staging_dir=tier)
+    begun: Any = dcp.async_save(state_of(1), storage_writer=writer, no_dist=True)
+    begun.result()
+    promotion_of(writer).result(PATIENCE_S)
+    assert step_at(f"{root}/async") == 1
+    cache = CheckpointMetadataCache()
+    for step in (2, 3, 4):  # the structure is unknown at first, and then known
+        path = f"{root}/split-{step}"
+        schedule(queue, path, state_of(step), cache=cache, local_staging_dir=tier)
+        queue.wait(PATIENCE_S)
+        for promotion in default_engine().promotions.unfinished():
+            promotion.result(PATIENCE_S)
+        assert step_at(path) == step
+
+
+def test_two_ranks_share_a_tier(tmp_path: Path) -> None:
+    """The coordinator promotes the files of both."""
+    run_ranks(2, "tiers:save_and_wait", tmp_path / "out")
+
+
+def test_files_that_the_coordinator_does_not_see_are_not_committed(tmp_path: Path) -> None:
+    """Ranks with tiers of their own, under the same path, get a typed error."""
+    messages = run_ranks(2, "tiers:save_out_of_sight", tmp_path / "out")
+    assert all("must be a directory that all ranks share" in each for each in messages)
+
+
+def test_a_destination_in_an_object_store(tier: str, started_s3: S3Server) -> None:
+    """In parts, from the files of the tier."""
+    address = f"s3://{started_s3.new_bucket()}/run/step-5"
+    writer = FileSystemWriterAsync(address, local_staging_dir=tier)
+    large = {"w": torch.randn(3 << 20), "n": torch.tensor(5)}
+    dcp.save(large, storage_writer=writer, no_dist=True)
+    promotion_of(writer).result(PATIENCE_S)
+    assert nostall.verify(address).ok
+    found = {key: torch.zeros_like(each) for key, each in large.items()}
+    dcp.load(found, storage_reader=nostall.FileSystemReader(address), no_dist=True)
+    assert torch.equal(found["w"], large["w"])
+
+
+def test_frozen_files_are_linked_in_the_tier(tier: str, root: str) -> None:
+    """What is not written twice locally is copied to every destination: each is self-contained."""
+    base = torch.randn(1000)
+    linked_nbytes = []
+    for step in range(2):
+        path = f"{root}/step-{step}"
+        writer = FileSystemWriterAsync(path, local_staging_dir=tier, frozen=["base"])
+        dcp.save({"base": base, "n": torch.tensor(step)}, storage_writer=writer, no_dist=True)
+        promotion_of(writer).result(PATIENCE_S)
+        assert writer.stats is not None
+        linked_nbytes.append(writer.stats.linked_nbytes)
+    assert linked_nbytes[0] == 0 < linked_nbytes[1]
+    for step in range(2):
+        assert nostall.verify(f"{root}/step-{step}").ok
+        assert all(each.stat().st_nlink == 1 for each in Path(root, f"step-{step}").iterdir())
+
+
+# --- a slow destination ---------------------------------------------------------------------------
+
+
+def test_a_destination_that_hangs_stops_saves_only_at_the_limit(
+    tier: str, root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Then the save says what it waits for, and gives up after the time that users set."""
+    nostall.configure(EngineOptions(save_timeout_s=2.0))
+    promotion_of(save(tier, root, 0)).result(PATIENCE_S)
+    with hanging_destination():
+        writers = [save(tier, root, step, local_staging_limit=2) for step in (1, 2)]
+        statuses = [each for each in nostall.status() if each.state == "promoting"]
+        assert [each.path for each in statuses] == [destination_of(root, step) for step in (1, 2)]
+        with pytest.raises(dcp.api.CheckpointException) as caught:
+            save(tier, root, 3, local_staging_limit=2)
+        error = caught.value.failures[0][0]
+        assert isinstance(error, SaveTimeoutError)
+        assert (error.phase, error.path) == ("plan", destination_of(root, 1))
+        assert "local_staging_limit" in str(error)
+        assert "2 checkpoints are not at their destination" in caplog.text
+        assert [step_at(destination_of(root, step)) for step in (0, 1, 2)] == [0, None, None]
+    for step, writer in enumerate(writers, 1):
+        promotion_of(writer).result(PATIENCE_S)
+        assert step_at(destination_of(root, step)) == step
+
+
+def test_a_save_at_the_limit_goes_on_when_there_is_room(
+    tier: str, root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It waits for the destination, and not for the time-out."""
+    promotion_of(save(tier, root, 0)).result(PATIENCE_S)
+    with hanging_destination() as process:
+        first = save(tier, root, 1, local_staging_limit=1)
+        waiting = begin("test", lambda: save(tier, root, 2, local_staging_limit=1))
+        wait_until(lambda: "the save waits" in caplog.text)
+        assert not waiting.done()
+        process.resume()
+        waiting.result(PATIENCE_S)
+    assert promotion_of(first).done
+
+
+def test_a_destination_that_refuses_is_asked_again(
+    tier: str, root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What refuses is named; when it is mended, the checkpoint gets there."""
+    Path(root).write_text("in the way")
+    promotion = promotion_of(save(tier, root, 1))
+    wait_until(lambda: bool(promotion.status.trouble))
+    with pytest.raises(SaveTimeoutError, match=r"it is committed in .*tier"):
+        promotion.result(0)
+    assert "not promoted yet, trying again" in caplog.text
+    Path(root).unlink()
+    promotion.result(PATIENCE_S)
+    assert step_at(destination_of(root, 1)) == 1
+
+
+def test_a_killed_process_is_started_again(tier: str, root: str) -> None:
+    """The next one copies what is not copied yet."""
+    promotion_of(save(tier, root, 0)).result(PATIENCE_S)
+    with hanging_destination() as process:
+        promotion = promotion_of(save(tier, root, 1))
+        process.kill()
+    promotion.result(PATIENCE_S)
+    assert step_at(destination_of(root, 1)) == 1
+
+
+# --- overwriting ----------------------------------------------------------------------------------
+
+
+def test_the_newest_checkpoint_of_a_destination_wins(tier: str, root: str) -> None:
+    """One that was not promoted in time is left out; its files are nowhere."""
+    promotion_of(save(tier, root, 0)).result(PATIENCE_S)
+    with hanging_destination():
+        writers = [save(tier, root, step, local_staging_limit=9) for step in (3, 6, 9)]
+    for writer in writers:
+        promotion_of(writer).result(PATIENCE_S)
+    assert step_at(destination_of(root, 9)) == 9
+    assert len(os.listdir(destination_of(root, 9))) == 3
+
+
+def test_a_file_that_a_later_save_removes_while_it_is_copied(tier: str, root: str) -> None:
+    """The later save is promoted; of the earlier one, nothing is left at the destination."""
+    promotion = promotion_of(save(tier, root, 0))
+    promotion.result(PATIENCE_S)
+    job = PromotionJob(
+        directory=promotion.local_path,
+        destination=f"{root}/other",
+        io_threads=1,
+        chunk_nbytes=1 << 20,
+        retries=0,
+    )
+    is_replaced = False
+
+    def replace_once(nbytes: int, of_nbytes: int) -> None:
+        nonlocal is_replaced
+        if nbytes and not is_replaced:
+            is_replaced = True
+            save(tier, root, 3)
+
+    promote(job, replace_once)
+    assert is_replaced
+    assert step_at(f"{root}/other") == 3
+    assert len(os.listdir(f"{root}/other")) == 3
+
+
+def test_overwrite_false_asks_both(tier: str, root: str) -> None:
+    """The destination, and the tier for what is on its way there."""
+    promotion = promotion_of(save(tier, root, 0))
+    promotion.result(PATIENCE_S)
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        save(tier, root, 0, overwrite=False)
+    assert isinstance(caught.value.failures[0][0], CheckpointExistsError)
+    nostall.remove_checkpoint(promotion.path)
+    with hanging_destination():
+        save(tier, root, 0, overwrite=False)
+        with pytest.raises(dcp.api.CheckpointException) as caught:
+            save(tier, root, 0, overwrite=False)
+    assert isinstance(caught.value.failures[0][0], CheckpointExistsError)
+
+
+def test_of_promoted_checkpoints_the_newest_stays(tier: str, root: str) -> None:
+    """The local disk does not fill."""
+    for step in range(6):
+        promotion_of(save(tier, f"{root}/{step}", step)).result(PATIENCE_S)
+    wait_until(lambda: not [name for name in os.listdir(tier) if "removed" in name])
+    found = nostall.local_checkpoints(tier)
+    assert [each.destination for each in found] == [
+        destination_of(f"{root}/{step}", step) for step in (5, 4)
+    ]
+    assert all(each.is_promoted for each in found)
+
+
+# --- crashes --------------------------------------------------------------------------------------
+
+
+def test_what_a_killed_job_has_left_is_promoted_by_the_next(tier: str, root: str) -> None:
+    """The trainer and all its processes were killed behind the local commit."""
+    Path(root).write_text("nothing gets there")
+    _run_killed(tier, root, steps=2)
+    assert [each.is_promoted for each in nostall.local_checkpoints(tier)] == [False, False]
+    Path(root).unlink()
+    promotion_of(save(tier, root, 2)).result(PATIENCE_S)
+    assert [step_at(destination_of(root, step)) for step in range(3)] == [0, 1, 2]
+
+
+def _run_killed(tier: str, root: str, *, steps: int) -> None:
+    program = str(TESTS / "programs" / "through_tier.py")
+    command = [*loaded.python(), "-W", "ignore", program, tier, root, "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        for step in range(steps):
+            assert int(process.stdout.readline()) == step
+        for each in [*psutil.Process(process.pid).children(), psutil.Process(process.pid)]:
+            each.kill()
+
+
+def test_promote_goes_on_without_a_save(tier: str, root: str) -> None:
+    """As when the job does not start again."""
+    Path(root).write_text("nothing gets there")
+    _run_killed(tier, root, steps=1)
+    Path(root).unlink()
+    (promotion,) = nostall.promote(tier)
+    promotion.result(PATIENCE_S)
+    assert step_at(destination_of(root, 0)) == 0
+    assert nostall.promote(tier) == ()
+
+
+def test_a_half_copied_file_of_full_length_is_copied_again(tier: str, root: str) -> None:
+    """A crash may leave such a file; lengths prove nothing."""
+    promotion = promotion_of(save(tier, root, 0))
+    promotion.result(PATIENCE_S)
+    job = PromotionJob(
+        directory=promotion.local_path,
+        destination=f"{root}/other",
+        io_threads=1,
+        chunk_nbytes=1 << 20,
+        retries=0,
+    )
+    Path(job.destination).mkdir()
+    for each in Path(job.directory).glob("__*"):
+        Path(job.destination, each.name).write_bytes(bytes(each.stat().st_size))
+    promote(job, lambda _nbytes, _of: None)
+    assert step_at(job.destination) == 0
+
+
+def test_whole_files_are_not_copied_again(tier: str, root: str) -> None:
+    """A promotion that goes on begins behind the last whole file."""
+    Path(root).write_text("in the way")
+    promotion = promotion_of(save(tier, root, 0))
+    nostall._engine.reset()
+    Path(root).unlink()
+    Path(promotion.path).mkdir(parents=True)
+    first, second = sorted(Path(promotion.local_path).glob("__*"))
+    there = Path(promotion.path, first.name)
+    there.write_bytes(first.read_bytes())
+    inode = there.stat().st_ino
+    copied = CopiedFiles(promotion.local_path)
+    for file in _files_of(promotion.local_path):
+        if file.name == first.name:
+            copied.add_whole(file)
+    (again,) = nostall.promote(tier)
+    again.result(PATIENCE_S)
+    assert step_at(promotion.path) == 0
+    assert there.stat().st_ino == inode
+    assert (Path(promotion.path) / second.name).stat().st_nlink == 1
+
+
+def _files_of(directory: str) -> Any:
+    from nostall._commit.manifest import manifest_alone
+
+    with (Path(directory) / ".metadata").open("rb") as stream:
+        manifest = manifest_alone(stream)
+    assert manifest is not None
+    return manifest.files
+
+
+def test_a_crash_between_the_publication_and_its_record_changes_nothing(
+    tier: str, root: str
+) -> None:
+    """The next promotion sees that the destination has the same metadata."""
+    promotion = promotion_of(save(tier, root, 0))
+    promotion.result(PATIENCE_S)
+    before = {each.name: each.stat().st_ino for each in Path(promotion.path).iterdir()}
+    (Path(promotion.local_path) / ".promoted").unlink()
+    (again,) = nostall.promote(tier)
+    again.result(PATIENCE_S)
+    assert before == {each.name: each.stat().st_ino for each in Path(promotion.path).iterdir()}
+    assert [each.is_promoted for each in local_checkpoints(tier)] == [True]
+
+
+def test_a_crash_before_replaced_files_are_removed(tier: str, root: str) -> None:
+    """The next promotion still knows them."""
+    promotion_of(save(tier, root, 0)).result(PATIENCE_S)
+    replaced = [each.name for each in Path(destination_of(root, 0)).glob("__*")]
+    promotion = promotion_of(save(tier, root, 3))
+    promotion.result(PATIENCE_S)
+    for name in replaced:  # back to the moment of the crash
+        Path(promotion.path, name).touch()
+    CopiedFiles(promotion.local_path).add_names(replaced)
+    (Path(promotion.local_path) / ".promoted").unlink()
+    (again,) = nostall.promote(tier)
+    again.result(PATIENCE_S)
+    assert step_at(promotion.path) == 3
+    assert len(os.listdir(promotion.path)) == 3
+
+
+@pytest.mark.parametrize("harm", ["flipped", "cut", "gone"])
+def test_a_damaged_local_file_is_never_published(tier: str, root: str, harm: str) -> None:
+    """The handle says so, and later saves go on."""
+    promotion_of(save(tier, root, 0)).result(PATIENCE_S)
+    with hanging_destination():
+        promotion = promotion_of(save(tier, root, 1))
+        file = min(Path(promotion.local_path).glob("__*"))
+        content = bytearray(file.read_bytes())
+        content[1000] ^= 1
+        file.unlink()
+        if harm != "gone":
+            file.write_bytes(content if harm == "flipped" else content[:-1])
+    with pytest.raises(DamagedCheckpointError, match="local"):
+        promotion.result(PATIENCE_S)
+    assert step_at(destination_of(root, 1)) is None
+    promotion_of(save(tier, root, 2, local_staging_limit=1)).result(PATIENCE_S)
+    assert step_at(destination_of(root, 2)) == 2
+
+
+# --- the end of the process -----------------------------------------------------------------------
+
+
+def test_a_program_that_ends_waits_for_its_promotions(tier: str, root: str) -> None:
+    """Its last checkpoint is at its destination."""
+    ended = _run_to_its_end(tier, root)
+    assert (ended.returncode, step_at(destination_of(root, 0))) == (0, 0)
+
+
+def test_a_program_whose_promotion_is_late_fails(tier: str, root: str) -> None:
+    """A job scheduler must not take the run for a success."""
+    Path(root).write_text("nothing gets there")
+    ended = _run_to_its_end(tier, root)
+    assert ended.returncode == 1
+    assert f"not at its destination: path={destination_of(root, 0)}" in ended.stderr
+    assert "a job that starts with the same local_staging_dir goes on" in ended.stderr
+
+
+def _run_to_its_end(tier: str, root: str) -> subprocess.CompletedProcess[str]:
+    code = (
+        "import nostall; from programs.through_tier import save;"
+        "nostall.configure(nostall.EngineOptions(exit_timeout_s=5.0));"
+        f"save({tier!r}, {root!r}, 0)"
+    )
+    return subprocess.run(
+        [*loaded.python(), "-W", "ignore", "-c", code],
+        cwd=TESTS,
+        env={**os.environ, "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_options_that_are_not_possible(tier: str, root: str) -> None:
+    """Each is refused when the writer is made."""
+    make = partial(FileSystemWriterAsync, f"{root}/step", local_staging_dir=tier)
+    with pytest.raises(OptionError, match="local_staging_limit=0"):
+        make(local_staging_limit=0)
+    with pytest.raises(OptionError, match="open_file"):
+        make(open_file=print)
+    with pytest.raises(OptionError, match="object stores"):
+        FileSystemWriterAsync(f"{root}/step", local_staging_dir="s3://bucket/tier")
+    with pytest.raises(OptionError, match="in local_staging_dir"):
+        FileSystemWriterAsync(f"{tier}/step", local_staging_dir=tier)
+    promotion_of(save(tier, root, 0)).result(PATIENCE_S)
+    with hanging_destination():
+        save(tier, root, 1)
+        with pytest.raises(OptionError, match="being promoted"):
+            nostall.configure(EngineOptions())
+
+
+def test_a_tier_that_cannot_be_made(root: str, tmp_path: Path) -> None:
+    """A typed error that names it."""
+    (tmp_path / "file").touch()
+    with pytest.raises(dcp.api.CheckpointException, match="local tier cannot be used") as caught:
+        save(str(tmp_path / "file"), root, 0)
+    error = caught.value.failures[0][0]
+    assert isinstance(error, WriteError)
+    assert error.path == str(tmp_path / "file")
+
+
+def test_what_is_in_a_tier_is_listed(tier: str, root: str) -> None:
+    """The newest first; what is not whole is left out, and other things are overlooked."""
+    assert nostall.local_checkpoints(tier) == ()
+    promotions = [promotion_of(save(tier, root, step)) for step in range(2)]
+    for promotion in promotions:
+        promotion.result(PATIENCE_S)
+    (Path(tier) / "other").mkdir()
+    newest, oldest = nostall.local_checkpoints(tier)
+    assert isinstance(newest, LocalCheckpoint)
+    assert (newest.path, newest.destination) == (promotions[1].local_path, promotions[1].path)
+    assert (step_at(newest.path), step_at(oldest.path)) == (1, 0)
+    min(Path(newest.path).glob("__*")).unlink()
+    assert nostall.local_checkpoints(tier) == (oldest,)
+
+
+def test_a_signal_for_the_whole_group_does_not_end_the_process(tier: str, root: str) -> None:
+    """Ctrl-C at the terminal, or a scheduler's SIGTERM."""
+    promotion_of(save(tier, root, 0)).result(PATIENCE_S)
+    (process,) = promoting_processes()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process.send_signal(number)
+    promotion_of(save(tier, root, 1)).result(PATIENCE_S)
+    assert promoting_processes() == [process]
