@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nostall import _torch
+from nostall._engine import default_engine
 from nostall._model.names import METADATA_SUFFIX, SHARD_SUFFIX, is_metadata_of_one_rank
 from nostall._storage.destination import place_of
 from nostall._storage.places import is_address, storage_at
@@ -43,10 +44,22 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         path: Checkpoint directory, or an address in an object store.
 
     Raises:
-        OptionError: It is not the directory of a checkpoint.
+        OptionError: It is not the directory of a checkpoint, or this process is promoting another
+            checkpoint to it.
         WriteError: Storage refused; see ``path`` and ``errno``.
     """
     directory = place_of(path)  # without a slash at its end, which would follow a link
+    with default_engine().promotions.removing(directory) as is_free:
+        if not is_free:
+            raise OptionError(
+                "a checkpoint is on its way there from the local tier",
+                path=directory,
+                hint="wait for its promotion, or remove it later",
+            )
+        _remove(directory)
+
+
+def _remove(directory: str) -> None:
     try:
         contents = _contents(directory)
         if contents is None:

@@ -432,6 +432,87 @@ def test_a_damaged_local_file_is_never_published(tier: str, root: str, harm: str
     assert step_at(destination_of(root, 2)) == 2
 
 
+def test_a_destination_is_not_removed_while_it_is_promoted_to(tier: str, root: str) -> None:
+    """The removal is refused, as it would take files from under the new metadata."""
+    promotion_of(save(tier, root, 0)).result(PATIENCE_S)
+    with hanging_destination():
+        promotion = promotion_of(save(tier, root, 3))
+        with pytest.raises(OptionError, match="on its way there"):
+            nostall.remove_checkpoint(promotion.path)
+        assert step_at(promotion.path) == 0
+    promotion.result(PATIENCE_S)
+    nostall.remove_checkpoint(promotion.path)
+    assert not Path(promotion.path).exists()
+
+
+def test_a_promotion_waits_for_the_removal_of_its_destination(tier: str, root: str) -> None:
+    """It begins when nothing is removed there any more."""
+    place = destination_of(root, 0)
+    with default_engine().promotions.removing(place) as is_free:
+        assert is_free
+        promotion = promotion_of(save(tier, root, 0))
+        with default_engine().promotions.removing(place) as is_free_again:
+            assert not is_free_again
+        assert promoting_processes() == []
+    promotion.result(PATIENCE_S)
+    assert step_at(place) == 0
+
+
+# --- a manager ------------------------------------------------------------------------------------
+
+
+def test_a_manager_keeps_and_restores_what_is_at_the_destination(tier: str, root: str) -> None:
+    """A step that waits in the tier is not counted yet, and nothing is removed for it."""
+    model = torch.nn.Linear(3, 3)
+    writer = partial(FileSystemWriterAsync, local_staging_dir=tier, local_staging_limit=9)
+    with nostall.CheckpointManager(root, keep=nostall.KeepLatest(2), writer=writer) as manager:
+        for step in range(3):
+            handle = manager.save(step, {"model": model})
+            handle.result(PATIENCE_S)
+            for promotion in handle.promotions:
+                promotion.result(PATIENCE_S)
+        with hanging_destination():
+            with torch.no_grad():
+                model.weight.fill_(7)
+            handles = [manager.save(step, {"model": model}) for step in (3, 4)]
+            handles[-1].result(PATIENCE_S)
+            assert manager.latest_step() == 2
+            assert len(manager.all_steps()) >= 2
+        for promotion in handles[-1].promotions:
+            promotion.result(PATIENCE_S)
+        assert manager.latest_step() == 4
+        model.reset_parameters()
+        restored = manager.restore({"model": model})
+        assert restored is not None
+        assert restored.step == 4
+        assert torch.equal(model.weight, torch.full((3, 3), 7.0))
+
+
+def test_a_manager_removes_what_was_half_copied_and_the_next_save_copies_it(
+    tier: str, root: str
+) -> None:
+    """Its own clearing up and the promotion do not disturb each other."""
+    model, writer = torch.nn.Linear(3, 3), partial(FileSystemWriterAsync, local_staging_dir=tier)
+    with nostall.CheckpointManager(root, writer=writer) as manager:
+        manager.save(0, {"model": model}).result(PATIENCE_S)
+    for promotion in nostall.promote(tier):
+        promotion.result(PATIENCE_S)
+    here, there = nostall.local_checkpoints(tier)[0].path, Path(root) / "step-000000000"
+    (Path(here) / ".promoted").unlink()  # back to a crash when the files were copied
+    copied = CopiedFiles(here)
+    for file in _files_of(here):
+        copied.add_whole(file)
+    (there / ".metadata").unlink()
+    with nostall.CheckpointManager(root, writer=writer) as manager:
+        assert manager.latest_step() is None
+        handle = manager.save(1, {"model": model})
+        handle.result(PATIENCE_S)
+        for promotion in handle.promotions:
+            promotion.result(PATIENCE_S)
+        assert manager.all_steps() == [0, 1]
+        assert nostall.verify(there).ok
+
+
 # --- the end of the process -----------------------------------------------------------------------
 
 

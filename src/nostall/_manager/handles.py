@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from nostall._tier.promotions import Promotion
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.stats import SaveStats
 
@@ -70,6 +71,15 @@ class SaveHandle:
         if self._error is not None:
             raise self._error
         return self.path
+
+    @property
+    def promotions(self) -> tuple[Promotion, ...]:
+        """What brings the checkpoints from a local tier to the step's directory, once committed.
+
+        On the coordinator; empty on other ranks, and if the writers have no ``local_staging_dir``.
+        """
+        found = (writer.promotion for writer in self._writers)
+        return tuple(promotion for promotion in found if promotion is not None)
 
     @property
     def stats(self) -> SaveStats | None:

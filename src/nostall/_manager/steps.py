@@ -170,7 +170,7 @@ class StepDirectories:
             WriteError: Storage refused.
         """
         for checkpoint in self.checkpoints(step):
-            with suppress(OptionError):  # holds nothing but other files
+            with suppress(OptionError):  # holds only other files, or is promoted to
                 remove_checkpoint(checkpoint)
         if self.parts:
             with suppress(OSError):  # other files are left

@@ -6,6 +6,7 @@ in parts, by several threads, with checksums. So a part that the local disk has 
 
 from __future__ import annotations
 
+import errno
 import mmap
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
@@ -109,6 +110,7 @@ def _promote(job: PromotionJob, local: Storage, on_progress: Callable[[int, int]
     if not _has(destination, content):
         _copy_all(manifest.files, job, local, copied, on_progress)
         copied.add_names(_files_of(destination) - mine)
+        _require_there(manifest.files, destination)
         commit(destination, [content], metadata_name=METADATA_NAME, replaced_files=())
     remove_files(destination.where(name) for name in sorted(copied.names - mine))
     destination.flush()
@@ -160,6 +162,13 @@ def _is_there(destination: Files, file: WrittenFile) -> bool:
     with suppress(FileNotFoundError):
         return destination.stat(file.name).nbytes == file.nbytes
     return False
+
+
+def _require_there(files: Sequence[WrittenFile], destination: Files) -> None:
+    """Check that nobody has removed files since they were copied, as clearing up does."""
+    for file in files:
+        if not _is_there(destination, file):
+            raise OSError(errno.ENOENT, "a copied file is gone again", destination.where(file.name))
 
 
 def _files_of(destination: Files) -> set[str]:

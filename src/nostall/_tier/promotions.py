@@ -10,8 +10,9 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -217,6 +218,8 @@ class Promotions:
         self._given_up: set[LocalCheckpoint] = set()
         self._being_saved: set[str] = set()
         """Local directories into which saves of this process write."""
+        self._being_removed: dict[str, list[Promotion]] = {}
+        """Destinations that are being removed, and the promotions that wait for the end of that."""
         self._is_closed = False
         self._changed = threading.Condition(threading.RLock())
 
@@ -277,6 +280,26 @@ class Promotions:
                     self.begin(tier, each.path, each.destination)
             return [each for each in self._pending.values() if each.tier == tier]
 
+    @contextmanager
+    def removing(self, destination: str) -> Iterator[bool]:
+        """Keep promotions from a destination that is being removed; false if one is under way.
+
+        Otherwise a promotion could publish metadata whose files are removed at the same time.
+        """
+        with self._changed:
+            is_free = all(each.path != destination for each in self._pending.values())
+            is_free = is_free and destination not in self._being_removed
+            if is_free:
+                self._being_removed[destination] = []
+        try:
+            yield is_free
+        finally:
+            if is_free:
+                with self._changed:
+                    waiting = self._being_removed.pop(destination)
+                for promotion in waiting:
+                    self._submit(promotion)
+
     def unfinished(self) -> list[Promotion]:
         """The promotions that are not over."""
         with self._changed:
@@ -322,6 +345,10 @@ class Promotions:
         )
 
     def _submit(self, promotion: Promotion) -> None:
+        with self._changed:
+            if promotion.path in self._being_removed:
+                self._being_removed[promotion.path].append(promotion)
+                return
         promotion.starts += 1
         try:
             outcome = self._running().promote(promotion)
