@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -297,6 +298,21 @@ def test_of_promoted_checkpoints_the_newest_stays(tier: str, root: str) -> None:
         destination_of(f"{root}/{step}", step) for step in (5, 4)
     ]
     assert all(each.is_promoted for each in found)
+
+
+def test_what_was_never_committed_is_removed_when_it_is_old(tier: str, root: str) -> None:
+    """A crash in the middle of a save leaves files that nobody else would remove."""
+    for name, age_s in (("old", 3700), ("young", 3500)):
+        left = Path(tier) / name
+        left.mkdir(parents=True)
+        (left / ".destination").write_text(f"{root}/{name}")
+        os.utime(left, (time.time() - age_s,) * 2)
+    (Path(tier) / "of somebody else").mkdir()
+    os.utime(Path(tier) / "of somebody else", (0, 0))
+    promotion_of(save(tier, root, 0)).result(PATIENCE_S)
+    wait_until(lambda: not [name for name in os.listdir(tier) if "removed" in name])
+    assert {"young", "of somebody else"} <= set(os.listdir(tier))
+    assert "old" not in os.listdir(tier)
 
 
 # --- crashes --------------------------------------------------------------------------------------

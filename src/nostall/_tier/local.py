@@ -17,12 +17,14 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from nostall._model.names import METADATA_SUFFIX as METADATA_NAME
 from nostall._model.values import WrittenFile
+from nostall._storage.places import may_have
 from nostall._storage.port import Version
 from nostall._storage.posix_storage import PosixStorage
 
@@ -66,6 +68,25 @@ def local_checkpoints(tier: str) -> list[LocalCheckpoint]:
         there = [each for each in found if each is not None]
         return sorted(there, key=lambda each: each.committed_at_s)
     return []
+
+
+def left_by_crashes(tier: str, older_than_s: float) -> list[str]:
+    """Directories of saves that were never committed, and that nothing has changed for a while.
+
+    Raises:
+        OSError: The local disk refuses.
+    """
+    left = []
+    with suppress(FileNotFoundError), os.scandir(tier) as entries:
+        for entry in entries:
+            is_old = time.time() - entry.stat().st_mtime > older_than_s
+            if is_old and destination_of(entry.path) and not _is_committed(entry.path):
+                left.append(entry.path)
+    return left
+
+
+def _is_committed(directory: str) -> bool:
+    return may_have(PosixStorage(directory), METADATA_NAME)
 
 
 def _checkpoint_at(directory: str) -> LocalCheckpoint | None:

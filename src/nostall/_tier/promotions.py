@@ -26,6 +26,7 @@ from nostall._storage.deadlines import start_apart
 from nostall._storage.places import is_address
 from nostall._tier.local import (
     LocalCheckpoint,
+    left_by_crashes,
     local_checkpoints,
     remove_set_aside,
     set_aside,
@@ -44,6 +45,8 @@ _ENTRY = (
 )
 _MOST_STARTS = 3
 """Processes that may die from one promotion before it waits for the next start of the job."""
+_SAVES_PER_AGE, _LONG_S = 2, 600.0
+"""What is older than so many times ``save_timeout_s``, or seconds, is of no save under way."""
 _IO_THREADS = 4
 """Few: a slow destination gains nothing from more, and training needs the processors."""
 
@@ -228,7 +231,8 @@ class Promotions:
     ) -> None:
         """Make the local directory of a new save, once fewer checkpoints wait than allowed.
 
-        What an earlier run has left is promoted, too; promoted ones but the newest are removed.
+        What an earlier run has left is promoted, too. Removed are promoted checkpoints but the
+        newest, and what was never committed, once it is too old for any save.
 
         Args:
             tier: The local tier.
@@ -246,10 +250,10 @@ class Promotions:
         with self._changed:
             directory = make()
             self._being_saved.add(directory)
-            promoted = [each for each in local_checkpoints(tier) if each.is_promoted]
-            for each in promoted[:-1]:
-                if each.path not in self._being_saved:
-                    set_aside(each.path)
+            promoted = [each.path for each in local_checkpoints(tier) if each.is_promoted]
+            left = left_by_crashes(tier, _SAVES_PER_AGE * max(timeout_s, _LONG_S))
+            for path in {*promoted[:-1], *left} - self._being_saved:
+                set_aside(path)
         start_apart("nostall-tier", partial(remove_set_aside, tier))
 
     def begin(self, tier: str, directory: str, destination: str) -> Promotion:
