@@ -110,11 +110,14 @@ class FileSystemWriterAsync(FileSystemWriter):
             same objects as in the last save of this process, and were not changed as far as torch
             counts, is neither copied nor written: it becomes a hard link to the last one. A change
             that torch does not count (``.data``, NumPy, a replayed CUDA graph) is not detected.
-        local_staging_dir: A directory on a fast disk that all ranks share. The checkpoint is
-            committed there, and then promoted to ``path`` in the background: see :attr:`promotion`.
-            A job that starts again with the same directory goes on with what was left.
+        local_staging_dir: A directory on a fast disk. The checkpoint is committed there, and then
+            promoted to ``path`` in the background: see :attr:`promotion`. A job that starts again
+            with the same directory goes on with what was left.
         local_staging_limit: How many committed checkpoints may wait there for their destinations;
             the next save waits, ``EngineOptions.save_timeout_s`` at most.
+        local_staging_shared: Whether all ranks see the same ``local_staging_dir``. ``False`` if
+            each host has its own: every rank brings its own files to ``path`` then, and the
+            coordinator publishes the metadata when all of them are there.
 
     The first nine are those of ``torch.distributed.checkpoint.FileSystemWriter``, in its order;
     the others are keyword-only.
@@ -152,6 +155,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             frozen: Iterable[str] = (),
             local_staging_dir: str | os.PathLike[str] | None = None,
             local_staging_limit: int = 2,
+            local_staging_shared: bool = True,
         ) -> None: ...
 
     else:
@@ -170,6 +174,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             frozen: Iterable[str] = (),
             local_staging_dir: str | os.PathLike[str] | None = None,
             local_staging_limit: int = 2,
+            local_staging_shared: bool = True,
             **kwargs: Any,
         ) -> None:
             place = place_of(path)
@@ -185,6 +190,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 frozen=frozen,
                 local_staging_dir=local_staging_dir,
                 local_staging_limit=local_staging_limit,
+                local_staging_shared=local_staging_shared,
             )
             self._start(place, None)
 

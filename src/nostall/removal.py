@@ -15,6 +15,7 @@ from nostall._engine import default_engine
 from nostall._model.names import METADATA_SUFFIX, SHARD_SUFFIX, is_metadata_of_one_rank
 from nostall._storage.destination import place_of
 from nostall._storage.places import is_address, storage_at
+from nostall._tier.parts import is_record
 from nostall.errors import OptionError, WriteError
 
 __all__ = ["remove_checkpoint"]
@@ -27,7 +28,7 @@ class _Contents:
     metadata: tuple[str, ...]
     """Also each rank's own, from saves without coordination."""
     rest: tuple[str, ...]
-    """Shard files, also of unfinished saves, and unpublished metadata."""
+    """Shard files, also of unfinished saves, records of their parts, and unpublished metadata."""
     others: tuple[str, ...]
     """Names that no save has created."""
 
@@ -113,7 +114,7 @@ def _sorted_out(names: Iterable[str]) -> _Contents:
     for name in names:
         if name == _torch.METADATA_NAME or is_metadata_of_one_rank(name):
             metadata.append(name)
-        elif name.endswith((SHARD_SUFFIX, f"{METADATA_SUFFIX}.tmp")):
+        elif name.endswith((SHARD_SUFFIX, f"{METADATA_SUFFIX}.tmp")) or is_record(name):
             rest.append(name)
         else:
             others.append(name)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -13,7 +17,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 import nostall
+from nostall._engine import default_engine
+from nostall.core import AsyncCallsQueue
+from nostall.errors import DamagedCheckpointError
 from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.state_dict_saver import CheckpointMetadataCache
+from support.states import schedule
 
 
 def save_and_wait(out: Path) -> None:
@@ -31,6 +40,99 @@ def save_and_wait(out: Path) -> None:
         found = {"w0": torch.zeros(1000), "w1": torch.zeros(1000)}
         dcp.load(found, checkpoint_id=path)
         assert all(torch.equal(each, torch.full((1000,), float(step))) for each in found.values())
+
+
+def save_by_rank(out: Path) -> None:
+    """Each rank has a local tier of its own; steps have directories, or one that is overwritten."""
+    rank = dist.get_rank()
+    for step in range(6):
+        path = out / ("last" if step % 2 else f"step-{step}")
+        writer = FileSystemWriterAsync(
+            path, local_staging_dir=out / f"disk-{rank}", local_staging_shared=False
+        )
+        dcp.save({f"w{rank}": torch.full((1000,), float(step))}, storage_writer=writer)
+        if writer.promotion is not None:
+            writer.promotion.result(60)
+        dist.barrier()
+        assert nostall.verify(path).ok
+        found = {"w0": torch.zeros(1000), "w1": torch.zeros(1000)}
+        dcp.load(found, checkpoint_id=path)
+        assert all(torch.equal(each, torch.full((1000,), float(step))) for each in found.values())
+        assert sorted(each.name.partition("-")[0] for each in path.iterdir()) == [
+            ".metadata",
+            "__0_0",
+            "__1_0",
+        ]
+        # Of this rank's files, those of two saves stay, and those of the last one.
+        kept = list((out / f"disk-{rank}").glob(f"*/__{rank}_*"))
+        assert len(kept) <= 3, kept
+
+
+def split_saves_by_rank(out: Path) -> None:
+    """Known structures, several under way."""
+    rank = dist.get_rank()
+    queue, cache = AsyncCallsQueue(), CheckpointMetadataCache()
+    for step in range(5):
+        schedule(
+            queue,
+            out / f"step-{step}",
+            {f"w{rank}": torch.full((1000,), float(step))},
+            cache=cache,
+            local_staging_dir=out / f"disk-{rank}",
+            local_staging_shared=False,
+            local_staging_limit=9,
+        )
+        queue.wait(60)
+    for promotion in default_engine().promotions.unfinished():
+        promotion.result(60)
+    dist.barrier()
+    for step in range(5):
+        assert nostall.verify(out / f"step-{step}").ok
+    queue.close()
+
+
+def save_by_rank_and_die(out: Path) -> None:
+    """Both ranks end, with all their processes, when the save is committed on their disks."""
+    rank, far = dist.get_rank(), out / "far"
+    far.write_text("in the way")
+    writer = FileSystemWriterAsync(
+        far / "step", local_staging_dir=out / f"disk-{rank}", local_staging_shared=False
+    )
+    dcp.save({f"w{rank}": torch.full((1000,), 1.0)}, storage_writer=writer)
+    dist.barrier()
+    for process in psutil.Process().children():
+        process.kill()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_with_a_damaged_part(out: Path) -> str:
+    """A file of rank 1 is changed on its disk before it is copied; what each rank is told."""
+    rank = dist.get_rank()
+    tier, far = out / f"disk-{rank}", out / "far"
+    options: dict[str, Any] = {"local_staging_dir": tier, "local_staging_shared": False}
+    far.write_text("in the way")
+    writer = FileSystemWriterAsync(far / "step", **options)
+    dcp.save({f"w{rank}": torch.zeros(1000)}, storage_writer=writer)
+    if rank == 1:
+        (file,) = tier.glob("*/__1_*")
+        content = bytearray(file.read_bytes())
+        content[2000] ^= 1
+        file.write_bytes(content)
+    (promotion,) = [
+        each
+        for each in default_engine().promotions.unfinished()
+        if (each.record == ".metadata") == (rank == 0)
+    ]
+    dist.barrier()
+    if rank == 0:
+        far.unlink()
+    try:
+        promotion.result(60)
+    except DamagedCheckpointError as error:
+        dist.barrier()
+        assert not (far / "step" / ".metadata").exists()
+        return str(error)
+    raise AssertionError("it was promoted")
 
 
 class OutOfSight(FileSystemWriterAsync):

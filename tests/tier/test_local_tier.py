@@ -37,7 +37,7 @@ from nostall.state_dict_saver import CheckpointMetadataCache
 from programs.through_tier import destination_of, save, state_of
 from support import loaded
 from support.object_store import S3Server
-from support.ranks import TESTS, run_ranks
+from support.ranks import TESTS, RanksFailed, run_ranks
 from support.states import schedule
 from support.waiting import command_of, wait_until
 
@@ -135,7 +135,20 @@ def test_two_ranks_share_a_tier(tmp_path: Path) -> None:
 def test_files_that_the_coordinator_does_not_see_are_not_committed(tmp_path: Path) -> None:
     """Ranks with tiers of their own, under the same path, get a typed error."""
     messages = run_ranks(2, "tiers:save_out_of_sight", tmp_path / "out")
-    assert all("must be a directory that all ranks share" in each for each in messages)
+    assert all("local_staging_shared=False" in each for each in messages)
+
+
+@pytest.mark.parametrize("program", ["save_by_rank", "split_saves_by_rank"])
+def test_each_host_has_its_own_tier(tmp_path: Path, program: str) -> None:
+    """Every rank brings its own files, and the metadata come when all of them are there."""
+    run_ranks(2, f"tiers:{program}", tmp_path / "out")
+
+
+def test_a_damaged_file_on_another_host_is_never_published(tmp_path: Path) -> None:
+    """The coordinator learns it, and does not wait for ever."""
+    coordinator, other = run_ranks(2, "tiers:save_with_a_damaged_part", tmp_path / "out")
+    assert "rank 1: a local file has another checksum" in coordinator
+    assert "a local file has another checksum" in other
 
 
 def test_a_destination_in_an_object_store(tier: str, started_s3: S3Server) -> None:
@@ -255,6 +268,7 @@ def test_a_file_that_a_later_save_removes_while_it_is_copied(tier: str, root: st
     job = PromotionJob(
         directory=promotion.local_path,
         destination=f"{root}/other",
+        record=".metadata",
         io_threads=1,
         chunk_nbytes=1 << 20,
         retries=0,
@@ -339,6 +353,21 @@ def _run_killed(tier: str, root: str, *, steps: int) -> None:
             each.kill()
 
 
+def test_what_killed_hosts_have_left_is_promoted_by_each(tmp_path: Path) -> None:
+    """Each brings what is on its own disk; the metadata come last."""
+    out = tmp_path / "out"
+    with pytest.raises(RanksFailed):
+        run_ranks(2, "tiers:save_by_rank_and_die", out)
+    (out / "far").unlink()
+    coordinator = nostall.promote(out / "disk-0")
+    wait_until(lambda: any("1 of 2 files" in each.status.trouble for each in coordinator))
+    assert not (out / "far" / "step" / ".metadata").exists()
+    for promotion in (*nostall.promote(out / "disk-1"), *coordinator):
+        promotion.result(PATIENCE_S)
+    assert nostall.verify(out / "far" / "step").ok
+    assert len(os.listdir(out / "far" / "step")) == 3
+
+
 def test_promote_goes_on_without_a_save(tier: str, root: str) -> None:
     """As when the job does not start again."""
     Path(root).write_text("nothing gets there")
@@ -357,6 +386,7 @@ def test_a_half_copied_file_of_full_length_is_copied_again(tier: str, root: str)
     job = PromotionJob(
         directory=promotion.local_path,
         destination=f"{root}/other",
+        record=".metadata",
         io_threads=1,
         chunk_nbytes=1 << 20,
         retries=0,

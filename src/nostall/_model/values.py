@@ -168,6 +168,8 @@ class RankFiles:
     left: tuple[str, ...] = ()
     """Names of files there from earlier saves of this rank whose outcome it does not know: they may
     belong to a checkpoint."""
+    belongs_at: str | None = None
+    """Where the checkpoint goes from a local tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

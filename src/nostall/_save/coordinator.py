@@ -173,7 +173,7 @@ def _require_written_here(save: RankSave, written: Sequence[RankFiles | None]) -
     Raises:
         RankMismatchError: A rank wrote to another directory than this rank.
     """
-    here, rank = save.settings.directory, save.settings.rank
+    here, rank = save.settings.belongs_at, save.settings.rank
 
     def is_same_in_time(one: str, other: str) -> bool:
         return in_time(
@@ -185,7 +185,7 @@ def _require_written_here(save: RankSave, written: Sequence[RankFiles | None]) -
             rank=rank,
         )
 
-    directories = [None if each is None else each.directory for each in written]
+    directories = [None if each is None else each.belongs_at or each.directory for each in written]
     require_one_directory(directories, here, rank=rank, is_same=is_same_in_time)
 
 
@@ -195,7 +195,7 @@ def _require_shared_tier(save: RankSave, written: Sequence[RankFiles | None]) ->
     Raises:
         WriteError: A file is not here.
     """
-    if save.settings.tier is None:
+    if save.settings.tier is None or not save.settings.tier.is_shared:
         return
     here = PosixStorage(save.settings.directory)
     for rank, each in enumerate(written):
@@ -206,7 +206,7 @@ def _require_shared_tier(save: RankSave, written: Sequence[RankFiles | None]) ->
                     rank=save.settings.rank,
                     phase="commit",
                     path=here.where(file.name),
-                    hint="local_staging_dir must be a directory that all ranks share",
+                    hint="pass local_staging_shared=False if each host has its own",
                 )
 
 

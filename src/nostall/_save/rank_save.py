@@ -35,7 +35,7 @@ from nostall._save.unchanged import keep, link_unchanged, with_linked
 from nostall._storage.directories import Visit
 from nostall._storage.unused_files import remove_in_time
 from nostall._tier.promotions import Promotion
-from nostall.errors import NostallError, OptionError, StagingError
+from nostall.errors import NostallError, OptionError, StagingError, WriteError
 from nostall.stats import SaveStats, Timeline
 
 T = TypeVar("T")
@@ -89,6 +89,7 @@ class RankSave:
         self.slowest_rank: int | None = None
         """The rank whose files were durable last, once it is known."""
         self._may_replace: bool | None = None
+        self._has_begun_part = False
         self.promotion: Promotion | None = None
         """On the coordinator, once the checkpoint is committed in a local tier."""
 
@@ -184,7 +185,32 @@ class RankSave:
             prepared.target.progress.end()
         receipts = report.receipts if isinstance(report, RankWritten) else ()
         self._state = Written(visit=visit, receipts=receipts)
-        return session.WrittenItems(results, session.written_files(prepared, report))
+        written = session.written_files(prepared, report)
+        self._begin_part(written)
+        return session.WrittenItems(results, written)
+
+    def _begin_part(self, written: RankFiles) -> None:
+        """Begin to bring this rank's files to their destination, if that is this rank's task."""
+        tier = self.settings.tier
+        if tier is None or tier.is_shared or self._has_begun_part:
+            return
+        self._has_begun_part = True
+        try:
+            default_engine().promotions.begin_part(
+                tier.path,
+                self.settings.directory,
+                tier.destination,
+                self.settings.rank,
+                written.files or (),
+            )
+        except OSError as error:
+            raise WriteError(
+                f"the local tier cannot be used: {error.strerror or error}",
+                errno=error.errno,
+                rank=self.settings.rank,
+                phase="collect",
+                path=tier.path,
+            ) from error
 
     def _take_staging(self) -> None:
         """Adopt the staging's figures, and refuse a copy that failed.
@@ -268,9 +294,14 @@ class RankSave:
             if isinstance(self._state, Failed):
                 raise self._state.error
             split = self.to_schedule
-            return if_nothing if split is None else ask(split)
+            return if_nothing if split is None else self._answer(split, ask)
         except Exception as error:  # finalising reports it to every rank
             return _torch.wrap_exception(error)
+
+    def _answer(self, split: SplitSave, ask: Callable[[SplitSave], T]) -> T:
+        answer = ask(split)
+        self._begin_part(split.written_files)  # before the coordinator can commit
+        return answer
 
     @property
     def file_names(self) -> tuple[str, ...]:
@@ -282,7 +313,9 @@ class RankSave:
         """The files that this rank wrote, once its results are retrieved."""
         if isinstance(self._state, SplitSave):
             return self._state.written_files
-        return RankFiles(directory=self.settings.directory, files=())
+        return RankFiles(
+            directory=self.settings.directory, files=(), belongs_at=self.settings.belongs_at
+        )
 
     @property
     def results_token(self) -> str | None:

@@ -301,7 +301,10 @@ def written_files(prepared: PreparedSave, report: RankReport | None) -> RankFile
             for each in report.receipts
         )
     return RankFiles(
-        directory=target.settings.directory, files=files, left=target.visit.left_before()
+        directory=target.settings.directory,
+        files=files,
+        left=target.visit.left_before(),
+        belongs_at=target.settings.belongs_at,
     )
 
 

@@ -42,6 +42,7 @@ class OwnOptions:
     local_staging_dir: str | None
     """An absolute path."""
     local_staging_limit: Any
+    local_staging_shared: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,8 @@ class Tier:
     path: str
     """The local tier."""
     destination: str
+    is_shared: bool
+    """Whether all ranks see the same directory; otherwise each brings its own files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +101,7 @@ class WriterSettings:
         timeout_s, others = engine.options.save_timeout_s, self._metadata_names()
         overwrite = self.options.overwrite
         if self.tier is not None:
-            self._make_room(self.tier, engine)
+            self._make_room(self.tier, engine, is_part=False)
             if not overwrite:
                 require_new(self.tier.destination, others, rank=self.rank, timeout_s=timeout_s)
                 overwrite = is_promoted(self.directory)  # and removed at the destination since
@@ -111,9 +114,10 @@ class WriterSettings:
             timeout_s=timeout_s,
         )
 
-    def _make_room(self, tier: Tier, engine: Engine) -> None:
+    def _make_room(self, tier: Tier, engine: Engine, *, is_part: bool) -> None:
         def make() -> str:
-            record_destination(self.directory, tier.destination)
+            by_rank = not tier.is_shared
+            record_destination(self.directory, tier.destination, by_rank=by_rank)
             return self.directory
 
         try:
@@ -121,6 +125,7 @@ class WriterSettings:
                 tier.path,
                 self.options.local_staging_limit,
                 make,
+                is_part=is_part,
                 timeout_s=engine.options.save_timeout_s,
                 rank=self.rank,
             )
@@ -155,6 +160,11 @@ class WriterSettings:
             path=self.directory,
             rank=self.rank,
         )
+
+    @property
+    def belongs_at(self) -> str:
+        """Where the checkpoint is to be in the end; the same for all ranks."""
+        return self.directory if self.tier is None else self.tier.destination
 
     def packing(self, engine: Engine) -> Packing:
         """The number and size of a rank's files."""
@@ -197,6 +207,8 @@ class WriterSettings:
         is_beside = getattr(plan.storage_data, "beside", None) == self.directory
         if self.tier is not None:
             replaces = True  # nobody asks the destination what it has
+            if not self.tier.is_shared:
+                self._make_room(self.tier, engine, is_part=True)
         elif replaces is None:
             replaces = is_beside or self.may_replace(engine)
         progress = engine.under_way.begin(job, path=self.directory, rank=self.rank)
@@ -265,7 +277,8 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
     place, tier = str(writer.path), None
     if own.local_staging_dir is not None:
         _require_possible_tier(own.local_staging_dir, place, writer, has_stream=bool(has_stream))
-        tier = Tier(path=own.local_staging_dir, destination=place)
+        is_shared = require_switch("local_staging_shared", own.local_staging_shared)
+        tier = Tier(path=own.local_staging_dir, destination=place, is_shared=is_shared)
         place = directory_in(tier.path, place)
     return WriterSettings(
         directory=place,

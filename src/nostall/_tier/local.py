@@ -18,21 +18,25 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from nostall._model.names import METADATA_SUFFIX as METADATA_NAME
 from nostall._model.values import WrittenFile
-from nostall._storage.places import may_have
 from nostall._storage.port import Version
 from nostall._storage.posix_storage import PosixStorage
+from nostall._tier.parts import Part, is_record, new_name, parts_at, remove_old
 
 _DESTINATION = ".destination"
 _COPIED = ".copied"
 _PROMOTED = ".promoted"
 _REMOVED = ".removed-"
+_BY_RANK = "\0by rank"
+"""Behind a destination; no path has this character."""
 _HASH_DIGITS = 12
+_LATER_S = 1e-3
+_PARTS_KEPT = 2
 
 
 def directory_in(tier: str, destination: str) -> str:
@@ -61,13 +65,10 @@ def local_checkpoints(tier: str) -> list[LocalCheckpoint]:
     Raises:
         OSError: The local disk refuses.
     """
-    with suppress(FileNotFoundError), os.scandir(tier) as entries:
-        found = [
-            _checkpoint_at(entry.path) for entry in entries if not entry.name.startswith(_REMOVED)
-        ]
-        there = [each for each in found if each is not None]
-        return sorted(there, key=lambda each: each.committed_at_s)
-    return []
+    found = map(_checkpoint_at, directories_in(tier))
+    return sorted(
+        (each for each in found if each is not None), key=lambda each: each.committed_at_s
+    )
 
 
 def left_by_crashes(tier: str, older_than_s: float) -> list[str]:
@@ -77,16 +78,17 @@ def left_by_crashes(tier: str, older_than_s: float) -> list[str]:
         OSError: The local disk refuses.
     """
     left = []
-    with suppress(FileNotFoundError), os.scandir(tier) as entries:
-        for entry in entries:
-            is_old = time.time() - entry.stat().st_mtime > older_than_s
-            if is_old and destination_of(entry.path) and not _is_committed(entry.path):
-                left.append(entry.path)
+    for directory in directories_in(tier):
+        with suppress(FileNotFoundError):
+            is_old = time.time() - os.stat(directory).st_mtime > older_than_s
+            if is_old and not _has_records(directory):
+                left.append(directory)
     return left
 
 
-def _is_committed(directory: str) -> bool:
-    return may_have(PosixStorage(directory), METADATA_NAME)
+def _has_records(directory: str) -> bool:
+    """Whether something in a directory is committed, or a part of something that may be."""
+    return any(name == METADATA_NAME or is_record(name) for name in os.listdir(directory))
 
 
 def _checkpoint_at(directory: str) -> LocalCheckpoint | None:
@@ -109,19 +111,98 @@ def is_promoted(directory: str) -> bool:
 
 def destination_of(directory: str) -> str | None:
     """The destination that is recorded in a directory; ``None`` if it is none of a local tier."""
-    return _content(directory, _DESTINATION)
+    content = _content(directory, _DESTINATION)
+    return None if content is None else content.removesuffix(_BY_RANK)
 
 
-def record_destination(directory: str, destination: str) -> None:
+def is_by_rank(directory: str) -> bool:
+    """Whether each rank brings its own files from there to the destination."""
+    return (_content(directory, _DESTINATION) or "").endswith(_BY_RANK)
+
+
+def record_destination(directory: str, destination: str, *, by_rank: bool) -> None:
     """Make the directory of a checkpoint, and record where it belongs.
+
+    Args:
+        directory: In the local tier.
+        destination: Where its checkpoint belongs.
+        by_rank: Whether each rank brings its own files there.
 
     Raises:
         OSError: The local disk refuses.
     """
     storage = PosixStorage(directory)
     storage.make_place()
-    if destination_of(directory) != destination:
-        storage.publish(_DESTINATION, [os.fsencode(destination)])
+    content = destination + (_BY_RANK if by_rank else "")
+    if _content(directory, _DESTINATION) != content:
+        storage.publish(_DESTINATION, [os.fsencode(content)])
+
+
+def directories_in(tier: str) -> list[str]:
+    """The directories of a local tier that belong to a destination.
+
+    Raises:
+        OSError: The local disk refuses.
+    """
+    with suppress(FileNotFoundError), os.scandir(tier) as entries:
+        paths = sorted(each.path for each in entries if not each.name.startswith(_REMOVED))
+        return [path for path in paths if destination_of(path) is not None]
+    return []
+
+
+def write_part(directory: str, rank: int, files: Sequence[WrittenFile]) -> str:
+    """Record durably that files of a rank are to be brought to the destination.
+
+    Returns:
+        The name of the record.
+
+    Raises:
+        OSError: The local disk refuses.
+    """
+    storage = PosixStorage(directory)
+    before = [*parts_at(storage), *parts_at(storage, are_done=True)]
+    newest_s = max((part.at_s for part in before if part.rank == rank), default=0.0)
+    at_s = max(time.time(), newest_s + _LATER_S)  # a clock may be set back
+    part = Part(name=new_name(rank), at_s=at_s, files=tuple(files))
+    storage.publish(part.name, [part.encoded()])
+    return part.name
+
+
+def waiting_parts(tier: str) -> list[tuple[str, str, str]]:
+    """Directory, destination and record of each part that is to be brought there, oldest first.
+
+    Raises:
+        OSError: The local disk refuses.
+    """
+    found = [
+        (part.at_s, directory, destination_of(directory) or "", part.name)
+        for directory in directories_in(tier)
+        for part in parts_at(PosixStorage(directory))
+    ]
+    return [(directory, destination, name) for _, directory, destination, name in sorted(found)]
+
+
+def has_waiting_parts(directory: str) -> bool:
+    """Whether a part in a directory is not at its destination."""
+    return bool(parts_at(PosixStorage(directory)))
+
+
+def remove_done_parts(tier: str) -> None:
+    """Remove all but the newest two parts of each rank that are at their destination.
+
+    Errors are ignored: other ranks of the host do the same.
+    """
+    with suppress(OSError):
+        directories = directories_in(tier)
+        found = {path: parts_at(PosixStorage(path), are_done=True) for path in directories}
+        newest: dict[int, list[Part]] = {}
+        for part in sorted(
+            (part for parts in found.values() for part in parts), key=lambda part: part.at_s
+        ):
+            newest[part.rank] = [*newest.get(part.rank, []), part][-_PARTS_KEPT:]
+        kept = [part.name for parts in newest.values() for part in parts]
+        for directory in found:
+            remove_old(directory, kept)
 
 
 def record_promoted(directory: str, version: Version) -> None:
@@ -140,14 +221,14 @@ def _content(directory: str, name: str) -> str | None:
 
 
 @contextmanager
-def held(directory: str) -> Iterator[None]:
-    """Keep other processes from promoting a directory meanwhile.
+def held(directory: str, name: str = _DESTINATION) -> Iterator[None]:
+    """Keep other processes from promoting a directory, or the part with this record, meanwhile.
 
     Raises:
         BlockingIOError: Another process is promoting it.
         OSError: It is gone.
     """
-    fd = os.open(os.path.join(directory, _DESTINATION), os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(os.path.join(directory, name), os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -162,8 +243,8 @@ class CopiedFiles:
     does not have are then those to remove.
     """
 
-    def __init__(self, directory: str) -> None:
-        self._path = os.path.join(directory, _COPIED)
+    def __init__(self, directory: str, record: str = "") -> None:
+        self._path = os.path.join(directory, _COPIED + record)
         self._lines: set[str] = set()
         with suppress(OSError), open(self._path, encoding="utf-8") as stream:
             self._lines.update(line.strip() for line in stream)
@@ -192,6 +273,10 @@ class CopiedFiles:
     def add_whole(self, file: WrittenFile) -> None:
         """Record that a file was copied to its end; as :meth:`add_names`."""
         self._add([_line(file.name, file.crc32)])
+
+    def remove(self) -> None:
+        """Remove the record: the promotion is over."""
+        PosixStorage(os.path.dirname(self._path)).remove([os.path.basename(self._path)])
 
     def _add(self, lines: Iterable[str]) -> None:
         new = [line for line in lines if line not in self._lines]

@@ -12,12 +12,13 @@ import socket
 import threading
 import time
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from nostall._model.checksum import use_fastest_from
 from nostall._model.jobs import Failure
-from nostall._tier.promoting import PromotionJob, Refused, Unpromotable, promote
+from nostall._tier.promoting import NotYet, PromotionJob, Refused, Unpromotable, promote
 from nostall._writer.framing import Message, send
 from nostall._writer.parent import make_importable, messages_from_parent
 from nostall.errors import NostallError
@@ -56,41 +57,69 @@ class _Promoter:
             os._exit(0)
 
     def serve(self) -> None:
-        """Promote forever, one checkpoint at a time, in order."""
+        """Promote forever, one checkpoint at a time; what cannot go on now is tried again later."""
+        later: list[_Attempt] = []
         while True:
-            message = self.jobs.get()
-            failure = self._promoted(message["job"], message)
-            plain = None if failure is None else asdict(failure)
-            self.send({"type": "promoted", "job": message["job"], "failure": plain})
+            attempt = self._next(later)
+            again_in_s = self._try(attempt)
+            if again_in_s is not None:
+                attempt.due_s = time.monotonic() + again_in_s
+                later.append(attempt)
 
-    def _promoted(self, name: str, message: Message) -> Failure | None:
-        """Promote, however long the destination refuses; the failure if it can never succeed."""
+    def _next(self, later: list[_Attempt]) -> _Attempt:
+        """The next new job, or the first of the others that is due again."""
+        first = min(later, key=lambda attempt: attempt.due_s, default=None)
+        timeout_s = None if first is None else max(0.0, first.due_s - time.monotonic())
+        try:
+            return _Attempt(self.jobs.get(timeout=timeout_s))
+        except queue.Empty:
+            assert first is not None
+            later.remove(first)
+            return first
 
-        def on_progress(nbytes: int, total_nbytes: int) -> None:
-            now_s = time.monotonic()
-            if now_s >= self._next_s:
-                self._next_s = now_s + _PROGRESS_EVERY_S
-                self.send({"type": "progress", "job": name, "nbytes": nbytes, "of": total_nbytes})
+    def _try(self, attempt: _Attempt) -> float | None:
+        """Try to promote; seconds until the next attempt, or ``None`` if the job is answered."""
+        message = attempt.message
+        name = message["job"]
+        failure: Failure | None = None
+        try:
+            make_importable(message["sys_path"])
+            promote(_job(message), partial(self._send_progress, name))
+        except Unpromotable as error:
+            failure = error.failure
+        except (NotYet, BlockingIOError) as error:
+            waits = str(error) if isinstance(error, NotYet) else "another process promotes it"
+            self.send({"type": "progress", "job": name, "waits": waits})
+            return _FIRST_DELAY_S
+        except Exception as error:  # whatever the client of a store raises; it may pass
+            self.send({"type": "progress", "job": name, "trouble": _described(error)})
+            delay_s, attempt.delay_s = attempt.delay_s, min(2 * attempt.delay_s, _LONGEST_DELAY_S)
+            return delay_s
+        plain = None if failure is None else asdict(failure)
+        self.send({"type": "promoted", "job": name, "failure": plain})
+        return None
 
-        delay_s = _FIRST_DELAY_S
-        while True:
-            try:
-                make_importable(message["sys_path"])
-                promote(_job(message), on_progress)
-            except Unpromotable as error:
-                return error.failure
-            except Exception as error:  # whatever the client of a store raises; it may pass
-                self.send({"type": "progress", "job": name, "trouble": _described(error)})
-                time.sleep(delay_s)
-                delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
-            else:
-                return None
+    def _send_progress(self, name: str, nbytes: int, total_nbytes: int) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + _PROGRESS_EVERY_S
+            self.send({"type": "progress", "job": name, "nbytes": nbytes, "of": total_nbytes})
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """A job that is not answered, and when it is tried next."""
+
+    message: Message
+    due_s: float = 0.0
+    delay_s: float = _FIRST_DELAY_S
 
 
 def _job(message: dict[str, Any]) -> PromotionJob:
     return PromotionJob(
         directory=message["directory"],
         destination=message["destination"],
+        record=message["record"],
         io_threads=message["io_threads"],
         chunk_nbytes=message["chunk_nbytes"],
         retries=message["retries"],
@@ -100,8 +129,6 @@ def _job(message: dict[str, Any]) -> PromotionJob:
 def _described(error: Exception) -> str:
     if isinstance(error, Refused):
         return f"{error.failure.message} ({error.failure.path})"
-    if isinstance(error, BlockingIOError):
-        return "another process is promoting it"
     if isinstance(error, NostallError | OSError):
         return str(error)
     return "".join(traceback.format_exception(error))

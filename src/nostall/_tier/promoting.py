@@ -10,7 +10,7 @@ import errno
 import mmap
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from nostall._commit.manifest import Manifest, manifest_alone
@@ -32,7 +32,8 @@ from nostall._storage.port import Files, Source, Storage
 from nostall._storage.posix_storage import PosixStorage
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall._storage.unused_files import remove_files
-from nostall._tier.local import CopiedFiles, held, record_promoted
+from nostall._tier import parts
+from nostall._tier.local import CopiedFiles, held, is_by_rank, record_promoted
 from nostall._writer.files import perform
 from nostall._writer.images import Window
 
@@ -62,12 +63,18 @@ class _Replaced(Exception):
     """A later save has replaced the local checkpoint."""
 
 
+class NotYet(Exception):
+    """Other ranks have not brought their files to the destination."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromotionJob:
     """What to promote, and how."""
 
     directory: str
     destination: str
+    record: str
+    """``.metadata``, or the name of a part's record."""
     io_threads: int
     chunk_nbytes: int
     retries: int
@@ -83,10 +90,14 @@ def promote(job: PromotionJob, on_progress: Callable[[int, int], None]) -> None:
     Raises:
         Unpromotable: The local checkpoint is damaged.
         Refused: The destination has not taken a file.
+        NotYet: Other ranks have not brought their files.
         OSError: Another process is promoting it, or the destination refuses.
         WriteError: The metadata could not be published.
         NotDurableError: It was or may have been published, but may not last.
     """
+    if job.record != METADATA_NAME:
+        _promote_part(job, on_progress)
+        return
     local = PosixStorage(job.directory)
     with held(job.directory):
         while True:
@@ -106,14 +117,63 @@ def _promote(job: PromotionJob, local: Storage, on_progress: Callable[[int, int]
     content, manifest = _committed(local)
     destination, copied = storage_at(job.destination), CopiedFiles(job.directory)
     mine = {file.name for file in manifest.files}
+    by_rank = is_by_rank(job.directory)
     destination.make_place()
     if not _has(destination, content):
-        _copy_all(manifest.files, job, local, copied, on_progress)
+        if by_rank:
+            _await_parts(manifest.files, destination, on_progress)
+        else:
+            _copy_all(manifest.files, job, local, copied, on_progress)
         copied.add_names(_files_of(destination) - mine)
         _require_there(manifest.files, destination)
         commit(destination, [content], metadata_name=METADATA_NAME, replaced_files=())
     remove_files(destination.where(name) for name in sorted(copied.names - mine))
+    if by_rank:
+        records, files = parts.obsolete(destination, mine)
+        destination.remove([*files, *records])
     destination.flush()
+
+
+def _await_parts(
+    files: Sequence[WrittenFile],
+    destination: Storage,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    wanted, there = set(files), set[WrittenFile]()
+    for part in parts.parts_at(destination):
+        if part.damage and not wanted.isdisjoint(part.files):
+            raise Unpromotable(f"rank {part.rank}: {part.damage}", destination.where(part.name))
+        there.update(() if part.damage else part.files)
+    missing = [file for file in files if file not in there]
+    total_nbytes = sum(file.nbytes for file in files)
+    on_progress(total_nbytes - sum(file.nbytes for file in missing), total_nbytes)
+    if missing:
+        raise NotYet(f"{len(missing)} of {len(files)} files are not there yet: {missing[0].name}")
+
+
+def _promote_part(job: PromotionJob, on_progress: Callable[[int, int], None]) -> None:
+    """Bring the files of one rank, or a record of why that is not possible."""
+    part = parts.read_part(job.directory, job.record)
+    if part is None:  # another process has done it
+        return
+    local, destination = PosixStorage(job.directory), storage_at(job.destination)
+    damage: Exception | None = None
+    with held(job.directory, part.name):
+        copied = CopiedFiles(job.directory, part.name)
+        destination.make_place()
+        try:
+            _copy_all(part.files, job, local, copied, on_progress)
+            _require_there(part.files, destination)
+        except (_Replaced, Unpromotable) as error:
+            damage = error
+            remove_files(destination.where(name) for name in sorted(copied.names))
+            part = replace(part, damage=str(error))
+        destination.publish(part.name, [part.encoded()])
+        destination.flush()
+        parts.end(job.directory, part.name)
+        copied.remove()
+    if isinstance(damage, Unpromotable):  # otherwise a later save may have replaced the files
+        raise damage
 
 
 def _copy_all(
@@ -192,7 +252,7 @@ def _copy(
     try:
         source = local.open(file.name)
     except FileNotFoundError:
-        raise _Replaced from None
+        raise _Replaced(f"a local file is gone: {file.name}") from None
     with closing(source):
         image = _LocalFile(source, job.io_threads, min(chunk_nbytes, page_aligned(file.nbytes)))
         report = perform(

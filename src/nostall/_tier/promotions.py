@@ -10,9 +10,9 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -21,15 +21,21 @@ from pathlib import Path
 from nostall._model import checksum
 from nostall._model.interrupts import is_done
 from nostall._model.jobs import Failure, RankFailed
+from nostall._model.names import METADATA_SUFFIX as METADATA_NAME
+from nostall._model.values import WrittenFile
 from nostall._ranks.failures import error_of, failure_of
 from nostall._storage.deadlines import start_apart
 from nostall._storage.places import is_address
 from nostall._tier.local import (
     LocalCheckpoint,
+    has_waiting_parts,
     left_by_crashes,
     local_checkpoints,
+    remove_done_parts,
     remove_set_aside,
     set_aside,
+    waiting_parts,
+    write_part,
 )
 from nostall._writer.child import ChildProcess
 from nostall._writer.framing import Message
@@ -81,8 +87,12 @@ class PromotionStatus:
 class Promotion:
     """A committed checkpoint on its way from the local tier to its destination."""
 
-    def __init__(self, tier: str, local_path: str, destination: str) -> None:
+    def __init__(
+        self, tier: str, local_path: str, destination: str, record: str = METADATA_NAME
+    ) -> None:
         self.tier = tier
+        self.record = record
+        """What says which files: the metadata, or the record of a part."""
         self.path = destination
         """The destination."""
         self.local_path = local_path
@@ -147,6 +157,10 @@ class Promotion:
         """Record progress."""
         self._nbytes, self._written_nbytes, self._trouble = of_nbytes, nbytes, ""
 
+    def waits(self, for_what: str) -> None:
+        """Record that other ranks have not brought their files."""
+        self._trouble = for_what
+
     def refused(self, trouble: str) -> None:
         """Record that the destination has refused; logged when the reason is new."""
         if trouble != self._trouble:
@@ -183,6 +197,7 @@ class PromotingProcess(ChildProcess[Failure | None]):
             "job": job,
             "directory": promotion.local_path,
             "destination": promotion.path,
+            "record": promotion.record,
             "io_threads": min(_IO_THREADS, self._options.io_threads or _IO_THREADS),
             "chunk_nbytes": self._options.chunk_nbytes,
             "retries": self._options.write_retries,
@@ -196,7 +211,9 @@ class PromotingProcess(ChildProcess[Failure | None]):
         promotion = self._promotions.get(message["job"])
         if promotion is None:
             return
-        if "trouble" in message:
+        if "waits" in message:
+            promotion.waits(str(message["waits"]))
+        elif "trouble" in message:
             promotion.refused(str(message["trouble"]))
         else:
             promotion.moved(int(message["nbytes"]), int(message["of"]))
@@ -216,8 +233,8 @@ class Promotions:
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
         self._process: PromotingProcess | None = None
-        self._pending: dict[str, Promotion] = {}
-        """By local directory, in the order of their commits."""
+        self._pending: dict[tuple[str, str], Promotion] = {}
+        """By local directory and record, in the order of their commits."""
         self._given_up: set[LocalCheckpoint] = set()
         self._being_saved: set[str] = set()
         """Local directories into which saves of this process write."""
@@ -227,7 +244,14 @@ class Promotions:
         self._changed = threading.Condition(threading.RLock())
 
     def make_room(
-        self, tier: str, limit: int, make: Callable[[], str], *, timeout_s: float, rank: int
+        self,
+        tier: str,
+        limit: int,
+        make: Callable[[], str],
+        *,
+        is_part: bool = False,
+        timeout_s: float,
+        rank: int,
     ) -> None:
         """Make the local directory of a new save, once fewer checkpoints wait than allowed.
 
@@ -238,6 +262,7 @@ class Promotions:
             tier: The local tier.
             limit: How many committed checkpoints may wait for their destinations.
             make: Makes the directory; returns its path.
+            is_part: Whether parts are counted: by ranks that commit nothing.
             timeout_s: How long to wait.
             rank: This rank.
 
@@ -246,14 +271,17 @@ class Promotions:
             OSError: The local disk refuses.
         """
         self.resume(tier)
-        self._await_room(tier, limit, timeout_s, rank)
+        self._await_room(tier, limit, timeout_s, rank, is_part=is_part)
         with self._changed:
             directory = make()
             self._being_saved.add(directory)
             promoted = [each.path for each in local_checkpoints(tier) if each.is_promoted]
-            left = left_by_crashes(tier, _SAVES_PER_AGE * max(timeout_s, _LONG_S))
-            for path in {*promoted[:-1], *left} - self._being_saved:
-                set_aside(path)
+            old = left_by_crashes(tier, _SAVES_PER_AGE * max(timeout_s, _LONG_S))
+            if not is_part:
+                old += [path for path in promoted[:-1] if not has_waiting_parts(path)]
+            for path in set(old) - self._being_saved:
+                with suppress(FileNotFoundError):  # another rank was faster
+                    set_aside(path)
         start_apart("nostall-tier", partial(remove_set_aside, tier))
 
     def begin(self, tier: str, directory: str, destination: str) -> Promotion:
@@ -261,12 +289,34 @@ class Promotions:
         promotion = Promotion(tier, directory, destination)
         with self._changed:
             self._being_saved.discard(directory)
-            earlier = self._pending.pop(directory, None)
-            self._pending[directory] = promotion
+            earlier = self._pending.pop((directory, METADATA_NAME), None)
+            self._pending[directory, METADATA_NAME] = promotion
         if earlier is not None:
             _log.info("another checkpoint is promoted instead: path=%s", destination)
         self._submit(promotion)
         return promotion
+
+    def begin_part(
+        self, tier: str, directory: str, destination: str, rank: int, files: Sequence[WrittenFile]
+    ) -> None:
+        """Bring the files that this rank has written, before or after their checkpoint's commit.
+
+        Parts that are at their destination are removed here, but for the newest ones.
+
+        Raises:
+            OSError: The local disk refuses.
+        """
+        if not files:
+            return
+        record = write_part(directory, rank, files)
+        self._begin_part(tier, directory, destination, record)
+        start_apart("nostall-tier", partial(remove_done_parts, tier))
+
+    def _begin_part(self, tier: str, directory: str, destination: str, record: str) -> None:
+        promotion = Promotion(tier, directory, destination, record)
+        with self._changed:
+            self._pending[directory, record] = promotion
+        self._submit(promotion)
 
     def resume(self, tier: str) -> list[Promotion]:
         """Promote all committed checkpoints of a local tier that are not promoted.
@@ -280,8 +330,12 @@ class Promotions:
         with self._changed:
             waiting = [each for each in local_checkpoints(tier) if not each.is_promoted]
             for each in waiting:
-                if each.path not in self._pending and each not in self._given_up:
+                is_new = (each.path, METADATA_NAME) not in self._pending
+                if is_new and each not in self._given_up:
                     self.begin(tier, each.path, each.destination)
+            for directory, destination, record in waiting_parts(tier):
+                if (directory, record) not in self._pending:
+                    self._begin_part(tier, directory, destination, record)
             return [each for each in self._pending.values() if each.tier == tier]
 
     @contextmanager
@@ -322,9 +376,12 @@ class Promotions:
         if self._process is not None:
             self._process.abandon_after_fork()
 
-    def _await_room(self, tier: str, limit: int, timeout_s: float, rank: int) -> None:
+    def _await_room(
+        self, tier: str, limit: int, timeout_s: float, rank: int, *, is_part: bool
+    ) -> None:
         def waiting() -> list[Promotion]:
-            return [each for each in self._pending.values() if each.tier == tier]
+            of_tier = [each for each in self._pending.values() if each.tier == tier]
+            return [each for each in of_tier if (each.record != METADATA_NAME) == is_part]
 
         with self._changed:
             found = waiting()
@@ -379,8 +436,9 @@ class Promotions:
 
     def _end(self, promotion: Promotion, failure: Failure | None) -> None:
         with self._changed:
-            if self._pending.get(promotion.local_path) is promotion:
-                del self._pending[promotion.local_path]
+            key = promotion.local_path, promotion.record
+            if self._pending.get(key) is promotion:
+                del self._pending[key]
             if failure is not None and failure.kind == "DamagedCheckpointError":
                 self._given_up.update(
                     each
