@@ -86,7 +86,8 @@ UNIT_TESTS = (
     "tests/cli/test_prune.py",
 )
 
-STORES = ("tests/storage/test_msc.py", "tests/storage/test_s3.py")
+S3 = ("tests/storage/test_s3.py", "tests/manager/test_manager_in_s3.py")
+STORES = ("tests/storage/test_msc.py", *S3)
 """Tests of object stores, with all that is tried with them."""
 
 os.environ.update(
@@ -153,6 +154,14 @@ def stores(session: nox.Session) -> None:
     install_group(session, "stores")
     install_package(session, extra="fast")
     session.run("python", "-m", "pytest", *(session.posargs or STORES))
+
+
+@nox.session
+def swift(session: nox.Session) -> None:
+    """Run the tests of S3 against OpenStack Swift instead of moto; arguments go to pytest."""
+    install_group(session, "swift")
+    install_package(session, extra="fast")
+    session.run("python", "-m", "pytest", "--s3=swift", *(session.posargs or S3))
 
 
 @nox.session

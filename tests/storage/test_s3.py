@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import zlib
 from collections.abc import Callable
 from importlib import import_module
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import nostall
 from nostall._storage.objects.s3 import S3Client
 from nostall._storage.places import storage_at
-from nostall._storage.port import Storage
+from nostall._storage.port import Conflict, Storage
 from nostall.cli import main
 from nostall.core import AsyncCallsQueue
 from nostall.errors import NotDurableError, OptionError, ReadError, WriteError
@@ -217,7 +218,7 @@ def test_the_program_of_the_page_runs(s3: S3Server, bucket: str) -> None:
         {**COMMIT, **SLOW_DOWN, "times": 2},
         {"method": "GET", "has": ".distcp", "do": "cut", "times": 2},
         {"method": "GET", "has": ".distcp", "do": "truncate", "times": 2},
-        {"method": "HEAD", **SLOW_DOWN, "times": 2},
+        {"method": "HEAD", "has": "", **SLOW_DOWN, "times": 2},
     ],
     ids=str,
 )
@@ -226,7 +227,7 @@ def test_a_store_that_fails_for_a_moment_is_asked_again(
 ) -> None:
     """Also if the answer was lost: what is done is done once, and nothing else stays."""
     save(url, 1)
-    s3.inject(fault)
+    (s3.inject_into_replacing if fault["has"] == COMMIT["has"] else s3.inject)(fault)
     save(url, 2)
     assert is_loaded(url, 2)
     assert nostall.verify(url).ok
@@ -287,9 +288,49 @@ def test_a_commit_that_was_done_is_not_denied_by_a_later_attempt(
     """Its first answer is lost, and the second one is a refusal."""
     save(url, 1)
     refusal = {"do": "answer", "status": status, "code": code, "times": ATTEMPTS}
-    s3.inject({**COMMIT, "do": "lose"}, {**COMMIT, **refusal})
+    s3.inject_into_replacing({**COMMIT, "do": "lose"}, {**COMMIT, **refusal})
     save(url, 2)
     assert is_loaded(url, 2)
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_store_that_ignores_conditions_keeps_the_committed_checkpoint(
+    s3: S3Server, url: str, *, is_refused: bool
+) -> None:
+    """A save to an address with a checkpoint takes other names, whatever the store does."""
+    save(url, 1)
+    ignored = {"method": "PUT", "has": "", "do": "ignore", "times": 1000}
+    if is_refused:
+        refusal = {"do": "answer", "status": 403, "code": "AccessDenied", "times": 1000}
+        s3.inject({**COMMIT, **refusal}, ignored)
+        with pytest.raises(CheckpointException, match="AccessDenied"):
+            save(url, 2)
+    else:
+        s3.inject(ignored)
+        save(url, 2)
+    s3.inject()
+    assert is_loaded(url, 1 if is_refused else 2)
+    assert nostall.verify(url).ok
+    assert len(s3.keys(url.split("/")[2])) == 2
+
+
+def test_a_store_that_replaces_without_conditions_is_asked_before(
+    s3: S3Server, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As OpenStack Swift: what another job has published stays, and the gap is named once."""
+    refusal = {"do": "answer", "status": 501, "code": "NotImplemented"}
+    save(url, 1)
+    for seed in (2, 3):
+        s3.inject({**COMMIT, **refusal})
+        save(url, seed)
+        assert is_loaded(url, seed)
+    assert caplog.text.count("cannot replace an object on a condition") == 1
+    version = storage_at(url).stat(".metadata").version
+    save(url, 4)
+    s3.inject({**COMMIT, **refusal})
+    with pytest.raises(Conflict):
+        storage_at(url).publish(".metadata", [b"other"], expected=version)
+    assert is_loaded(url, 4)
 
 
 def test_uploads_of_others_are_left_alone(s3: S3Server, bucket: str) -> None:
@@ -416,9 +457,11 @@ def test_uploads_of_a_job_that_was_killed_are_aborted_by_the_next_save(
     bucket = url.split("/")[2]
     assert len(s3.unfinished(bucket)) == 1
     assert nostall.latest_complete(f"s3://{bucket}/run") is None
-    save(url, 2)
+    wait_until(lambda: time.time() > s3.last_begun_s(bucket))
+    done = run_script("programs/save_once.py", url, "2", cwd=tmp_path, timeout_s=60)
+    assert done.returncode == 0, done.stderr
     assert is_loaded(url, 2)
-    wait_until(lambda: s3.unfinished(bucket) == [])
+    assert s3.unfinished(bucket) == []
     assert len(s3.keys(bucket)) == 2
 
 
