@@ -50,8 +50,6 @@ _CODES = {
     "NotImplemented": errno.ENOTSUP,
     "InternalError": errno.EREMOTEIO,
     "ServiceUnavailable": errno.EAGAIN,
-    "ConditionalRequestConflict": errno.EAGAIN,  # perhaps with the first attempt of the same put
-    "409": errno.EAGAIN,
     "SlowDown": errno.EAGAIN,
     "Throttling": errno.EAGAIN,
     "ThrottlingException": errno.EAGAIN,
@@ -60,7 +58,17 @@ _CODES = {
     "BadDigest": errno.EIO,
 }
 """Answers of stores, as errors of this system."""
+_STATUSES = {
+    401: errno.EACCES,
+    403: errno.EACCES,
+    408: errno.ETIMEDOUT,
+    409: errno.EBUSY,  # with another request for the key: perhaps an earlier attempt of this one
+    429: errno.EAGAIN,
+}
+"""Answers with a code of another store, or without any, as those to HEAD."""
 _CONDITIONS = {"PreconditionFailed", "412"}
+_CONFLICT_PAUSE_S = 0.2
+"""Before the second attempt, doubled before each further one."""
 
 
 class S3Client:
@@ -76,7 +84,7 @@ class S3Client:
             condition = {"IfNoneMatch": "*"} if expected == ABSENT else {"IfMatch": expected}
         body = b"".join(content)
         try:
-            self._call("put_object", key, Body=body, **condition)
+            self._put(key, body, condition)
         except OSError as error:
             if error.errno != errno.ENOTSUP or "IfMatch" not in condition:
                 raise
@@ -84,7 +92,18 @@ class S3Client:
             _tell_of_the_gap(self._bucket)
             if self._version(key) != expected:
                 raise Conflict(self._where(key)) from error
-            self._call("put_object", key, Body=body)
+            self._put(key, body, {})
+
+    def _put(self, key: str, body: bytes, condition: dict[str, str]) -> None:
+        for attempt in range(_ATTEMPTS):
+            try:
+                self._call("put_object", key, Body=body, **condition)
+            except OSError as error:  # botocore does not repeat what meets another request
+                if error.errno != errno.EBUSY or attempt == _ATTEMPTS - 1:
+                    raise
+                time.sleep(_CONFLICT_PAUSE_S * 2**attempt)
+            else:
+                return
 
     def parts(self, key: str, nbytes: int) -> _S3Parts:
         del nbytes
@@ -309,9 +328,7 @@ def _errno_of(error: Any, code: str) -> int:
     if code in _CODES:
         return _CODES[code]
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    if status in (401, 403):
-        return errno.EACCES
-    return errno.EREMOTEIO if status >= 500 else errno.EINVAL
+    return _STATUSES.get(status, errno.EREMOTEIO if status >= 500 else errno.EINVAL)
 
 
 def require_client() -> None:
