@@ -36,7 +36,7 @@ from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import State
 from nostall.testing import Fault, Hold, inject, storage_contract
 from programs.save_once import save, save_in_background, state_of
-from support.object_store import S3Server
+from support.object_store import S3Server, is_loaded
 from support.pages import code_blocks
 from support.ranks import run_script
 from support.states import schedule
@@ -48,16 +48,6 @@ COMPLETION = {"method": "POST", "has": "uploadId"}
 SLOW_DOWN = {"do": "answer", "status": 503, "code": "SlowDown"}
 ATTEMPTS = 4
 """Of the client, for each request."""
-
-
-def is_loaded(url: str, seed: int, reader: Callable[[str], Any] = nostall.FileSystemReader) -> bool:
-    """Whether a checkpoint has the state of this seed, to the last bit."""
-    wanted, found = state_of(seed), state_of(seed + 1000)
-    dcp.load(found, storage_reader=reader(url), no_dist=True)
-    model = wanted["model"]
-    return found["step"] == seed and all(
-        torch.equal(found["model"][name], model[name]) for name in model
-    )
 
 
 def save_and_wait(url: str, seed: int) -> None:

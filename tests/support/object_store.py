@@ -8,13 +8,18 @@ import subprocess
 import sys
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+import torch.distributed.checkpoint as dcp
+
+import nostall
 from nostall._storage.objects.s3 import S3Client
+from programs.save_once import state_of
 from support.ranks import TESTS
 
 SERVERS = {
@@ -74,6 +79,16 @@ class S3Server:
     def keys(self, bucket: str) -> list[str]:
         """All keys of a bucket, in order."""
         return list(self.sizes(bucket))
+
+
+def is_loaded(url: str, seed: int, reader: Callable[[str], Any] = nostall.FileSystemReader) -> bool:
+    """Whether a checkpoint has the state of this seed, to the last bit."""
+    wanted, found = state_of(seed), state_of(seed + 1000)
+    dcp.load(found, storage_reader=reader(url), no_dist=True)
+    model = wanted["model"]
+    return found["step"] == seed and all(
+        torch.equal(found["model"][name], model[name]) for name in model
+    )
 
 
 @contextmanager
