@@ -162,7 +162,7 @@ def swift(session: nox.Session) -> None:
     """Run the tests of S3 against OpenStack Swift instead of moto; arguments go to pytest."""
     install_group(session, "swift")
     install_package(session, extra="fast")
-    session.run("python", "-m", "pytest", "--s3=swift", *(session.posargs or S3))
+    session.run("python", "-m", "pytest", "--s3=swift", *(session.posargs or STORES))
 
 
 @nox.session
@@ -176,7 +176,7 @@ def emulators(session: nox.Session) -> None:
     elif not (modules / "azurite").exists():
         wanted = ("--prefix", str(modules.parent), "--no-audit", "--no-fund", AZURITE)
         session.run("npm", "install", *wanted, external=True)
-    session.env["PATH"] = os.pathsep.join((str(modules / ".bin"), session.env["PATH"] or ""))
+    session.env["PATH"] = os.pathsep.join((str(modules / ".bin"), os.environ["PATH"]))
     tests = session.posargs or ("tests/storage/test_emulators.py",)
     session.run("python", "-m", "pytest", *tests)
 
