@@ -86,7 +86,9 @@ UNIT_TESTS = (
     "tests/cli/test_prune.py",
 )
 
-STORES = ("tests/storage/test_msc.py", "tests/storage/test_s3.py")
+S3 = ("tests/storage/test_s3.py", "tests/manager/test_manager_in_s3.py")
+AZURITE = "azurite@3.37.0"
+STORES = ("tests/storage/test_msc.py", *S3)
 """Tests of object stores, with all that is tried with them."""
 
 os.environ.update(
@@ -153,6 +155,30 @@ def stores(session: nox.Session) -> None:
     install_group(session, "stores")
     install_package(session, extra="fast")
     session.run("python", "-m", "pytest", *(session.posargs or STORES))
+
+
+@nox.session
+def swift(session: nox.Session) -> None:
+    """Run the tests of S3 against OpenStack Swift instead of moto; arguments go to pytest."""
+    install_group(session, "swift")
+    install_package(session, extra="fast")
+    session.run("python", "-m", "pytest", "--s3=swift", *(session.posargs or STORES))
+
+
+@nox.session
+def emulators(session: nox.Session) -> None:
+    """Save to emulators of Google's and Microsoft's stores; the latter only where npm is."""
+    install_group(session, "emulators")
+    install_package(session, extra="fast")
+    modules = Path(session.create_tmp()).resolve() / "node_modules"
+    if shutil.which("npm") is None:
+        session.warn("npm is not installed: the tests with azurite are skipped")
+    elif not (modules / "azurite").exists():
+        wanted = ("--prefix", str(modules.parent), "--no-audit", "--no-fund", AZURITE)
+        session.run("npm", "install", *wanted, external=True)
+    session.env["PATH"] = os.pathsep.join((str(modules / ".bin"), os.environ["PATH"]))
+    tests = session.posargs or ("tests/storage/test_emulators.py",)
+    session.run("python", "-m", "pytest", *tests)
 
 
 @nox.session

@@ -14,8 +14,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from nostall import _engine
 from nostall.core import AsyncCallsQueue
 from support import loaded
-from support.object_store import S3Server, s3_server
+from support.object_store import SERVERS, S3Server, s3_server
 from support.waiting import command_of
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--s3=swift`` runs the tests of S3 against another server."""
+    parser.addoption("--s3", choices=list(SERVERS), default="moto")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -73,9 +78,9 @@ def python_handles_ctrl_c() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def started_s3() -> Iterator[S3Server]:
+def started_s3(pytestconfig: pytest.Config) -> Iterator[S3Server]:
     """The S3 server of this session."""
-    with s3_server() as server:
+    with s3_server(pytestconfig.getoption("--s3")) as server:
         yield server
 
 

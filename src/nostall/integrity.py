@@ -143,6 +143,21 @@ def why_incomplete(directory: str, *, deep: bool = False) -> str | None:
     return None
 
 
+def why_damaged(directory: str, *, deep: bool = False) -> str | None:
+    """As :func:`why_incomplete`, but what storage did not answer for a moment is no damage.
+
+    Raises:
+        UnknownMetadataError: As :func:`is_complete`.
+        ReadError: Storage does not answer, or denies access.
+    """
+    why = why_incomplete(directory, deep=deep)
+    if why is None:
+        return None
+    require_answers(directory)
+    # Storage may have been away at the first look; reading every byte again would take too long.
+    return why if deep else why_incomplete(directory)
+
+
 def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | None:
     """The last committed complete checkpoint among the directories in ``root``, or ``None``.
 
@@ -165,10 +180,9 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
     unknown: list[UnknownMetadataError | ReadError] = []
     for path in committed_latest_first(_path_of(root)):
         try:
-            why = why_incomplete(path, deep=deep)
+            why = why_damaged(path, deep=deep)
             if why is None:
                 return path
-            require_answers(path)
             _log.warning("skipped %s: the checkpoint is damaged: %s", path, why)
         except (UnknownMetadataError, ReadError) as error:
             _log.warning("skipped %s: %s", path, error.message)

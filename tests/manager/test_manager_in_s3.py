@@ -12,6 +12,7 @@ import torch
 import nostall
 from nostall import CheckpointManager, KeepBest, KeepLatest
 from nostall._storage.places import storage_at
+from nostall.errors import ReadError
 from support.object_store import S3Server
 from support.ranks import run_ranks, run_script
 
@@ -69,6 +70,33 @@ def test_what_an_interrupted_save_left_is_removed(s3: S3Server, root: str, tmp_p
         manager.save(1, training()).result(60)
     assert s3.unfinished(bucket) == []
     assert storage_at(root).list() == ["step-000000001"]
+
+
+def test_a_busy_store_does_not_hide_the_newest_step(
+    s3: S3Server, root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is asked again; if it stays busy, the step is named, and is not called damaged."""
+    busy = {"method": "HEAD", "do": "answer", "status": 429, "code": ""}
+    with CheckpointManager(root) as manager:
+        for step in (1, 2):
+            manager.save(step, training())
+        manager.wait()
+        s3.inject({**busy, "has": "step-000000002/__0_0"})
+        restored = manager.restore(training())
+        assert restored is not None
+        assert restored.step == 2
+        assert "skipped" not in caplog.text
+        for has in ("step-000000002/__0_0", "step-000000002/.metadata"):
+            s3.inject({**busy, "has": has, "times": 1000})
+            restored = manager.restore(training())
+            assert restored is not None
+            assert restored.step == 1
+            with pytest.raises(ReadError, match="step-000000002"):
+                manager.restore(training(), 2)
+        with pytest.raises(ReadError, match="steps cannot be read"):
+            manager.latest_step()
+    assert caplog.text.count(f"skipped {root}/step-000000002") == 2
+    assert "damaged" not in caplog.text
 
 
 def test_parts_are_one_step(root: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ if __name__ == "__main__":
     where, number, *kill = sys.argv[1:]
     if not kill:
         save(where, int(number))
+        for thread in threading.enumerate():  # it aborts uploads of others, as long as we live
+            if thread.name == "nostall-unfinished":
+                thread.join()
     else:
         with Hold("fsync") as hold, inject(hold.fault):
             save_in_background(where, int(number))

@@ -18,6 +18,7 @@ from nostall.errors import OptionError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.filesystem_reader import FileSystemReader
 from programs.save_once import save, save_in_background, state_of
+from support.object_store import S3Server, is_loaded
 
 pytest.importorskip("multistorageclient", reason="`nox -s stores` installs it")
 
@@ -53,6 +54,34 @@ def test_a_profile_of_files_is_a_directory(profile: Path) -> None:
         assert torch.equal(found["model"]["w0"], state_of(2)["model"]["w0"])
     nostall.remove_checkpoint("msc://files/run/step-1")
     assert os.listdir(profile / "run") == []
+
+
+def test_a_profile_of_a_store_is_loaded_by_the_clients_reader(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved through the client, and to the same bucket without it."""
+    from multistorageclient.contrib.torch import MultiStorageFileSystemReader
+
+    bucket = s3.new_bucket()
+    options = {"base_path": bucket, "endpoint_url": s3.endpoint, "region_name": "us-east-1"}
+    keys = {"access_key": os.environ["AWS_ACCESS_KEY_ID"]}
+    keys["secret_key"] = os.environ["AWS_SECRET_ACCESS_KEY"]
+    profile = {
+        "storage_provider": {"type": "s3", "options": options},
+        "credentials_provider": {"type": "S3Credentials", "options": keys},
+    }
+    (tmp_path / "msc.json").write_text(json.dumps({"profiles": {"store": profile}}))
+    for name in ("msc://store", f"s3://{bucket}"):
+        for seed in (1, 2):
+            save(f"{name}/run/step-1", seed)
+            for reader in (FileSystemReader, MultiStorageFileSystemReader):
+                assert is_loaded("msc://store/run/step-1", seed, reader)
+        assert nostall.verify(f"{name}/run/step-1").ok
+    save_in_background("msc://store/run/step-1", 3).result()
+    assert is_loaded(f"s3://{bucket}/run/step-1", 3)
+    assert nostall.latest_complete("msc://store/run") == "msc://store/run/step-1"
+    nostall.remove_checkpoint("msc://store/run/step-1")
+    assert s3.keys(bucket) == []
 
 
 def test_prune_keeps_what_a_link_leads_to(profile: Path) -> None:

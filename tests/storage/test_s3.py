@@ -5,10 +5,14 @@ from __future__ import annotations
 import base64
 import errno
 import gzip
+import json
 import os
 import signal
 import socket
 import sys
+import threading
+import time
+import uuid
 import zlib
 from collections.abc import Callable
 from importlib import import_module
@@ -24,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import nostall
 from nostall._storage.objects.s3 import S3Client
 from nostall._storage.places import storage_at
-from nostall._storage.port import Storage
+from nostall._storage.port import Conflict, Storage
 from nostall.cli import main
 from nostall.core import AsyncCallsQueue
 from nostall.errors import NotDurableError, OptionError, ReadError, WriteError
@@ -32,7 +36,7 @@ from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import State
 from nostall.testing import Fault, Hold, inject, storage_contract
 from programs.save_once import save, save_in_background, state_of
-from support.object_store import S3Server
+from support.object_store import S3Server, is_loaded
 from support.pages import code_blocks
 from support.ranks import run_script
 from support.states import schedule
@@ -44,16 +48,6 @@ COMPLETION = {"method": "POST", "has": "uploadId"}
 SLOW_DOWN = {"do": "answer", "status": 503, "code": "SlowDown"}
 ATTEMPTS = 4
 """Of the client, for each request."""
-
-
-def is_loaded(url: str, seed: int, reader: Callable[[str], Any] = nostall.FileSystemReader) -> bool:
-    """Whether a checkpoint has the state of this seed, to the last bit."""
-    wanted, found = state_of(seed), state_of(seed + 1000)
-    dcp.load(found, storage_reader=reader(url), no_dist=True)
-    model = wanted["model"]
-    return found["step"] == seed and all(
-        torch.equal(found["model"][name], model[name]) for name in model
-    )
 
 
 def save_and_wait(url: str, seed: int) -> None:
@@ -217,7 +211,7 @@ def test_the_program_of_the_page_runs(s3: S3Server, bucket: str) -> None:
         {**COMMIT, **SLOW_DOWN, "times": 2},
         {"method": "GET", "has": ".distcp", "do": "cut", "times": 2},
         {"method": "GET", "has": ".distcp", "do": "truncate", "times": 2},
-        {"method": "HEAD", **SLOW_DOWN, "times": 2},
+        {"method": "HEAD", "has": "", **SLOW_DOWN, "times": 2},
     ],
     ids=str,
 )
@@ -226,7 +220,7 @@ def test_a_store_that_fails_for_a_moment_is_asked_again(
 ) -> None:
     """Also if the answer was lost: what is done is done once, and nothing else stays."""
     save(url, 1)
-    s3.inject(fault)
+    (s3.inject_into_replacing if fault["has"] == COMMIT["has"] else s3.inject)(fault)
     save(url, 2)
     assert is_loaded(url, 2)
     assert nostall.verify(url).ok
@@ -287,9 +281,139 @@ def test_a_commit_that_was_done_is_not_denied_by_a_later_attempt(
     """Its first answer is lost, and the second one is a refusal."""
     save(url, 1)
     refusal = {"do": "answer", "status": status, "code": code, "times": ATTEMPTS}
-    s3.inject({**COMMIT, "do": "lose"}, {**COMMIT, **refusal})
+    s3.inject_into_replacing({**COMMIT, "do": "lose"}, {**COMMIT, **refusal})
     save(url, 2)
     assert is_loaded(url, 2)
+
+
+@pytest.mark.parametrize("code", ["ConditionalRequestConflict", "OperationAborted"])
+def test_a_put_that_meets_another_request_is_repeated(s3: S3Server, url: str, code: str) -> None:
+    """As the answer 409 asks for: for the name of a file, and for the commit."""
+    save(url, 1)
+    conflict = {"method": "PUT", "do": "answer", "status": 409, "code": code, "times": 2}
+    for has in ("__0_0", "/.metadata"):
+        s3.inject({**conflict, "has": has})
+        save(url, 2)
+        assert is_loaded(url, 2)
+        assert len(s3.keys(url.split("/")[2])) == 2
+
+
+def test_a_put_that_meets_other_requests_for_long_leaves_the_commit_open(
+    s3: S3Server, url: str
+) -> None:
+    """The other request may be an earlier attempt of the same put, so the files stay."""
+    save(url, 1)
+    code = {"status": 409, "code": "ConditionalRequestConflict"}
+    s3.inject({**COMMIT, "do": "answer", **code, "times": ATTEMPTS})
+    with pytest.raises((CheckpointException, NotDurableError), match="cannot determine whether"):
+        save(url, 2)
+    assert is_loaded(url, 1)
+    assert len(s3.keys(url.split("/")[2])) == 3
+
+
+@pytest.mark.parametrize("is_readable", [False, True])
+def test_files_stay_that_metadata_may_name(s3: S3Server, url: str, *, is_readable: bool) -> None:
+    """A failed save removes its own files only when it has read what is published."""
+    save(url, 1)
+    refused = {**COMMIT, "do": "answer", "status": 403, "code": "AccessDenied", "times": 1000}
+    denied = {**refused, "method": "GET"}
+    s3.inject(refused, *(() if is_readable else (denied,)))
+    with pytest.raises(CheckpointException, match="AccessDenied"):
+        save(url, 2)
+    s3.inject()
+    assert len(s3.keys(url.split("/")[2])) == (2 if is_readable else 3)
+    assert is_loaded(url, 1)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_store_does_not_hide_the_newest(
+    s3: S3Server, bucket: str, caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    """It is asked again; if it stays busy, the newest is named, and is not called damaged."""
+    root = f"s3://{bucket}/run"
+    for step in (1, 2):
+        save(f"{root}/step-{step}", step)
+    busy = {"method": "HEAD", "has": "step-2/__0_0", "do": "answer", "status": status, "code": ""}
+    s3.inject({**busy, "times": ATTEMPTS if status == 503 else 1})  # botocore repeats a 503
+    assert nostall.latest_complete(root) == f"{root}/step-2"
+    assert caplog.text.count("skipped") == 0
+    s3.inject({**busy, "times": 1000})
+    assert nostall.latest_complete(root) == f"{root}/step-1"
+    assert f"skipped {root}/step-2: the checkpoint cannot be read" in caplog.text
+    nostall.remove_checkpoint(f"{root}/step-1")
+    with pytest.raises(ReadError, match="cannot be read") as caught:
+        nostall.latest_complete(root)
+    assert caught.value.hint == "try again when storage answers"
+
+
+def test_a_name_that_leads_further_is_not_a_checkpoint(
+    bucket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Objects below ``.metadata/`` make neither the root nor a step one."""
+    root = f"s3://{bucket}/run"
+    save(f"{root}/step-1", 1)
+    for place in (f"{root}/.metadata", f"{root}/step-2/.metadata"):
+        storage_at(place).publish("x", [b"no checkpoint"])
+    assert main(["ls", "--json", root]) == 0
+    states = {each["name"]: each["state"] for each in json.loads(capsys.readouterr().out)}
+    assert states["step-1"] == "complete"
+    assert states.get("step-2") != "complete"
+    assert nostall.latest_complete(root) == f"{root}/step-1"
+    assert nostall.verify(f"{root}/step-2").state is State.NOT_THERE
+
+
+def test_a_store_that_lists_no_uploads_is_named_once(
+    s3: S3Server, bucket: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Per process and bucket, and not at each save."""
+    refused = {"do": "answer", "status": 501, "code": "NotImplemented", "times": 1000}
+    s3.inject({"method": "GET", "has": "uploads", **refused})
+    for step in range(3):
+        save(f"s3://{bucket}/run/step-{step}", step)
+        for thread in threading.enumerate():
+            if thread.name == "nostall-unfinished":
+                thread.join()
+    assert caplog.text.count("unfinished uploads may stay") == 1
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_store_that_ignores_conditions_keeps_the_committed_checkpoint(
+    s3: S3Server, url: str, *, is_refused: bool
+) -> None:
+    """A save to an address with a checkpoint takes other names, whatever the store does."""
+    save(url, 1)
+    ignored = {"method": "PUT", "has": "", "do": "ignore", "times": 1000}
+    if is_refused:
+        refusal = {"do": "answer", "status": 403, "code": "AccessDenied", "times": 1000}
+        s3.inject({**COMMIT, **refusal}, ignored)
+        with pytest.raises(CheckpointException, match="AccessDenied"):
+            save(url, 2)
+    else:
+        s3.inject(ignored)
+        save(url, 2)
+    s3.inject()
+    assert is_loaded(url, 1 if is_refused else 2)
+    assert nostall.verify(url).ok
+    assert len(s3.keys(url.split("/")[2])) == 2
+
+
+def test_a_store_that_replaces_without_conditions_is_asked_before(
+    s3: S3Server, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As OpenStack Swift: what another job has published stays, and the gap is named once."""
+    refusal = {"do": "answer", "status": 501, "code": "NotImplemented"}
+    save(url, 1)
+    for seed in (2, 3):
+        s3.inject({**COMMIT, **refusal})
+        save(url, seed)
+        assert is_loaded(url, seed)
+    assert caplog.text.count("cannot replace an object on a condition") == 1
+    version = storage_at(url).stat(".metadata").version
+    save(url, 4)
+    s3.inject({**COMMIT, **refusal})
+    with pytest.raises(Conflict):
+        storage_at(url).publish(".metadata", [b"other"], expected=version)
+    assert is_loaded(url, 4)
 
 
 def test_uploads_of_others_are_left_alone(s3: S3Server, bucket: str) -> None:
@@ -331,8 +455,11 @@ def test_of_two_saves_at_once_one_fails(url: str, tmp_path: Path) -> None:
         done = run_script("programs/save_once.py", url, "3", cwd=tmp_path, timeout_s=60)
         assert done.returncode == 0, done.stderr
         hold.release()
-        with pytest.raises(CheckpointException, match="another process has published"):
+        with pytest.raises(CheckpointException, match="another process has published") as caught:
             future.result()
+    cause = caught.value.failures[0][0]
+    assert isinstance(cause, WriteError)
+    assert cause.hint == "the other save's checkpoint stays; let one job save to a directory"
     assert is_loaded(url, 3)
     assert nostall.verify(url).ok
 
@@ -416,9 +543,12 @@ def test_uploads_of_a_job_that_was_killed_are_aborted_by_the_next_save(
     bucket = url.split("/")[2]
     assert len(s3.unfinished(bucket)) == 1
     assert nostall.latest_complete(f"s3://{bucket}/run") is None
-    save(url, 2)
+    # The store rounds when it began, and Linux when a process was started, each to a second.
+    wait_until(lambda: time.time() > s3.last_begun_s(bucket) + 2)
+    done = run_script("programs/save_once.py", url, "2", cwd=tmp_path, timeout_s=60)
+    assert done.returncode == 0, done.stderr
     assert is_loaded(url, 2)
-    wait_until(lambda: s3.unfinished(bucket) == [])
+    assert s3.unfinished(bucket) == []
     assert len(s3.keys(bucket)) == 2
 
 
@@ -453,6 +583,19 @@ def test_streams_need_a_file_system() -> None:
     """``open_file`` opens paths."""
     with pytest.raises(OptionError, match="open_file"):
         FileSystemWriterAsync("s3://bucket/key", open_file=gzip.open)
+
+
+def test_fsspecs_memory_is_saved_to_by_this_process() -> None:
+    """The writer process has another memory, so it is not asked."""
+    pytest.importorskip("fsspec", reason="`nox -s stores` installs it")
+    url = f"memory://{uuid.uuid4().hex}/run/step-1"
+    for seed in (1, 2):
+        save_and_wait(url, seed)
+        assert is_loaded(url, seed)
+    assert nostall.verify(url).ok
+    assert nostall.latest_complete(url.rpartition("/")[0]) == url
+    nostall.remove_checkpoint(url)
+    assert storage_at(url).list() == []
 
 
 def test_addresses_of_files_are_paths(tmp_path: Path) -> None:

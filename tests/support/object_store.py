@@ -8,20 +8,27 @@ import subprocess
 import sys
 import urllib.request
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+import torch.distributed.checkpoint as dcp
+
+import nostall
 from nostall._storage.objects.s3 import S3Client
+from programs.save_once import state_of
 from support.ranks import TESTS
 
-ENVIRONMENT = {
-    "AWS_ACCESS_KEY_ID": "test",
-    "AWS_SECRET_ACCESS_KEY": "test",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_EC2_METADATA_DISABLED": "true",
+SERVERS = {
+    "moto": ("s3_server", "test", "test"),
+    "swift": ("swift_server", "test:tester", "testing"),
 }
+"""Program, name and password of what tests may run against."""
+ENVIRONMENT = {"AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
+_END_TIMEOUT_S = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +36,8 @@ class S3Server:
     """The server of a test session."""
 
     endpoint: str
+    knows_if_match: bool
+    """Whether it replaces an object on a condition; otherwise a request without one follows."""
 
     def new_bucket(self) -> str:
         """Make a bucket; returns its name."""
@@ -37,10 +46,14 @@ class S3Server:
         return bucket
 
     def inject(self, *faults: dict[str, Any]) -> None:
-        """Replace the faults of ``tests/programs/s3_server.py``."""
+        """Replace the faults of ``tests/support/faulty_store.py``."""
         body = json.dumps(faults).encode()
         request = urllib.request.Request(f"{self.endpoint}/.faults", body, method="PUT")
         urllib.request.urlopen(request, timeout=10).close()
+
+    def inject_into_replacing(self, *faults: dict[str, Any]) -> None:
+        """Replace the faults by some that hit the request that replaces an object."""
+        self.inject(*({**each, "after": 0 if self.knows_if_match else 1} for each in faults))
 
     def requests(self) -> list[str]:
         """The requests since the last call."""
@@ -53,6 +66,11 @@ class S3Server:
         answer = S3Client(bucket)._s3.list_multipart_uploads(Bucket=bucket)
         return [each["Key"] for each in answer.get("Uploads", ())]
 
+    def last_begun_s(self, bucket: str) -> float:
+        """When the last of them was begun, by the clock of the store, which may be rounded up."""
+        answer = S3Client(bucket)._s3.list_multipart_uploads(Bucket=bucket)
+        return max(float(each["Initiated"].timestamp()) for each in answer["Uploads"])
+
     def sizes(self, bucket: str) -> dict[str, int]:
         """Lengths of all objects of a bucket, by key."""
         answer = S3Client(bucket)._s3.list_objects_v2(Bucket=bucket)
@@ -63,25 +81,50 @@ class S3Server:
         return list(self.sizes(bucket))
 
 
-@contextmanager
-def s3_server() -> Iterator[S3Server]:
-    """Start a server; its address and credentials are in the environment meanwhile."""
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(TESTS / "programs" / "s3_server.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
+def is_loaded(url: str, seed: int, reader: Callable[[str], Any] = nostall.FileSystemReader) -> bool:
+    """Whether a checkpoint has the state of this seed, to the last bit."""
+    wanted, found = state_of(seed), state_of(seed + 1000)
+    dcp.load(found, storage_reader=reader(url), no_dist=True)
+    model = wanted["model"]
+    return found["step"] == seed and all(
+        torch.equal(found["model"][name], model[name]) for name in model
     )
-    before = dict(os.environ)
-    try:
+
+
+@contextmanager
+def s3_server(name: str = "moto") -> Iterator[S3Server]:
+    """Start a server; its address and credentials are in the environment meanwhile."""
+    program, user, password = SERVERS[name]
+    with ExitStack() as stack:
+        directory = stack.enter_context(TemporaryDirectory())
+        process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", f"programs.{program}", directory],
+            cwd=TESTS,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        stack.callback(_end, process)
         assert process.stdout is not None
         endpoint = process.stdout.readline().strip()
         assert endpoint, "the server did not start"
+        before = dict(os.environ)
+        stack.callback(_restore, before)
         os.environ.update(ENVIRONMENT, AWS_ENDPOINT_URL=endpoint)
-        yield S3Server(endpoint)
+        os.environ.update(AWS_ACCESS_KEY_ID=user, AWS_SECRET_ACCESS_KEY=password)
+        yield S3Server(endpoint, knows_if_match=name != "swift")
+
+
+def _restore(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a server: with its standard input, so that it can end its own processes."""
+    try:
+        process.communicate(timeout=_END_TIMEOUT_S)
     finally:
-        os.environ.clear()
-        os.environ.update(before)
         process.kill()
-        process.communicate()
+        process.wait()

@@ -243,9 +243,8 @@ def _described(
     if not hold.enter_context(held(steps.path(step))) or steps.committed_at_s(step) is None:
         is_there = step in steps.listed()
         return _Absent("it is not committed" if is_there else "there is no such step")
-    why = steps.why_incomplete(step)
+    why = steps.why_damaged(step)
     if why is not None:
-        steps.require_answers(step)
         return _Damaged(why)
     steps.require_own_parts(step)
     parts = [_about(checkpoint) for checkpoint in steps.checkpoints(step)]

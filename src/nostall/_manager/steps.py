@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from nostall import _torch
-from nostall._commit.checking import require_answers
 from nostall._engine import default_engine
 from nostall._manager.contents import read_about
 from nostall._storage.deadlines import in_time
 from nostall._storage.places import identity, is_address, storage_at
 from nostall.errors import NostallError, OptionError, ReadError
-from nostall.integrity import why_incomplete
+from nostall.integrity import why_damaged
 from nostall.removal import remove_checkpoint
 
 T = TypeVar("T")
@@ -141,9 +140,13 @@ class StepDirectories:
         # Once each, also if links lead there.
         return sorted({identity(path): path for path in sorted(found)}.values())
 
-    def why_incomplete(self, step: int) -> str | None:
-        """What is wrong with a committed step; ``None`` if all its files have their sizes."""
-        found = (why_incomplete(checkpoint) for checkpoint in self.checkpoints(step))
+    def why_damaged(self, step: int) -> str | None:
+        """What is wrong with a committed step; ``None`` if all its files have their sizes.
+
+        Raises:
+            ReadError: Storage does not answer, or denies access.
+        """
+        found = map(why_damaged, self.checkpoints(step))
         return next((why for why in found if why is not None), None)
 
     def what_is_there(self, step: int) -> str | None:
@@ -151,15 +154,9 @@ class StepDirectories:
         if self.committed_at_s(step) is None:
             return None
         with suppress(NostallError):  # not understood, or not readable at present
-            if self.why_incomplete(step) is not None:
-                self.require_answers(step)
+            if self.why_damaged(step) is not None:
                 return "damaged step"
         return "committed step"
-
-    def require_answers(self, step: int) -> None:
-        """As :func:`nostall._commit.checking.require_answers`, for all checkpoints of a step."""
-        for checkpoint in self.checkpoints(step):
-            require_answers(checkpoint)
 
     def remove(self, step: int) -> None:
         """Remove a step, or the rest of one: the metadata of a checkpoint first.

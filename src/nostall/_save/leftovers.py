@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
+from functools import lru_cache
 
 import psutil
 from torch.distributed.checkpoint.storage import WriteResult
@@ -144,7 +145,14 @@ def abort_unfinished(storage: Storage) -> None:
     try:
         count = storage.abort_unfinished(time.time() - psutil.Process().create_time())
     except OSError as error:  # not every store lists them
-        _log.warning("unfinished uploads may stay: path=%s: %s", storage.where(), reason(error))
+        bucket = "/".join(storage.where().split("/")[:3])
+        _tell_that_uploads_may_stay(bucket, reason(error))
         return
     if count:
         _log.warning("unfinished uploads of another job are aborted: path=%s", storage.where())
+
+
+@lru_cache
+def _tell_that_uploads_may_stay(bucket: str, why: str) -> None:
+    """Log it, once per process and bucket: it is so for each save."""
+    _log.warning("unfinished uploads may stay: bucket=%s: %s", bucket, why)

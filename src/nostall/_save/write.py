@@ -21,7 +21,7 @@ from nostall._plan.skeleton import container_settings
 from nostall._ranks.failures import failure_of
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, await_report, joined, when_done
 from nostall._save.settings import SaveTarget
-from nostall._storage.places import is_address
+from nostall._storage.places import is_address, is_in_this_process
 from nostall._storage.streams import StreamTarget
 from nostall._storage.unused_files import remove_in_time
 from nostall._writer.files import perform
@@ -84,13 +84,15 @@ def _write(
 def write_in_background(
     snapshot: Snapshot, target: SaveTarget, engine: Engine
 ) -> Future[RankReport]:
-    """Write in writer processes, or in a thread if callables cannot be pickled.
+    """Write in writer processes; in a thread if callables cannot be pickled, or only this process
+    has the storage.
 
     Releases the snapshot.
     """
     target.progress.to(State.STAGED)
     stream = _pickled(target.settings.stream)
-    if target.settings.stream is not None and stream is None:
+    is_bound = target.settings.stream is not None and stream is None
+    if is_bound or is_in_this_process(target.settings.directory):
         return _write_in_thread(snapshot, target, engine)
     parts = jobs(
         snapshot.layout,

@@ -101,6 +101,11 @@ def object_storage_at(place: str) -> ObjectStorage:
     return ObjectStorage(place, f"{rest}/", FsspecClient(protocol))
 
 
+def is_in_this_process(place: str) -> bool:
+    """Whether other processes see nothing of it, as with fsspec's file system in memory."""
+    return place.startswith("memory://")
+
+
 def is_same(one: str, other: str) -> bool:
     """Whether both are the same existing directory, or the same address."""
     if is_address(one) or is_address(other):

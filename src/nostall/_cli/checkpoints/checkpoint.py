@@ -22,13 +22,12 @@ from nostall import _torch
 from nostall._cli.arguments import NotThere
 from nostall._cli.checkpoints.listing import elsewhere, require_no_file, why_not_there
 from nostall._cli.output import progress
-from nostall._commit.checking import require_answers
 from nostall._commit.manifest import Manifest, split
 from nostall._commit.metadata import extents_of, load_metadata
 from nostall._storage.places import storage_at
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall.errors import DamagedCheckpointError
-from nostall.integrity import verify, why_incomplete
+from nostall.integrity import verify, why_damaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,10 +193,9 @@ def damage_of(checkpoint: Checkpoint) -> DamagedCheckpointError | None:
         ReadError: Storage does not answer at present.
         UnknownMetadataError: The metadata was replaced meanwhile by one that is not understood.
     """
-    why = why_incomplete(checkpoint.path)
+    why = why_damaged(checkpoint.path)
     if why is None:
         return None
-    require_answers(checkpoint.path)
     return DamagedCheckpointError(
         f"the checkpoint is damaged: {why}",
         path=checkpoint.path,

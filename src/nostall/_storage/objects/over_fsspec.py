@@ -15,6 +15,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
+from nostall._model.names import SHARD_SUFFIX
 from nostall._storage.port import ABSENT, Conflict, Stat, Version
 from nostall.errors import OptionError
 
@@ -67,10 +68,12 @@ class FsspecClient:
     def read_into(
         self, key: str, offset: int, memories: Sequence[memoryview], version: Version
     ) -> None:
-        del version  # no condition on reads
         nbytes = sum(map(len, memories))
         with _errors(self._where(key)):
             content = memoryview(self._fs.cat_file(key, start=offset, end=offset + nbytes))
+        # There is no condition on reads. Shard files are never replaced, and need none.
+        if not key.endswith(SHARD_SUFFIX) and self._version(key) != version:
+            raise Conflict(self._where(key))
         if len(content) != nbytes:
             raise OSError(errno.EIO, "the answer is too short", self._where(key))
         for memory in memories:

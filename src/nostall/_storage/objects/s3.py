@@ -10,6 +10,7 @@ unfinished uploads, and no condition on anything but a single put (decision 33).
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 import time
@@ -24,6 +25,8 @@ from typing import Any
 from nostall._model.names import SHARD_SUFFIX
 from nostall._storage.port import ABSENT, Conflict, Stat, Version, may_pass
 from nostall.errors import OptionError
+
+_log = logging.getLogger("nostall")
 
 _CONNECT_TIMEOUT_S = 10
 _READ_TIMEOUT_S = 60
@@ -44,10 +47,9 @@ _CODES = {
     "SignatureDoesNotMatch": errno.EACCES,
     "QuotaExceeded": errno.EDQUOT,
     "EntityTooLarge": errno.EFBIG,
+    "NotImplemented": errno.ENOTSUP,
     "InternalError": errno.EREMOTEIO,
     "ServiceUnavailable": errno.EAGAIN,
-    "ConditionalRequestConflict": errno.EAGAIN,  # perhaps with the first attempt of the same put
-    "409": errno.EAGAIN,
     "SlowDown": errno.EAGAIN,
     "Throttling": errno.EAGAIN,
     "ThrottlingException": errno.EAGAIN,
@@ -56,7 +58,17 @@ _CODES = {
     "BadDigest": errno.EIO,
 }
 """Answers of stores, as errors of this system."""
+_STATUSES = {
+    401: errno.EACCES,
+    403: errno.EACCES,
+    408: errno.ETIMEDOUT,
+    409: errno.EBUSY,  # with another request for the key: perhaps an earlier attempt of this one
+    429: errno.EAGAIN,
+}
+"""Answers with a code of another store, or without any, as those to HEAD."""
 _CONDITIONS = {"PreconditionFailed", "412"}
+_CONFLICT_PAUSE_S = 0.2
+"""Before the second attempt, doubled before each further one."""
 
 
 class S3Client:
@@ -71,7 +83,27 @@ class S3Client:
         if expected is not None:
             condition = {"IfNoneMatch": "*"} if expected == ABSENT else {"IfMatch": expected}
         body = b"".join(content)
-        self._call("put_object", key, Body=body, **condition)
+        try:
+            self._put(key, body, condition)
+        except OSError as error:
+            if error.errno != errno.ENOTSUP or "IfMatch" not in condition:
+                raise
+            # OpenStack Swift: it knows "if absent" only. Compared here, with a gap before the put.
+            _tell_of_the_gap(self._bucket)
+            if self._version(key) != expected:
+                raise Conflict(self._where(key)) from error
+            self._put(key, body, {})
+
+    def _put(self, key: str, body: bytes, condition: dict[str, str]) -> None:
+        for attempt in range(_ATTEMPTS):
+            try:
+                self._call("put_object", key, Body=body, **condition)
+            except OSError as error:  # botocore does not repeat what meets another request
+                if error.errno != errno.EBUSY or attempt == _ATTEMPTS - 1:
+                    raise
+                time.sleep(_CONFLICT_PAUSE_S * 2**attempt)
+            else:
+                return
 
     def parts(self, key: str, nbytes: int) -> _S3Parts:
         del nbytes
@@ -116,6 +148,12 @@ class S3Client:
         with _errors(self._where(key)):
             modified_s = found["LastModified"].timestamp()
             return Stat(found["ContentLength"], Version(found["ETag"]), modified_s)
+
+    def _version(self, key: str) -> Version:
+        try:
+            return self.stat(key).version
+        except FileNotFoundError:
+            return ABSENT
 
     def list(self, prefix: str) -> list[str]:
         names = []
@@ -290,9 +328,7 @@ def _errno_of(error: Any, code: str) -> int:
     if code in _CODES:
         return _CODES[code]
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    if status in (401, 403):
-        return errno.EACCES
-    return errno.EREMOTEIO if status >= 500 else errno.EINVAL
+    return _STATUSES.get(status, errno.EREMOTEIO if status >= 500 else errno.EINVAL)
 
 
 def require_client() -> None:
@@ -308,6 +344,16 @@ def require_client() -> None:
             "addresses that begin with s3:// need the package botocore",
             hint="pip install 'nostall[s3]'",
         ) from error
+
+
+@lru_cache
+def _tell_of_the_gap(bucket: str) -> None:
+    """Log it, once per process and bucket."""
+    _log.warning(
+        "the store cannot replace an object on a condition: if two jobs save to one address at the "
+        "same time, the later commit may win without an error: bucket=%s",
+        bucket,
+    )
 
 
 @lru_cache(maxsize=1)
