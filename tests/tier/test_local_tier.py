@@ -606,6 +606,8 @@ def test_options_that_are_not_possible(tier: str, root: str) -> None:
         make(open_file=print)
     with pytest.raises(OptionError, match="object stores"):
         FileSystemWriterAsync(f"{root}/step", local_staging_dir="s3://bucket/tier")
+    with pytest.raises(OptionError, match="another process copies"):
+        FileSystemWriterAsync("memory://run/step", local_staging_dir=tier)
     with pytest.raises(OptionError, match="in local_staging_dir"):
         FileSystemWriterAsync(f"{tier}/step", local_staging_dir=tier)
     promotion_of(save(tier, root, 0)).result(PATIENCE_S)

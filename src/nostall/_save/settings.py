@@ -20,7 +20,7 @@ from nostall._plan.layout import FileNaming, Packing
 from nostall._storage.deadlines import in_time
 from nostall._storage.destination import make_ready, require_new
 from nostall._storage.directories import Visit
-from nostall._storage.places import is_address, may_have, storage_at
+from nostall._storage.places import is_address, is_in_this_process, may_have, storage_at
 from nostall._storage.streams import StreamTarget
 from nostall._tier.local import directory_in, is_promoted, record_destination
 from nostall.errors import OptionError, SaveTimeoutError, WriteError
@@ -316,6 +316,12 @@ def _require_possible_tier(
             " not support local_staging_dir",
             path=tier,
             hint="save together, or leave local_staging_dir out",
+        )
+    if is_in_this_process(destination):
+        raise OptionError(
+            "memory:// does not support local_staging_dir: another process copies",
+            path=destination,
+            hint="leave local_staging_dir out",
         )
     if f"{destination}/".startswith(f"{tier}/"):
         raise OptionError(
