@@ -239,6 +239,20 @@ def as_stock_writes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def plain_values(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A strided tensor whose memory has its values; ``None`` of other layouts and of subclasses."""
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor.layout != torch.strided
+        or tensor.is_nested
+        or _is_functional_tensor(tensor)
+    ):
+        return None
+    if tensor._is_zerotensor():
+        return tensor.clone()
+    return tensor.resolve_conj().resolve_neg()
+
+
 def payload_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Strides with which stock writes the tensor; ``None`` if its file form is not one payload."""
     if (

@@ -29,6 +29,7 @@ from torch.futures import Future as TorchFuture
 import nostall._queue.promotions_at_exit  # noqa: F401  # waits for them when the interpreter ends
 from nostall import _torch
 from nostall._engine import default_engine
+from nostall._plan.items import require_representable
 from nostall._queue.at_exit import report_loss
 from nostall._queue.preemption import preemption
 from nostall._ranks.group import coordination_for
@@ -91,7 +92,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         cache_staged_state_dict: Accepted for compatibility, without effect.
         overwrite: Whether a committed checkpoint in ``path`` may be replaced.
         _extensions: DCP's stream extensions, such as compression.
-        serialization_format: ``TORCH_SAVE``; others are not supported yet.
+        serialization_format: ``TORCH_SAVE``, or ``SAFETENSORS`` for a state dict of dense tensors:
+            each rank's files are named ``*.safetensors`` and can be read without DCP.
         staging: ``"blocking"``: the save call returns when the snapshot is taken, and every tensor
             may be changed. ``"overlapped"``: it returns at once. Forward, backward and every
             ``step()`` of a ``torch.optim.Optimizer`` may follow: the step waits for the copy. Small
@@ -123,7 +125,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     the others are keyword-only.
 
     Raises:
-        OptionError: Two options exclude each other, or an option is not supported yet.
+        OptionError: Two options exclude each other, or an option has a value that is not possible.
     """
 
     can_run_decentralized_global_plan = True
@@ -225,9 +227,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         """On the coordinator: make the directory and check for an existing checkpoint.
 
         Raises:
+            StagingError: Files of safetensors cannot have one of the items.
             CheckpointExistsError: A checkpoint exists, and ``overwrite=False``.
             WriteError: The directory cannot be made.
         """
+        file_format = settings_of(self, self._own).options.file_format
+        require_representable(plan, file_format, rank=self.rank or 0)
         if self._is_coordinator:
             with report_loss(str(self.path)):
                 self._rank_save.settings = settings_of(self, self._own)

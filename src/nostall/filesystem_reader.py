@@ -20,11 +20,13 @@ from nostall import _torch
 from nostall._commit.metadata_pickle import no_collection
 from nostall._describe.description import Description, describe
 from nostall._model.interrupts import uninterrupted
+from nostall._model.names import AS_SAFETENSORS
 from nostall._model.reads import ReadCounter, listed
 from nostall._ranks.exchange import GroupPeers, require_cpu_members
 from nostall._read.counted import CountedFiles
+from nostall._read.items.forms import Form, bare_form
 from nostall._read.items.load import read_items
-from nostall._read.plan import Wanted, nbytes_by_archive, nbytes_of_all, rows_of
+from nostall._read.plan import Wanted, chunk_of, nbytes_by_archive, nbytes_of_all, rows_of
 from nostall._read.read_once import read_shared
 from nostall._read.sharing import Member, Share, all_want_to_share, share
 from nostall._storage.destination import place_of
@@ -265,11 +267,28 @@ class FileSystemReader(dcp.FileSystemReader):
                     path=os.path.join(self._resolved(), _torch.METADATA_NAME),
                     hint="load another checkpoint",
                 )
-            if getattr(place, "transform_descriptors", None):
+            transforms = getattr(place, "transform_descriptors", None)
+            if transforms and tuple(transforms) != AS_SAFETENSORS:
                 transformed.append(item)
                 continue
-            wanted.append(Wanted(item, place.relative_path, place.offset, place.length))
+            form = self._bare_form(item, place.length) if transforms else None
+            wanted.append(Wanted(item, place.relative_path, place.offset, place.length, form))
         return wanted, transformed
+
+    def _bare_form(self, item: ReadItem, nbytes: int) -> Form:
+        """The form of an item in a file of safetensors, which the metadata knows."""
+        entry = self._stored.get(item.storage_index.fqn)
+        chunk = chunk_of(entry, item.storage_index)
+        if entry is not None and chunk is not None:
+            form = bare_form(entry.properties.dtype, chunk.sizes, nbytes)
+            if form is not None:
+                return form
+        raise DamagedCheckpointError(
+            f"{item.storage_index.fqn} has {nbytes} bytes, not those of its dtype and shape",
+            phase="read",
+            path=os.path.join(self._resolved(), _torch.METADATA_NAME),
+            hint="load another checkpoint",
+        )
 
 
 def _files_at(place: str, *, past_cache: bool) -> ReadableFiles:

@@ -10,6 +10,7 @@ from numbers import Integral, Real
 from typing import Literal, TypeAlias, TypeGuard, get_args
 
 from nostall._model.jobs import MOST_IO_THREADS
+from nostall._model.names import FileFormat
 from nostall.errors import OptionError
 
 __all__ = ["EngineOptions", "StagingMode", "WriterOptions", "dequantized_on_save"]
@@ -134,6 +135,7 @@ class WriterOptions:
     staging: StagingMode = "blocking"
     frozen: tuple[str, ...] = ()
     local_staging_limit: int = 2
+    file_format: FileFormat = FileFormat.TORCH_SAVE
 
     def __post_init__(self) -> None:
         limit = require_integer("local_staging_limit", self.local_staging_limit, at_least=1)

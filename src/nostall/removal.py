@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from nostall import _torch
 from nostall._engine import default_engine
-from nostall._model.names import METADATA_SUFFIX, SHARD_SUFFIX, is_metadata_of_one_rank
+from nostall._model.names import METADATA_SUFFIX, is_metadata_of_one_rank, is_ours_to_remove
 from nostall._storage.destination import place_of
 from nostall._storage.places import is_address, storage_at
 from nostall._tier.parts import is_record
@@ -114,7 +114,7 @@ def _sorted_out(names: Iterable[str]) -> _Contents:
     for name in names:
         if name == _torch.METADATA_NAME or is_metadata_of_one_rank(name):
             metadata.append(name)
-        elif name.endswith((SHARD_SUFFIX, f"{METADATA_SUFFIX}.tmp")) or is_record(name):
+        elif is_ours_to_remove(name) or name.endswith(f"{METADATA_SUFFIX}.tmp") or is_record(name):
             rest.append(name)
         else:
             others.append(name)

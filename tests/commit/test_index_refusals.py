@@ -49,7 +49,8 @@ def changed(column: str, at: int, value: Any) -> Callable[[ItemIndex], ItemIndex
     def change(index: ItemIndex) -> ItemIndex:
         values = list(getattr(index, column))
         values[at] = value
-        return dataclasses.replace(index, **{column: values})
+        columns: dict[str, Any] = {column: values}
+        return dataclasses.replace(index, **columns)
 
     return change
 
@@ -331,7 +332,7 @@ def test_an_index_of_another_format_is_passed_over(tmp_path: Path) -> None:
     assert manifest is not None
     pickled = content[: manifest.metadata_nbytes]
     index = content[len(pickled) :][: manifest.index_nbytes]
-    unknown = index[:16] + (2).to_bytes(8, "little") + b"of another form"
+    unknown = index[:16] + (3).to_bytes(8, "little") + b"of another form"
     other = WrittenIndex(body=unknown, properties=(), files=(), ends=())
     pieces = with_manifest(
         [pickled], manifest.files, crc32=manifest.metadata_crc32, committed_at_s=0.0, index=other

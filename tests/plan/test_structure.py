@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from nostall import _torch
 from nostall._commit.publication import Publication, publication_of
+from nostall._model.names import FileFormat
 from nostall._plan.items import plan_rank
 from nostall._plan.planner import serialize
 from nostall._plan.structure import KnownStructure, learn
@@ -33,7 +34,8 @@ State = dict[str, Any]
 def planned(state: State) -> tuple[DefaultSavePlanner, Any]:
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
-    return planner, plan_rank(planner.create_local_plan(), planner, rank=0)
+    plan = planner.create_local_plan()
+    return planner, plan_rank(plan, planner, rank=0, file_format=FileFormat.TORCH_SAVE)
 
 
 def known(state: State) -> KnownStructure | None:

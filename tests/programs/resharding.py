@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -24,7 +26,13 @@ CASES: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
 }
 """Shapes that no number of ranks divides, some of fewer rows than ranks."""
 PLACEMENTS = ("rows", "columns", "both", "replicated")
-WRITERS: dict[str, Any] = {"nostall": nostall.FileSystemWriterAsync, "stock": dcp.FileSystemWriter}
+WRITERS: dict[str, Any] = {
+    "nostall": nostall.FileSystemWriterAsync,
+    "safetensors": partial(
+        nostall.FileSystemWriterAsync, serialization_format=SerializationFormat.SAFETENSORS
+    ),
+    "stock": dcp.FileSystemWriter,
+}
 
 
 def value(name: str) -> torch.Tensor:

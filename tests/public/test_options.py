@@ -81,9 +81,9 @@ def test_what_cannot_be_a_path_is_named(path: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch_save"])
-def test_a_format_that_is_not_written_is_refused(form: Any) -> None:
+def test_a_format_that_is_none_of_dcps_is_refused(form: Any) -> None:
     """Stock takes any other value for its default, without a word."""
-    with pytest.raises(OptionError, match=f"serialization_format='{form}' is not supported"):
+    with pytest.raises(OptionError, match=f"serialization_format='{form}' is not possible"):
         FileSystemWriterAsync("path", serialization_format=form)
 
 

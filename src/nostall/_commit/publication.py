@@ -23,10 +23,11 @@ from nostall._commit.index.indexing import index_of
 from nostall._commit.index.writing import WrittenIndex
 from nostall._commit.metadata import PLANS_KEY
 from nostall._model import checksum
-from nostall._model.names import SHARD_SUFFIX
+from nostall._model.names import FileFormat
 
 _PROTOCOL = 3
 _PROTO_NBYTES = 2
+_SUFFIXES = re.compile("|".join(re.escape(each.value) for each in FileFormat).encode())
 
 
 def complete_metadata(metadata: Metadata, results: list[list[WriteResult]]) -> Metadata:
@@ -103,8 +104,8 @@ class Publication:
         lengths = {len(pickled) for pickled in names}
         pieces: list[bytes | str] = []
         done = 0
-        # All names have this suffix; searching for each of them would be too slow.
-        for found in re.finditer(re.escape(SHARD_SUFFIX.encode()), program):
+        # All names have one of these suffixes; searching for each of them would be too slow.
+        for found in _SUFFIXES.finditer(program):
             end = found.end()
             for begin in (max(0, end - length) for length in lengths):
                 name = names.get(program[begin:end])

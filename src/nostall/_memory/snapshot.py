@@ -155,7 +155,7 @@ def _lay_down_containers(layout: Layout, block: Block) -> None:
     """Write everything but payloads, in one piece between each two, as blobs have no gaps."""
     memory = block.memory
     for file in layout.files:
-        at, suffix = file.image_offset, b""
+        at, suffix = file.image_offset, file.header
         for slot in file.slots:
             container = layout.shapes[slot.item].container
             prefix = b"" if container is None else container.prefix

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from enum import Enum
 
 METADATA_SUFFIX = ".metadata"
 OF_FILE_SYSTEM = "lost+found"
@@ -11,14 +12,26 @@ OF_FILE_SYSTEM = "lost+found"
 SHARD_SUFFIX = ".distcp"
 """Suffix of shard file names, in stock DCP and here."""
 SAFETENSORS_SUFFIX = ".safetensors"
+AS_SAFETENSORS = ("safetensors",)
+"""The transform that metadata name for a tensor in a file of safetensors: DCP's reader does not
+know it, and says so, instead of taking the bytes for an archive."""
 _STEP = re.compile(r"(\d+)(\.ckpt)?\Z")
-_GIVEN = re.compile(r"__\d+_\d+(-[0-9a-f]{8})*" + re.escape(SHARD_SUFFIX) + r"\Z")
+_GIVEN = re.compile(r"__\d+_\d+(-[0-9a-f]{8})*\.(distcp|safetensors)\Z")
 _OF_ONE_RANK = re.compile(r"__\d+" + re.escape(METADATA_SUFFIX))
+
+
+class FileFormat(Enum):
+    """What shard files are; the value is the suffix of their names."""
+
+    TORCH_SAVE = SHARD_SUFFIX
+    """A row of blobs; a tensor's is an archive of ``torch.save``."""
+    SAFETENSORS = SAFETENSORS_SUFFIX
+    """A header, then the bytes of tensors."""
 
 
 def is_ours_to_remove(name: str) -> bool:
     """Whether a file named by a replaced checkpoint may be removed: metadata can name any path."""
-    return name.endswith(SHARD_SUFFIX) and os.sep not in name
+    return os.sep not in name and (name.endswith(SHARD_SUFFIX) or is_given_to_shards(name))
 
 
 def is_given_to_shards(name: str) -> bool:

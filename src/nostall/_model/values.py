@@ -21,14 +21,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """What the header of a file of safetensors says of a tensor, apart from its place."""
+
+    name: str
+    dtype: str
+    """In the format's words, such as ``F32``."""
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """Where it begins in the tensor that it is a part of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """The bytes that ``torch.save`` puts around one tensor's payload."""
+    """The bytes that ``torch.save`` puts around one tensor's payload; none in safetensors."""
 
     prefix: bytes
     payload_nbytes: int
     suffix: bytes
     seal: Seal | None
     """``None`` if no byte depends on the payload (an empty tensor, or checksums switched off)."""
+    entry: TensorEntry | None = None
+    """In place of prefix and suffix if the file has a header."""
 
     @property
     def nbytes(self) -> int:
@@ -100,6 +114,8 @@ class FileLayout:
     group: str
     """Prefix of the name; empty without a separation hint."""
     nbytes: int
+    header: bytes
+    """Before the first slot; empty unless the file is one of safetensors."""
     slots: tuple[Slot, ...]
     image_offset: int
     """Offset of this file's image in the snapshot's memory; a multiple of the page size."""

@@ -7,6 +7,8 @@ Values from the planner are classified once:
   copies it;
 * *run*: a tensor whose file form is more than one payload (sparse, conjugated, quantised, a
   subclass, a sub-byte dtype). ``torch.save`` serialises it to memory here.
+
+Files of safetensors have tensors only, in row-major order; everything else is an error.
 """
 
 from __future__ import annotations
@@ -20,8 +22,17 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from nostall import _torch
-from nostall._model.values import Container, ItemShape, PlannedSave, Share, TensorForm
+from nostall._model.names import FileFormat
+from nostall._model.values import (
+    Container,
+    ItemShape,
+    PlannedSave,
+    Share,
+    TensorEntry,
+    TensorForm,
+)
 from nostall._plan.container import build_container
+from nostall._plan.safetensors import entry_of
 from nostall._plan.skeleton import container_settings, container_skeleton
 from nostall.errors import StagingError
 
@@ -33,13 +44,49 @@ class Resolver(Protocol):
         """The live tensor, or the serialised object, behind a planned item."""
 
 
-def plan_rank(plan: SavePlan, resolver: Resolver, *, rank: int) -> PlannedSave:
+_NAMED = 3
+"""How many items an error names."""
+
+
+def require_representable(plan: SavePlan, file_format: FileFormat, *, rank: int) -> None:
+    """Refuse a local plan with items that files of this format cannot have.
+
+    Raises:
+        StagingError: There are some.
+    """
+    if file_format is FileFormat.TORCH_SAVE:
+        return
+    strange = []
+    for item in plan.items:
+        kind: object = "an object"
+        if item.tensor_data is not None:
+            properties = item.tensor_data.properties
+            is_strided = properties.layout is torch.strided
+            kind = properties.dtype if is_strided else properties.layout
+            if is_strided and _entry(item) is not None:
+                continue
+        strange.append(f"{item.index.fqn!r:.80} ({kind})")
+    if strange:
+        more = f" and {len(strange) - _NAMED} more" if len(strange) > _NAMED else ""
+        raise StagingError(
+            f"files of safetensors cannot have {', '.join(strange[:_NAMED])}{more}",
+            rank=rank,
+            phase="plan",
+            hint="they have dense tensors of the dtypes in docs/format.md; save the others to"
+            " another checkpoint, with SerializationFormat.TORCH_SAVE",
+        )
+
+
+def plan_rank(
+    plan: SavePlan, resolver: Resolver, *, rank: int, file_format: FileFormat
+) -> PlannedSave:
     """Resolve every item of a rank's final plan.
 
     Raises:
-        StagingError: A tensor has no data (meta device), or the planner could not produce an item.
+        StagingError: A tensor has no data (meta device), the planner could not produce an item, or
+            files of this format cannot have it.
     """
-    settings = container_settings()
+    settings = container_settings() if file_format is FileFormat.TORCH_SAVE else None
     items = [_plan_item(item, resolver, rank, settings) for item in plan.items]
     share = Share(
         rank=rank,
@@ -55,9 +102,11 @@ _Settings = tuple[bool, int]
 """Read once per save: torch takes 25 us to return them, most of the cost of an item."""
 
 
-def _plan_item(item: WriteItem, resolver: Resolver, rank: int, settings: _Settings) -> _Item:
+def _plan_item(item: WriteItem, resolver: Resolver, rank: int, settings: _Settings | None) -> _Item:
     try:
         value: Any = resolver.resolve_data(item)
+        if settings is None:
+            return _plan_bare(item, value)
         if item.type == WriteItemType.BYTE_IO:
             return _run(item, value.getvalue(), weight=0)
         return _plan_tensor(item, _torch.plain(value), settings)
@@ -85,6 +134,39 @@ def _plan_tensor(item: WriteItem, tensor: torch.Tensor, settings: _Settings) -> 
         fqn=item.index.fqn, container=container, nbytes=container.nbytes, weight=weight
     )
     return shape, TensorForm(dtype=tensor.dtype, size=size, stride=stride), tensor
+
+
+def _plan_bare(item: WriteItem, value: Any) -> _Item:
+    """An item of a file of safetensors: row-major values, which the file's header describes."""
+    tensor = _torch.plain_values(_torch.plain(value)) if isinstance(value, torch.Tensor) else None
+    if tensor is None:
+        raise ValueError(f"files of safetensors cannot have a {type(value).__name__} like this")
+    if missing := _torch.missing_data(tensor):
+        raise ValueError(missing)
+    entry, size = _entry(item), tuple(tensor.shape)
+    planned = item.tensor_data
+    if entry is None or planned is None:
+        raise ValueError(f"files of safetensors cannot have {tensor.dtype} under this name")
+    if (planned.properties.dtype, tuple(planned.chunk.sizes)) != (tensor.dtype, size):
+        raise ValueError(f"it is {tensor.dtype} {list(size)}, not what the planner has planned")
+    container = Container(
+        prefix=b"", payload_nbytes=tensor.nbytes, suffix=b"", seal=None, entry=entry
+    )
+    shape = ItemShape(
+        fqn=item.index.fqn, container=container, nbytes=tensor.nbytes, weight=tensor.nbytes
+    )
+    stride = tuple(torch.empty(size, device="meta").stride())
+    if tensor.is_contiguous():
+        stride = tuple(tensor.stride())  # also of dimensions of length 1
+    return shape, TensorForm(dtype=tensor.dtype, size=size, stride=stride), tensor
+
+
+def _entry(item: WriteItem) -> TensorEntry | None:
+    planned = item.tensor_data
+    if planned is None:
+        return None
+    dtype = str(planned.properties.dtype).removeprefix("torch.")
+    return entry_of(item.index.fqn, dtype, planned.chunk.sizes, planned.chunk.offsets)
 
 
 @lru_cache(maxsize=65536)

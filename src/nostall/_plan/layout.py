@@ -4,18 +4,20 @@ Files are filled as in stock ``FileSystemWriter``. A single file has the bytes i
 and then the tensors in plan order. With several files, bytes items are assigned round-robin, and
 tensors, largest first, to the least loaded file, by the size of the chunk that is written (stock
 counts the size of the whole tensor, also for a shard). Items are contiguous without padding, each
-in its container.
+in its container; in files of safetensors behind a header, in that format's order.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 from nostall._model.jobs import Seal, SealTable, page_aligned
-from nostall._model.names import SHARD_SUFFIX
+from nostall._model.names import FileFormat
 from nostall._model.values import FileLayout, ItemShape, Layout, Slot
+from nostall._plan.safetensors import header_of, order_of
 
 FROZEN = "frozen"
 """Beginning of the names of files whose items seldom change."""
@@ -23,7 +25,7 @@ FROZEN = "frozen"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileNaming:
-    """The names of a rank's files: ``{group}{prefix}{n}{suffix}.distcp``."""
+    """The names of a rank's files, such as ``{group}{prefix}{n}{suffix}.distcp``."""
 
     prefix: str
     """Stock's storage prefix, ``__{rank}_``."""
@@ -32,6 +34,8 @@ class FileNaming:
     separation_hint: str | None = None
     frozen: tuple[str, ...] = ()
     """Beginnings of the names of items that have files of their own, as they seldom change."""
+    file_format: FileFormat = FileFormat.TORCH_SAVE
+    """That of the containers of all items."""
 
     def group_of(self, fqn: str) -> str:
         """The group of files that an item belongs to."""
@@ -42,7 +46,7 @@ class FileNaming:
 
     def name_of(self, group: str, number: int) -> str:
         """The name of a rank's ``number``-th file, which belongs to ``group``."""
-        return f"{group}{self.prefix}{number}{self.suffix}{SHARD_SUFFIX}"
+        return f"{group}{self.prefix}{number}{self.suffix}{self.file_format.value}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +90,25 @@ def _buckets(
     count = max(1, packing.file_count // max(1, len(groups)))
     for name, items in groups.items():
         for bucket in _pack(shapes, items, count):
-            for part in _split(shapes, bucket, packing.max_file_nbytes):
-                yield name, part
+            for apart in _names_apart(shapes, bucket):
+                for part in _split(shapes, apart, packing.max_file_nbytes):
+                    yield name, part
+
+
+def _names_apart(shapes: Sequence[ItemShape], items: list[int]) -> list[list[int]]:
+    """The items, in several files if a file of safetensors would have two of one name."""
+    files: list[list[int]] = [[]]
+    seen: Counter[str] = Counter()
+    for item in items:
+        container = shapes[item].container
+        if container is None or container.entry is None:
+            return [items]
+        number = seen[container.entry.name]
+        seen[container.entry.name] += 1
+        if number == len(files):
+            files.append([])
+        files[number].append(item)
+    return files
 
 
 def _split(
@@ -170,8 +191,16 @@ def waves(layout: Layout, max_nbytes: int | None) -> list[Layout]:
 def _lay_out_file(
     name: str, group: str, items: list[int], shapes: Sequence[ItemShape], image_offset: int
 ) -> FileLayout:
+    entries = {
+        item: (container.entry, container.payload_nbytes)
+        for item in items
+        if (container := shapes[item].container) is not None and container.entry is not None
+    }
+    header = header_of(list(entries.values())) if entries else b""
+    if entries:
+        items = sorted(items, key=lambda item: order_of(entries[item][0]))
     slots = []
-    at = 0
+    at = len(header)
     for item in items:
         shape = shapes[item]
         container = shape.container
@@ -190,6 +219,7 @@ def _lay_out_file(
         name=name,
         group=group,
         nbytes=at,
+        header=header,
         slots=tuple(slots),
         image_offset=image_offset,
         seals=_seal_table(slots, shapes),

@@ -264,7 +264,12 @@ def _is_recognizable(leaf: Any) -> bool:
         leaf = _torch.local_tensor_of(leaf)
     if not isinstance(leaf, torch.Tensor):
         return True
-    return type(leaf) in _PLAIN and leaf.layout == torch.strided and not leaf.is_nested
+    return (
+        type(leaf) in _PLAIN
+        and leaf.layout == torch.strided
+        and not leaf.is_nested
+        and not leaf.is_neg()  # its memory has other values
+    )
 
 
 def _open(leaves: list[Any], specs: Sequence[tuple[int, Any, bool]]) -> None:

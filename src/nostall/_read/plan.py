@@ -6,9 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from nostall._read.items.forms import Form
 from nostall._read.sharing import Span
 
 SMALL_NBYTES = 256 << 10
@@ -28,6 +33,8 @@ class Wanted(NamedTuple):  # made in a quarter of the time of a frozen dataclass
     """Where its archive begins in the file."""
     nbytes: int
     """Length of the archive."""
+    form: Form | None = None
+    """Set if the values are not in an archive, but all that is there, as in safetensors."""
 
     @property
     def end(self) -> int:
@@ -88,7 +95,7 @@ def nbytes_of_all(wanted: Iterable[Wanted], rows_of: Callable[[ReadItem], int | 
     small: dict[str, dict[int, int]] = defaultdict(dict)
     large: list[Wanted] = []
     for each in wanted:
-        _, file, offset, nbytes = each
+        _, file, offset, nbytes, _ = each
         if nbytes <= SMALL_NBYTES:
             small[file][offset] = nbytes
         else:
@@ -122,6 +129,15 @@ def rows_of(stored: Mapping[str, object], item: ReadItem) -> int | None:
         if chunk.offsets == index.offset and len(chunk.sizes) == len(item.lengths) > 0:
             return chunk.sizes[0]
     return None
+
+
+def chunk_of(entry: object, index: MetadataIndex) -> ChunkStorageMetadata | None:
+    """The chunk of a tensor that an item is from, by its number if that is right."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    number = index.index or 0
+    likely = entry.chunks[number : number + 1]
+    return next((each for each in (*likely, *entry.chunks) if each.offsets == index.offset), None)
 
 
 def rotated(names: Sequence[str], rank: int, world_size: int) -> list[str]:

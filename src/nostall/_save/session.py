@@ -31,6 +31,7 @@ from nostall import _torch
 from nostall._commit.collect import require_one_result_each
 from nostall._engine import Engine
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
+from nostall._model.names import AS_SAFETENSORS
 from nostall._model.values import ItemShape, Layout, PlannedSave, RankFiles, Share, WrittenFile
 from nostall._plan.items import Resolver, plan_rank
 from nostall._plan.layout import FileNaming, Packing, renamed, without
@@ -106,9 +107,12 @@ def prepare(
     Raises:
         StagingError: An item could not be resolved.
     """
-    planned = plan_rank(plan, resolver, rank=target.settings.rank)
+    settings = target.settings
+    planned = plan_rank(
+        plan, resolver, rank=settings.rank, file_format=settings.options.file_format
+    )
     with target.timeline.measure("layout"):
-        packing = target.settings.packing(engine)
+        packing = settings.packing(engine)
         layout = engine.lay_out(planned.share.shapes, target.naming, packing)
     target.progress.expect(layout.nbytes)
     return PreparedSave(planned=planned, layout=layout, target=target)
@@ -321,10 +325,11 @@ def _expected_results(
     results = []
     for number, file in enumerate(layout.files):
         decided = extents[number] if extents else None
+        transforms = AS_SAFETENSORS if file.header else descriptors
         for position, slot in enumerate(file.slots):
             offset, length = decided[position] if decided else (slot.offset, slot.length)
             info = _torch.StorageInfo(
-                file.name, offset, length, None if descriptors is None else list(descriptors)
+                file.name, offset, length, None if transforms is None else list(transforms)
             )
             index = share.plan.items[slot.item].index
             results.append(WriteResult(index=index, size_in_bytes=length, storage_data=info))

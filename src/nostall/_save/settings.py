@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from nostall import _torch
 from nostall._engine import Engine
+from nostall._model.names import FileFormat
 from nostall._model.progress import Progress
 from nostall._model.values import ItemShape, Layout
 from nostall._plan.layout import FileNaming, Packing
@@ -28,6 +29,10 @@ from nostall.options import StagingMode, WriterOptions, require_switch
 from nostall.stats import Timeline
 
 _PROCESSES_FOR_MULTIPROC_IO = 2
+_FORMATS = {
+    SerializationFormat.TORCH_SAVE: FileFormat.TORCH_SAVE,
+    SerializationFormat.SAFETENSORS: FileFormat.SAFETENSORS,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,9 +187,7 @@ class WriterSettings:
     def lay_out(self, shapes: Sequence[ItemShape], engine: Engine) -> Layout:
         """The layout of these items, with file names of no checkpoint."""
         options = self.options
-        naming = FileNaming(
-            prefix="", separation_hint=options.separation_hint, frozen=options.frozen
-        )
+        naming = _naming(options, prefix="")
         return engine.lay_out(shapes, naming, self.packing(engine))
 
     def target(
@@ -215,18 +218,23 @@ class WriterSettings:
         return SaveTarget(
             job=job,
             settings=self,
-            naming=FileNaming(
-                prefix=prefix,
-                suffix=f"-{job[:8]}" if replaces else "",
-                separation_hint=self.options.separation_hint,
-                frozen=self.options.frozen,
-            ),
+            naming=_naming(self.options, prefix=prefix, suffix=f"-{job[:8]}" if replaces else ""),
             visit=Visit(self.directory, progress.created),
             timeline=timeline,
             progress=progress,
             timeout_s=engine.options.save_timeout_s,
             faults=engine.faults,
         )
+
+
+def _naming(options: WriterOptions, *, prefix: str, suffix: str = "") -> FileNaming:
+    return FileNaming(
+        prefix=prefix,
+        suffix=suffix,
+        separation_hint=options.separation_hint,
+        frozen=options.frozen,
+        file_format=options.file_format,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,18 +260,20 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
     """The settings of a writer, by its attributes at this moment, as subclasses may change them.
 
     Raises:
-        OptionError: Two options exclude each other, or an option is not supported yet.
+        OptionError: Two options exclude each other, or an option has a value that is not possible.
     """
     if not callable(own.open_file):
         raise OptionError(
             f"open_file={own.open_file!r} is not callable",
             hint="use a callable with the signature of open",
         )
-    form = getattr(writer, "serialization_format", SerializationFormat.TORCH_SAVE)
-    if form is not SerializationFormat.TORCH_SAVE:
+    file_format = _FORMATS.get(
+        getattr(writer, "serialization_format", SerializationFormat.TORCH_SAVE)
+    )
+    if file_format is None:
         raise OptionError(
-            f"serialization_format={form!r} is not supported yet",
-            hint="leave it at SerializationFormat.TORCH_SAVE",
+            f"serialization_format={writer.serialization_format!r} is not possible",
+            hint="use a member of torch.distributed.checkpoint.filesystem.SerializationFormat",
         )
     spread = require_switch("is_multiproc_io", own.is_multiproc_io)
     transforms = tuple(writer.transforms.extensions)
@@ -273,6 +283,12 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
             "open_file and stream extensions need a file system",
             path=str(writer.path),
             hint="leave them out, or save to a directory",
+        )
+    if has_stream and file_format is FileFormat.SAFETENSORS:
+        raise OptionError(
+            "open_file and stream extensions need SerializationFormat.TORCH_SAVE",
+            path=str(writer.path),
+            hint="leave them out: a file of safetensors is written as a whole",
         )
     place, tier = str(writer.path), None
     if own.local_staging_dir is not None:
@@ -294,6 +310,7 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
             staging=own.staging,
             frozen=own.frozen,
             local_staging_limit=own.local_staging_limit,
+            file_format=file_format,
         ),
         stream=StreamTarget(open_file=own.open_file, transforms=transforms) if has_stream else None,
         transform_descriptors=tuple(each.get_descriptor() for each in reversed(transforms)) or None,

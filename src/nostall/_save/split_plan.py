@@ -169,6 +169,8 @@ def _prepare_known(
         return False
     if not is_stocks_own(arguments.planner):
         return False
+    if known.naming.file_format is not writer._rank_save.settings.options.file_format:
+        return False  # its containers are of the other format
     session.planner = arguments.planner
     try:
         sources = known.structure.find(arguments.state_dict, serialize)

@@ -35,6 +35,7 @@ from nostall._memory.staged_state import (
     unstaged,
 )
 from nostall._model.jobs import RankFailed
+from nostall._model.names import FileFormat
 from nostall._model.values import ItemShape, Layout
 from nostall._plan.items import plan_rank
 from nostall._ranks.failures import error_of, failure_of
@@ -161,17 +162,20 @@ def _predicted(
 ) -> Placement:
     """The places of the payloads if no other rank writes an item of this one."""
     try:
-        shapes = shapes_planned_alone(state_dict)
+        shapes = shapes_planned_alone(state_dict, settings.options.file_format)
     except Exception:  # planning the save raises it again, where DCP shares failures
         return {}
     return _placement(settings.lay_out(shapes, engine))
 
 
-def shapes_planned_alone(state_dict: Mapping[str, Any]) -> Sequence[ItemShape]:
+def shapes_planned_alone(
+    state_dict: Mapping[str, Any], file_format: FileFormat = FileFormat.TORCH_SAVE
+) -> Sequence[ItemShape]:
     """The items of this rank if no other rank writes one of them, with DCP's default planner."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state_dict), is_coordinator=True)
-    return plan_rank(planner.create_local_plan(), planner, rank=0).share.shapes
+    plan = planner.create_local_plan()
+    return plan_rank(plan, planner, rank=0, file_format=file_format).share.shapes
 
 
 def _substitute(

@@ -149,6 +149,7 @@ class _LiveImage:
         payloads: Sequence[torch.Tensor | bytes],
         buffers: Sequence[_Buffer],
     ) -> None:
+        self._header = file.header
         self._slots = file.slots
         self._begins = [slot.offset for slot in file.slots]
         self._shapes = shapes
@@ -160,7 +161,9 @@ class _LiveImage:
     def window(self, begin: int, end: int, *, thread: int) -> Window:
         """Assemble a chunk in the thread's buffer."""
         buffer = self._buffers[thread]
-        first = bisect_right(self._begins, begin) - 1
+        header = memoryview(self._header)[begin:end]
+        buffer.memory[: len(header)] = header
+        first = max(0, bisect_right(self._begins, begin) - 1)
         for slot in self._slots[first : bisect_left(self._begins, end)]:
             slot_end = slot.offset + slot.length
             upto = slot_end if _is_sealed_in(slot, begin, end) else min(end, slot_end)

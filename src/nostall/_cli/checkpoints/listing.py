@@ -18,8 +18,8 @@ from nostall._commit.manifest import Manifest, manifest_of
 from nostall._model.names import (
     METADATA_SUFFIX,
     OF_FILE_SYSTEM,
-    SHARD_SUFFIX,
     is_metadata_of_one_rank,
+    is_ours_to_remove,
     order_of_commit,
     step_in,
 )
@@ -234,7 +234,7 @@ def look_at(path: str) -> Listed | None:
     storage = storage_at(path)
     try:
         entries = storage.list()
-        shards = [name for name in entries if name.endswith(SHARD_SUFFIX)]
+        shards = list(filter(is_ours_to_remove, entries))
         committed = METADATA_SUFFIX in entries
         if not committed and not shards:
             return None

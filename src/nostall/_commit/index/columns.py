@@ -4,17 +4,19 @@ It stands between the pickle and the manifest of a ``.metadata`` file, and the m
 length and checksum. All numbers are little endian::
 
     \n#nostall-index\n                              16 bytes
-    u64  format (1), items, places, shapes, dimensions, bytes of the names
+    u64  format, items, places, shapes, dimensions, bytes of the names
     u64  dimensions[dimensions], offset[places], length[places]
     u32  nchars[items], kind[items], size[items], count[items], ndim[shapes],
          begin[places], extent[places], file[places]
     the names, in UTF-8, one after the other; nchars has their lengths in characters
     the tables: {"files": [name, ...], "properties": [[...], ...]} in JSON, up to the end
 
-A shape is ``ndim`` of the dimensions. ``kind`` is 0 for an object, otherwise one more than the
-number of the item's properties in the table; ``size`` is the number of a shape. An item has
-``count`` places: an object one, a tensor one per chunk. ``begin`` and ``extent`` are the numbers of
-the shapes that are a chunk's offsets and sizes; ``file`` is the number of a file in the table.
+Format 1 is for archives of ``torch.save`` and objects, format 2 for tensors in files of
+safetensors. A shape is ``ndim`` of the dimensions. ``kind`` is 0 for an object, otherwise one more
+than the number of the item's properties in the table; ``size`` is the number of a shape. An item
+has ``count`` places: an object one, a tensor one per chunk. ``begin`` and ``extent`` are the
+numbers of the shapes that are a chunk's offsets and sizes; ``file`` is the number of a file in the
+table.
 Imports no torch.
 """
 
@@ -27,8 +29,11 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from nostall._model.names import AS_SAFETENSORS
+
 MARK = b"\n#nostall-index\n"
-FORMAT = 1
+TRANSFORMS: Mapping[int, tuple[str, ...] | None] = {1: None, 2: AS_SAFETENSORS}
+"""By format, what metadata name as the transforms of all places."""
 HEADER = struct.Struct(f"<{len(MARK)}s6Q")
 
 
@@ -65,6 +70,8 @@ class ItemIndex:
     length: Sequence[int]
     properties: Sequence[Properties]
     files: Sequence[str]
+    transforms: tuple[str, ...] | None = None
+    """One of the values of :data:`TRANSFORMS`."""
 
     @cached_property
     def rows(self) -> Mapping[str, int]:

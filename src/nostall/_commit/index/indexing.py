@@ -16,7 +16,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nostall import _torch
-from nostall._commit.index.columns import InvalidIndexError, ItemIndex, Properties
+from nostall._commit.index.columns import (
+    TRANSFORMS,
+    InvalidIndexError,
+    ItemIndex,
+    Properties,
+)
 from nostall._commit.index.writing import WrittenIndex, written
 from nostall._commit.metadata_pickle import no_collection
 
@@ -58,6 +63,7 @@ class _Indexing:
         self._properties: dict[Properties, int] = {}
         self._known: dict[tuple[Any, ...], int] = {}
         """Number of properties by the values of their attributes."""
+        self._transforms: set[tuple[str, ...] | None] = set()
         self._places: dict[str, dict[tuple[int, ...] | None, tuple[int, int, int]]] = {}
         for index, info in storage_data.items():
             self._take(index, info)
@@ -66,7 +72,9 @@ class _Indexing:
         if type(index) is not MetadataIndex or type(info) is not _torch.StorageInfo:
             raise _NotRepresentableError
         file, offset, length = info.relative_path, info.offset, info.length
-        if info.transform_descriptors is not None or len(vars(info)) > _PLACE_PARTS:
+        named = info.transform_descriptors
+        self._transforms.add(None if named is None else tuple(named))
+        if len(vars(info)) > _PLACE_PARTS:
             raise _NotRepresentableError
         if type(file) is not str or type(offset) is not int or type(length) is not int:
             raise _NotRepresentableError
@@ -119,7 +127,14 @@ class _Indexing:
             length=[length for _, _, length in places],
             properties=list(self._properties),
             files=list(self._files),
+            transforms=self._transforms_of_all(),
         )
+
+    def _transforms_of_all(self) -> tuple[str, ...] | None:
+        transforms = self._transforms or {None}
+        if len(transforms) > 1 or not transforms.issubset(TRANSFORMS.values()):
+            raise _NotRepresentableError
+        return transforms.pop()
 
     def _number_of_shape(self, shape: object) -> int:
         if type(shape) is not torch.Size:

@@ -136,7 +136,7 @@ class Items:
             "relative_path": index.files[index.file[place]],
             "offset": index.offset[place],
             "length": index.length[place],
-            "transform_descriptors": None,
+            "transform_descriptors": None if index.transforms is None else list(index.transforms),
         }
         return info
 

@@ -15,9 +15,9 @@ from itertools import accumulate, pairwise, repeat
 from typing import Any, NoReturn
 
 from nostall._commit.index.columns import (
-    FORMAT,
     HEADER,
     MARK,
+    TRANSFORMS,
     InvalidIndexError,
     ItemIndex,
     Properties,
@@ -42,7 +42,7 @@ def parsed(content: bytes, nbytes_of: Mapping[str, int]) -> ItemIndex | None:
     mark, number, *counts = HEADER.unpack_from(content)
     if mark != MARK:
         _refuse("no mark")
-    if number != FORMAT:
+    if number not in TRANSFORMS:
         return None
     nitems, nplaces, nshapes, ndimensions, names_nbytes = counts
     columns = _Columns(content)
@@ -72,6 +72,7 @@ def parsed(content: bytes, nbytes_of: Mapping[str, int]) -> ItemIndex | None:
         length=length,
         properties=properties,
         files=files,
+        transforms=TRANSFORMS[number],
     )
     if len(index.rows) != nitems:
         _refuse("a duplicate name")

@@ -9,7 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from nostall._commit.index.columns import FORMAT, HEADER, MARK, ItemIndex, Properties
+from nostall._commit.index.columns import (
+    HEADER,
+    MARK,
+    TRANSFORMS,
+    ItemIndex,
+    Properties,
+)
 from nostall._commit.index.parsing import parsed
 from nostall._model import checksum
 
@@ -81,8 +87,9 @@ def encoded(index: ItemIndex) -> WrittenIndex:
     names = "".join(index.names).encode()
     dimensions = [number for shape in index.shapes for number in shape]
     counts = len(index.names), len(index.file), len(index.shapes), len(dimensions), len(names)
+    number = next(each for each, named in TRANSFORMS.items() if named == index.transforms)
     pieces = [
-        HEADER.pack(MARK, FORMAT, *counts),
+        HEADER.pack(MARK, number, *counts),
         *(_packed("Q", each) for each in (dimensions, index.offset, index.length)),
         *(
             _packed("I", each)

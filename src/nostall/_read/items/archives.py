@@ -47,7 +47,7 @@ class Archives:
             DamagedCheckpointError: The archive contradicts itself, or the item's slice.
             OSError: It cannot be read.
         """
-        form = self.forms.known(head, at, wanted.nbytes)
+        form = wanted.form or self.forms.known(head, at, wanted.nbytes)
         if form is None:
             try:
                 form = self.forms.parse(archive(), wanted.nbytes)

@@ -78,6 +78,8 @@ class Form:
     shape: tuple[int, ...]
     nbytes: int
     """Bytes of the values."""
+    has_checksum: bool = True
+    """Whether a descriptor is after the values, if there are any."""
 
     @property
     def begin(self) -> int:
@@ -88,6 +90,13 @@ class Form:
     def end(self) -> int:
         """Where the values end, and their descriptor begins if there are any."""
         return len(self.prefix) + self.nbytes
+
+
+def bare_form(dtype: torch.dtype, shape: Sequence[int], nbytes: int) -> Form | None:
+    """The form of values without an archive; ``None`` if a tensor has another number of bytes."""
+    if not _torch.can_be_viewed(dtype) or math.prod(shape) * dtype.itemsize != nbytes:
+        return None
+    return Form(prefix=b"", dtype=dtype, shape=tuple(shape), nbytes=nbytes, has_checksum=False)
 
 
 class Forms:

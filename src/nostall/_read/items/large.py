@@ -74,7 +74,11 @@ class LargeRead:
     def _prepare(self) -> None:
         """Find out what is stored, and where it goes."""
         guess = None
-        if self.tasks == 1 and not any(self._wanted.item.storage_offsets):
+        if (
+            self._wanted.form is None
+            and self.tasks == 1
+            and not any(self._wanted.item.storage_offsets)
+        ):
             forms, shape = self._shared.archives.forms, self._wanted.item.lengths
             guess = forms.guess(self._wanted.nbytes, shape, self._target.dtype)
         if guess is None:
@@ -84,7 +88,7 @@ class LargeRead:
 
     def _read_head(self) -> None:
         wanted, archives = self._wanted, self._shared.archives
-        head = bytearray(min(wanted.nbytes, HEAD_NBYTES))
+        head = bytearray(min(wanted.nbytes, HEAD_NBYTES) if wanted.form is None else 0)
         self._file.fill(wanted.offset, [wanted], memoryview(head))
         archive = partial(self._file.archive, wanted)
         form = archives.form_of(head, 0, archive, self._file, wanted)
@@ -95,7 +99,7 @@ class LargeRead:
 
     def _begin(self, form: Form, *, is_guess: bool) -> None:
         item, archives = self._wanted.item, self._shared.archives
-        verify = archives.verify and form.nbytes > 0
+        verify = archives.verify and form.nbytes > 0 and form.has_checksum
         rows = Rows.of(form, item.storage_offsets, item.lengths, whole=verify)
         stored, uploads = self._target, self._shared.uploads
         is_alike = rows.is_exact and stored.dtype is form.dtype and is_dense(stored)

@@ -62,8 +62,10 @@ class SmallRead:
         for wanted, target, to in zip(self._items, targets, self._addresses, strict=True):
             # Most items need no more than this, which is half of the work of _bring().
             at = wanted.offset - self._begin
-            form = known(content, at, wanted.nbytes) if known and to else None
-            if form is not None and _is_direct(form, wanted, target):
+            form = wanted.form
+            if form is None and known and to:
+                form = known(content, at, wanted.nbytes)
+            if form is not None and to and _is_direct(form, wanted, target):
                 copy_bytes(to, address + at + form.begin, form.nbytes)
                 self._brought.append(None)
             else:
@@ -91,7 +93,7 @@ class SmallRead:
         if form is None:
             return archives.loaded_by_torch(archive(), self._file, wanted)
         begin = at + form.begin
-        if archives.verify and form.nbytes:
+        if archives.verify and form.nbytes and form.has_checksum:
             view = memoryview(content)
             end = at + form.end
             found = checksum.crc32(view[begin:end])

@@ -22,7 +22,7 @@ from functools import lru_cache
 from math import inf
 from typing import Any
 
-from nostall._model.names import SHARD_SUFFIX
+from nostall._model.names import is_ours_to_remove
 from nostall._storage.port import ABSENT, Conflict, Stat, Version, may_pass
 from nostall.errors import OptionError
 
@@ -183,8 +183,7 @@ class S3Client:
             newest_s = inf if older_than_s is None else _clock(page) - older_than_s
             for upload in page.get("Uploads", ()):
                 name = upload["Key"][len(prefix) :]
-                is_ours = "/" not in name and upload["Key"].endswith(SHARD_SUFFIX)
-                if not is_ours or upload["Initiated"].timestamp() > newest_s:
+                if not is_ours_to_remove(name) or upload["Initiated"].timestamp() > newest_s:
                     continue
                 keys.append(upload["Key"])
                 with suppress(FileNotFoundError):  # it is over
