@@ -15,7 +15,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from nostall._model.names import SHARD_SUFFIX
+from nostall._model.names import is_ours_to_remove
 from nostall._storage.port import ABSENT, Conflict, Stat, Version
 from nostall.errors import OptionError
 
@@ -72,7 +72,8 @@ class FsspecClient:
         with _errors(self._where(key)):
             content = memoryview(self._fs.cat_file(key, start=offset, end=offset + nbytes))
         # There is no condition on reads. Shard files are never replaced, and need none.
-        if not key.endswith(SHARD_SUFFIX) and self._version(key) != version:
+        is_shard = is_ours_to_remove(key.rpartition("/")[2])
+        if not is_shard and self._version(key) != version:
             raise Conflict(self._where(key))
         if len(content) != nbytes:
             raise OSError(errno.EIO, "the answer is too short", self._where(key))

@@ -1,0 +1,623 @@
+"""Checkpoints of safetensors files, judged by the package and by stock's reader and writer."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+import nostall
+from nostall.cli import main
+from nostall.core import AsyncCallsQueue
+from nostall.errors import DamagedCheckpointError, OptionError, StagingError
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import EngineOptions
+from nostall.state_dict_saver import CheckpointMetadataCache
+from support.object_store import S3Server
+from support.ranks import run_ranks
+from support.states import save_async, schedule, shard_files
+
+State = dict[str, Any]
+SAFETENSORS = SerializationFormat.SAFETENSORS
+FROM_BYTES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+]
+"""All dtypes of the format that the package gives to torch, but ``bool``."""
+ONLY_WRITTEN = {torch.float4_e2m1fn_x2: ("F4", 2), torch.float8_e8m0fnu: ("F8_E8M0", 1)}
+"""Dtypes that the package writes, but does not give to torch, with the values that torch counts as
+one."""
+
+
+def writer(path: Path | str, **options: Any) -> FileSystemWriterAsync:
+    """A writer of safetensors."""
+    return FileSystemWriterAsync(path, serialization_format=SAFETENSORS, **options)
+
+
+def save(path: Path | str, state: State, **options: Any) -> None:
+    """One synchronous save."""
+    dcp.save(state, storage_writer=writer(path, **options), no_dist=True)
+
+
+def _async(path: Path, state: State, **options: Any) -> None:
+    save_async(writer(path, **options), state)
+
+
+def _split(path: Path, state: State, **options: Any) -> None:
+    with AsyncCallsQueue() as queue:
+        schedule(queue, path, state, serialization_format=SAFETENSORS, **options)
+        nostall.wait_staged()
+        queue.maybe_finalize_async_calls(blocking=True)
+
+
+WAYS: dict[str, Callable[..., None]] = {
+    "dcp.save": save,
+    "dcp.async_save": _async,
+    "dcp.async_save, overlapped": partial(_async, staging="overlapped"),
+    "split": _split,
+    "split, overlapped": partial(_split, staging="overlapped"),
+}
+every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+def state_of(seed: int = 0) -> State:
+    """Tensors of several dtypes, large, empty, without dimensions, transposed; odd names."""
+    torch.manual_seed(seed)
+    return {
+        "weight": torch.randn(600, 1000),
+        "nested": {"b": torch.arange(7) + seed, "list": [torch.ones(3, dtype=torch.bfloat16)]},
+        "transposed": torch.randn(30, 40).t(),
+        "every second": torch.arange(40)[::2],
+        'odd "name"\n\u00e9\u4e2d\x01\U0001f600': torch.randn(3),
+        "scalar": torch.tensor(float(seed)),
+        "empty": torch.empty(0, 3),
+        "flags": torch.tensor([True, False, True]),
+        "archive": archive_as_bytes(),
+    }
+
+
+def archive_as_bytes() -> torch.Tensor:
+    """What a framework stores of an object: it must not be taken for the archive of a tensor."""
+    buffer = io.BytesIO()
+    torch.save(torch.arange(6.0), buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def flat(state: State) -> dict[str, torch.Tensor]:
+    """Contiguous tensors by DCP's names, in the order of the state dict."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        if isinstance(value, list):
+            value = dict(enumerate(value))  # noqa: PLW2901  # its names are its positions
+        if isinstance(value, dict):
+            found |= {f"{name}.{inner}": each for inner, each in flat(value).items()}
+        else:
+            found[name] = value.contiguous()
+    return found
+
+
+def zeros_like(state: State) -> State:
+    """A state to load into."""
+    zeros: State = torch.utils._pytree.tree_map(torch.zeros_like, state)
+    return zeros
+
+
+def header_in(content: bytes) -> tuple[dict[str, Any], bytes]:
+    """The header of a file, and what follows it."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:end]), content[end:]
+
+
+def as_the_package_writes(content: bytes, tensors: dict[str, torch.Tensor]) -> bytes:
+    """The file of the package with the same ``__metadata__``, whose order the package shuffles."""
+    metadata, _ = header_in(content)
+    for _ in range(500):
+        made: bytes = safetensors.torch.save(tensors, metadata["__metadata__"])
+        if list(header_in(made)[0]["__metadata__"]) == list(metadata["__metadata__"]):
+            return made
+    raise AssertionError("not one of 500 orders was ours")
+
+
+def assert_equal(found: State, expected: State) -> None:
+    """Bitwise, and in dtype and shape."""
+    flat_found, flat_expected = flat(found), flat(expected)
+    assert flat_found.keys() == flat_expected.keys()
+    for name, value in flat_expected.items():
+        other = flat_found[name]
+        assert (other.dtype, other.shape) == (value.dtype, value.shape), name
+        same = other.reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)
+        assert torch.equal(*same), name
+
+
+def assert_holds(path: Path, state: State) -> None:
+    """Loaded by nostall in each way and by stock's reader of such files; and it is whole."""
+    stock = HuggingFaceStorageReader(str(path))
+    readers = {
+        "nostall": nostall.FileSystemReader(path),
+        "verifying": nostall.FileSystemReader(path, verify="crc"),
+        "cached": nostall.CachedMetadataFileSystemReader(path),
+        "stock": stock,
+    }
+    for reader in readers.values():
+        found = zeros_like(state)
+        dcp.load(found, storage_reader=reader, no_dist=True)
+        assert_equal(found, state)
+    found = zeros_like(state)
+    nostall.load(found, path)
+    assert_equal(found, state)
+    assert nostall.is_complete(path)
+    verified = nostall.verify(path)
+    assert verified.ok
+    assert verified.has_manifest
+    assert not verified.unchecked
+
+
+@every_way
+def test_a_file_is_the_one_of_the_package(tmp_path: Path, way: Callable[..., None]) -> None:
+    """Byte for byte, with the offsets of the parts where DCP has them; a second save is staged."""
+    for step in range(3):
+        path, state = tmp_path / str(step), state_of(step)
+        way(path, state)
+        ((name, content),) = shard_files(path).items()
+        assert name == "__0_0.safetensors"
+        assert content == as_the_package_writes(content, flat(state))
+        assert_equal(safetensors.torch.load(content), flat(state))
+        header, _ = header_in(content)
+        parts = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+        assert parts == {
+            fqn: {"saved_offsets": [0] * each.ndim} for fqn, each in flat(state).items()
+        }
+        assert_holds(path, state)
+
+
+def test_a_file_is_the_one_of_stocks_writer(tmp_path: Path) -> None:
+    """But for the order in the package's ``__metadata__``: also the text of each of its values."""
+    state = flat(state_of())
+    save(tmp_path / "ours", state)
+    stock = dcp.FileSystemWriter(tmp_path / "stock", serialization_format=SAFETENSORS)
+    dcp.save(state, storage_writer=stock, no_dist=True)
+    (ours,), (theirs,) = (shard_files(tmp_path / who).values() for who in ("ours", "stock"))
+    assert header_in(ours) == header_in(theirs)
+    assert len(ours) == len(theirs)
+
+
+@pytest.mark.parametrize("dtype", [*FROM_BYTES, torch.bool], ids=str)
+def test_every_dtype_of_the_format(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Any bits of it, among them NaN."""
+    torch.manual_seed(1)
+    values = torch.randint(0, 2 if dtype is torch.bool else 256, (64,), dtype=torch.uint8)
+    state = {"x": values.view(dtype).reshape(2, -1), "one": values.view(dtype)[0].clone()}
+    save(tmp_path, state)
+    (content,) = shard_files(tmp_path).values()
+    assert content == as_the_package_writes(content, state)
+    assert_holds(tmp_path, state)
+
+
+@pytest.mark.parametrize("dtype", ONLY_WRITTEN, ids=str)
+def test_dtypes_that_the_package_only_writes(tmp_path: Path, dtype: torch.dtype) -> None:
+    """It reads them as bytes; nostall's readers give them to torch."""
+    name, count = ONLY_WRITTEN[dtype]
+    values = torch.arange(24, dtype=torch.uint8).view(dtype).reshape(3, 8)
+    save(tmp_path, {"x": values})
+    (content,) = shard_files(tmp_path).values()
+    assert content == as_the_package_writes(content, {"x": values})
+    said = header_in(content)[0]["x"]
+    assert said == {"dtype": name, "shape": [3, 8 * count], "data_offsets": [0, 24]}
+    ((_, parsed),) = safetensors.deserialize(content)
+    assert parsed["data"] == bytes(range(24))
+    found = {"x": torch.zeros(24, dtype=torch.uint8).view(values.dtype).reshape(3, 8)}
+    nostall.load(found, tmp_path)
+    assert torch.equal(found["x"].view(torch.uint8), values.view(torch.uint8))
+
+
+def test_dtypes_lie_in_the_order_of_the_package(tmp_path: Path) -> None:
+    """All in one file, each under two names."""
+    values = torch.arange(16, dtype=torch.uint8)
+    names = {str(each): each for each in (*FROM_BYTES, *ONLY_WRITTEN)}
+    state = {f"{a}{name}": values.clone().view(each) for a in "ba" for name, each in names.items()}
+    state["bool"] = values > 3
+    save(tmp_path, state)
+    (content,) = shard_files(tmp_path).values()
+    assert content == as_the_package_writes(content, state)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (5, "an object"),
+        (["a"], "an object"),
+        (torch.zeros(2, dtype=torch.complex128), "torch.complex128"),
+        (torch.zeros((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "float4_e2m1fn_x2"),
+        (torch.eye(3).to_sparse(), "torch.sparse_coo"),
+    ],
+    ids=["int", "list", "complex128", "half a byte", "sparse"],
+)
+@every_way
+def test_what_the_format_does_not_have_is_named(
+    tmp_path: Path, way: Callable[..., None], value: Any, kind: str
+) -> None:
+    """Before a file is written: stock writes broken ones, or fails in the middle."""
+    with pytest.raises((CheckpointException, StagingError)) as caught:
+        way(tmp_path / "new", {"model": torch.ones(3), "strange": value})
+    error = caught.value
+    if isinstance(error, CheckpointException):
+        (failure,) = error.failures.values()
+        error = failure[0]
+    assert isinstance(error, StagingError)
+    assert "'strange'" in str(error)
+    assert kind in str(error)
+    assert error.hint is not None
+    assert "TORCH_SAVE" in error.hint
+    assert not (tmp_path / "new").exists() or not list((tmp_path / "new").iterdir())
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "\ud800"], ids=["reserved", "surrogate"])
+def test_a_name_that_the_format_does_not_have_is_an_error(tmp_path: Path, name: str) -> None:
+    """The package writes a file with the first one that it cannot read."""
+    with pytest.raises(CheckpointException, match="cannot have"):
+        save(tmp_path, {name: torch.ones(2)})
+    assert not list(tmp_path.iterdir())
+
+
+def test_values_that_are_not_as_planned_are_an_error(tmp_path: Path) -> None:
+    """A reader relies on dtype and shape in the metadata, as there is no archive to ask."""
+
+    class Casting(DefaultSavePlanner):
+        def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # DCP's
+            return super().transform_object(write_item, object.to(torch.bfloat16))
+
+    with pytest.raises(CheckpointException, match=r"bfloat16 \[2\], not what the planner"):
+        dcp.save(
+            {"x": torch.ones(2)}, storage_writer=writer(tmp_path), planner=Casting(), no_dist=True
+        )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("option", ["open_file", "_extensions"])
+def test_options_that_change_the_bytes_are_refused(tmp_path: Path, option: str) -> None:
+    """Where the writer is made."""
+    from torch.distributed.checkpoint._extension import StreamTransformExtension
+
+    class Plain(StreamTransformExtension):
+        @staticmethod
+        def registry_name() -> str:
+            return "plain"
+
+        @staticmethod
+        def from_descriptor(version: str) -> Plain:
+            return Plain()
+
+        def get_descriptor(self) -> str:
+            return "plain/1"
+
+        def transform_to(self, output: Any) -> Any:
+            return output
+
+        def transform_from(self, input: Any) -> Any:  # noqa: A002  # torch's
+            return input
+
+    options: dict[str, Any] = {"open_file": {"open_file": io.open_code}, "_extensions": {}}[option]
+    if option == "_extensions":
+        options = {"_extensions": [Plain()]}
+    with pytest.raises(OptionError, match="TORCH_SAVE"):
+        writer(tmp_path, **options)
+
+
+def test_lazy_values_are_written_as_they_are(tmp_path: Path) -> None:
+    """Conjugated and negated views; strides of dimensions of length one; shared memory."""
+    complex_ones = torch.randn(4, dtype=torch.complex64).conj()
+    state = {
+        "conj": complex_ones,
+        "neg": complex_ones.imag,
+        "one": torch.randn(7)[::7].unsqueeze(0),
+        "expanded": torch.ones(1).expand(5),
+    }
+    state["tied"] = state["one"]
+    cache = CheckpointMetadataCache()
+    for step in range(4):
+        _split(tmp_path / str(step), state, cache=cache)
+        found = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in state.items()}
+        nostall.load(found, tmp_path / str(step))
+        assert all(torch.equal(found[name], each) for name, each in state.items())
+        complex_ones.add_(1)
+
+
+def test_a_known_structure_is_saved_with_new_values(tmp_path: Path) -> None:
+    """20 saves with one cache, in both formats by turns."""
+    cache, state = CheckpointMetadataCache(), {"a": torch.zeros(300, 100), "b": torch.zeros(5)}
+    with AsyncCallsQueue() as queue:
+        for step in range(20):
+            is_ours = step % 5 != 4
+            form = SAFETENSORS if is_ours else SerializationFormat.TORCH_SAVE
+            path = tmp_path / str(step)
+            schedule(queue, path, state, cache=cache, serialization_format=form)
+            queue.maybe_finalize_async_calls(blocking=True)
+            if is_ours:
+                (content,) = shard_files(path).values()
+                assert content == as_the_package_writes(content, state)
+                assert_holds(path, state)
+            else:
+                found = zeros_like(state)
+                dcp.load(found, checkpoint_id=path, no_dist=True)
+                assert_equal(found, state)
+            for each in state.values():
+                each.add_(1 + step)
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"thread_count": 3}, 3),
+        ({"single_file_per_rank": False}, 10),
+        ({"thread_count": 2, "separation_hint": "nested"}, 2),
+        ({"frozen": "nested"}, 2),
+        ({"is_multiproc_io": True, "thread_count": 2}, 2),
+    ],
+    ids=["files", "one per item", "separation", "frozen", "two processes"],
+)
+@pytest.mark.parametrize("way", [save, _split], ids=["dcp.save", "split"])
+def test_items_in_several_files(
+    tmp_path: Path, way: Callable[..., None], options: dict[str, Any], count: int
+) -> None:
+    """Each of them is a file of the package."""
+    state = state_of()
+    way(tmp_path, state, **options)
+    files = shard_files(tmp_path)
+    assert len(files) == count
+    whole = flat(state)
+    left = set(whole)
+    for content in files.values():
+        names = safetensors.torch.load(content).keys()
+        left -= names
+        ordered = {name: each for name, each in whole.items() if name in names}
+        assert content == as_the_package_writes(content, ordered)
+    assert not left
+    assert_holds(tmp_path, state)
+
+
+def test_a_save_in_waves(tmp_path: Path) -> None:
+    """A state larger than the memory for snapshots."""
+    nostall.configure(EngineOptions(max_staging_bytes=1 << 20))
+    state = {f"layer {number}": torch.randn(100, 1000) for number in range(8)}
+    _split(tmp_path / "split", state)
+    _async(tmp_path / "async", state)
+    for path in (tmp_path / "split", tmp_path / "async"):
+        assert len(shard_files(path)) > 2
+        assert_holds(path, state)
+
+
+def test_a_header_longer_than_a_chunk(tmp_path: Path) -> None:
+    """Written without a snapshot, through buffers of one page."""
+    nostall.configure(EngineOptions(chunk_nbytes=4096, io_threads=2))
+    state = {
+        f"{number} {'x' * 300}": torch.full((n,), float(n)) for number, n in enumerate(LENGTHS)
+    }
+    state["last"] = torch.randn(40_000)
+    save(tmp_path, state)
+    (content,) = shard_files(tmp_path).values()
+    assert len(content) - len(header_in(content)[1]) > 3 * 4096
+    assert content == as_the_package_writes(content, state)
+    assert_holds(tmp_path, state)
+
+
+LENGTHS = [0, 1, 1000, 0, 0, 1025, 3, 2, 1024, *([5] * 40)]
+
+
+def test_overwriting(tmp_path: Path) -> None:
+    """By other files, and by the other format and back: what is left is the last checkpoint."""
+    state: State = {}
+    for step in range(3):
+        state = {**state_of(step), f"only in {step}": torch.ones(step)}
+        save(tmp_path, state)
+        (name,) = shard_files(tmp_path)
+        assert (name == "__0_0.safetensors") == (step == 0)
+        assert_holds(tmp_path, state)
+    dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path), no_dist=True)
+    (name,) = shard_files(tmp_path)
+    assert name.endswith(".distcp")
+    save(tmp_path, state)
+    assert_holds(tmp_path, state)
+    with pytest.raises(CheckpointException, match="CheckpointExistsError"):
+        save(tmp_path, state, overwrite=False)
+
+
+def test_frozen_files_are_linked_under_the_same_names_only(tmp_path: Path) -> None:
+    """The names are in the file: the same tensors under others are written."""
+    base = {"a": torch.randn(1000), "b": torch.randn(1000)}
+
+    def files(step: int, state: State) -> set[int]:
+        save(tmp_path / str(step), state, frozen="base.")
+        assert_holds(tmp_path / str(step), state)
+        return {each.stat().st_ino for each in (tmp_path / str(step)).glob("frozen*")}
+
+    first = files(0, {"base": base, "x": torch.zeros(2)})
+    assert files(1, {"base": base, "x": torch.ones(2)}) == first
+    renamed = {"base": {"a": base["b"], "b": base["a"]}, "x": torch.ones(2)}
+    assert not files(2, renamed) & first
+
+
+class _Halves(DefaultSavePlanner):
+    """Each rank writes each tensor in two parts of one name."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = []
+        for item in plan.items:
+            data = item.tensor_data
+            assert data is not None
+            rows = data.size[0]
+            for begin, end in ((0, rows // 2), (rows // 2, rows)):
+                offsets = torch.Size((begin, *[0] * (len(data.size) - 1)))
+                sizes = torch.Size((end - begin, *data.size[1:]))
+                part = ChunkStorageMetadata(offsets=offsets, sizes=sizes)
+                items.append(
+                    WriteItem(
+                        index=MetadataIndex(item.index.fqn, offsets),
+                        type=WriteItemType.SHARD,
+                        tensor_data=type(data)(
+                            chunk=part, properties=data.properties, size=data.size
+                        ),
+                    )
+                )
+        self.plan = replace(plan, items=items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        assert write_item.tensor_data is not None
+        chunk = write_item.tensor_data.chunk
+        whole = self.state_dict[write_item.index.fqn]
+        return whole.narrow(0, chunk.offsets[0], chunk.sizes[0])
+
+
+def test_parts_of_one_name_are_in_different_files(tmp_path: Path) -> None:
+    """A file has a name once: stock loses all parts but one."""
+    state = {"a": torch.randn(6, 4), "b": torch.randn(5), "c": torch.arange(8)}
+    dcp.save(state, storage_writer=writer(tmp_path), planner=_Halves(), no_dist=True)
+    files = shard_files(tmp_path)
+    assert len(files) == 2
+    assert all(safetensors.torch.load(each).keys() == state.keys() for each in files.values())
+    assert_holds(tmp_path, state)
+
+
+def test_slices_are_read(tmp_path: Path) -> None:
+    """Rows of large tensors, straight into the target; other slices and dtypes, too."""
+    whole = torch.randn(3000, 700)
+    dcp.save({"x": whole}, storage_writer=writer(tmp_path), planner=_Halves(), no_dist=True)
+    other = {"x": torch.zeros(700, 3000).t()}
+    nostall.load(other, tmp_path)
+    assert torch.equal(other["x"], whole)
+    cast = {"x": torch.zeros(3000, 700, dtype=torch.float64)}
+    nostall.load(cast, tmp_path)
+    assert torch.equal(cast["x"], whole.double())
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    """A flipped bit of the header or of a value, and a file that is cut off."""
+    state = state_of()
+    save(tmp_path, state)
+    (path,) = tmp_path.glob("*.safetensors")
+    content = path.read_bytes()
+    for at in (3, 100, len(content) // 2, len(content) - 1):
+        damaged = bytearray(content)
+        damaged[at] ^= 4
+        path.write_bytes(damaged)
+        (damage,) = nostall.verify(tmp_path).damages
+        assert damage.file == path.name
+        assert "CRC-32" in damage.what
+        assert not nostall.is_complete(tmp_path, deep=True)
+    path.write_bytes(content[:-1])
+    assert not nostall.is_complete(tmp_path)
+    assert "bytes, expected" in nostall.verify(tmp_path).damages[0].what
+    with pytest.raises(DamagedCheckpointError, match="its items end at"):
+        nostall.load(zeros_like(state), tmp_path)
+    path.unlink()
+    with pytest.raises(DamagedCheckpointError, match="missing"):
+        nostall.load(zeros_like(state), tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.qint8, torch.complex128], ids=str)
+def test_metadata_of_another_dtype_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Without manifest and index, as another program may write them."""
+    save(tmp_path, {"x": torch.ones(4)})
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    found = {"x": torch.zeros(4)}
+    nostall.load(found, tmp_path)
+    assert torch.equal(found["x"], torch.ones(4))
+    assert nostall.verify(tmp_path).unchecked == ("x",)
+    metadata.state_dict_metadata["x"].properties.dtype = dtype
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DamagedCheckpointError, match="not those of its dtype and shape"):
+        nostall.load(found, tmp_path)
+
+
+def test_stocks_plain_reader_says_that_it_does_not_know_the_format(tmp_path: Path) -> None:
+    """It would take the values for an archive: the metadata says that they are none."""
+    save(tmp_path, {"x": torch.ones(4)})
+    with pytest.raises(CheckpointException, match="Unknown extension name='safetensors'"):
+        dcp.load({"x": torch.zeros(4)}, checkpoint_id=tmp_path, no_dist=True)
+
+
+def test_commands_and_functions_for_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """List, look, compare, convert, find the last and remove."""
+    state = state_of()
+    root, other = tmp_path / "run", tmp_path / "other"
+    save(root / "step-1", state)
+    save(root / "step-2", {**state, "scalar": torch.tensor(9.0)})
+    assert nostall.latest_complete(root) == str(root / "step-2")
+    assert main(["verify", str(root / "step-1")]) == 0
+    assert main(["inspect", str(root / "step-1")]) == 0
+    assert "weight" in capsys.readouterr().out
+    assert main(["diff", "--values", str(root / "step-1"), str(root / "step-2")]) == 1
+    assert "scalar" in capsys.readouterr().out
+    assert main(["convert", str(root / "step-1"), str(tmp_path / "one.safetensors")]) == 0
+    assert_equal(safetensors.torch.load_file(tmp_path / "one.safetensors"), flat(state))
+    assert main(["convert", str(root / "step-1"), str(tmp_path / "one.pt")]) == 0
+    loaded = torch.load(tmp_path / "one.pt")
+    assert_equal(loaded, state)
+    assert main(["convert", str(tmp_path / "one.safetensors"), str(other)]) == 0
+    (root / "step-1" / ".metadata").unlink()
+    assert main(["ls", str(root)]) == 0
+    assert "not committed  step-1" in capsys.readouterr().out
+    for step in (1, 2):
+        nostall.remove_checkpoint(root / f"step-{step}")
+    assert not list(root.iterdir())
+
+
+def test_files_of_others_are_not_removed(tmp_path: Path) -> None:
+    """A model beside a checkpoint, and a directory of a model."""
+    save(tmp_path / "both", {"x": torch.ones(2)})
+    for place in ("both", "model"):
+        (tmp_path / place).mkdir(exist_ok=True)
+        safetensors.torch.save_file(
+            {"y": torch.ones(2)}, tmp_path / place / "model-00001-of-00001.safetensors"
+        )
+    nostall.remove_checkpoint(tmp_path / "both")
+    with pytest.raises(OptionError, match="not a checkpoint"):
+        nostall.remove_checkpoint(tmp_path / "model")
+    for place in ("both", "model"):
+        (left,) = (tmp_path / place).iterdir()
+        assert left.name == "model-00001-of-00001.safetensors"
+
+
+def test_in_an_object_store(s3: S3Server) -> None:
+    """Written, replaced, read and removed as other checkpoints."""
+    address = f"s3://{s3.new_bucket()}/step"
+    for step in range(2):
+        state = state_of(step)
+        save(address, state)
+        found = zeros_like(state)
+        nostall.load(found, address)
+        assert_equal(found, state)
+        assert nostall.verify(address).ok
+    nostall.remove_checkpoint(address)
+    assert not nostall.is_complete(address)
+
+
+def test_ranks_write_what_stocks_writer_does(tmp_path: Path) -> None:
+    """Two ranks with parts of tensors, in each way; read by stock's reader with other parts.
+
+    An object on one rank is an error on both, and no file is written.
+    """
+    for wrong in run_ranks(2, "safetensors_files:everything", tmp_path):
+        assert wrong == []
