@@ -577,20 +577,38 @@ def test_a_program_whose_promotion_is_late_fails(tier: str, root: str) -> None:
     assert "a job that starts with the same local_staging_dir goes on" in ended.stderr
 
 
+def test_ctrl_c_ends_the_wait_for_promotions(tier: str, root: str) -> None:
+    """The exit status says that something is missing, all the same."""
+    Path(root).write_text("nothing gets there")
+    with _saving_once(tier, root, exit_timeout_s=PATIENCE_S) as process:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if "waiting up to" in line)
+        assert "1 checkpoints that are not at their destination" in line
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=PATIENCE_S / 2)
+    assert process.returncode == 1
+    assert f"not at its destination: path={destination_of(root, 0)}" in rest
+
+
 def _run_to_its_end(tier: str, root: str) -> subprocess.CompletedProcess[str]:
+    with _saving_once(tier, root, exit_timeout_s=5.0) as process:
+        _, said = process.communicate(timeout=PATIENCE_S)
+    return subprocess.CompletedProcess(process.args, process.returncode, stderr=said)
+
+
+def _saving_once(tier: str, root: str, *, exit_timeout_s: float) -> subprocess.Popen[str]:
     code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
         "import nostall; from programs.through_tier import save;"
-        "nostall.configure(nostall.EngineOptions(exit_timeout_s=5.0));"
+        f"nostall.configure(nostall.EngineOptions(exit_timeout_s={exit_timeout_s}));"
         f"save({tier!r}, {root!r}, 0)"
     )
-    return subprocess.run(
+    return subprocess.Popen(
         [*loaded.python(), "-W", "ignore", "-c", code],
         cwd=TESTS,
         env={**os.environ, "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=PATIENCE_S,
-        check=False,
     )
 
 

@@ -18,7 +18,10 @@ _log = logging.getLogger("nostall")
 
 
 def finish_promotions_at_exit() -> None:
-    """Wait for all promotions; end the process with a failure if one is not over in time."""
+    """Wait for all promotions; end the process with a failure if one is not over in time.
+
+    Ctrl-C ends the wait.
+    """
     unfinished = unfinished_promotions()
     if not unfinished:
         return
@@ -29,7 +32,10 @@ def finish_promotions_at_exit() -> None:
         len(unfinished),
         timeout_s,
     )
-    left = await_all(unfinished, timeout_s)
+    try:
+        left = await_all(unfinished, timeout_s)
+    except KeyboardInterrupt:
+        left = [promotion for promotion in unfinished if not promotion.done]
     for promotion in left:
         _log.error(
             "not at its destination: path=%s: %s; it is committed in %s, and a job that starts"
