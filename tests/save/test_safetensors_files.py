@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,7 @@ from nostall.errors import DamagedCheckpointError, OptionError, StagingError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
+from nostall.testing import Fault, inject
 from support.object_store import S3Server
 from support.ranks import run_ranks
 from support.states import save_async, schedule, shard_files
@@ -612,6 +614,16 @@ def test_in_an_object_store(s3: S3Server) -> None:
         assert nostall.verify(address).ok
     nostall.remove_checkpoint(address)
     assert not nostall.is_complete(address)
+
+
+def test_uploads_of_a_killed_writer_process_are_aborted(s3: S3Server) -> None:
+    """As those of other shard files."""
+    bucket = s3.new_bucket()
+    state = {"x": torch.randn(6 << 20)}
+    killed = inject(Fault.kill("chunk", signal.SIGKILL, after=1))
+    with killed, pytest.raises(CheckpointException, match="writer process"):
+        save_async(writer(f"s3://{bucket}/step"), state)
+    assert (s3.unfinished(bucket), s3.keys(bucket)) == ([], [])
 
 
 def test_ranks_write_what_stocks_writer_does(tmp_path: Path) -> None:

@@ -182,12 +182,14 @@ class S3Client:
         for page in self._pages("list_multipart_uploads", Prefix=prefix):
             newest_s = inf if older_than_s is None else _clock(page) - older_than_s
             for upload in page.get("Uploads", ()):
-                name = upload["Key"][len(prefix) :]
-                if not is_ours_to_remove(name) or upload["Initiated"].timestamp() > newest_s:
+                key = upload["Key"]  # the prefix itself, or in the directory that it is
+                is_there = "/" not in key[len(prefix) :]
+                is_ours = is_there and is_ours_to_remove(key.rpartition("/")[2])
+                if not is_ours or upload["Initiated"].timestamp() > newest_s:
                     continue
-                keys.append(upload["Key"])
+                keys.append(key)
                 with suppress(FileNotFoundError):  # it is over
-                    self._call("abort_multipart_upload", upload["Key"], UploadId=upload["UploadId"])
+                    self._call("abort_multipart_upload", key, UploadId=upload["UploadId"])
         return keys
 
     def _pages(self, operation: str, **parameters: Any) -> Iterator[dict[str, Any]]:
