@@ -348,11 +348,18 @@ def status() -> tuple[SaveStatus | PromotionStatus | LoadStatus, ...]:
     return (*saves, *promotions, *load_statuses())
 
 
-def unfinished_promotions() -> list[Promotion]:
-    """Checkpoints of this process that are not at their destinations."""
+def unfinished_promotions(*, or_failed: bool = False) -> list[Promotion]:
+    """Checkpoints of this process that are on their way to their destinations.
+
+    Args:
+        or_failed: Also those that will not get there.
+    """
     with _process.lock:
         engine = _process.engine
-    return [] if engine is None else engine.promotions.unfinished()
+    if engine is None:
+        return []
+    failed = engine.promotions.failed() if or_failed else []
+    return [*engine.promotions.unfinished(), *failed]
 
 
 def wait_staged_before_step(optimizer: torch.optim.Optimizer) -> RemovableHandle:

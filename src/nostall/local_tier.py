@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import nostall._queue.promotions_at_exit  # noqa: F401  # waits for them when the interpreter ends
 from nostall._engine import default_engine
@@ -49,8 +51,8 @@ def promote(local_staging_dir: str | os.PathLike[str]) -> tuple[Promotion, ...]:
         ReadError: The local disk refuses.
     """
     tier = _tier(local_staging_dir)
-    _committed(tier)
-    return tuple(default_engine().promotions.resume(tier))
+    with _readable(tier):
+        return tuple(default_engine().promotions.resume(tier))
 
 
 def _tier(path: str | os.PathLike[str]) -> str:
@@ -60,8 +62,14 @@ def _tier(path: str | os.PathLike[str]) -> str:
 
 def _committed(path: str | os.PathLike[str]) -> list[LocalCheckpoint]:
     tier = _tier(path)
-    try:
+    with _readable(tier):
         return checkpoints_in(tier)
+
+
+@contextmanager
+def _readable(tier: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ReadError(
             f"the local tier cannot be read: {error.strerror or error}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -302,6 +303,82 @@ def test_overwrite_false_asks_both(tier: str, root: str) -> None:
     assert isinstance(caught.value.failures[0][0], CheckpointExistsError)
 
 
+def test_what_is_newer_at_the_destination_stays(tier: str, root: str) -> None:
+    """A job that was killed has left an older one; another job has saved without the tier since."""
+    Path(root).write_text("nothing gets there")
+    _run_killed(tier, root, steps=1)
+    Path(root).unlink()
+    place = destination_of(root, 0)
+    dcp.save(state_of(3), storage_writer=FileSystemWriterAsync(place), no_dist=True)
+    (promotion,) = nostall.promote(tier)
+    with pytest.raises(CheckpointExistsError, match="newer"):
+        promotion.result(PATIENCE_S)
+    assert step_at(place) == 3
+    assert nostall.promote(tier) == ()
+    promotion_of(save(tier, root, 6)).result(PATIENCE_S)
+    assert step_at(place) == 6
+
+
+def test_overwrite_false_holds_until_the_end(tier: str, root: str) -> None:
+    """Somebody else saves to the destination between the check and the promotion."""
+    promotion_of(save(tier, root, 1)).result(PATIENCE_S)
+    place = destination_of(root, 0)
+    with hanging_destination():
+        promotion = promotion_of(save(tier, root, 0, overwrite=False))
+        dcp.save(state_of(3), storage_writer=FileSystemWriterAsync(place), no_dist=True)
+    with pytest.raises(CheckpointExistsError):
+        promotion.result(PATIENCE_S)
+    assert step_at(place) == 3
+
+
+def test_files_that_vanish_at_the_destination_are_copied_again(tier: str, root: str) -> None:
+    """Somebody clears up there, between the copies and the publication."""
+    promotion = promotion_of(save(tier, root, 0))
+    promotion.result(PATIENCE_S)
+    job = PromotionJob(
+        directory=promotion.local_path,
+        destination=f"{root}/other",
+        record=".metadata",
+        io_threads=1,
+        chunk_nbytes=1 << 20,
+        retries=0,
+    )
+
+    def clear(nbytes: int, of_nbytes: int) -> None:
+        if nbytes == of_nbytes:  # the second file, too, is copied
+            for each in sorted(Path(job.destination).glob("__*"))[:1]:
+                each.unlink()
+
+    with pytest.raises(FileNotFoundError, match="gone again"):
+        promote(job, clear)
+    assert step_at(job.destination) is None
+    promote(job, lambda _nbytes, _of: None)
+    assert step_at(job.destination) == 0
+
+
+@pytest.mark.parametrize("name", [".removed-1", ".hidden", "n" * 250, "名" * 80, "a b\nc"])
+def test_any_name_of_a_destination(tier: str, root: str, name: str) -> None:
+    """It does not disturb those of the tier."""
+    for step in range(3):
+        path = f"{root}/{step}/{name}"
+        writer = FileSystemWriterAsync(path, local_staging_dir=tier)
+        dcp.save(state_of(step), storage_writer=writer, no_dist=True)
+        promotion_of(writer).result(PATIENCE_S)
+        assert step_at(path) == step
+    assert len(nostall.local_checkpoints(tier)) == 2
+
+
+def test_a_promotion_is_given_up_by_removing_its_local_directory(tier: str, root: str) -> None:
+    """The destination was misspelt; others get theirs meanwhile."""
+    Path(root).write_text("in the way")
+    misspelt = promotion_of(save(tier, root, 1))
+    wait_until(lambda: bool(misspelt.status.trouble))
+    promotion_of(save(tier, f"{root}-2", 2)).result(PATIENCE_S)
+    shutil.rmtree(misspelt.local_path)
+    with pytest.raises(DamagedCheckpointError, match="gone"):
+        misspelt.result(PATIENCE_S)
+
+
 def test_of_promoted_checkpoints_the_newest_stays(tier: str, root: str) -> None:
     """The local disk does not fill."""
     for step in range(6):
@@ -499,7 +576,7 @@ def test_a_promotion_waits_for_the_removal_of_its_destination(tier: str, root: s
         promotion = promotion_of(save(tier, root, 0))
         with default_engine().promotions.removing(place) as is_free_again:
             assert not is_free_again
-        assert promoting_processes() == []
+        assert promotion.starts == 0
     promotion.result(PATIENCE_S)
     assert step_at(place) == 0
 

@@ -11,6 +11,7 @@ import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+import nostall._queue.promotions_at_exit  # noqa: F401  # registered before: it runs after
 from nostall._engine import default_engine
 from nostall._queue.at_exit import (
     FAILURE_STATUS,
@@ -23,7 +24,6 @@ from nostall._queue.at_exit import (
 )
 from nostall._queue.preemption import STATUS as PREEMPTED_STATUS
 from nostall._queue.preemption import preemption
-from nostall._queue.promotions_at_exit import finish_promotions_at_exit
 from nostall._ranks.agreement import Scheduled
 from nostall._ranks.group import Coordination
 from nostall.errors import SaveTimeoutError
@@ -119,7 +119,6 @@ def finish_all_at_exit() -> None:
             timeout_s=min(default_engine().options.exit_timeout_s, preemption.left_s),
             status=_status_of_a_loss,
         )
-    finish_promotions_at_exit()
     if preemption.is_too_late:  # as above
         end_process(PREEMPTED_STATUS)
 

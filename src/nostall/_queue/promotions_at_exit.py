@@ -11,6 +11,7 @@ import logging
 
 from nostall._engine import default_engine, unfinished_promotions
 from nostall._queue.at_exit import FAILURE_STATUS, end_process
+from nostall._queue.preemption import STATUS as PREEMPTED_STATUS
 from nostall._queue.preemption import preemption
 from nostall._tier.promotions import await_all
 
@@ -22,7 +23,7 @@ def finish_promotions_at_exit() -> None:
 
     Ctrl-C ends the wait.
     """
-    unfinished = unfinished_promotions()
+    unfinished = unfinished_promotions(or_failed=True)
     if not unfinished:
         return
     timeout_s = min(default_engine().options.exit_timeout_s, preemption.left_s)
@@ -34,8 +35,8 @@ def finish_promotions_at_exit() -> None:
     )
     try:
         left = await_all(unfinished, timeout_s)
-    except KeyboardInterrupt:
-        left = [promotion for promotion in unfinished if not promotion.done]
+    except BaseException:  # Ctrl-C, or the end of the time that SIGTERM leaves
+        left = unfinished_promotions(or_failed=True)
     for promotion in left:
         _log.error(
             "not at its destination: path=%s: %s; it is committed in %s, and a job that starts"
@@ -45,7 +46,9 @@ def finish_promotions_at_exit() -> None:
             promotion.local_path,
         )
     if left:
-        end_process(FAILURE_STATUS)
+        default_engine().promotions.close()
+        is_preempted = preemption.is_ending or preemption.is_too_late
+        end_process(PREEMPTED_STATUS if is_preempted else FAILURE_STATUS)
 
 
 # Before the hook of nostall._queue.live, which imports this: hooks run in reverse order.

@@ -121,8 +121,12 @@ class WriterSettings:
 
     def _make_room(self, tier: Tier, engine: Engine, *, is_part: bool) -> None:
         def make() -> str:
-            by_rank = not tier.is_shared
-            record_destination(self.directory, tier.destination, by_rank=by_rank)
+            record_destination(
+                self.directory,
+                tier.destination,
+                by_rank=not tier.is_shared,
+                only_new=not self.options.overwrite,
+            )
             return self.directory
 
         try:
@@ -134,9 +138,9 @@ class WriterSettings:
                 timeout_s=engine.options.save_timeout_s,
                 rank=self.rank,
             )
+        except SaveTimeoutError:
+            raise
         except OSError as error:
-            if isinstance(error, SaveTimeoutError):
-                raise
             raise WriteError(
                 f"the local tier cannot be used: {error.strerror or error}",
                 errno=error.errno,

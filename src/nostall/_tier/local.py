@@ -12,6 +12,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -32,17 +33,22 @@ _DESTINATION = ".destination"
 _COPIED = ".copied"
 _PROMOTED = ".promoted"
 _REMOVED = ".removed-"
-_BY_RANK = "\0by rank"
-"""Behind a destination; no path has this character."""
+_BY_RANK = "by rank"
+_ONLY_NEW = "only new"
 _HASH_DIGITS = 12
+_MOST_NAME_NBYTES = 100
+"""Of a destination's name; file systems allow 255."""
 _LATER_S = 1e-3
 _PARTS_KEPT = 2
+_NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK}
 
 
 def directory_in(tier: str, destination: str) -> str:
     """The directory in a local tier of checkpoints that belong at a destination."""
     digest = hashlib.sha256(os.fsencode(destination)).hexdigest()[:_HASH_DIGITS]
-    return os.path.join(tier, f"{os.path.basename(destination)}-{digest}")
+    encoded = os.fsencode(os.path.basename(destination).lstrip("."))[:_MOST_NAME_NBYTES]
+    name = encoded.decode(errors="ignore")
+    return os.path.join(tier, f"{name}-{digest}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +103,10 @@ def _checkpoint_at(directory: str) -> LocalCheckpoint | None:
         return None
     try:
         metadata = PosixStorage(directory).stat(METADATA_NAME)
-    except OSError:  # not committed
+    except FileNotFoundError:  # not committed
         return None
-    is_there = _content(directory, _PROMOTED) == metadata.version
+    version, _ = promoted_from(directory)
+    is_there = version == metadata.version
     return LocalCheckpoint(directory, destination, metadata.modified_s, is_there)
 
 
@@ -110,30 +117,39 @@ def is_promoted(directory: str) -> bool:
 
 
 def destination_of(directory: str) -> str | None:
-    """The destination that is recorded in a directory; ``None`` if it is none of a local tier."""
+    """The destination that is recorded in a directory; ``None`` for other directories."""
     content = _content(directory, _DESTINATION)
-    return None if content is None else content.removesuffix(_BY_RANK)
+    return None if content is None else content.split("\0")[0]
 
 
 def is_by_rank(directory: str) -> bool:
     """Whether each rank brings its own files from there to the destination."""
-    return (_content(directory, _DESTINATION) or "").endswith(_BY_RANK)
+    return _BY_RANK in (_content(directory, _DESTINATION) or "").split("\0")
 
 
-def record_destination(directory: str, destination: str, *, by_rank: bool) -> None:
+def may_replace(directory: str) -> bool:
+    """Whether a checkpoint of somebody else at the destination may be replaced."""
+    return _ONLY_NEW not in (_content(directory, _DESTINATION) or "").split("\0")
+
+
+def record_destination(
+    directory: str, destination: str, *, by_rank: bool = False, only_new: bool = False
+) -> None:
     """Make the directory of a checkpoint, and record where it belongs.
 
     Args:
         directory: In the local tier.
         destination: Where its checkpoint belongs.
         by_rank: Whether each rank brings its own files there.
+        only_new: Whether a checkpoint of somebody else must not be replaced there.
 
     Raises:
         OSError: The local disk refuses.
     """
     storage = PosixStorage(directory)
     storage.make_place()
-    content = destination + (_BY_RANK if by_rank else "")
+    options = [_BY_RANK] * by_rank + [_ONLY_NEW] * only_new
+    content = "\0".join([destination, *options])  # no path has this character
     if _content(directory, _DESTINATION) != content:
         storage.publish(_DESTINATION, [os.fsencode(content)])
 
@@ -205,18 +221,24 @@ def remove_done_parts(tier: str) -> None:
             remove_old(directory, kept)
 
 
-def record_promoted(directory: str, version: Version) -> None:
-    """Record that the metadata of this version is published at the destination."""
+def record_promoted(directory: str, version: Version, crc32: int) -> None:
+    """Record that the metadata of this version, with this checksum, is at the destination."""
     storage = PosixStorage(directory)
-    storage.publish(_PROMOTED, [version.encode()])
+    storage.publish(_PROMOTED, [f"{version} {crc32}".encode()])
     storage.remove([_COPIED])
+
+
+def promoted_from(directory: str) -> tuple[str, int | None]:
+    """Version and checksum of the metadata that were promoted last; empty if none were."""
+    version, _, crc32 = (_content(directory, _PROMOTED) or "").partition(" ")
+    return version, int(crc32) if crc32.isdecimal() else None
 
 
 def _content(directory: str, name: str) -> str | None:
     try:
         with open(os.path.join(directory, name), "rb") as stream:
             return os.fsdecode(stream.read())
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
@@ -230,7 +252,11 @@ def held(directory: str, name: str = _DESTINATION) -> Iterator[None]:
     """
     fd = os.open(os.path.join(directory, name), os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:  # some shared file systems have none
+                raise
         yield
     finally:
         os.close(fd)
@@ -246,7 +272,7 @@ class CopiedFiles:
     def __init__(self, directory: str, record: str = "") -> None:
         self._path = os.path.join(directory, _COPIED + record)
         self._lines: set[str] = set()
-        with suppress(OSError), open(self._path, encoding="utf-8") as stream:
+        with suppress(FileNotFoundError), open(self._path, encoding="utf-8") as stream:
             self._lines.update(line.strip() for line in stream)
 
     @property
@@ -293,9 +319,9 @@ def _line(*values: str | int | None) -> str:
 
 
 def set_aside(directory: str) -> str:
-    """Rename a directory of a local tier, so that it is none any more; the new path."""
-    tier, name = os.path.split(directory)
-    aside = os.path.join(tier, f"{_REMOVED}{os.urandom(4).hex()}-{name}")
+    """Rename a directory of a local tier, for :func:`remove_set_aside`; the new path."""
+    tier = os.path.dirname(directory)
+    aside = os.path.join(tier, f"{_REMOVED}{os.urandom(8).hex()}")
     os.rename(directory, aside)
     return aside
 

@@ -11,21 +11,20 @@ import signal
 import socket
 import threading
 import time
-import traceback
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from nostall._model.checksum import use_fastest_from
 from nostall._model.jobs import Failure
-from nostall._tier.promoting import NotYet, PromotionJob, Refused, Unpromotable, promote
+from nostall._tier.promoting import Existing, NotYet, PromotionJob, Refused, Unpromotable, promote
 from nostall._writer.framing import Message, send
 from nostall._writer.parent import make_importable, messages_from_parent
 from nostall.errors import NostallError
 
 _PROGRESS_EVERY_S = 0.25
 _FIRST_DELAY_S = 0.5
-_LONGEST_DELAY_S = 60.0
+_LONGEST_DELAY_S = 20.0
 
 
 def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
@@ -85,7 +84,7 @@ class _Promoter:
         try:
             make_importable(message["sys_path"])
             promote(_job(message), partial(self._send_progress, name))
-        except Unpromotable as error:
+        except (Existing, Unpromotable) as error:
             failure = error.failure
         except (NotYet, BlockingIOError) as error:
             waits = str(error) if isinstance(error, NotYet) else "another process promotes it"
@@ -129,6 +128,4 @@ def _job(message: dict[str, Any]) -> PromotionJob:
 def _described(error: Exception) -> str:
     if isinstance(error, Refused):
         return f"{error.failure.message} ({error.failure.path})"
-    if isinstance(error, NostallError | OSError):
-        return str(error)
-    return "".join(traceback.format_exception(error))
+    return str(error) if isinstance(error, NostallError | OSError) else repr(error)

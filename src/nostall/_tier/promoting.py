@@ -7,7 +7,9 @@ in parts, by several threads, with checksums. So a part that the local disk has 
 from __future__ import annotations
 
 import errno
+import io
 import mmap
+import os
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ from functools import partial
 
 from nostall._commit.manifest import Manifest, manifest_alone
 from nostall._commit.publish import commit
+from nostall._model import checksum
 from nostall._model.jobs import (
     NO_BLOCK,
     Failure,
@@ -27,13 +30,20 @@ from nostall._model.jobs import (
 from nostall._model.names import METADATA_SUFFIX as METADATA_NAME
 from nostall._model.names import is_ours_to_remove
 from nostall._model.values import WrittenFile
-from nostall._storage.places import may_have, storage_at
+from nostall._storage.places import storage_at
 from nostall._storage.port import Files, Source, Storage
 from nostall._storage.posix_storage import PosixStorage
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall._storage.unused_files import remove_files
 from nostall._tier import parts
-from nostall._tier.local import CopiedFiles, held, is_by_rank, record_promoted
+from nostall._tier.local import (
+    CopiedFiles,
+    held,
+    is_by_rank,
+    may_replace,
+    promoted_from,
+    record_promoted,
+)
 from nostall._writer.files import perform
 from nostall._writer.images import Window
 
@@ -56,6 +66,22 @@ class Unpromotable(Exception):
         super().__init__(message)
         self.failure = Failure(
             kind="DamagedCheckpointError", message=message, phase="promote", path=path, hint=_HINT
+        )
+
+
+class Existing(Exception):
+    """The destination has a checkpoint that is not replaced."""
+
+    def __init__(self, message: str, path: str, crc32: int) -> None:
+        super().__init__(message)
+        self.crc32 = crc32
+        """Of its metadata."""
+        self.failure = Failure(
+            kind="CheckpointExistsError",
+            message=message,
+            phase="promote",
+            path=path,
+            hint="the checkpoint stays in the local tier until a newer one is promoted",
         )
 
 
@@ -88,7 +114,8 @@ def promote(job: PromotionJob, on_progress: Callable[[int, int], None]) -> None:
         on_progress: Called with the bytes at the destination, and those of all files.
 
     Raises:
-        Unpromotable: The local checkpoint is damaged.
+        Unpromotable: The local checkpoint is damaged, or gone.
+        Existing: The destination has a checkpoint that stays.
         Refused: The destination has not taken a file.
         NotYet: Other ranks have not brought their files.
         OSError: Another process is promoting it, or the destination refuses.
@@ -98,28 +125,38 @@ def promote(job: PromotionJob, on_progress: Callable[[int, int], None]) -> None:
     if job.record != METADATA_NAME:
         _promote_part(job, on_progress)
         return
+    if not os.path.exists(job.directory):
+        raise Unpromotable("the local checkpoint is gone", job.directory)
     local = PosixStorage(job.directory)
     with held(job.directory):
         while True:
             version = local.stat(METADATA_NAME).version
+            existing: Existing | None = None
             try:
-                _promote(job, local, on_progress)
+                crc32 = _promote(job, local, on_progress)
             except _Replaced:
                 if local.stat(METADATA_NAME).version != version:
                     continue
                 raise Unpromotable("a local file is gone", job.directory) from None
+            except Existing as error:  # not tried again
+                existing, crc32 = error, error.crc32
             if local.stat(METADATA_NAME).version == version:
-                record_promoted(job.directory, version)
+                record_promoted(job.directory, version, crc32)
+                if existing is not None:
+                    raise existing
                 return
 
 
-def _promote(job: PromotionJob, local: Storage, on_progress: Callable[[int, int], None]) -> None:
+def _promote(job: PromotionJob, local: Storage, on_progress: Callable[[int, int], None]) -> int:
+    """Promote what is committed now; the checksum of the metadata."""
     content, manifest = _committed(local)
     destination, copied = storage_at(job.destination), CopiedFiles(job.directory)
     mine = {file.name for file in manifest.files}
     by_rank = is_by_rank(job.directory)
     destination.make_place()
-    if not _has(destination, content):
+    there = _metadata_at(destination)
+    if there != content:
+        _require_replaceable(there, manifest, job)
         if by_rank:
             _await_parts(manifest.files, destination, on_progress)
         else:
@@ -132,6 +169,26 @@ def _promote(job: PromotionJob, local: Storage, on_progress: Callable[[int, int]
         records, files = parts.obsolete(destination, mine)
         destination.remove([*files, *records])
     destination.flush()
+    return checksum.crc32(content)
+
+
+def _require_replaceable(there: bytes | None, manifest: Manifest, job: PromotionJob) -> None:
+    """Keep what another job has committed at the destination, if it is newer or must stay.
+
+    Raises:
+        Existing: It stays.
+    """
+    if there is None:
+        return
+    crc32 = checksum.crc32(there)
+    _, ours = promoted_from(job.directory)
+    if crc32 == ours:
+        return
+    other = manifest_alone(io.BytesIO(there))
+    is_newer = other is not None and other.committed_at_s > manifest.committed_at_s
+    if is_newer or not may_replace(job.directory):
+        why = "a newer checkpoint" if is_newer else "a checkpoint, and overwrite=False"
+        raise Existing(f"the destination has {why}", job.destination, crc32)
 
 
 def _await_parts(
@@ -210,12 +267,13 @@ def _committed(local: Storage) -> tuple[bytes, Manifest]:
         return read_metadata(stream, path), manifest
 
 
-def _has(destination: Storage, content: bytes) -> bool:
-    """Whether the metadata is published already, as after a crash right behind that."""
-    if not may_have(destination, METADATA_NAME):
-        return False
-    with open_to_read(destination, METADATA_NAME) as stream:
-        return read_metadata(stream, destination.where(METADATA_NAME)) == content
+def _metadata_at(destination: Storage) -> bytes | None:
+    """The metadata at the destination: those to be published, after a crash right behind that."""
+    try:
+        with open_to_read(destination, METADATA_NAME) as stream:
+            return read_metadata(stream, destination.where(METADATA_NAME))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _is_there(destination: Files, file: WrittenFile) -> bool:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -24,10 +24,9 @@ from nostall._model.jobs import Failure, RankFailed
 from nostall._model.names import METADATA_SUFFIX as METADATA_NAME
 from nostall._model.values import WrittenFile
 from nostall._ranks.failures import error_of, failure_of
-from nostall._storage.deadlines import start_apart
+from nostall._storage.deadlines import in_time, start_apart
 from nostall._storage.places import is_address
 from nostall._tier.local import (
-    LocalCheckpoint,
     has_waiting_parts,
     left_by_crashes,
     local_checkpoints,
@@ -40,7 +39,7 @@ from nostall._tier.local import (
 from nostall._writer.child import ChildProcess
 from nostall._writer.framing import Message
 from nostall._writer.messages import failure_from_plain
-from nostall.errors import NostallError, SaveTimeoutError
+from nostall.errors import NostallError, SaveAbortedError, SaveTimeoutError
 from nostall.options import EngineOptions
 
 _log = logging.getLogger("nostall")
@@ -74,7 +73,7 @@ class PromotionStatus:
     trouble: str
     """Why the destination refused last; empty if it has not."""
     state: str = "promoting"
-    """Always this."""
+    """The same for all, as statuses of saves have one."""
 
     def __str__(self) -> str:
         text = (
@@ -150,6 +149,8 @@ class Promotion:
     def why_waiting(self) -> str:
         """What the destination does."""
         status = self.status
+        if not status.nbytes:
+            return self._trouble or "nothing is written"
         done = f"{status.written_nbytes / 1e6:.1f} of {status.nbytes / 1e6:.1f} MB are written"
         return f"{self._trouble}; {done}" if self._trouble else done
 
@@ -235,13 +236,16 @@ class Promotions:
         self._process: PromotingProcess | None = None
         self._pending: dict[tuple[str, str], Promotion] = {}
         """By local directory and record, in the order of their commits."""
-        self._given_up: set[LocalCheckpoint] = set()
+        self._failed: dict[tuple[str, str], Promotion] = {}
+        """Those that will not be tried again, until a later save replaces them."""
         self._being_saved: set[str] = set()
         """Local directories into which saves of this process write."""
         self._being_removed: dict[str, list[Promotion]] = {}
         """Destinations that are being removed, and the promotions that wait for the end of that."""
         self._is_closed = False
+        # Not held during a call of the disk, or while a process starts.
         self._changed = threading.Condition(threading.RLock())
+        self._starting = threading.Lock()
 
     def make_room(
         self,
@@ -270,25 +274,51 @@ class Promotions:
             SaveTimeoutError: As many wait, still.
             OSError: The local disk refuses.
         """
-        self.resume(tier)
+        in_time(
+            partial(self.resume, tier),
+            timeout_s=timeout_s,
+            doing="looking at the local tier",
+            phase="plan",
+            path=tier,
+            rank=rank,
+        )
         self._await_room(tier, limit, timeout_s, rank, is_part=is_part)
+        self._running()  # from Python 3.12 on, an ending interpreter starts no thread for it
+        directory = in_time(
+            partial(self._prepare, tier, make, is_part=is_part, timeout_s=timeout_s),
+            timeout_s=timeout_s,
+            doing="making a directory in the local tier",
+            phase="plan",
+            path=tier,
+            rank=rank,
+        )
         with self._changed:
-            directory = make()
             self._being_saved.add(directory)
-            promoted = [each.path for each in local_checkpoints(tier) if each.is_promoted]
-            old = left_by_crashes(tier, _SAVES_PER_AGE * max(timeout_s, _LONG_S))
-            if not is_part:
-                old += [path for path in promoted[:-1] if not has_waiting_parts(path)]
-            for path in set(old) - self._being_saved:
-                with suppress(FileNotFoundError):  # another rank was faster
-                    set_aside(path)
         start_apart("nostall-tier", partial(remove_set_aside, tier))
+
+    def _prepare(
+        self, tier: str, make: Callable[[], str], *, is_part: bool, timeout_s: float
+    ) -> str:
+        directory = make()
+        with self._changed:
+            used = {*self._being_saved, directory}
+        promoted = [each.path for each in local_checkpoints(tier) if each.is_promoted]
+        old = left_by_crashes(tier, _SAVES_PER_AGE * max(timeout_s, _LONG_S))
+        if not is_part:
+            old += [path for path in promoted[:-1] if not has_waiting_parts(path)]
+        for path in set(old) - used:
+            try:
+                set_aside(path)
+            except OSError:  # another rank was faster, or it stays
+                _log.debug("not removed from the local tier: path=%s", path, exc_info=True)
+        return directory
 
     def begin(self, tier: str, directory: str, destination: str) -> Promotion:
         """Promote a checkpoint that was just committed; never raises for what fails later."""
         promotion = Promotion(tier, directory, destination)
         with self._changed:
             self._being_saved.discard(directory)
+            self._failed.pop((directory, METADATA_NAME), None)
             earlier = self._pending.pop((directory, METADATA_NAME), None)
             self._pending[directory, METADATA_NAME] = promotion
         if earlier is not None:
@@ -327,15 +357,24 @@ class Promotions:
         Raises:
             OSError: The local disk refuses.
         """
+        left = [
+            *(
+                (each.path, each.destination, METADATA_NAME)
+                for each in local_checkpoints(tier)
+                if not each.is_promoted
+            ),
+            *waiting_parts(tier),
+        ]
+        new = []
         with self._changed:
-            waiting = [each for each in local_checkpoints(tier) if not each.is_promoted]
-            for each in waiting:
-                is_new = (each.path, METADATA_NAME) not in self._pending
-                if is_new and each not in self._given_up:
-                    self.begin(tier, each.path, each.destination)
-            for directory, destination, record in waiting_parts(tier):
-                if (directory, record) not in self._pending:
-                    self._begin_part(tier, directory, destination, record)
+            for directory, destination, record in left:
+                key = directory, record
+                if key not in self._pending and key not in self._failed:
+                    self._pending[key] = Promotion(tier, directory, destination, record)
+                    new.append(self._pending[key])
+        for promotion in new:
+            self._submit(promotion)
+        with self._changed:
             return [each for each in self._pending.values() if each.tier == tier]
 
     @contextmanager
@@ -363,9 +402,14 @@ class Promotions:
         with self._changed:
             return list(self._pending.values())
 
+    def failed(self) -> list[Promotion]:
+        """The promotions that have failed, and were not replaced since."""
+        with self._changed:
+            return list(self._failed.values())
+
     def close(self) -> None:
         """End the process; what is not promoted stays in the local tier. Idempotent."""
-        with self._changed:
+        with self._starting:
             self._is_closed = True
             process, self._process = self._process, None
         if process is not None:
@@ -397,12 +441,12 @@ class Promotions:
                 return
             found = waiting()
         raise SaveTimeoutError(
-            f"{len(found)} checkpoints wait for their destination, as many as local_staging_limit"
-            f" allows, for {timeout_s:g} s now: {found[0].why_waiting}",
+            f"{len(found)} checkpoints have waited for their destination for {timeout_s:g} s, and"
+            f" local_staging_limit={limit}: {found[0].why_waiting}",
             rank=rank,
             phase="plan",
             path=found[0].path,
-            hint=f"they are committed in {tier}; make the destination faster, or save less often",
+            hint=f"they are committed in {tier}; see to the destination, or save less often",
         )
 
     def _submit(self, promotion: Promotion) -> None:
@@ -413,16 +457,21 @@ class Promotions:
         promotion.starts += 1
         try:
             outcome = self._running().promote(promotion)
-        except NostallError as error:  # no process can be started
+        except Exception as error:  # no process can be started; the checkpoint is committed
             self._end(promotion, failure_of(error, phase="promote"))
             return
         outcome.add_done_callback(partial(self._settle, promotion))
 
     def _running(self) -> PromotingProcess:
-        with self._changed:
-            if self._process is None or not self._process.alive:
-                self._process = PromotingProcess(self._options)
-            return self._process
+        with self._starting:
+            process = self._process
+            if process is None or not process.alive:
+                if self._is_closed:
+                    raise SaveAbortedError(
+                        "the engine of this promotion was closed", phase="promote"
+                    )
+                process = self._process = PromotingProcess(self._options)
+            return process
 
     def _settle(self, promotion: Promotion, answered: Future[Failure | None]) -> None:
         failure = answered.result()
@@ -439,12 +488,8 @@ class Promotions:
             key = promotion.local_path, promotion.record
             if self._pending.get(key) is promotion:
                 del self._pending[key]
-            if failure is not None and failure.kind == "DamagedCheckpointError":
-                self._given_up.update(
-                    each
-                    for each in local_checkpoints(promotion.tier)
-                    if each.path == promotion.local_path
-                )
+                if failure is not None:
+                    self._failed[key] = promotion
             self._changed.notify_all()
         if failure is not None and not self._is_closed:
             _log.error(
