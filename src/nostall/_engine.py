@@ -33,7 +33,8 @@ from nostall._model.values import ItemShape, KeptFile, Layout
 from nostall._plan.layout import FileNaming, Packing, lay_out, renamed
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, joined, when_done
 from nostall._storage.removed_files import RemovedFiles
-from nostall._tier.promotions import Promotion, Promotions, PromotionStatus
+from nostall._tier.promotion import Promotion, PromotionStatus
+from nostall._tier.promotions import Promotions
 from nostall._writer.handle import WriterProcess
 from nostall._writer.seals import ChunkPlans
 from nostall.errors import OptionError, SaveAbortedError

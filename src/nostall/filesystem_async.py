@@ -39,7 +39,7 @@ from nostall._save.session import Beside
 from nostall._save.settings import OwnOptions, settings_of
 from nostall._storage.destination import place_of, require_file_system
 from nostall._storage.places import is_address
-from nostall._tier.promotions import Promotion
+from nostall._tier.promotion import Promotion
 from nostall.options import StagingMode
 from nostall.stats import SaveStats
 

@@ -16,7 +16,7 @@ from nostall._engine import default_engine
 from nostall._storage.destination import place_of, require_file_system
 from nostall._tier.local import LocalCheckpoint
 from nostall._tier.local import local_checkpoints as checkpoints_in
-from nostall._tier.promotions import Promotion, PromotionStatus
+from nostall._tier.promotion import Promotion, PromotionStatus
 from nostall.errors import ReadError
 from nostall.integrity import why_incomplete
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from nostall._tier.promotions import Promotion
+from nostall._tier.promotion import Promotion
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.stats import SaveStats
 

@@ -34,7 +34,7 @@ from nostall._save.stager import stage_for_later, take_over
 from nostall._save.unchanged import keep, link_unchanged, with_linked
 from nostall._storage.directories import Visit
 from nostall._storage.unused_files import remove_in_time
-from nostall._tier.promotions import Promotion
+from nostall._tier.promotion import Promotion
 from nostall.errors import NostallError, OptionError, StagingError, WriteError
 from nostall.stats import SaveStats, Timeline
 

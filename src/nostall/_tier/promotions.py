@@ -7,25 +7,19 @@ long as a destination refuses, and answers when a checkpoint is there, or damage
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import count
-from pathlib import Path
 
-from nostall._model import checksum
-from nostall._model.interrupts import is_done
-from nostall._model.jobs import Failure, RankFailed
+from nostall._model.jobs import Failure
 from nostall._model.names import METADATA_SUFFIX as METADATA_NAME
 from nostall._model.values import WrittenFile
-from nostall._ranks.failures import error_of, failure_of
+from nostall._ranks.failures import failure_of
 from nostall._storage.deadlines import in_time, start_apart
-from nostall._storage.places import is_address
 from nostall._tier.local import (
     has_waiting_parts,
     left_by_crashes,
@@ -36,192 +30,16 @@ from nostall._tier.local import (
     waiting_parts,
     write_part,
 )
-from nostall._writer.child import ChildProcess
-from nostall._writer.framing import Message
-from nostall._writer.messages import failure_from_plain
+from nostall._tier.promotion import PromotingProcess, Promotion
 from nostall.errors import NostallError, SaveAbortedError, SaveTimeoutError
 from nostall.options import EngineOptions
 
 _log = logging.getLogger("nostall")
 
-_ENTRY = (
-    "import sys; sys.path.append(sys.argv[1]);"
-    " from nostall._tier.main import main; main(int(sys.argv[3]), int(sys.argv[4]), sys.argv[2])"
-)
 _MOST_STARTS = 3
 """Processes that may die from one promotion before it waits for the next start of the job."""
 _SAVES_PER_AGE, _LONG_S = 2, 600.0
 """What is older than so many times ``save_timeout_s``, or seconds, is of no save under way."""
-_IO_THREADS = 4
-"""Few: a slow destination gains nothing from more, and training needs the processors."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromotionStatus:
-    """Progress of one promotion of this process."""
-
-    path: str
-    """The destination."""
-    local_path: str
-    """The checkpoint's directory in the local tier."""
-    nbytes: int
-    """Bytes of its files; 0 before the first is copied."""
-    written_nbytes: int
-    """Bytes that the destination has accepted."""
-    seconds: float
-    """Time since the local commit."""
-    trouble: str
-    """Why the destination refused last; empty if it has not."""
-    state: str = "promoting"
-    """The same for all, as statuses of saves have one."""
-
-    def __str__(self) -> str:
-        text = (
-            f"promotion to {self.path}: {self.written_nbytes / 1e6:.1f} of"
-            f" {self.nbytes / 1e6:.1f} MB after {self.seconds:.1f} s"
-        )
-        return f"{text}, refused: {self.trouble}" if self.trouble else text
-
-
-class Promotion:
-    """A committed checkpoint on its way from the local tier to its destination."""
-
-    def __init__(
-        self, tier: str, local_path: str, destination: str, record: str = METADATA_NAME
-    ) -> None:
-        self.tier = tier
-        self.record = record
-        """What says which files: the metadata, or the record of a part."""
-        self.path = destination
-        """The destination."""
-        self.local_path = local_path
-        """The checkpoint's directory in the local tier."""
-        self.starts = 0
-        self._began_s = time.monotonic()
-        self._nbytes = self._written_nbytes = 0
-        self._trouble = ""
-        self._outcome: Future[Failure | None] = Future()
-        self._outcome.set_running_or_notify_cancel()
-
-    def __repr__(self) -> str:
-        return f"<{'done' if self.done else self.status}>"
-
-    @property
-    def done(self) -> bool:
-        """Whether it is over: the destination has the checkpoint, or will not get it."""
-        return self._outcome.done()
-
-    @property
-    def status(self) -> PromotionStatus:
-        """Its progress."""
-        return PromotionStatus(
-            path=self.path,
-            local_path=self.local_path,
-            nbytes=self._nbytes,
-            written_nbytes=self._written_nbytes,
-            seconds=time.monotonic() - self._began_s,
-            trouble=self._trouble,
-        )
-
-    def result(self, timeout: float | None = None) -> None:
-        """Return when the checkpoint is committed at the destination.
-
-        Args:
-            timeout: Seconds to wait at most; ``None`` for no limit.
-
-        Raises:
-            SaveTimeoutError: It is not, yet; it stays in the local tier.
-            DamagedCheckpointError: The local checkpoint is damaged, so it never will be.
-            SaveError: Its process could not be started, or died again and again.
-        """
-        if not is_done(self._outcome, threading.TIMEOUT_MAX if timeout is None else timeout):
-            raise SaveTimeoutError(
-                f"the checkpoint is not at its destination after {timeout:g} s: {self.why_waiting}",
-                phase="promote",
-                path=self.path,
-                hint=f"it is committed in {self.local_path}, and its promotion goes on",
-            )
-        failure = self._outcome.result()
-        if failure is not None:
-            raise error_of(RankFailed(rank=0, failure=failure))
-
-    @property
-    def why_waiting(self) -> str:
-        """What the destination does."""
-        status = self.status
-        if not status.nbytes:
-            return self._trouble or "nothing is written"
-        done = f"{status.written_nbytes / 1e6:.1f} of {status.nbytes / 1e6:.1f} MB are written"
-        return f"{self._trouble}; {done}" if self._trouble else done
-
-    def moved(self, nbytes: int, of_nbytes: int) -> None:
-        """Record progress."""
-        self._nbytes, self._written_nbytes, self._trouble = of_nbytes, nbytes, ""
-
-    def waits(self, for_what: str) -> None:
-        """Record that other ranks have not brought their files."""
-        self._trouble = for_what
-
-    def refused(self, trouble: str) -> None:
-        """Record that the destination has refused; logged when the reason is new."""
-        if trouble != self._trouble:
-            self._trouble = trouble
-            _log.warning("not promoted yet, trying again: path=%s: %s", self.path, trouble)
-
-    def end(self, failure: Failure | None) -> None:
-        """Record how it ended."""
-        self._outcome.set_result(failure)
-
-
-class PromotingProcess(ChildProcess[Failure | None]):
-    """A process that promotes checkpoints and never imports torch."""
-
-    kind = "promoting process"
-
-    def __init__(self, options: EngineOptions) -> None:
-        self._options = options
-        self._promotions: dict[str, Promotion] = {}
-        self._numbers = count()
-        root = str(Path(__file__).resolve().parents[2])
-        super().__init__(
-            ["-I", "-S", "-c", _ENTRY, root, checksum.use_fastest() or ""],
-            cpu_priority=options.cpu_priority,
-            io_priority=options.io_priority,
-        )
-
-    def promote(self, promotion: Promotion) -> Future[Failure | None]:
-        """Begin a promotion; the future always ends."""
-        job = str(next(self._numbers))
-        self._promotions[job] = promotion
-        message: Message = {
-            "type": "promote",
-            "job": job,
-            "directory": promotion.local_path,
-            "destination": promotion.path,
-            "record": promotion.record,
-            "io_threads": min(_IO_THREADS, self._options.io_threads or _IO_THREADS),
-            "chunk_nbytes": self._options.chunk_nbytes,
-            "retries": self._options.write_retries,
-            "sys_path": list(sys.path) if is_address(promotion.path) else [],
-        }
-        outcome = self._ask(job, lambda failure: failure, [(message, ())])
-        outcome.add_done_callback(lambda _: self._promotions.pop(job, None))
-        return outcome
-
-    def _handle_event(self, message: Message) -> None:
-        promotion = self._promotions.get(message["job"])
-        if promotion is None:
-            return
-        if "waits" in message:
-            promotion.waits(str(message["waits"]))
-        elif "trouble" in message:
-            promotion.refused(str(message["trouble"]))
-        else:
-            promotion.moved(int(message["nbytes"]), int(message["of"]))
-
-    def _answer(self, message: Message) -> Failure | None:
-        plain = message["failure"]
-        return None if plain is None else failure_from_plain(plain)
 
 
 class Promotions:
