@@ -345,22 +345,15 @@ def status() -> tuple[SaveStatus | PromotionStatus | LoadStatus, ...]:
     with _process.lock:
         engine = _process.engine
     saves = () if engine is None else engine.under_way.statuses()
-    promotions = [each.status for each in unfinished_promotions()]
-    return (*saves, *promotions, *load_statuses())
+    promotions = () if engine is None else engine.promotions.unfinished()
+    return (*saves, *(each.status for each in promotions), *load_statuses())
 
 
-def unfinished_promotions(*, or_failed: bool = False) -> list[Promotion]:
-    """Checkpoints of this process that are on their way to their destinations.
-
-    Args:
-        or_failed: Also those that will not get there.
-    """
+def missing_promotions() -> list[Promotion]:
+    """Checkpoints of this process that are not at their destinations; some will not get there."""
     with _process.lock:
         engine = _process.engine
-    if engine is None:
-        return []
-    failed = engine.promotions.failed() if or_failed else []
-    return [*engine.promotions.unfinished(), *failed]
+    return [] if engine is None else engine.promotions.missing()
 
 
 def wait_staged_before_step(optimizer: torch.optim.Optimizer) -> RemovableHandle:

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 import nostall._queue.promotions_at_exit  # noqa: F401  # waits for them when the interpreter ends
 from nostall._engine import default_engine
 from nostall._storage.destination import place_of, require_file_system
-from nostall._tier.local import LocalCheckpoint
-from nostall._tier.local import local_checkpoints as checkpoints_in
+from nostall._tier.local import LocalCheckpoint, committed_in
 from nostall._tier.promotion import Promotion, PromotionStatus
 from nostall.errors import ReadError
 from nostall.integrity import why_incomplete
@@ -63,7 +62,7 @@ def _tier(path: str | os.PathLike[str]) -> str:
 def _committed(path: str | os.PathLike[str]) -> list[LocalCheckpoint]:
     tier = _tier(path)
     with _readable(tier):
-        return checkpoints_in(tier)
+        return committed_in(tier)
 
 
 @contextmanager

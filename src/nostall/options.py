@@ -134,12 +134,9 @@ class WriterOptions:
     processes: int
     staging: StagingMode = "blocking"
     frozen: tuple[str, ...] = ()
-    local_staging_limit: int = 2
     file_format: FileFormat = FileFormat.TORCH_SAVE
 
     def __post_init__(self) -> None:
-        limit = require_integer("local_staging_limit", self.local_staging_limit, at_least=1)
-        _set(self, "local_staging_limit", limit)
         thread_count = require_integer("thread_count", self.thread_count, at_least=1)
         _set(self, "thread_count", thread_count)
         for name in ("sync_files", "overwrite"):

@@ -26,6 +26,14 @@ from nostall.state_dict_saver import CheckpointMetadataCache
 from support.states import schedule
 
 
+def assert_holds(path: Path, step: int) -> None:
+    """Every byte is as it was written, and stock loads the values of the step on all ranks."""
+    assert nostall.verify(path).ok
+    found = {"w0": torch.zeros(1000), "w1": torch.zeros(1000)}
+    dcp.load(found, checkpoint_id=path)
+    assert all(torch.equal(each, torch.full((1000,), float(step))) for each in found.values())
+
+
 def save_and_wait(out: Path) -> None:
     """Three steps; the coordinator has the handle, and verifies each destination."""
     rank = dist.get_rank()
@@ -37,10 +45,7 @@ def save_and_wait(out: Path) -> None:
         if writer.promotion is not None:
             writer.promotion.result(60)
         dist.barrier()
-        assert nostall.verify(path).ok
-        found = {"w0": torch.zeros(1000), "w1": torch.zeros(1000)}
-        dcp.load(found, checkpoint_id=path)
-        assert all(torch.equal(each, torch.full((1000,), float(step))) for each in found.values())
+        assert_holds(path, step)
 
 
 def save_by_rank(out: Path) -> None:
@@ -55,10 +60,7 @@ def save_by_rank(out: Path) -> None:
         if writer.promotion is not None:
             writer.promotion.result(60)
         dist.barrier()
-        assert nostall.verify(path).ok
-        found = {"w0": torch.zeros(1000), "w1": torch.zeros(1000)}
-        dcp.load(found, checkpoint_id=path)
-        assert all(torch.equal(each, torch.full((1000,), float(step))) for each in found.values())
+        assert_holds(path, step)
         assert sorted(each.name.partition("-")[0] for each in path.iterdir()) == [
             ".metadata",
             "__0_0",

@@ -77,27 +77,40 @@ def train(address: str, rank: int, root: Path, store: Path, first: int, tell: in
         save += 1
 
 
+def save_at(place: str) -> int | None:
+    """The save that a place holds, whole and unmixed; ``None`` if nothing is committed there."""
+    try:
+        names = storage_at(place).list()
+    except FileNotFoundError:
+        return None
+    if ".metadata" not in names:
+        return None
+    verified = nostall.verify(place)
+    if not verified.ok:
+        raise Violation(f"{place} is damaged: {[str(each) for each in verified.damages]}")
+    state = {
+        key: torch.zeros_like(each)
+        for rank in range(RANKS)
+        for key, each in tensors(rank, 0).items()
+    }
+    dcp.load(state, storage_reader=nostall.FileSystemReader(place), no_dist=True)
+    save = int(state["small0"][0])
+    expected = {key: each for rank in range(RANKS) for key, each in tensors(rank, save).items()}
+    wrong = [key for key, each in expected.items() if not torch.equal(state[key], each)]
+    if wrong:
+        raise Violation(f"{place} is a mixture of save {save}: {wrong}")
+    return save
+
+
 def check(address: str, committed: set[int], newest: int) -> int:
     """Look at all that is there; the number of checkpoints found."""
     found = set()
     for name in storage_at(address).list():
-        place = f"{address}/{name}"
-        if ".metadata" not in storage_at(place).list():
+        save = save_at(f"{address}/{name}")
+        if save is None:
             continue
-        verified = nostall.verify(place)
-        if not verified.ok:
-            raise Violation(f"{place} is damaged: {[str(each) for each in verified.damages]}")
-        state = {
-            key: torch.zeros_like(each)
-            for rank in range(RANKS)
-            for key, each in tensors(rank, 0).items()
-        }
-        dcp.load(state, storage_reader=nostall.FileSystemReader(place), no_dist=True)
-        save = int(state["small0"][0])
-        expected = {key: each for rank in range(RANKS) for key, each in tensors(rank, save).items()}
-        wrong = [key for key, each in expected.items() if not torch.equal(state[key], each)]
-        if wrong or name not in ("overwritten", f"save-{save}"):
-            raise Violation(f"{place} is a mixture of save {save}: {wrong}")
+        if name not in ("overwritten", f"save-{save}"):
+            raise Violation(f"{address}/{name} holds save {save}")
         found.add(save)
     last_over = max((save for save in committed if save % 2), default=-1)
     if last_over >= 0 and not any(save % 2 and save >= last_over for save in found):

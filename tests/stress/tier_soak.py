@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import psutil
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
@@ -34,7 +33,7 @@ from nostall.core import AsyncCallsQueue
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.testing import writer_pids
-from stress.object_soak import tensors
+from stress.object_soak import save_at, tensors
 from stress.soak import PATIENCE_S, RANKS, Life, Violation, main
 from support.object_store import S3Server, s3_server
 from support.states import schedule
@@ -93,29 +92,9 @@ def train(bucket: str, rank: int, root: Path, store: Path, first: int, tell: int
         save += 1
 
 
-def save_at(place: str) -> int:
-    """The save that a place holds, whole and unmixed; -1 for none."""
-    try:
-        names = storage_at(place).list()
-    except FileNotFoundError:
-        return -1
-    if ".metadata" not in names:
-        return -1
-    verified = nostall.verify(place)
-    if not verified.ok:
-        raise Violation(f"{place} is damaged: {[str(each) for each in verified.damages]}")
-    state = {
-        key: torch.zeros_like(each)
-        for rank in range(RANKS)
-        for key, each in tensors(rank, 0).items()
-    }
-    dcp.load(state, storage_reader=nostall.FileSystemReader(place), no_dist=True)
-    save = int(state["small0"][0])
-    expected = {key: each for rank in range(RANKS) for key, each in tensors(rank, save).items()}
-    wrong = [key for key, each in expected.items() if not torch.equal(state[key], each)]
-    if wrong:
-        raise Violation(f"{place} is a mixture of save {save}: {wrong}")
-    return save
+def _save_at(place: str) -> int:
+    save = save_at(place)
+    return -1 if save is None else save
 
 
 def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
@@ -142,11 +121,11 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
         totals["lives"] += 1
         local = {each.destination: each for each in nostall.local_checkpoints(root / "tier")}
         for turn, (place, before) in enumerate(seen.items()):
-            found = save_at(place)
+            found = _save_at(place)
             if found < before:
                 raise Violation(f"{place} had save {before}, and has {found}")
             seen[place] = found
-            near = save_at(local[place].path) if place in local else -1
+            near = _save_at(local[place].path) if place in local else -1
             due = [save for save in committed if destination_of(root, bucket, save) == place]
             if not is_by_rank(turn) and max(found, near) < max(due, default=-1):
                 raise Violation(f"{place}: save {max(due)} is gone; {found}, {near} are there")
@@ -158,7 +137,7 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
         promotion.result(PATIENCE_S)
     for place in seen:
         due = [save for save in committed if destination_of(root, bucket, save) == place]
-        found, names = save_at(place), storage_at(place).list()
+        found, names = _save_at(place), storage_at(place).list()
         if found < max(due, default=-1):
             raise Violation(f"{place}: save {max(due)} was committed; {found} was promoted")
         if due and len(names) != RANKS + 1:

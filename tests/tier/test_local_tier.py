@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,11 @@ import nostall
 from nostall._engine import default_engine
 from nostall._save import finalize
 from nostall._storage.deadlines import begin
-from nostall._tier.local import CopiedFiles, local_checkpoints
+from nostall._storage.posix_storage import PosixStorage
+from nostall._tier import promoting
+from nostall._tier.copied_files import CopiedFiles
+from nostall._tier.local import committed_in, held, write_part
+from nostall._tier.parts import obsolete, parts_at
 from nostall._tier.promoting import PromotionJob, promote
 from nostall.core import AsyncCallsQueue
 from nostall.errors import (
@@ -66,6 +71,19 @@ def promotion_of(writer: FileSystemWriterAsync) -> Promotion:
     return writer.promotion
 
 
+def job_to(promotion: Promotion, destination: str, record: str = ".metadata") -> PromotionJob:
+    """The promotion of what is in a directory to a destination that has not got it."""
+    (Path(promotion.local_path) / ".promoted").unlink(missing_ok=True)
+    return PromotionJob(
+        directory=promotion.local_path,
+        destination=destination,
+        record=record,
+        io_threads=1,
+        chunk_nbytes=1 << 20,
+        retries=0,
+    )
+
+
 def step_at(place: str) -> int | None:
     """The step whose state a directory holds, whole and unmixed; ``None`` if it is uncommitted."""
     if not (Path(place) / ".metadata").exists():
@@ -92,7 +110,8 @@ def hanging_destination() -> Iterator[psutil.Process]:
     try:
         yield process
     finally:
-        process.resume()
+        with suppress(psutil.NoSuchProcess):  # the test has killed it
+            process.resume()
 
 
 # --- a save ---------------------------------------------------------------------------------------
@@ -269,14 +288,7 @@ def test_a_file_that_a_later_save_removes_while_it_is_copied(tier: str, root: st
     """The later save is promoted; of the earlier one, nothing is left at the destination."""
     promotion = promotion_of(save(tier, root, 0))
     promotion.result(PATIENCE_S)
-    job = PromotionJob(
-        directory=promotion.local_path,
-        destination=f"{root}/other",
-        record=".metadata",
-        io_threads=1,
-        chunk_nbytes=1 << 20,
-        retries=0,
-    )
+    job = job_to(promotion, f"{root}/other")
     is_replaced = False
 
     def replace_once(nbytes: int, of_nbytes: int) -> None:
@@ -340,14 +352,7 @@ def test_files_that_vanish_at_the_destination_are_copied_again(tier: str, root: 
     """Somebody clears up there, between the copies and the publication."""
     promotion = promotion_of(save(tier, root, 0))
     promotion.result(PATIENCE_S)
-    job = PromotionJob(
-        directory=promotion.local_path,
-        destination=f"{root}/other",
-        record=".metadata",
-        io_threads=1,
-        chunk_nbytes=1 << 20,
-        retries=0,
-    )
+    job = job_to(promotion, f"{root}/other")
 
     def clear(nbytes: int, of_nbytes: int) -> None:
         if nbytes == of_nbytes:  # the second file, too, is copied
@@ -465,14 +470,7 @@ def test_a_half_copied_file_of_full_length_is_copied_again(tier: str, root: str)
     """A crash may leave such a file; lengths prove nothing."""
     promotion = promotion_of(save(tier, root, 0))
     promotion.result(PATIENCE_S)
-    job = PromotionJob(
-        directory=promotion.local_path,
-        destination=f"{root}/other",
-        record=".metadata",
-        io_threads=1,
-        chunk_nbytes=1 << 20,
-        retries=0,
-    )
+    job = job_to(promotion, f"{root}/other")
     Path(job.destination).mkdir()
     for each in Path(job.directory).glob("__*"):
         Path(job.destination, each.name).write_bytes(bytes(each.stat().st_size))
@@ -522,7 +520,7 @@ def test_a_crash_between_the_publication_and_its_record_changes_nothing(
     (again,) = nostall.promote(tier)
     again.result(PATIENCE_S)
     assert before == {each.name: each.stat().st_ino for each in Path(promotion.path).iterdir()}
-    assert [each.is_promoted for each in local_checkpoints(tier)] == [True]
+    assert [each.is_promoted for each in committed_in(tier)] == [True]
 
 
 def test_a_crash_before_replaced_files_are_removed(tier: str, root: str) -> None:
@@ -539,6 +537,53 @@ def test_a_crash_before_replaced_files_are_removed(tier: str, root: str) -> None
     again.result(PATIENCE_S)
     assert step_at(promotion.path) == 3
     assert len(os.listdir(promotion.path)) == 3
+
+
+def promote_too_late(job: PromotionJob, then: Callable[[], object] = lambda: None) -> None:
+    """Another process promotes it to its end between the look at the record and its lock."""
+
+    @contextmanager
+    def held_too_late(directory: str, *name: str) -> Iterator[None]:
+        with patch.object(promoting, "held", held):
+            promote(job, lambda _nbytes, _of: None)
+        then()
+        yield
+
+    with patch.object(promoting, "held", held_too_late):
+        promote(job, lambda _nbytes, _of: pytest.fail("it copies"))
+
+
+def test_what_another_process_has_promoted_is_left_alone(tier: str, root: str) -> None:
+    """It was removed at the destination since, by retention: it does not come back."""
+    promotion = promotion_of(save(tier, root, 0))
+    promotion.result(PATIENCE_S)
+    job = job_to(promotion, f"{root}/other")
+    promote_too_late(job, lambda: nostall.remove_checkpoint(job.destination))
+    assert not Path(job.destination).exists()
+
+
+def test_a_part_that_another_process_has_brought_is_left_alone(tier: str, root: str) -> None:
+    """Its files may be part of a checkpoint by now."""
+    promotion = promotion_of(save(tier, root, 0))
+    promotion.result(PATIENCE_S)
+    record = write_part(promotion.local_path, 0, _files_of(promotion.local_path))
+    job = job_to(promotion, f"{root}/other", record)
+    promote_too_late(job)
+    assert [part.name for part in parts_at(PosixStorage(job.destination))] == [record]
+    assert len(list(Path(job.destination).glob("__*"))) == 2
+
+
+@pytest.mark.parametrize("name", ["../outside.distcp", "/etc/passwd", 7, None, "README"])
+def test_records_at_the_destination_name_no_other_files(root: str, name: object) -> None:
+    """Anybody may have written them there, and what they name is removed."""
+    Path(root).mkdir()
+    files = [{"name": name, "nbytes": 1, "crc32": None}]
+    record = {"at": 1.0, "files": files, "damage": ""}
+    (Path(root) / ".part-0-00000000").write_text(json.dumps(record))
+    (Path(root) / ".part-0-00000001").write_text('{"at": 2.0, "files": [], "damage": ""}')
+    storage = PosixStorage(root)
+    assert [part.name for part in parts_at(storage)] == [".part-0-00000001"]
+    assert obsolete(storage, set()) == ([".part-0-00000001"], [])
 
 
 @pytest.mark.parametrize("harm", ["flipped", "cut", "gone"])

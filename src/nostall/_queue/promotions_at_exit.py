@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 
-from nostall._engine import default_engine, unfinished_promotions
+from nostall._engine import default_engine, missing_promotions
 from nostall._queue.at_exit import FAILURE_STATUS, end_process
 from nostall._queue.preemption import STATUS as PREEMPTED_STATUS
 from nostall._queue.preemption import preemption
@@ -23,20 +23,20 @@ def finish_promotions_at_exit() -> None:
 
     Ctrl-C ends the wait.
     """
-    unfinished = unfinished_promotions(or_failed=True)
-    if not unfinished:
+    missing = missing_promotions()
+    if not missing:
         return
     timeout_s = min(default_engine().options.exit_timeout_s, preemption.left_s)
-    _log.warning(
-        "the interpreter ends with %d checkpoints that are not at their destination; waiting up to"
-        " %g s",
-        len(unfinished),
-        timeout_s,
-    )
     try:
-        left = await_all(unfinished, timeout_s)
+        _log.warning(
+            "the interpreter ends with %d checkpoints that are not at their destination; waiting"
+            " up to %g s",
+            len(missing),
+            timeout_s,
+        )
+        left = await_all(missing, timeout_s)
     except BaseException:  # Ctrl-C, or the end of the time that SIGTERM leaves
-        left = unfinished_promotions(or_failed=True)
+        left = missing_promotions()
     for promotion in left:
         _log.error(
             "not at its destination: path=%s: %s; it is committed in %s, and a job that starts"

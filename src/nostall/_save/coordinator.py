@@ -31,9 +31,8 @@ from nostall._save.leftovers import remove_unpublished
 from nostall._save.rank_save import RankSave
 from nostall._save.split_plan import SaveSession
 from nostall._storage.deadlines import in_time
-from nostall._storage.places import is_same, may_have
-from nostall._storage.posix_storage import PosixStorage
-from nostall.errors import SaveError, WriteError
+from nostall._storage.places import is_same
+from nostall.errors import SaveError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +88,6 @@ def commit_split_save(
     try:
         written = [each.written for each in messages]
         _require_written_here(save, written)
-        _require_shared_tier(save, written)
         metadata = _metadata_to_publish(planned, session, changed)
         publication = None if changed else known.publication(outcomes, metadata)
         if publication is None:
@@ -139,7 +137,6 @@ def commit_results(
     _require_files(save)
     try:
         _require_written_here(save, written)
-        _require_shared_tier(save, written)
         publication = publication_of_results(metadata, results)
         finished = finish_metadata(publication, written, storage_meta())
         is_published = True  # assumed until an error rules it out
@@ -172,6 +169,7 @@ def _require_written_here(save: RankSave, written: Sequence[RankFiles | None]) -
 
     Raises:
         RankMismatchError: A rank wrote to another directory than this rank.
+        WriteError: To another local tier of the same path.
     """
     here, rank = save.settings.belongs_at, save.settings.rank
 
@@ -187,27 +185,8 @@ def _require_written_here(save: RankSave, written: Sequence[RankFiles | None]) -
 
     directories = [None if each is None else each.belongs_at or each.directory for each in written]
     require_one_directory(directories, here, rank=rank, is_same=is_same_in_time)
-
-
-def _require_shared_tier(save: RankSave, written: Sequence[RankFiles | None]) -> None:
-    """Refuse to commit in a local tier if the files of a rank are in another one of the same path.
-
-    Raises:
-        WriteError: A file is not here.
-    """
-    if save.settings.tier is None or not save.settings.tier.is_shared:
-        return
-    here = PosixStorage(save.settings.directory)
-    for rank, each in enumerate(written):
-        for file in () if each is None or each.files is None else each.files:
-            if not may_have(here, file.name):
-                raise WriteError(
-                    f"a file of rank {rank} is not in the local tier of the coordinator",
-                    rank=save.settings.rank,
-                    phase="commit",
-                    path=here.where(file.name),
-                    hint="pass local_staging_shared=False if each host has its own",
-                )
+    if save.settings.tier is not None:
+        save.settings.tier.require_files(written, default_engine(), rank)
 
 
 def _publish(
@@ -242,9 +221,7 @@ def _publish(
             visit=save.visit,
         )
     if settings.tier is not None:
-        save.promotion = default_engine().promotions.begin(
-            settings.tier.path, settings.directory, settings.tier.destination
-        )
+        save.promotion = settings.tier.begin(default_engine())
     if fresh:
         metadata.version = _torch.DCP_VERSION
         metadata.storage_data = publication.storage_data

@@ -35,7 +35,7 @@ from nostall._save.unchanged import keep, link_unchanged, with_linked
 from nostall._storage.directories import Visit
 from nostall._storage.unused_files import remove_in_time
 from nostall._tier.promotion import Promotion
-from nostall.errors import NostallError, OptionError, StagingError, WriteError
+from nostall.errors import NostallError, OptionError, StagingError
 from nostall.stats import SaveStats, Timeline
 
 T = TypeVar("T")
@@ -190,27 +190,11 @@ class RankSave:
         return session.WrittenItems(results, written)
 
     def _begin_part(self, written: RankFiles) -> None:
-        """Begin to bring this rank's files to their destination, if that is this rank's task."""
-        tier = self.settings.tier
-        if tier is None or tier.is_shared or self._has_begun_part:
-            return
+        """Begin to bring this rank's files from a local tier, once."""
+        tier, begun = self.settings.tier, self._has_begun_part
         self._has_begun_part = True
-        try:
-            default_engine().promotions.begin_part(
-                tier.path,
-                self.settings.directory,
-                tier.destination,
-                self.settings.rank,
-                written.files or (),
-            )
-        except OSError as error:
-            raise WriteError(
-                f"the local tier cannot be used: {error.strerror or error}",
-                errno=error.errno,
-                rank=self.settings.rank,
-                phase="collect",
-                path=tier.path,
-            ) from error
+        if tier is not None and not begun:
+            tier.begin_part(written, default_engine(), self.settings.rank)
 
     def _take_staging(self) -> None:
         """Adopt the staging's figures, and refuse a copy that failed.

@@ -18,14 +18,15 @@ from nostall._model.names import FileFormat
 from nostall._model.progress import Progress
 from nostall._model.values import ItemShape, Layout
 from nostall._plan.layout import FileNaming, Packing
+from nostall._save.tier import Tier, require_possible
 from nostall._storage.deadlines import in_time
 from nostall._storage.destination import make_ready, require_new
 from nostall._storage.directories import Visit
-from nostall._storage.places import is_address, is_in_this_process, may_have, storage_at
+from nostall._storage.places import is_address, may_have, storage_at
 from nostall._storage.streams import StreamTarget
-from nostall._tier.local import directory_in, is_promoted, record_destination
-from nostall.errors import OptionError, SaveTimeoutError, WriteError
-from nostall.options import StagingMode, WriterOptions, require_switch
+from nostall._tier.local import directory_in
+from nostall.errors import OptionError
+from nostall.options import StagingMode, WriterOptions, require_integer, require_switch
 from nostall.stats import Timeline
 
 _PROCESSES_FOR_MULTIPROC_IO = 2
@@ -48,17 +49,6 @@ class OwnOptions:
     """An absolute path."""
     local_staging_limit: Any
     local_staging_shared: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tier:
-    """Where checkpoints go from the local tier in which they are committed."""
-
-    path: str
-    """The local tier."""
-    destination: str
-    is_shared: bool
-    """Whether all ranks see the same directory; otherwise each brings its own files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +96,10 @@ class WriterSettings:
         timeout_s, others = engine.options.save_timeout_s, self._metadata_names()
         overwrite = self.options.overwrite
         if self.tier is not None:
-            self._make_room(self.tier, engine, is_part=False)
+            self.tier.make_room(engine, is_part=False, rank=self.rank)
             if not overwrite:
                 require_new(self.tier.destination, others, rank=self.rank, timeout_s=timeout_s)
-                overwrite = is_promoted(self.directory)  # and removed at the destination since
+                overwrite = self.tier.is_promoted(engine, self.rank)  # and removed there since
         return make_ready(
             self.directory,
             self._metadata_name,
@@ -118,37 +108,6 @@ class WriterSettings:
             rank=self.rank,
             timeout_s=timeout_s,
         )
-
-    def _make_room(self, tier: Tier, engine: Engine, *, is_part: bool) -> None:
-        def make() -> str:
-            record_destination(
-                self.directory,
-                tier.destination,
-                by_rank=not tier.is_shared,
-                only_new=not self.options.overwrite,
-            )
-            return self.directory
-
-        try:
-            engine.promotions.make_room(
-                tier.path,
-                self.options.local_staging_limit,
-                make,
-                is_part=is_part,
-                timeout_s=engine.options.save_timeout_s,
-                rank=self.rank,
-            )
-        except SaveTimeoutError:
-            raise
-        except OSError as error:
-            raise WriteError(
-                f"the local tier cannot be used: {error.strerror or error}",
-                errno=error.errno,
-                rank=self.rank,
-                phase="plan",
-                path=tier.path,
-                hint="local_staging_dir must be a directory that this user can write to",
-            ) from error
 
     def may_replace(self, engine: Engine) -> bool:
         """Whether the directory may contain a checkpoint.
@@ -215,7 +174,7 @@ class WriterSettings:
         if self.tier is not None:
             replaces = True  # nobody asks the destination what it has
             if not self.tier.is_shared:
-                self._make_room(self.tier, engine, is_part=True)
+                self.tier.make_room(engine, is_part=True, rank=self.rank)
         elif replaces is None:
             replaces = is_beside or self.may_replace(engine)
         progress = engine.under_way.begin(job, path=self.directory, rank=self.rank)
@@ -296,10 +255,16 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
         )
     place, tier = str(writer.path), None
     if own.local_staging_dir is not None:
-        _require_possible_tier(own.local_staging_dir, place, writer, has_stream=bool(has_stream))
-        is_shared = require_switch("local_staging_shared", own.local_staging_shared)
-        tier = Tier(path=own.local_staging_dir, destination=place, is_shared=is_shared)
-        place = directory_in(tier.path, place)
+        require_possible(own.local_staging_dir, place, writer, has_stream=bool(has_stream))
+        tier = Tier(
+            path=own.local_staging_dir,
+            destination=place,
+            directory=directory_in(own.local_staging_dir, place),
+            is_shared=require_switch("local_staging_shared", own.local_staging_shared),
+            limit=require_integer("local_staging_limit", own.local_staging_limit, at_least=1),
+            overwrite=require_switch("overwrite", writer.overwrite),
+        )
+        place = tier.directory
     return WriterSettings(
         directory=place,
         rank=writer.rank or 0,
@@ -313,40 +278,9 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
             processes=_PROCESSES_FOR_MULTIPROC_IO if spread else 1,
             staging=own.staging,
             frozen=own.frozen,
-            local_staging_limit=own.local_staging_limit,
             file_format=file_format,
         ),
         stream=StreamTarget(open_file=own.open_file, transforms=transforms) if has_stream else None,
         transform_descriptors=tuple(each.get_descriptor() for each in reversed(transforms)) or None,
         tier=tier,
     )
-
-
-def _require_possible_tier(
-    tier: str, destination: str, writer: FileSystemWriter, *, has_stream: bool
-) -> None:
-    if has_stream:
-        raise OptionError(
-            "open_file and stream extensions do not support local_staging_dir",
-            path=tier,
-            hint="leave one of them out",
-        )
-    if not writer.use_collectives:
-        raise OptionError(
-            "ranks that save alone (no_dist=True or use_collectives=False with several ranks) do"
-            " not support local_staging_dir",
-            path=tier,
-            hint="save together, or leave local_staging_dir out",
-        )
-    if is_in_this_process(destination):
-        raise OptionError(
-            "memory:// does not support local_staging_dir: another process copies",
-            path=destination,
-            hint="leave local_staging_dir out",
-        )
-    if f"{destination}/".startswith(f"{tier}/"):
-        raise OptionError(
-            "the checkpoint path is in local_staging_dir",
-            path=destination,
-            hint="the path is the destination, on other storage",
-        )

@@ -1,11 +1,12 @@
 """The directory of a checkpoint in a local tier, and the records beside its files.
 
-A local tier is a directory on a fast disk that all ranks share. A checkpoint on its way through it
-is a committed checkpoint in a directory of its own, and ``.metadata`` is all that says so. Records:
+A local tier is a directory on a fast disk. A checkpoint on its way through it is a committed
+checkpoint in a directory of its own, and ``.metadata`` is all that says so. Records:
 
-* ``.destination``, made before the first file: the place where the checkpoint belongs;
+* ``.destination``, made before the first file: the place where the checkpoint belongs, and options;
 * ``.copied``, until a promotion is over: the files that it has made or replaces there;
-* ``.promoted``: the version of ``.metadata`` that was published there.
+* ``.promoted``: which ``.metadata`` were dealt with last, and the checksum of what is there since;
+* those of :mod:`nostall._tier.parts`, if each rank brings its own files.
 
 Nothing here imports torch.
 """
@@ -15,11 +16,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -27,10 +27,10 @@ from nostall._model.names import METADATA_SUFFIX as METADATA_NAME
 from nostall._model.values import WrittenFile
 from nostall._storage.port import Version
 from nostall._storage.posix_storage import PosixStorage
+from nostall._tier.copied_files import COPIED
 from nostall._tier.parts import Part, is_record, new_name, parts_at, remove_old
 
 _DESTINATION = ".destination"
-_COPIED = ".copied"
 _PROMOTED = ".promoted"
 _REMOVED = ".removed-"
 _BY_RANK = "by rank"
@@ -39,6 +39,7 @@ _HASH_DIGITS = 12
 _MOST_NAME_NBYTES = 100
 """Of a destination's name; file systems allow 255."""
 _LATER_S = 1e-3
+"""By which a part is later than the one before, whatever the clock says."""
 _PARTS_KEPT = 2
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK}
 
@@ -62,10 +63,10 @@ class LocalCheckpoint:
     committed_at_s: float
     """Seconds since the epoch."""
     is_promoted: bool
-    """Whether the destination has this checkpoint, too."""
+    """Whether the destination has this checkpoint, too, or has kept another one."""
 
 
-def local_checkpoints(tier: str) -> list[LocalCheckpoint]:
+def committed_in(tier: str) -> list[LocalCheckpoint]:
     """The committed checkpoints in a local tier, oldest first.
 
     Raises:
@@ -105,13 +106,12 @@ def _checkpoint_at(directory: str) -> LocalCheckpoint | None:
         metadata = PosixStorage(directory).stat(METADATA_NAME)
     except FileNotFoundError:  # not committed
         return None
-    version, _ = promoted_from(directory)
-    is_there = version == metadata.version
-    return LocalCheckpoint(directory, destination, metadata.modified_s, is_there)
+    is_over = promoted_from(directory).version == metadata.version
+    return LocalCheckpoint(directory, destination, metadata.modified_s, is_over)
 
 
 def is_promoted(directory: str) -> bool:
-    """Whether the destination has, or had, the checkpoint that is committed in a directory."""
+    """Whether the promotion of the checkpoint that is committed in a directory is over."""
     found = _checkpoint_at(directory)
     return found is not None and found.is_promoted
 
@@ -184,18 +184,38 @@ def write_part(directory: str, rank: int, files: Sequence[WrittenFile]) -> str:
     return part.name
 
 
-def waiting_parts(tier: str) -> list[tuple[str, str, str]]:
-    """Directory, destination and record of each part that is to be brought there, oldest first.
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What is to be promoted."""
+
+    directory: str
+    destination: str
+    record: str
+    """``.metadata``, or the name of a part's record."""
+
+
+def left_in(tier: str) -> list[Left]:
+    """What is to be promoted from a local tier: checkpoints, then parts, each oldest first.
 
     Raises:
         OSError: The local disk refuses.
     """
-    found = [
-        (part.at_s, directory, destination_of(directory) or "", part.name)
+    parts = [
+        (part.at_s, part.name, directory)
         for directory in directories_in(tier)
         for part in parts_at(PosixStorage(directory))
     ]
-    return [(directory, destination, name) for _, directory, destination, name in sorted(found)]
+    return [
+        *(
+            Left(each.path, each.destination, METADATA_NAME)
+            for each in committed_in(tier)
+            if not each.is_promoted
+        ),
+        *(
+            Left(directory, destination_of(directory) or "", name)
+            for _, name, directory in sorted(parts)
+        ),
+    ]
 
 
 def has_waiting_parts(directory: str) -> bool:
@@ -221,17 +241,35 @@ def remove_done_parts(tier: str) -> None:
             remove_old(directory, kept)
 
 
-def record_promoted(directory: str, version: Version, crc32: int) -> None:
-    """Record that the metadata of this version, with this checksum, is at the destination."""
+@dataclass(frozen=True, slots=True)
+class Promoted:
+    """The end of the last promotion from a directory."""
+
+    version: Version
+    """Of the metadata in the directory; empty if there was none."""
+    crc32: int | None
+    """Of the metadata at the destination since."""
+
+
+def record_promoted(directory: str, promoted: Promoted) -> None:
+    """Record that a promotion is over.
+
+    Raises:
+        OSError: The local disk refuses.
+    """
     storage = PosixStorage(directory)
-    storage.publish(_PROMOTED, [f"{version} {crc32}".encode()])
-    storage.remove([_COPIED])
+    storage.publish(_PROMOTED, [f"{promoted.version} {promoted.crc32}".encode()])
+    storage.remove([COPIED])
 
 
-def promoted_from(directory: str) -> tuple[str, int | None]:
-    """Version and checksum of the metadata that were promoted last; empty if none were."""
+def promoted_from(directory: str) -> Promoted:
+    """What was recorded last.
+
+    Raises:
+        OSError: The local disk refuses.
+    """
     version, _, crc32 = (_content(directory, _PROMOTED) or "").partition(" ")
-    return version, int(crc32) if crc32.isdecimal() else None
+    return Promoted(Version(version), int(crc32) if crc32.isdecimal() else None)
 
 
 def _content(directory: str, name: str) -> str | None:
@@ -255,67 +293,11 @@ def held(directory: str, name: str = _DESTINATION) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in _NO_LOCKS:  # some shared file systems have none
+            if error.errno not in _NO_LOCKS:  # of some shared file systems
                 raise
         yield
     finally:
         os.close(fd)
-
-
-class CopiedFiles:
-    """The record of a promotion: what it has made at the destination, and what it replaces there.
-
-    It survives crashes, and lasts until a promotion is over. Names of files that the checkpoint
-    does not have are then those to remove.
-    """
-
-    def __init__(self, directory: str, record: str = "") -> None:
-        self._path = os.path.join(directory, _COPIED + record)
-        self._lines: set[str] = set()
-        with suppress(FileNotFoundError), open(self._path, encoding="utf-8") as stream:
-            self._lines.update(line.strip() for line in stream)
-
-    @property
-    def names(self) -> set[str]:
-        """Names of all files in it."""
-        found = set()
-        for line in self._lines:
-            with suppress(ValueError):  # cut off by a crash
-                found.add(str(json.loads(line)[0]))
-        return found
-
-    def is_whole(self, file: WrittenFile) -> bool:
-        """Whether a file was copied to its end; one cut off by a crash may have its length."""
-        return _line(file.name, file.crc32) in self._lines
-
-    def add_names(self, names: Iterable[str]) -> None:
-        """Record files before they are made, or replaced; durably.
-
-        Raises:
-            OSError: The local disk refuses.
-        """
-        self._add(map(_line, names))
-
-    def add_whole(self, file: WrittenFile) -> None:
-        """Record that a file was copied to its end; as :meth:`add_names`."""
-        self._add([_line(file.name, file.crc32)])
-
-    def remove(self) -> None:
-        """Remove the record: the promotion is over."""
-        PosixStorage(os.path.dirname(self._path)).remove([os.path.basename(self._path)])
-
-    def _add(self, lines: Iterable[str]) -> None:
-        new = [line for line in lines if line not in self._lines]
-        if new:
-            with open(self._path, "a", encoding="utf-8") as stream:
-                stream.write("\n".join(["", *new, ""]))  # the last line may be cut off by a crash
-                stream.flush()
-                os.fsync(stream.fileno())
-        self._lines.update(new)
-
-
-def _line(*values: str | int | None) -> str:
-    return json.dumps(values)
 
 
 def set_aside(directory: str) -> str:

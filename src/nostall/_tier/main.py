@@ -1,6 +1,6 @@
 """The process that promotes checkpoints: receive jobs from the socket, and answer each.
 
-It ends with the trainer, as the writer process does; what it has not promoted is still staged then.
+It ends with the trainer, as the writer process does; what it has not promoted stays in the tier.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 from nostall._model.checksum import use_fastest_from
 from nostall._model.jobs import Failure
-from nostall._tier.promoting import Existing, NotYet, PromotionJob, Refused, Unpromotable, promote
+from nostall._tier.copying import Refused, Unpromotable
+from nostall._tier.promoting import Existing, NotYet, PromotionJob, promote
 from nostall._writer.framing import Message, send
 from nostall._writer.parent import make_importable, messages_from_parent
 from nostall.errors import NostallError

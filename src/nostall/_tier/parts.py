@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
+from nostall._model.names import is_ours_to_remove
 from nostall._model.values import WrittenFile
 from nostall._storage.port import Files, Storage
 from nostall._storage.posix_storage import PosixStorage
@@ -71,7 +72,7 @@ def parts_at(files: Files, *, are_done: bool = False) -> list[Part]:
     wanted, found = ".done-" if are_done else ".part-", []
     for name in files.list():
         if is_record(name) and name.startswith(wanted):
-            # Removed or damaged meanwhile.
+            # Others remove records meanwhile, and the destination may hold anything.
             with suppress(FileNotFoundError, ValueError, LookupError, TypeError):
                 found.append(_read(files, name))
     return sorted(found, key=lambda part: part.at_s)
@@ -80,12 +81,10 @@ def parts_at(files: Files, *, are_done: bool = False) -> list[Part]:
 def _read(files: Files, name: str) -> Part:
     with open_to_read(files, name) as stream:
         plain = json.loads(read_metadata(stream, files.where(name)))
-    return Part(
-        name=name,
-        at_s=float(plain["at"]),
-        files=tuple(WrittenFile(**each) for each in plain["files"]),
-        damage=str(plain["damage"]),
-    )
+    written = tuple(WrittenFile(**each) for each in plain["files"])
+    if not all(is_ours_to_remove(file.name) for file in written):  # they will be removed some day
+        raise ValueError("a record that names other files than shards")
+    return Part(name=name, at_s=float(plain["at"]), files=written, damage=str(plain["damage"]))
 
 
 def read_part(directory: str, name: str) -> Part | None:
@@ -107,7 +106,7 @@ def end(directory: str, name: str) -> None:
 
 
 def remove_old(directory: str, kept: Iterable[str]) -> None:
-    """Remove parts that are at their destination, and the directory if nothing else is in it.
+    """Remove parts that are at their destination; errors are ignored.
 
     Args:
         directory: In the local tier.

@@ -1,72 +1,41 @@
 """Promote a checkpoint from a local tier: copy its files, then publish its metadata.
 
-Runs in a process of its own, which never imports torch. Files are written as those of a save are:
-in parts, by several threads, with checksums. So a part that the local disk has damaged is noticed.
+Runs in a process of its own, which never imports torch.
 """
 
 from __future__ import annotations
 
 import errno
 import io
-import mmap
 import os
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from nostall._commit.manifest import Manifest, manifest_alone
 from nostall._commit.publish import commit
 from nostall._model import checksum
-from nostall._model.jobs import (
-    NO_BLOCK,
-    Failure,
-    FileImage,
-    RankFailed,
-    SealTable,
-    WriteJob,
-    page_aligned,
-)
+from nostall._model.jobs import Failure
 from nostall._model.names import METADATA_SUFFIX as METADATA_NAME
 from nostall._model.names import is_ours_to_remove
 from nostall._model.values import WrittenFile
 from nostall._storage.places import storage_at
-from nostall._storage.port import Files, Source, Storage
+from nostall._storage.port import Files, Storage
 from nostall._storage.posix_storage import PosixStorage
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall._storage.unused_files import remove_files
 from nostall._tier import parts
+from nostall._tier.copied_files import CopiedFiles
+from nostall._tier.copying import Copying, Replaced, Unpromotable, copy_file
 from nostall._tier.local import (
-    CopiedFiles,
+    Promoted,
     held,
     is_by_rank,
     may_replace,
     promoted_from,
     record_promoted,
 )
-from nostall._writer.files import perform
-from nostall._writer.images import Window
-
-_NO_SEALS = SealTable(templates=(), blob_offsets=(), template_of_slot=())
-_HINT = "save again; the last checkpoint at the destination is untouched"
-
-
-class Refused(Exception):
-    """The destination has not taken a file; it may later."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
-
-
-class Unpromotable(Exception):
-    """The local checkpoint is damaged, so it will never be promoted."""
-
-    def __init__(self, message: str, path: str) -> None:
-        super().__init__(message)
-        self.failure = Failure(
-            kind="DamagedCheckpointError", message=message, phase="promote", path=path, hint=_HINT
-        )
 
 
 class Existing(Exception):
@@ -85,25 +54,16 @@ class Existing(Exception):
         )
 
 
-class _Replaced(Exception):
-    """A later save has replaced the local checkpoint."""
-
-
 class NotYet(Exception):
     """Other ranks have not brought their files to the destination."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromotionJob:
+class PromotionJob(Copying):
     """What to promote, and how."""
 
-    directory: str
-    destination: str
     record: str
     """``.metadata``, or the name of a part's record."""
-    io_threads: int
-    chunk_nbytes: int
-    retries: int
 
 
 def promote(job: PromotionJob, on_progress: Callable[[int, int], None]) -> None:
@@ -131,20 +91,18 @@ def promote(job: PromotionJob, on_progress: Callable[[int, int], None]) -> None:
     with held(job.directory):
         while True:
             version = local.stat(METADATA_NAME).version
-            existing: Existing | None = None
+            if promoted_from(job.directory).version == version:
+                return  # another process was faster; what became of it there is not our business
             try:
                 crc32 = _promote(job, local, on_progress)
-            except _Replaced:
-                if local.stat(METADATA_NAME).version != version:
-                    continue
-                raise Unpromotable("a local file is gone", job.directory) from None
-            except Existing as error:  # not tried again
-                existing, crc32 = error, error.crc32
-            if local.stat(METADATA_NAME).version == version:
-                record_promoted(job.directory, version, crc32)
-                if existing is not None:
-                    raise existing
-                return
+            except Replaced as error:
+                if local.stat(METADATA_NAME).version == version:
+                    raise Unpromotable(str(error), job.directory) from None
+            except Existing as error:
+                record_promoted(job.directory, Promoted(version, error.crc32))  # not tried again
+                raise
+            else:
+                record_promoted(job.directory, Promoted(version, crc32))
 
 
 def _promote(job: PromotionJob, local: Storage, on_progress: Callable[[int, int], None]) -> int:
@@ -160,8 +118,10 @@ def _promote(job: PromotionJob, local: Storage, on_progress: Callable[[int, int]
         if by_rank:
             _await_parts(manifest.files, destination, on_progress)
         else:
-            _copy_all(manifest.files, job, local, copied, on_progress)
-        copied.add_names(_files_of(destination) - mine)
+            _copy_all(manifest.files, job, copied, on_progress)
+        there = _metadata_at(destination)  # it may have taken hours
+        _require_replaceable(there, manifest, job)
+        copied.add_names(_files_in(there) - mine)
         _require_there(manifest.files, destination)
         commit(destination, [content], metadata_name=METADATA_NAME, replaced_files=())
     remove_files(destination.where(name) for name in sorted(copied.names - mine))
@@ -181,8 +141,7 @@ def _require_replaceable(there: bytes | None, manifest: Manifest, job: Promotion
     if there is None:
         return
     crc32 = checksum.crc32(there)
-    _, ours = promoted_from(job.directory)
-    if crc32 == ours:
+    if crc32 == promoted_from(job.directory).crc32:
         return
     other = manifest_alone(io.BytesIO(there))
     is_newer = other is not None and other.committed_at_s > manifest.committed_at_s
@@ -210,18 +169,20 @@ def _await_parts(
 
 def _promote_part(job: PromotionJob, on_progress: Callable[[int, int], None]) -> None:
     """Bring the files of one rank, or a record of why that is not possible."""
-    part = parts.read_part(job.directory, job.record)
-    if part is None:  # another process has done it
-        return
-    local, destination = PosixStorage(job.directory), storage_at(job.destination)
+    if not os.path.exists(os.path.join(job.directory, job.record)):
+        return  # another process has done it
+    destination = storage_at(job.destination)
     damage: Exception | None = None
-    with held(job.directory, part.name):
+    with held(job.directory, job.record):
+        part = parts.read_part(job.directory, job.record)
+        if part is None:  # done since: its files may be part of a checkpoint by now
+            return
         copied = CopiedFiles(job.directory, part.name)
         destination.make_place()
         try:
-            _copy_all(part.files, job, local, copied, on_progress)
+            _copy_all(part.files, job, copied, on_progress)
             _require_there(part.files, destination)
-        except (_Replaced, Unpromotable) as error:
+        except (Replaced, Unpromotable) as error:
             damage = error
             remove_files(destination.where(name) for name in sorted(copied.names))
             part = replace(part, damage=str(error))
@@ -236,18 +197,17 @@ def _promote_part(job: PromotionJob, on_progress: Callable[[int, int], None]) ->
 def _copy_all(
     files: Sequence[WrittenFile],
     job: PromotionJob,
-    local: Storage,
     copied: CopiedFiles,
     on_progress: Callable[[int, int], None],
 ) -> None:
     destination = storage_at(job.destination)
     total_nbytes, done_nbytes = sum(file.nbytes for file in files), 0
+    copied.add_names(file.name for file in files)
     for file in files:
         if not copied.is_whole(file) or not _is_there(destination, file):
-            copied.add_names([file.name])
             # Only a promotion that was interrupted has made a file of this name.
             remove_files([destination.where(file.name)])
-            _copy(file, job, local, partial(_further, on_progress, done_nbytes, total_nbytes))
+            copy_file(file, job, partial(_further, on_progress, done_nbytes, total_nbytes))
             copied.add_whole(file)
         done_nbytes += file.nbytes
 
@@ -289,102 +249,8 @@ def _require_there(files: Sequence[WrittenFile], destination: Files) -> None:
             raise OSError(errno.ENOENT, "a copied file is gone again", destination.where(file.name))
 
 
-def _files_of(destination: Files) -> set[str]:
-    """Names of the files that the metadata at the destination lists."""
-    try:
-        with open_to_read(destination, METADATA_NAME) as stream:
-            manifest = manifest_alone(stream)
-    except (FileNotFoundError, NotADirectoryError):
-        return set()
-    # Without a manifest, its files stay: only torch could tell their names.
+def _files_in(metadata: bytes | None) -> set[str]:
+    """Names of the files that a manifest lists; without one, only torch could tell: they stay."""
+    manifest = None if metadata is None else manifest_alone(io.BytesIO(metadata))
     names = () if manifest is None else (file.name for file in manifest.files)
     return set(filter(is_ours_to_remove, names))
-
-
-def _copy(
-    file: WrittenFile, job: PromotionJob, local: Storage, on_progress: Callable[[int], None]
-) -> None:
-    """Write one file at the destination; nothing of it is left there after a failure."""
-    least = storage_at(job.destination).least_part(file.nbytes)
-    chunk_nbytes = page_aligned(max(job.chunk_nbytes, least))
-    try:
-        source = local.open(file.name)
-    except FileNotFoundError:
-        raise _Replaced(f"a local file is gone: {file.name}") from None
-    with closing(source):
-        image = _LocalFile(source, job.io_threads, min(chunk_nbytes, page_aligned(file.nbytes)))
-        report = perform(
-            WriteJob(
-                job=job.directory,
-                rank=0,
-                directory=job.destination,
-                files=(
-                    FileImage(
-                        name=file.name,
-                        nbytes=file.nbytes,
-                        block=NO_BLOCK,
-                        block_offset=0,
-                        seals=_NO_SEALS,
-                    ),
-                ),
-                sync_files=True,
-                io_threads=job.io_threads,
-                chunk_nbytes=chunk_nbytes,
-                direct=True,
-                retries=job.retries,
-            ),
-            {file.name: image},
-            on_progress=on_progress,
-        )
-    if image.why_unreadable:
-        raise Unpromotable(
-            f"a local file cannot be read: {image.why_unreadable}", local.where(file.name)
-        )
-    if isinstance(report, RankFailed):
-        raise Refused(report.failure)
-    (receipt,) = report.receipts
-    storage = storage_at(job.destination)
-    if receipt.name != file.name:
-        storage.remove([receipt.name])
-        raise Refused(
-            Failure(
-                kind="WriteError",
-                message="the name of a file is taken",
-                phase="promote",
-                path=storage.where(file.name),
-                hint="something else writes to the destination",
-            )
-        )
-    if file.crc32 is not None and receipt.crc32_of_file != file.crc32:
-        storage.remove([file.name])
-        raise Unpromotable(
-            "a local file has another checksum than was committed", local.where(file.name)
-        )
-
-
-class _LocalFile:
-    """The image of a file of the local disk: each thread reads its chunk into its own memory."""
-
-    def __init__(self, source: Source, threads: int, chunk_nbytes: int) -> None:
-        self._source = source
-        self._memories = [
-            memoryview(mmap.mmap(-1, max(chunk_nbytes, mmap.PAGESIZE))) for _ in range(threads)
-        ]
-        self.why_unreadable = ""
-        """Why the local disk has not given all bytes; empty if it has."""
-
-    def window(self, begin: int, end: int, *, thread: int) -> Window:
-        """Read a chunk."""
-        memory = self._memories[thread]
-        try:
-            nbytes = self._source.read_into(begin, memory[: end - begin])
-        except OSError as error:
-            self.why_unreadable = str(error)
-            raise
-        if nbytes < end - begin:
-            self.why_unreadable = f"it has {begin + nbytes} bytes"
-            raise OSError(self.why_unreadable)
-        return Window(memory, begin)
-
-    def hand_over(self, window: Window, end: int) -> None:
-        """Does nothing."""

@@ -21,13 +21,13 @@ from nostall._model.values import WrittenFile
 from nostall._ranks.failures import failure_of
 from nostall._storage.deadlines import in_time, start_apart
 from nostall._tier.local import (
+    committed_in,
     has_waiting_parts,
     left_by_crashes,
-    local_checkpoints,
+    left_in,
     remove_done_parts,
     remove_set_aside,
     set_aside,
-    waiting_parts,
     write_part,
 )
 from nostall._tier.promotion import PromotingProcess, Promotion
@@ -120,7 +120,7 @@ class Promotions:
         directory = make()
         with self._changed:
             used = {*self._being_saved, directory}
-        promoted = [each.path for each in local_checkpoints(tier) if each.is_promoted]
+        promoted = [each.path for each in committed_in(tier) if each.is_promoted]
         old = left_by_crashes(tier, _SAVES_PER_AGE * max(timeout_s, _LONG_S))
         if not is_part:
             old += [path for path in promoted[:-1] if not has_waiting_parts(path)]
@@ -145,26 +145,36 @@ class Promotions:
         return promotion
 
     def begin_part(
-        self, tier: str, directory: str, destination: str, rank: int, files: Sequence[WrittenFile]
+        self,
+        tier: str,
+        directory: str,
+        destination: str,
+        files: Sequence[WrittenFile],
+        *,
+        timeout_s: float,
+        rank: int,
     ) -> None:
         """Bring the files that this rank has written, before or after their checkpoint's commit.
 
         Parts that are at their destination are removed here, but for the newest ones.
 
         Raises:
-            OSError: The local disk refuses.
+            SaveTimeoutError: The local disk does not answer.
+            OSError: It refuses.
         """
-        if not files:
-            return
-        record = write_part(directory, rank, files)
-        self._begin_part(tier, directory, destination, record)
-        start_apart("nostall-tier", partial(remove_done_parts, tier))
-
-    def _begin_part(self, tier: str, directory: str, destination: str, record: str) -> None:
+        record = in_time(
+            partial(write_part, directory, rank, files),
+            timeout_s=timeout_s,
+            doing="recording what is to be copied",
+            phase="collect",
+            path=directory,
+            rank=rank,
+        )
         promotion = Promotion(tier, directory, destination, record)
         with self._changed:
             self._pending[directory, record] = promotion
         self._submit(promotion)
+        start_apart("nostall-tier", partial(remove_done_parts, tier))
 
     def resume(self, tier: str) -> list[Promotion]:
         """Promote all committed checkpoints of a local tier that are not promoted.
@@ -175,21 +185,14 @@ class Promotions:
         Raises:
             OSError: The local disk refuses.
         """
-        left = [
-            *(
-                (each.path, each.destination, METADATA_NAME)
-                for each in local_checkpoints(tier)
-                if not each.is_promoted
-            ),
-            *waiting_parts(tier),
-        ]
-        new = []
+        left, new = left_in(tier), []
         with self._changed:
-            for directory, destination, record in left:
-                key = directory, record
+            for each in left:
+                key = each.directory, each.record
                 if key not in self._pending and key not in self._failed:
-                    self._pending[key] = Promotion(tier, directory, destination, record)
-                    new.append(self._pending[key])
+                    promotion = Promotion(tier, each.directory, each.destination, each.record)
+                    self._pending[key] = promotion
+                    new.append(promotion)
         for promotion in new:
             self._submit(promotion)
         with self._changed:
@@ -220,10 +223,10 @@ class Promotions:
         with self._changed:
             return list(self._pending.values())
 
-    def failed(self) -> list[Promotion]:
-        """The promotions that have failed, and were not replaced since."""
+    def missing(self) -> list[Promotion]:
+        """The promotions that are not over, and those that have failed and were not replaced."""
         with self._changed:
-            return list(self._failed.values())
+            return [*self._pending.values(), *self._failed.values()]
 
     def close(self) -> None:
         """End the process; what is not promoted stays in the local tier. Idempotent."""
