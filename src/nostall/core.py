@@ -336,6 +336,11 @@ class AsyncCallsQueue:
             self._first_index -= self._next_index
             self._next_index = 0
 
+    def _give_up(self) -> None:
+        """As this process ends: abort all requests but saves that outlive it."""
+        self._caller.abort_calls(is_ending=True)
+        self.close(abort=True)
+
     def _close(self, *, abort: bool, timeout: float | None = None) -> None:
         try:
             if not abort:
@@ -366,7 +371,7 @@ class AsyncCallsQueue:
                 if self._calls:
                     finish_after(self, error, coordination_for(self._process_group))
             finally:
-                self.close(abort=True)
+                self._give_up()
         except Exception as second:  # noted only: the error of the block is raised
             add_note(error, f"closing the queue also failed: {second}")
 

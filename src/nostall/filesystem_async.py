@@ -120,6 +120,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         local_staging_shared: Whether all ranks see the same ``local_staging_dir``. ``False`` if
             each host has its own: every rank brings its own files to ``path`` then, and the
             coordinator publishes the metadata when all of them are there.
+        linger_s: If the trainer dies after the snapshot of a split save is taken, its writer
+            process goes on with the files for so many seconds. When those of all ranks are
+            complete, :func:`nostall.recover` commits the checkpoint.
 
     The first nine are those of ``torch.distributed.checkpoint.FileSystemWriter``, in its order;
     the others are keyword-only.
@@ -158,6 +161,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             local_staging_dir: str | os.PathLike[str] | None = None,
             local_staging_limit: int = 2,
             local_staging_shared: bool = True,
+            linger_s: float = 0.0,
         ) -> None: ...
 
     else:
@@ -177,6 +181,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             local_staging_dir: str | os.PathLike[str] | None = None,
             local_staging_limit: int = 2,
             local_staging_shared: bool = True,
+            linger_s: float = 0.0,
             **kwargs: Any,
         ) -> None:
             place = place_of(path)
@@ -193,6 +198,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 local_staging_dir=local_staging_dir,
                 local_staging_limit=local_staging_limit,
                 local_staging_shared=local_staging_shared,
+                linger_s=linger_s,
             )
             self._start(place, None)
 
@@ -359,6 +365,11 @@ class FileSystemWriterAsync(FileSystemWriter):
         Complete once the save is finalised.
         """
         return self._rank_save.stats
+
+    @property
+    def linger_s(self) -> float:
+        """Seconds for which the writer process goes on after the trainer's death."""
+        return self._rank_save.settings.options.linger_s
 
     @property
     def promotion(self) -> Promotion | None:

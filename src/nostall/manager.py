@@ -423,6 +423,7 @@ class CheckpointManager:
         coordination = self._coordination()
         self._pending.wait(None)
         agreed(coordination, self._wait_for_removal)
+        agreed(coordination, self._recover)
         with ExitStack() as hold:
             about = agreed(coordination, partial(self._choose, step, hold, verify=verify))
             if about is None:
@@ -438,6 +439,22 @@ class CheckpointManager:
         with together(coordination):
             extra = restoration.finish(rng=rng)
         return Restored(step=about.step, metrics=about.metrics, extra=extra)
+
+    def _recover(self) -> None:
+        """Commit the steps that outlived an earlier job, unless another process saves here."""
+        linger_s = self._make_writer(self._steps.root).linger_s
+        if not linger_s:
+            return
+        is_first = self._highest is None
+        try:
+            self._steps.look(self._lock.take)
+        except OptionError:
+            return
+        try:
+            self._steps.look(partial(self._steps.recover, linger_s), work_s=linger_s)
+        finally:
+            if is_first:
+                self._steps.look(self._lock.release)
 
     def _choose(self, step: int | None, hold: ExitStack, *, verify: bool) -> About | None:
         if verify:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from nostall import _torch
 from nostall._engine import default_engine
+from nostall._model.completion import is_completion
 from nostall._model.names import METADATA_SUFFIX, is_metadata_of_one_rank, is_ours_to_remove
 from nostall._storage.destination import place_of
 from nostall._storage.places import is_address, storage_at
@@ -28,7 +29,7 @@ class _Contents:
     metadata: tuple[str, ...]
     """Also each rank's own, from saves without coordination."""
     rest: tuple[str, ...]
-    """Shard files, also of unfinished saves, records of their parts, and unpublished metadata."""
+    """Shard files, also of unfinished saves, records of these, and unpublished metadata."""
     others: tuple[str, ...]
     """Names that no save has created."""
 
@@ -114,7 +115,9 @@ def _sorted_out(names: Iterable[str]) -> _Contents:
     for name in names:
         if name == _torch.METADATA_NAME or is_metadata_of_one_rank(name):
             metadata.append(name)
-        elif is_ours_to_remove(name) or name.endswith(f"{METADATA_SUFFIX}.tmp") or is_record(name):
+        elif any(is_left(name) for is_left in (is_ours_to_remove, is_record, is_completion)) or (
+            name.endswith(f"{METADATA_SUFFIX}.tmp")
+        ):
             rest.append(name)
         else:
             others.append(name)

@@ -64,8 +64,7 @@ class Publication:
 
     def content(self, storage_meta: StorageMeta | None) -> tuple[bytes, ...]:
         """The content of a ``.metadata`` file, in pieces: joining costs more than writing them."""
-        rest = pickle.dumps({"storage_meta": storage_meta}, protocol=_PROTOCOL)
-        return (*self.program, rest[_PROTO_NBYTES:-1] + pickle.BUILD + pickle.STOP)
+        return (*self.program, end_of_program(storage_meta))
 
     def content_before_files(self, storage_meta: StorageMeta | None) -> tuple[bytes, ...]:
         """The same, and the index up to its tables: what is known before the files are written."""
@@ -116,6 +115,22 @@ class Publication:
         return [*pieces, program[done:]] if sorted(seen) == sorted(self.files) else None
 
 
+def program_of(metadata: Metadata) -> bytes:
+    """Pickled metadata without ``storage_meta``, and without the STOP instruction."""
+    plans = getattr(metadata, "all_local_plans", None)
+    twin = copy(metadata)
+    if plans is not None and isinstance(metadata.planner_data, Mapping):
+        twin.planner_data = {**metadata.planner_data, PLANS_KEY: plans}
+    vars(twin).pop("storage_meta", None)
+    return pickle.dumps(twin, protocol=_PROTOCOL)[: -len(pickle.STOP)]
+
+
+def end_of_program(storage_meta: StorageMeta | None) -> bytes:
+    """What makes a pickle of the result of :func:`program_of`."""
+    rest = pickle.dumps({"storage_meta": storage_meta}, protocol=_PROTOCOL)
+    return rest[_PROTO_NBYTES:-1] + pickle.BUILD + pickle.STOP
+
+
 def _pickled(text: str) -> bytes:
     """The first occurrence of a text in a pickle of :data:`_PROTOCOL`."""
     encoded = text.encode("utf-8", "surrogatepass")
@@ -149,13 +164,8 @@ class _UnderNewNames(Mapping[MetadataIndex, Any]):
 
 def publication_of(finished: Metadata) -> Publication:
     """The publication of a finished save's metadata."""
-    plans = getattr(finished, "all_local_plans", None)
-    twin = copy(finished)
-    if plans is not None and isinstance(finished.planner_data, Mapping):
-        twin.planner_data = {**finished.planner_data, PLANS_KEY: plans}
-    vars(twin).pop("storage_meta", None)
     return Publication(
-        program=(pickle.dumps(twin, protocol=_PROTOCOL)[: -len(pickle.STOP)],),
+        program=(program_of(finished),),
         storage_data=finished.storage_data,
         files=frozenset(info.relative_path for info in finished.storage_data.values()),
         index=index_of(finished),

@@ -14,9 +14,11 @@ import fcntl
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 from nostall import _torch
@@ -24,8 +26,16 @@ from nostall._engine import default_engine
 from nostall._manager.contents import read_about
 from nostall._storage.deadlines import in_time
 from nostall._storage.places import identity, is_address, storage_at
-from nostall.errors import NostallError, OptionError, ReadError
+from nostall.errors import (
+    DamagedCheckpointError,
+    IncompleteSaveError,
+    NostallError,
+    OptionError,
+    ReadError,
+    UntrustedMetadataError,
+)
 from nostall.integrity import why_damaged
+from nostall.recovery import recover
 from nostall.removal import remove_checkpoint
 
 T = TypeVar("T")
@@ -60,14 +70,18 @@ class StepDirectories:
     root: str
     parts: tuple[str, ...] = ()
 
-    def look(self, find: Callable[[], T]) -> T:
+    def look(self, find: Callable[[], T], *, work_s: float = 0.0) -> T:
         """What ``find``, which looks at the steps, returns in time: other ranks may wait for it.
+
+        Args:
+            find: Looks at the steps.
+            work_s: How long it may take if storage answers at once.
 
         Raises:
             ReadError: Storage refuses to answer.
             SaveTimeoutError: It does not answer within ``EngineOptions.save_timeout_s``.
         """
-        timeout_s = default_engine().options.save_timeout_s
+        timeout_s = default_engine().options.save_timeout_s + work_s
         doing = "looking for steps"
         try:
             return in_time(find, timeout_s=timeout_s, doing=doing, phase="read", path=self.root)
@@ -172,6 +186,24 @@ class StepDirectories:
         if self.parts:
             with suppress(OSError):  # other files are left
                 storage_at(self.path(step)).remove_place()
+
+    def recover(self, linger_s: float) -> None:
+        """Commit the checkpoints that all ranks have finished after their trainer's death.
+
+        Args:
+            linger_s: How long a writer process may still be at work.
+
+        Raises:
+            ReadError, WriteError: Storage refuses.
+        """
+        deadline_s = time.monotonic() + linger_s
+        for checkpoint in chain.from_iterable(map(self.checkpoints, self.listed())):
+            if _has_metadata(checkpoint):
+                continue
+            try:
+                recover(checkpoint, wait_s=max(0.0, deadline_s - time.monotonic()))
+            except (DamagedCheckpointError, IncompleteSaveError, UntrustedMetadataError) as error:
+                _log.warning("not recovered: %s", error)
 
     def remove_unfinished(self) -> None:
         """Remove what interrupted saves and removals have left.

@@ -7,6 +7,7 @@ metadata without the parts of a single checkpoint. Metadata passed in or out is 
 from __future__ import annotations
 
 import inspect
+import secrets
 import weakref
 from copy import copy
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from nostall import _torch
 from nostall._commit.metadata import local_plans_in
+from nostall._model.completion import MOST_SERIES, SaveId
 from nostall._plan.cache import CachedPlans, matches_loaded, same_plan
 from nostall._plan.planner import planner_failures
 from nostall._ranks.failures import exception_for, sendable
@@ -54,6 +56,8 @@ class PlanMemory:
         self.all_plans: list[SavePlan] | None = None
         """All ranks' plans of the last save planned together; on the coordinator only."""
         self._metadata: Metadata | None = None
+        self.last_save: SaveId | None = None
+        """That of the last save, once ranks have agreed on one."""
 
     def adopt_loaded(self, metadata: Metadata | None) -> None:
         """Adopt the plans that a loaded checkpoint was saved with.
@@ -89,6 +93,7 @@ class PlanMemory:
 class _FinalPlan:
     """Sent by the coordinator to each rank after planning together."""
 
+    save: SaveId
     final: SavePlan | None
     validated: bool
     failures: dict[int, _torch.WrappedException]
@@ -136,7 +141,7 @@ def plan_together(
     coordination: Coordination,
     memory: PlanMemory | None,
     identity: tuple[Any, Any],
-) -> tuple[SavePlan, Metadata | None]:
+) -> tuple[SavePlan, Metadata | None, SaveId]:
     """Plan with all ranks. Collective.
 
     Args:
@@ -148,13 +153,14 @@ def plan_together(
         identity: The group and the planner's configuration, for which the plan is valid.
 
     Returns:
-        This rank's final plan; the metadata on the coordinator.
+        This rank's final plan; the metadata on the coordinator; what identifies the save.
 
     Raises:
         CheckpointException: A rank could not plan; raised on every rank.
     """
     loaded = None if memory is None else _agreed_loaded_plans(local, coordination, memory)
     if loaded is not None and isinstance(local, SavePlan) and memory is not None:
+        assert memory.last_save is not None  # agreed on, too
         try:
             made = _global_plan(loaded, writer, planner)
         except Exception:  # all ranks agreed to plan alone, so this one must, too
@@ -162,7 +168,8 @@ def plan_together(
             _keep(memory, identity, local, local, None, validated=True)
             raise
         final, kept = made.final[coordination.rank], made if coordination.is_coordinator else None
-        return final, _keep(memory, identity, local, final, kept, validated=True)
+        metadata = _keep(memory, identity, local, final, kept, validated=True)
+        return final, metadata, memory.last_save
     gathered = coordination.gather(local if isinstance(local, SavePlan) else sendable(local))
     answers, made_here = None, None
     if gathered is not None:
@@ -171,9 +178,10 @@ def plan_together(
     if mine.failures or mine.final is None or not isinstance(local, SavePlan):
         raise exception_for(mine.failures, step="plan", on_coordinator=coordination.is_coordinator)
     if memory is None:
-        return mine.final, None if made_here is None else made_here.metadata
+        return mine.final, None if made_here is None else made_here.metadata, mine.save
+    memory.last_save = mine.save
     metadata = _keep(memory, identity, local, mine.final, made_here, validated=mine.validated)
-    return mine.final, metadata
+    return mine.final, metadata, mine.save
 
 
 def _kept(final: SavePlan) -> SavePlan:
@@ -202,10 +210,17 @@ def _decide_centrally(
             made = _global_plan(plans, writer, planner)
         except Exception as error:  # sent to every rank
             failures = {coordination.rank: sendable(_torch.wrap_exception(error))}
+    save = SaveId(_new_series(), 0)
     if made is None:
-        refusal = _FinalPlan(final=None, validated=False, failures=failures)
+        refusal = _FinalPlan(save=save, final=None, validated=False, failures=failures)
         return [refusal] * coordination.world_size, None
-    return [_FinalPlan(final=final, validated=validated, failures={}) for final in made.final], made
+    return [
+        _FinalPlan(save=save, final=final, validated=validated, failures={}) for final in made.final
+    ], made
+
+
+def _new_series() -> int:
+    return secrets.randbelow(MOST_SERIES) + 1
 
 
 def _same_plans(before: list[SavePlan] | None, plans: list[SavePlan]) -> bool:
@@ -231,7 +246,10 @@ def _agreed_loaded_plans(
     same = isinstance(local, SavePlan) and matches_loaded(
         loaded, rank=coordination.rank, world_size=coordination.world_size, local=local
     )
-    agreed = coordination.maximum([int(not same)]) == [0]
+    series = _new_series() if coordination.is_coordinator else 0
+    differs, series = coordination.maximum([int(not same), series])
+    agreed = not differs
+    memory.last_save = SaveId(series, 0)
     memory.verified_loaded = agreed
     memory.loaded_all_plans = None  # compared once
     return loaded if agreed else None

@@ -48,8 +48,8 @@ class Unfinished(Protocol):
     def maybe_finalize_async_calls(self, *, blocking: bool) -> object:
         """Finalise the requests that are done on all ranks."""
 
-    def close(self, *, abort: bool) -> None:
-        """Close the queue; with ``abort``, give up its requests."""
+    def _give_up(self) -> None:
+        """Abort its requests but saves that outlive this process."""
 
 
 class _Standby:
@@ -219,7 +219,7 @@ def _finish(unfinished: Unfinished, deadline: float) -> bool:
         return True
     _log.error("of %d requests that were pending at exit some are lost: %s", before, why)
     try:
-        unfinished.close(abort=True)
+        unfinished._give_up()
     except Exception:  # the interpreter ends; the exit status reports the loss
         _log.exception("aborting the lost requests failed")
     return False

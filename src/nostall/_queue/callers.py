@@ -7,6 +7,7 @@ Python process: a persistent one (:class:`PersistentAsyncCaller`) or one per cal
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from abc import ABC, abstractmethod
@@ -26,6 +27,8 @@ from nostall._ranks.group import coordination_for
 from nostall._save.background import BackgroundSave
 from nostall.errors import OptionError, SaveTimeoutError
 from nostall.options import EngineOptions
+
+_log = logging.getLogger("nostall")
 
 
 class Call:
@@ -193,7 +196,13 @@ class AsyncCaller(ABC):
             process.abandon_after_fork()
         self._calls.clear()
 
-    def _abort_calls(self) -> None:
+    def abort_calls(self, *, is_ending: bool = False) -> None:
+        """Abort all requests.
+
+        Args:
+            is_ending: Whether this process ends: saves that outlive it are left to their writer
+                process.
+        """
         calls, self._calls = self._calls, deque()  # later calls are kept
         while True:
             try:
@@ -202,13 +211,19 @@ class AsyncCaller(ABC):
                 return
             if call.life.state is State.WRITING:  # else the scheduling thread detects the abort
                 call.life.to(State.ABORTED)
-            if call.native is not None and not call.outcome.done():
-                call.native.abort()
+            native = call.native
+            is_left = is_ending and native is not None and native.outlives
+            if native is not None and not is_left and not call.outcome.done():
+                native.abort()
             call.settle(
                 Failure(kind="SaveAbortedError", message="the request was aborted", phase="write")
             )
-            if call.native is not None:
-                call.native.discard()
+            if native is not None and is_left:
+                native.leave()
+                path = native.progress.path
+                _log.warning("left to its writer process; nostall.recover commits it: %s", path)
+            elif native is not None:
+                native.discard()
 
 
 _LEGACY_CPU_PRIORITY = 10
@@ -267,7 +282,7 @@ class PersistentAsyncCaller(AsyncCaller):
     def close(self, abort: bool = False) -> None:
         """End the worker process, if there is one."""
         if abort:
-            self._abort_calls()
+            self.abort_calls()
         process, self._process = self._process, None
         if process is not None:
             process.end(abort=abort)

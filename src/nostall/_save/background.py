@@ -41,6 +41,15 @@ class BackgroundSave(ABC):
     def submit(self, snapshot: Any) -> Future[RankReport]:
         """Send a snapshot to the writer process; it is released when the future is done."""
 
+    @property
+    def outlives(self) -> bool:
+        """Whether the writer process finishes the save when this process ends; not by default."""
+        return False
+
+    def leave(self) -> None:
+        """Leave the save, which outlives this process, to the writer process."""
+        self.progress.end()
+
     def discard(self) -> None:  # noqa: B027  # a hook; a failed write removes its own files
         """Remove the files of a save that will not be committed; does nothing by default."""
 

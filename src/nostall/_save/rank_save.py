@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -23,11 +23,13 @@ from nostall._commit.ahead import WrittenAhead, is_worth_it
 from nostall._commit.publication import Publication
 from nostall._engine import Engine, default_engine
 from nostall._memory.fence import SnapshotFence
+from nostall._model.completion import RecordName
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._model.values import RankFiles
 from nostall._plan.items import Resolver
 from nostall._plan.structure import learn
 from nostall._save import session, write, write_directly
+from nostall._save.outliving import Outliving
 from nostall._save.settings import SaveTarget, WriterSettings
 from nostall._save.split_save import SplitSave
 from nostall._save.stager import stage_for_later, take_over
@@ -106,6 +108,7 @@ class RankSave:
             state_dict: The state dict passed to ``dcp.async_save``.
             rank: This rank, if others save with it.
         """
+        self.settings.require_ending_with_process()
         self.staged_for_next = None
         timeline = Timeline()
         staged = stage_for_later(state_dict, default_engine(), timeline, self.settings, rank=rank)
@@ -147,6 +150,29 @@ class RankSave:
                 split.ahead = _written_ahead(expected, storage_meta, prepared, self.settings)
         self._state = split
 
+    def prepare_to_outlive(
+        self,
+        name: RecordName,
+        metadata: Metadata | None,
+        storage_meta: Callable[[], StorageMeta | None],
+    ) -> None:
+        """Let the prepared split save outlive this process, if the writer was asked for that.
+
+        Args:
+            name: That of this rank's record.
+            metadata: On the coordinator, what is planned.
+            storage_meta: Returns DCP's part of the metadata that is specific to this save.
+
+        Raises:
+            OSError: Storage refused the record of a rank without files.
+            SaveTimeoutError: It did not answer in time.
+        """
+        if not (self.settings.options.linger_s and isinstance(self._state, SplitSave)):
+            return
+        self._state.outliving = Outliving.planned_now(name, metadata, storage_meta)
+        if self.to_schedule is None:
+            self._state.outliving.leave(self._state.prepared)
+
     def learn(self, state_dict: dict[str, Any], flat: dict[str, Any]) -> session.KnownSave | None:
         """The reusable part of the prepared save, before staging; ``None`` if nothing is safe.
 
@@ -171,6 +197,7 @@ class RankSave:
             SaveError: The save failed; the subclass says how.
         """
         self._take_staging()
+        self.settings.require_ending_with_process()
         prepared = self._prepared(plan, resolver)
         visit = prepared.target.visit
         try:

@@ -230,6 +230,13 @@ def as_written(prepared: PreparedSave, report: RankReport) -> PreparedSave:
     return replace(prepared, layout=replace(prepared.layout, files=tuple(files)))
 
 
+def expected_results(prepared: PreparedSave) -> Sequence[WriteResult]:
+    """DCP's results for the planned names of files, before these are written."""
+    if prepared.known is not None and prepared.layout is prepared.known.layout:
+        return prepared.known.results
+    return _expected_results(prepared.planned.share, prepared.layout)
+
+
 def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResult]:
     """DCP's results for a rank's report, exactly one per planned item.
 

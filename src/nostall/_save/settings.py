@@ -22,7 +22,7 @@ from nostall._save.tier import Tier, require_possible
 from nostall._storage.deadlines import in_time
 from nostall._storage.destination import make_ready, require_new
 from nostall._storage.directories import Visit
-from nostall._storage.places import is_address, may_have, storage_at
+from nostall._storage.places import is_address, is_in_this_process, may_have, storage_at
 from nostall._storage.streams import StreamTarget
 from nostall._tier.local import directory_in
 from nostall.errors import OptionError
@@ -49,6 +49,7 @@ class OwnOptions:
     """An absolute path."""
     local_staging_limit: Any
     local_staging_shared: Any
+    linger_s: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +135,20 @@ class WriterSettings:
         """Where the checkpoint is to be in the end; the same for all ranks."""
         return self.directory if self.tier is None else self.tier.destination
 
+    def require_ending_with_process(self) -> None:
+        """Refuse ``linger_s`` for saves that do not outlive this process.
+
+        Raises:
+            OptionError: It was given.
+        """
+        if self.options.linger_s:
+            raise OptionError(
+                "linger_s is for split saves, such as those of CheckpointManager: what commits"
+                " dcp.save and dcp.async_save ends with the trainer",
+                path=self.directory,
+                hint="leave it out, or use save_state_dict_async_plan and AsyncCallsQueue",
+            )
+
     def packing(self, engine: Engine) -> Packing:
         """The number and size of a rank's files."""
         return Packing(
@@ -167,6 +182,13 @@ class WriterSettings:
         Raises:
             SaveTimeoutError: Storage did not answer within ``save_timeout_s`` seconds.
         """
+        if self.options.linger_s and engine.options.max_staging_bytes is not None:
+            raise OptionError(
+                "linger_s and EngineOptions.max_staging_bytes exclude each other: a part that is"
+                " not copied yet is lost with the trainer",
+                path=self.directory,
+                hint="use one of them",
+            )
         job = uuid.uuid4().hex
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self.rank}_"
         # A reader of the previous checkpoint's metadata must not find new files under its names.
@@ -253,6 +275,8 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
             path=str(writer.path),
             hint="leave them out: a file of safetensors is written as a whole",
         )
+    if own.linger_s:
+        _require_possible_to_linger(own, str(writer.path), has_stream=bool(has_stream))
     place, tier = str(writer.path), None
     if own.local_staging_dir is not None:
         require_possible(own.local_staging_dir, place, writer, has_stream=bool(has_stream))
@@ -279,8 +303,28 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
             staging=own.staging,
             frozen=own.frozen,
             file_format=file_format,
+            linger_s=own.linger_s,
         ),
         stream=StreamTarget(open_file=own.open_file, transforms=transforms) if has_stream else None,
         transform_descriptors=tuple(each.get_descriptor() for each in reversed(transforms)) or None,
         tier=tier,
     )
+
+
+def _require_possible_to_linger(own: OwnOptions, place: str, *, has_stream: bool) -> None:
+    """Refuse other options that exclude ``linger_s``.
+
+    Raises:
+        OptionError: One of them is given.
+    """
+    excluding = {
+        "open_file and stream extensions": has_stream,
+        "is_multiproc_io": bool(own.is_multiproc_io),
+        "local_staging_dir": own.local_staging_dir is not None,
+        "memory://": is_in_this_process(place),
+    }
+    for option, is_given in excluding.items():
+        if is_given:
+            raise OptionError(
+                f"linger_s does not support {option}", path=place, hint="leave one of them out"
+            )

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from typing_extensions import assert_never
 
 from nostall import _torch
+from nostall._model.completion import RecordName, SaveId
 from nostall._plan.cache import Changed, Reuse, Route, Together, choose_route, plans_alone
 from nostall._plan.planner import (
     as_save_error,
@@ -64,6 +65,8 @@ class SaveSession(_torch.DistWrapper):
         super().__init__(group, use_dist, coordinator)
         self.cache: CheckpointMetadataCache | None = None
         self.planner: SavePlanner | None = None
+        self.save: SaveId | None = None
+        """``None`` if planning failed."""
         self.changed_plan: SavePlan | None = None
         self.reused_plans: list[SavePlan] | None = None
         """On the coordinator, the plans of all ranks that this save reuses; when it is finalised,
@@ -140,11 +143,34 @@ def plan_save(
         _log.info("saving: path=%s ranks=%d", directory, coordination.world_size)
     alone = cache is not None and plans_alone(cache.plans, group=group)
     if cache is not None and alone:
+        assert cache.last_save is not None  # agreed on with the plans
+        session.save = cache.last_save = cache.last_save.next()
         session.reused_plans = cache.all_plans
         metadata = arguments.reusable(cache)
-        if _prepare_known(arguments, cache, metadata, session):
-            return metadata, session
-    return _plan(arguments, session, alone=alone), session
+        if not _prepare_known(arguments, cache, metadata, session):
+            metadata = _plan(arguments, session, alone=True)
+    else:
+        metadata = _plan(arguments, session, alone=False)
+    _prepare_to_outlive(arguments, session, metadata)
+    return metadata, session
+
+
+def _prepare_to_outlive(
+    arguments: _SaveArguments, session: SaveSession, metadata: Metadata | None
+) -> None:
+    """Let the save outlive this process, if asked to.
+
+    One whose structure has changed here without the other ranks' knowledge does not: its metadata
+    are made when it is finalised.
+    """
+    if session.save is None or session.changed_plan is not None:
+        return
+    writer, coordination = arguments.writer, arguments.coordination
+    name = RecordName(session.save, coordination.rank, coordination.world_size)
+    try:
+        writer._rank_save.prepare_to_outlive(name, metadata, writer.storage_meta)
+    except Exception as error:  # finalising reports it to every rank
+        arguments.fail_later(error)
 
 
 def _prepare_known(
@@ -206,7 +232,7 @@ def _plan(arguments: _SaveArguments, session: SaveSession, *, alone: bool) -> Me
         match route:
             case Together():
                 identity = (arguments.group, arguments.configuration)
-                final, metadata = plan_together(
+                final, metadata, session.save = plan_together(
                     local, writer, planner, arguments.coordination, cache, identity
                 )
             case Reuse(final):

@@ -17,10 +17,12 @@ from nostall._model.lifecycle import State
 from nostall._model.values import RankFiles
 from nostall._save import session
 from nostall._save.background import BackgroundSave
+from nostall._save.outliving import Outliving
 from nostall._save.stage import give_up, stage, stage_in_background, without_sources
 from nostall._save.unchanged import keep, link_unchanged, with_linked
 from nostall._save.write import write_here, write_in_background
 from nostall._storage.directories import Visit
+from nostall._storage.places import storage_at
 from nostall._storage.unused_files import remove_in_time
 from nostall.errors import SaveAbortedError, SaveTimeoutError
 
@@ -34,6 +36,8 @@ class SplitSave(BackgroundSave):
         self.prepared = prepared
         self.ahead: WrittenAhead | None = None
         """On the coordinator: metadata that is written together with the files."""
+        self.outliving: Outliving | None = None
+        """What makes it outlive this process; ``None`` if it ends with this process."""
         self._fence: SnapshotFence | None = None
         self._collected: RankReport | None = None
         self._is_over = False
@@ -130,7 +134,9 @@ class SplitSave(BackgroundSave):
         try:
             if self.aborted:
                 raise SaveAbortedError("the save was aborted", phase="stage")
-            written = write_in_background(snapshot, self.prepared.target, self.engine)
+            prepared, outliving = self.prepared, self.outliving
+            completion = None if outliving is None else outliving.completion(prepared)
+            written = write_in_background(snapshot, prepared.target, self.engine, completion)
         except BaseException:  # passed on; no write owns the snapshot yet
             give_up(snapshot, self.prepared.target, self.engine)
             raise
@@ -177,8 +183,20 @@ class SplitSave(BackgroundSave):
             remove_in_time(sorted(self.progress.created))
             self.end(committed=False)
 
+    @property
+    def outlives(self) -> bool:
+        """Whether the writer process has it, and finishes it when this process ends."""
+        return self.outliving is not None and self._was_started and self.failure() is None
+
+    def leave(self) -> None:
+        """Leave the save to the writer process; its files stay."""
+        self.end(committed=False)
+
     def end(self, *, committed: bool) -> None:
         """End this save."""
+        if committed and self.outliving is not None and not self._is_over:
+            files = storage_at(self.prepared.target.settings.directory)
+            remove_in_time([files.where(str(self.outliving.name))])
         self._is_over = True
         self.progress.end()
         if self.ahead is not None:

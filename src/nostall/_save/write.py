@@ -14,7 +14,15 @@ from functools import partial
 from nostall._engine import Engine
 from nostall._memory.snapshot import Snapshot
 from nostall._model.interrupts import is_done
-from nostall._model.jobs import NO_BLOCK, FileImage, RankFailed, RankReport, WriteJob, page_aligned
+from nostall._model.jobs import (
+    NO_BLOCK,
+    Completion,
+    FileImage,
+    RankFailed,
+    RankReport,
+    WriteJob,
+    page_aligned,
+)
 from nostall._model.lifecycle import State
 from nostall._model.values import Layout
 from nostall._plan.skeleton import container_settings
@@ -82,12 +90,21 @@ def _write(
 
 
 def write_in_background(
-    snapshot: Snapshot, target: SaveTarget, engine: Engine
+    snapshot: Snapshot,
+    target: SaveTarget,
+    engine: Engine,
+    completion: Completion | None = None,
 ) -> Future[RankReport]:
     """Write in writer processes; in a thread if callables cannot be pickled, or only this process
     has the storage.
 
     Releases the snapshot.
+
+    Args:
+        snapshot: The rank's images.
+        target: The target of the save.
+        engine: The engine with the writer processes.
+        completion: What the only process leaves at the end, if the save outlives this one.
     """
     target.progress.to(State.STAGED)
     stream = _pickled(target.settings.stream)
@@ -103,6 +120,9 @@ def write_in_background(
         processes=min(target.settings.options.processes, len(snapshot.layout.files)),
         stream=stream,
     )
+    if completion is not None:
+        (part,) = parts
+        parts = [replace(part, completion=completion)]
     return engine.submit(parts, snapshot.lease, after=snapshot.earlier)
 
 

@@ -39,6 +39,7 @@ def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
         use_fastest_from(checksums_from)
     for message, _ in messages_from_parent(promoter.socket, parent_pid):
         promoter.jobs.put(message)
+    os._exit(0)  # whatever the other threads are doing
 
 
 class _Promoter:

@@ -2,9 +2,9 @@
 
 The main thread reads the socket, so that the end of the trainer is noticed at once (see
 ``parent``). The process then exits, whatever its other threads are doing; an unfinished file is not
-part of any checkpoint. A second thread writes the jobs one after the other. SIGINT and SIGTERM are
-ignored: a signal to the whole process group must not lose a save, and the trainer decides when the
-writer ends.
+part of any checkpoint. Only jobs that leave a record are finished before, within their time. A
+second thread writes the jobs one after the other. SIGINT and SIGTERM are ignored: a signal to the
+whole process group must not lose a save, and the trainer decides when the writer ends.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from nostall._model.checksum import use_fastest_from
@@ -58,14 +59,14 @@ def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
     sock = socket.socket(fileno=socket_fd)
     writer = _Writer(sock)
     threading.Thread(target=writer.write_jobs, name="nostall-jobs", daemon=True).start()
-    try:
+    with suppress(OSError):  # the trainer may be gone already
         send(sock, {"type": "ready", "pid": os.getpid()})
-    except OSError:  # the trainer is gone already
-        os._exit(0)
     if checksums_from:  # after "ready", which the trainer waits for
         use_fastest_from(checksums_from)
     for message, descriptors in messages_from_parent(sock, parent_pid):
         writer.take(message, descriptors)
+    writer.linger()
+    os._exit(0)
 
 
 class _Writer:
@@ -81,6 +82,9 @@ class _Writer:
         """Jobs that have not begun; the thread that removes a job answers it."""
         self._cancelled: dict[str, threading.Event] = {}
         self._send_lock = threading.Lock()
+        self._outliving: dict[str, float] = {}
+        """How long to go on without the trainer, for each unanswered job that leaves a record."""
+        self._answered = threading.Condition()
 
     def take(self, message: Message, descriptors: list[int]) -> None:
         """Handle one message; called on the main thread only.
@@ -122,6 +126,9 @@ class _Writer:
             )
             self._answer(message["job"], RankFailed(rank=message["rank"], failure=failure))
             return
+        if job.completion is not None:
+            with self._answered:
+                self._outliving[job.job] = job.completion.linger_s
         cancelled = self._cancelled[job.job] = threading.Event()
         self._waiting[job.job] = job
         self._jobs.put((job, cancelled))
@@ -174,16 +181,24 @@ class _Writer:
             return
         self._answer(name, _failed(job, Cancelled()))
 
+    def linger(self) -> None:
+        """Without the trainer, finish the jobs that leave a record."""
+        with self._answered:
+            if self._outliving:
+                _let_go_of_streams()
+                self._answered.wait_for(lambda: not self._outliving, max(self._outliving.values()))
+
     def _answer(self, name: str, report: RankReport) -> None:
         self._cancelled.pop(name, None)
         self._send(report_to_message(name, report))
+        with self._answered:
+            self._outliving.pop(name, None)
+            self._answered.notify_all()
 
     def _send(self, message: Message) -> None:
-        try:
-            with self._send_lock:
-                send(self._sock, message)
-        except OSError:  # the trainer is gone
-            os._exit(0)
+        # Without the trainer: the main thread decides when this process ends.
+        with suppress(OSError), self._send_lock:
+            send(self._sock, message)
 
     def _images(self, job: WriteJob) -> dict[str, WholeImage]:
         images = {}
@@ -194,6 +209,13 @@ class _Writer:
                 raise ProtocolError(f"the image of {image.name} lies outside of the memory sent")
             images[image.name] = WholeImage(memoryview(block)[image.block_offset : end])
         return images
+
+
+def _let_go_of_streams() -> None:
+    """Whoever reads the trainer's output waits until all processes have closed it."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd in range(3):
+        os.dup2(nowhere, fd)
 
 
 def _failed(job: WriteJob, error: BaseException) -> RankFailed:

@@ -16,6 +16,7 @@ from typing import Any
 from nostall._model.jobs import (
     MOST_IO_THREADS,
     MOST_NBYTES,
+    Completion,
     Failure,
     FileImage,
     FileReceipt,
@@ -86,7 +87,9 @@ def job_to_message(job: WriteJob, seals: int) -> Message:
     ]
     stream = None if job.stream is None else b64encode(job.stream).decode()
     plain = {field.name: getattr(job, field.name) for field in fields(job)}
-    return {**plain, "type": "write", "files": files, "seals": seals, "stream": stream}
+    completion = None if job.completion is None else _completion_to_plain(job.completion)
+    changed = {"files": files, "seals": seals, "stream": stream, "completion": completion}
+    return {**plain, **changed, "type": "write"}
 
 
 @_decoding("a write job")
@@ -114,6 +117,7 @@ def job_from_message(message: Message, known: Mapping[int, Sequence[SealTable]])
         retries=_count(message["retries"]),
         stream=None if message["stream"] is None else b64decode(message["stream"]),
         sys_path=tuple(_of(str, path) for path in _of(list, message["sys_path"])),
+        completion=_completion_from_plain(message["completion"]),
         faults=tuple(_of(dict, fault) for fault in _of(list, message["faults"])),
     )
 
@@ -192,6 +196,30 @@ def _file_name(value: Any) -> str:
     if not is_shard_name(name):
         raise ValueError(f"{name!r:.80} leads out of the directory")
     return name
+
+
+def _completion_to_plain(completion: Completion) -> Message:
+    return {
+        "name": completion.name,
+        "began_s": completion.began_s,
+        "results": b64encode(completion.results).decode(),
+        "metadata": b64encode(completion.metadata).decode(),
+        "linked": [asdict(receipt) for receipt in completion.linked],
+        "linger_s": completion.linger_s,
+    }
+
+
+def _completion_from_plain(plain: Message | None) -> Completion | None:
+    if plain is None:
+        return None
+    return Completion(
+        name=_file_name(plain["name"]),
+        began_s=_seconds(plain["began_s"]),
+        results=b64decode(plain["results"]),
+        metadata=b64decode(plain["metadata"]),
+        linked=tuple(map(_receipt_from_plain, plain["linked"])),
+        linger_s=_seconds(plain["linger_s"]),
+    )
 
 
 def _receipt_from_plain(plain: Message) -> FileReceipt:

@@ -15,28 +15,31 @@ from nostall._writer.framing import Message, Receiver
 def messages_from_parent(
     sock: socket.socket, parent_pid: int
 ) -> Iterator[tuple[Message, list[int]]]:
-    """Yield the trainer's messages with their descriptors; never returns.
+    """Yield the trainer's messages with their descriptors, until the trainer is gone.
 
-    When the trainer is gone, this process exits at once, whatever its other threads are doing. The
-    trainer is gone when the socket ends or its process descriptor becomes readable: a forked child
-    of the trainer may hold the socket open.
+    It is when the socket ends or its process descriptor becomes readable: a forked child of the
+    trainer may hold the socket open. What it has sent before is yielded, too.
     """
     parent = _descriptor_of(parent_pid)
     poller = select.poll()
-    poller.register(parent, select.POLLIN)
     poller.register(sock, select.POLLIN)
+    if parent is not None:
+        poller.register(parent, select.POLLIN)
+    is_gone = parent is None
     # Without waiting: an incomplete message must not hide the end of the trainer. The socket itself
     # blocks, as an answer is sent however long the trainer takes to read it.
     receiver = Receiver(sock, wait=False)
     while True:
-        if not receiver.buffered() and parent in {fd for fd, _ in poller.poll()}:
-            os._exit(0)
+        if not is_gone and not receiver.buffered():
+            is_gone = parent in {fd for fd, _ in poller.poll()}
         try:
             received = receiver.receive()
         except BlockingIOError:
+            if is_gone:
+                return
             continue
         if received is None:
-            os._exit(0)
+            return
         yield received
 
 
@@ -47,11 +50,13 @@ def make_importable(paths: Sequence[str]) -> None:
         sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
 
 
-def _descriptor_of(parent_pid: int) -> int:
+def _descriptor_of(parent_pid: int) -> int | None:
+    """A descriptor that becomes readable when the trainer ends; ``None`` if it has."""
     try:
         parent = os.pidfd_open(parent_pid)
     except ProcessLookupError:
-        os._exit(0)
+        return None
     if os.getppid() != parent_pid:  # it ended first, and its pid may be reused
-        os._exit(0)
+        os.close(parent)
+        return None
     return parent

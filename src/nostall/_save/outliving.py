@@ -1,0 +1,96 @@
+"""Saves that outlive their trainer: what the writer process needs to leave a completion record.
+
+The record of each rank says where its items are, and that its files are complete; the coordinator's
+also has the metadata that the ranks have planned. ``nostall.recover`` commits from them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
+
+from nostall._commit.publication import end_of_program, program_of
+from nostall._model.completion import RecordName
+from nostall._model.jobs import Completion, RankWritten
+from nostall._save import session
+from nostall._storage.deadlines import in_time
+from nostall._storage.places import storage_at
+from nostall._writer.completion import encoded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outliving:
+    """One rank's part of a save that outlives the trainer."""
+
+    name: RecordName
+    began_s: float
+    """When it was planned, in seconds since the epoch."""
+    metadata: bytes
+    """On the coordinator, pickled; else empty."""
+
+    @classmethod
+    def planned_now(
+        cls,
+        name: RecordName,
+        metadata: Metadata | None,
+        storage_meta: Callable[[], StorageMeta | None],
+    ) -> Outliving:
+        """That of a save that has just been planned.
+
+        Args:
+            name: Of the record.
+            metadata: On the coordinator, what is planned.
+            storage_meta: Returns DCP's part of the metadata that is specific to this save.
+        """
+        pickled = b""
+        if metadata is not None:
+            pickled = program_of(metadata) + end_of_program(storage_meta())
+        return cls(name=name, began_s=time.time(), metadata=pickled)
+
+    def completion(self, prepared: session.PreparedSave) -> Completion:
+        """What the writer process leaves."""
+        return Completion(
+            name=str(self.name),
+            began_s=self.began_s,
+            results=_pickled(session.expected_results(prepared)),
+            metadata=self.metadata,
+            linked=tuple(each.linked for each in prepared.frozen if each.linked is not None),
+            linger_s=prepared.target.settings.options.linger_s,
+        )
+
+    def leave(self, prepared: session.PreparedSave) -> None:
+        """Leave the record of a rank without files.
+
+        Raises:
+            OSError: Storage refused.
+            SaveTimeoutError: It did not answer in time.
+        """
+        target = prepared.target
+        storage = storage_at(target.settings.directory, sync=target.settings.options.sync_files)
+        target.progress.created.add(storage.where(str(self.name)))
+        nothing = RankWritten(rank=target.settings.rank, receipts=())
+        content = encoded(self.completion(prepared), nothing)
+
+        def publish() -> None:
+            storage.make_place()
+            storage.publish(str(self.name), content)
+
+        in_time(
+            publish,
+            timeout_s=target.timeout_s,
+            doing="leaving the record of a rank without files",
+            phase="record",
+            path=storage.where(str(self.name)),
+            rank=target.settings.rank,
+        )
+
+
+def _pickled(results: Iterable[WriteResult]) -> bytes:
+    """The places of a rank's items, as metadata without items."""
+    places = {each.index: each.storage_data for each in results}
+    metadata = Metadata(state_dict_metadata={}, storage_data=places)
+    return program_of(metadata) + end_of_program(None)

@@ -1,0 +1,181 @@
+"""Recovery: commit a save whose trainer died, from the completion records of its ranks.
+
+>>> writer = nostall.FileSystemWriterAsync("run/step-100", linger_s=120)
+>>> ...  # a split save; the trainer is killed while it is written
+>>> nostall.recover("run/step-100", wait_s=120)  # the next job does, on one rank, before it loads
+Recovery(path='/run/step-100', state=<RecoveryState.COMMITTED: 'committed'>, missing_ranks=())
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+
+from nostall._engine import default_engine
+from nostall._save.recovering import (
+    CompleteSave,
+    Found,
+    commit,
+    discard,
+    is_committed,
+    is_superseded,
+    is_under_way,
+    read_save,
+    records_among,
+)
+from nostall._storage.destination import place_of
+from nostall._storage.places import storage_at
+from nostall._storage.port import Storage, reason
+from nostall.errors import DamagedCheckpointError, NostallError, OptionError, ReadError
+from nostall.options import is_possible_wait
+
+__all__ = ["Recovery", "RecoveryState", "recover"]
+
+_log = logging.getLogger("nostall")
+_LOOK_AGAIN_S = 0.1
+_QUIET_S = 10.0
+"""A writer process that goes on changes a file more often than that."""
+
+
+class RecoveryState(str, Enum):
+    """Result of a recovery."""
+
+    COMMITTED = "committed"
+    """The checkpoint of a save whose trainer had died is committed."""
+    INCOMPLETE = "incomplete"
+    """Files of a save are there, but not those of all ranks. Nothing was changed."""
+    NOTHING = "nothing to recover"
+    """There are no such files; or a later save is committed, and they are removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What :func:`recover` has found and done."""
+
+    path: str
+    state: RecoveryState
+    missing_ranks: tuple[int, ...] = ()
+    """The ranks whose files are not known to be complete, if any rank has left a record."""
+
+
+def recover(path: str | os.PathLike[str], *, wait_s: float = 0.0) -> Recovery:
+    """Commit the last save to a directory that all ranks have finished after their trainer's death.
+
+    Saves with ``linger_s`` can be recovered. Call it on one rank of a job that does not save there
+    yet; :meth:`nostall.CheckpointManager.restore` does. What is committed is what the save would
+    have committed. A checkpoint that was committed since that save began is never replaced.
+
+    Args:
+        path: Checkpoint directory, or an address in an object store.
+        wait_s: How long to wait for writer processes that may still be at work, in seconds: up to
+            the ``linger_s`` of the save. The wait ends early when nothing has changed for 10 s.
+
+    Raises:
+        DamagedCheckpointError: All ranks have finished, but a file or a record is not as it was
+            written.
+        UntrustedMetadataError: A record does not hold DCP metadata.
+        IncompleteSaveError: The ranks have not written all that the metadata names.
+        ReadError: Storage refuses to answer.
+        WriteError: The metadata could not be published.
+        OptionError: An argument is not possible.
+    """
+    if not is_possible_wait(wait_s):
+        raise OptionError(f"wait_s={wait_s!r} is not possible", hint="use seconds")
+    directory = place_of(path)
+    with _readable(directory):
+        storage = storage_at(directory)
+        found = _await_a_complete_save(storage, time.monotonic() + wait_s)
+        if found is None:
+            return Recovery(directory, RecoveryState.NOTHING)
+        complete = [each for each in found if not each.missing]
+        if not complete:
+            missing = min((each.missing for each in found), key=len, default=())
+            return Recovery(directory, RecoveryState.INCOMPLETE, missing)
+        return Recovery(directory, _recover(storage, _newest(storage, complete)))
+
+
+def _recover(storage: Storage, save: CompleteSave) -> RecoveryState:
+    found, path = save.found, storage.where()
+    is_over = is_committed(storage, save)
+    if not is_over and is_superseded(storage, save):
+        _log.warning("not recovered, as a later save is committed: path=%s", path)
+        discard(storage, [found])
+        return RecoveryState.NOTHING
+    if not is_over:
+        commit(storage, save, default_engine())
+        _log.warning("recovered: path=%s: its trainer had died before the commit", path)
+    # Later ones of the same job may get complete.
+    others = [
+        each
+        for each in records_among(storage.list())
+        if each.save.series != found.save.series or each.save.number <= found.save.number
+    ]
+    discard(storage, others, but=save.files)
+    return RecoveryState.COMMITTED
+
+
+def _newest(storage: Storage, complete: list[Found]) -> CompleteSave:
+    saves: list[CompleteSave] = []
+    damage: DamagedCheckpointError | None = None
+    for each in complete:
+        try:
+            saves.append(read_save(storage, each))
+        except DamagedCheckpointError as error:
+            damage = damage or error
+    if not saves:
+        assert damage is not None  # of one that is complete
+        raise damage
+    return max(saves, key=lambda save: (save.began_s, save.found.save.number))
+
+
+def _await_a_complete_save(storage: Storage, deadline_s: float) -> list[Found] | None:
+    """The saves that have left records, once one is complete or nobody goes on.
+
+    ``None`` if no file is of a save that is not committed.
+    """
+    seen: object = None
+    changed_s = time.monotonic()
+    while True:
+        try:
+            names = storage.list()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if not is_under_way(names, storage):
+            return None
+        found, now_s = records_among(names), time.monotonic()
+        if now_s >= deadline_s or not all(each.missing for each in found):
+            return found
+        state = [_state(storage, name) for name in sorted(names)]
+        if state != seen:
+            seen, changed_s = state, now_s
+        if now_s - changed_s >= _QUIET_S:
+            return found
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def _state(storage: Storage, name: str) -> object:
+    try:
+        return name, storage.stat(name)
+    except FileNotFoundError:
+        return name
+
+
+@contextmanager
+def _readable(directory: str) -> Iterator[None]:
+    try:
+        yield
+    except NostallError:
+        raise
+    except OSError as error:
+        raise ReadError(
+            f"the records of saves cannot be read: {reason(error)}",
+            errno=error.errno,
+            phase="recover",
+            path=error.filename or directory,
+            hint="try again when storage answers",
+        ) from error
