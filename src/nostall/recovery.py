@@ -16,10 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
+from nostall import _torch
 from nostall._engine import default_engine
 from nostall._save.recovering import (
     CompleteSave,
     Found,
+    began_s,
     commit,
     discard,
     is_committed,
@@ -93,16 +95,15 @@ def recover(path: str | os.PathLike[str], *, wait_s: float = 0.0) -> Recovery:
         if found is None:
             return Recovery(directory, RecoveryState.NOTHING)
         complete = [each for each in found if not each.missing]
-        if not complete:
-            missing = min((each.missing for each in found), key=len, default=())
-            return Recovery(directory, RecoveryState.INCOMPLETE, missing)
-        return Recovery(directory, _recover(storage, _newest(storage, complete)))
+        if complete:
+            return Recovery(directory, _recover(storage, _newest(storage, complete)))
+        return _without_complete(storage, found)
 
 
 def _recover(storage: Storage, save: CompleteSave) -> RecoveryState:
     found, path = save.found, storage.where()
     is_over = is_committed(storage, save)
-    if not is_over and is_superseded(storage, save):
+    if not is_over and is_superseded(storage, save.began_s):
         _log.warning("not recovered, as a later save is committed: path=%s", path)
         discard(storage, [found])
         return RecoveryState.NOTHING
@@ -117,6 +118,17 @@ def _recover(storage: Storage, save: CompleteSave) -> RecoveryState:
     ]
     discard(storage, others, but=save.files)
     return RecoveryState.COMMITTED
+
+
+def _without_complete(storage: Storage, found: list[Found]) -> Recovery:
+    """What to say of saves that are not complete; those that are superseded are removed."""
+    superseded = [each for each in found if is_superseded(storage, began_s(storage, each))]
+    discard(storage, superseded)
+    waiting = [each for each in found if each not in superseded]
+    if superseded and not waiting:
+        return Recovery(storage.where(), RecoveryState.NOTHING)
+    missing = min((each.missing for each in waiting), key=len, default=())
+    return Recovery(storage.where(), RecoveryState.INCOMPLETE, missing)
 
 
 def _newest(storage: Storage, complete: list[Found]) -> CompleteSave:
@@ -145,23 +157,23 @@ def _await_a_complete_save(storage: Storage, deadline_s: float) -> list[Found] |
             names = storage.list()
         except (FileNotFoundError, NotADirectoryError):
             return None
-        if not is_under_way(names, storage):
+        is_begun, now_s = is_under_way(names, storage), time.monotonic()
+        if not is_begun and _torch.METADATA_NAME in names:
             return None
-        found, now_s = records_among(names), time.monotonic()
-        if now_s >= deadline_s or not all(each.missing for each in found):
-            return found
+        found = records_among(names)
         state = [_state(storage, name) for name in sorted(names)]
         if state != seen:
             seen, changed_s = state, now_s
-        if now_s - changed_s >= _QUIET_S:
-            return found
+        is_last_look = now_s >= deadline_s or now_s - changed_s >= _QUIET_S
+        if is_last_look or not all(each.missing for each in found):
+            return found if is_begun else None
         time.sleep(_LOOK_AGAIN_S)
 
 
 def _state(storage: Storage, name: str) -> object:
     try:
         return name, storage.stat(name)
-    except FileNotFoundError:
+    except (FileNotFoundError, ReadError):  # gone, or not a file
         return name
 
 

@@ -203,8 +203,7 @@ class _Refusing:
         del blocking
         return []
 
-    def close(self, *, abort: bool) -> None:
-        assert abort
+    def _give_up(self) -> None: ...
 
 
 def test_what_fails_at_once_is_not_tried_for_minutes(
@@ -234,8 +233,7 @@ class _Waiting:
         self.devices = list(_on.devices)
         return []
 
-    def close(self, *, abort: bool) -> None:
-        assert abort
+    def _give_up(self) -> None: ...
 
 
 class _On(threading.local):

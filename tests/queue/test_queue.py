@@ -466,7 +466,7 @@ def test_an_error_in_the_block_is_not_held_up_by_storage_that_is(
         wait([queue._calls[0].outcome])
         began = time.monotonic()
         with (
-            released_in(AsyncCallsQueue.close, hold),
+            released_in(AsyncCallsQueue._give_up, hold),
             pytest.raises(error, match="mine") as raised,
             queue,
         ):

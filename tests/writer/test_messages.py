@@ -16,6 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from nostall._model.jobs import (
+    Completion,
     Failure,
     FileImage,
     FileReceipt,
@@ -98,6 +99,13 @@ SEAL_TABLES = built(
 IMAGES = built(
     FileImage, name=PATHS, nbytes=NUMBERS, block=NUMBERS, block_offset=NUMBERS, seals=SEAL_TABLES
 )
+COMPLETIONS = built(
+    Completion,
+    name=TEXT.filter(is_shard_name),
+    began_s=SECONDS,
+    linked=tuples(RECEIPTS),
+    linger_s=SECONDS,
+)
 JOBS = built(
     WriteJob,
     rank=RANKS,
@@ -107,6 +115,7 @@ JOBS = built(
     chunk_nbytes=NUMBERS,
     retries=NUMBERS,
     sys_path=tuples(PATHS),
+    completion=st.none() | COMPLETIONS,
     faults=tuples(st.dictionaries(TEXT, NUMBERS | TEXT, max_size=2)),
 )
 
@@ -118,7 +127,9 @@ def test_a_job_arrives_as_it_was_sent(job: WriteJob) -> None:
     tables = tuple(image.seals for image in job.files)
     number, arrived = seals_from_message(over_the_wire(seals_to_message(7, tables)))
     assert (number, arrived) == (7, tables)
-    assert job_from_message(over_the_wire(job_to_message(job, 7)), {7: arrived}) == job
+    kept = job.completion
+    content = b"" if kept is None else kept.results + kept.metadata
+    assert job_from_message(over_the_wire(job_to_message(job, 7)), {7: arrived}, content) == job
 
 
 @given(report=REPORTS)

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from nostall import _torch
 from nostall._commit.metadata import local_plans_in
+from nostall._commit.publication import program_of
 from nostall._model.completion import MOST_SERIES, SaveId
 from nostall._plan.cache import CachedPlans, matches_loaded, same_plan
 from nostall._plan.planner import planner_failures
@@ -56,6 +57,7 @@ class PlanMemory:
         self.all_plans: list[SavePlan] | None = None
         """All ranks' plans of the last save planned together; on the coordinator only."""
         self._metadata: Metadata | None = None
+        self._pickled: tuple[Metadata, bytes] | None = None
         self.last_save: SaveId | None = None
         """That of the last save, once ranks have agreed on one."""
 
@@ -87,6 +89,15 @@ class PlanMemory:
         if twin is not None:
             twin.storage_data = twin.storage_meta = None
         return twin
+
+    def reusable_program(self) -> bytes:
+        """The same as a pickle without its end, see ``program_of``; empty without metadata."""
+        metadata, twin = self._metadata, self.reusable_metadata()
+        if metadata is None or twin is None:
+            return b""
+        if self._pickled is None or self._pickled[0] is not metadata:
+            self._pickled = metadata, program_of(twin)
+        return self._pickled[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,9 @@ from nostall.errors import SaveTimeoutError
 class LiveQueue(Unfinished, Protocol):
     """A queue of this process."""
 
+    def close(self, *, abort: bool) -> None:
+        """Close the queue; with ``abort``, give up its requests."""
+
     def _abandon_after_fork(self) -> None:
         """In a forked child: forget the scheduled requests, which belong to the parent."""
 

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from nostall._commit.manifest import manifest_alone
 from nostall._commit.metadata import referenced_files
 from nostall._commit.publication import Publication
+from nostall._model.completion import is_completion
 from nostall._model.names import METADATA_SUFFIX, is_given_to_shards, is_ours_to_remove
 from nostall._model.values import RankFiles
 from nostall._storage import directories
@@ -81,9 +82,9 @@ def unused(
 
 
 def _unreferenced(files: Files, own: str) -> set[str]:
-    """Names of shard files that no metadata but this refers to."""
+    """Names of shard files that no metadata but this refers to, and of completion records."""
     names = files.list()
-    strangers = set(filter(is_given_to_shards, names))
+    strangers = {name for name in names if is_given_to_shards(name) or is_completion(name)}
     for name in names:
         if name.endswith(METADATA_SUFFIX) and name != own:
             referenced = files_of(files, name)

@@ -7,13 +7,12 @@ also has the metadata that the ranks have planned. ``nostall.recover`` commits f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.metadata import StorageMeta
 
-from nostall._commit.publication import end_of_program, program_of
+from nostall._commit.publication import end_of_program
 from nostall._model.completion import RecordName
 from nostall._model.jobs import Completion, RankWritten
 from nostall._save import session
@@ -36,27 +35,25 @@ class Outliving:
     def planned_now(
         cls,
         name: RecordName,
-        metadata: Metadata | None,
+        planned: bytes,
         storage_meta: Callable[[], StorageMeta | None],
     ) -> Outliving:
         """That of a save that has just been planned.
 
         Args:
             name: Of the record.
-            metadata: On the coordinator, what is planned.
+            planned: On the coordinator, the planned metadata as a pickle without its end.
             storage_meta: Returns DCP's part of the metadata that is specific to this save.
         """
-        pickled = b""
-        if metadata is not None:
-            pickled = program_of(metadata) + end_of_program(storage_meta())
-        return cls(name=name, began_s=time.time(), metadata=pickled)
+        metadata = planned + end_of_program(storage_meta()) if planned else b""
+        return cls(name=name, began_s=time.time(), metadata=metadata)
 
     def completion(self, prepared: session.PreparedSave) -> Completion:
         """What the writer process leaves."""
         return Completion(
             name=str(self.name),
             began_s=self.began_s,
-            results=_pickled(session.expected_results(prepared)),
+            results=session.pickled_results(prepared),
             metadata=self.metadata,
             linked=tuple(each.linked for each in prepared.frozen if each.linked is not None),
             linger_s=prepared.target.settings.options.linger_s,
@@ -87,10 +84,3 @@ class Outliving:
             path=storage.where(str(self.name)),
             rank=target.settings.rank,
         )
-
-
-def _pickled(results: Iterable[WriteResult]) -> bytes:
-    """The places of a rank's items, as metadata without items."""
-    places = {each.index: each.storage_data for each in results}
-    metadata = Metadata(state_dict_metadata={}, storage_data=places)
-    return program_of(metadata) + end_of_program(None)

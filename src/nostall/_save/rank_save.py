@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -153,14 +153,14 @@ class RankSave:
     def prepare_to_outlive(
         self,
         name: RecordName,
-        metadata: Metadata | None,
+        planned: Callable[[], bytes],
         storage_meta: Callable[[], StorageMeta | None],
     ) -> None:
         """Let the prepared split save outlive this process, if the writer was asked for that.
 
         Args:
             name: That of this rank's record.
-            metadata: On the coordinator, what is planned.
+            planned: Returns the planned metadata on the coordinator, as a pickle without its end.
             storage_meta: Returns DCP's part of the metadata that is specific to this save.
 
         Raises:
@@ -169,7 +169,7 @@ class RankSave:
         """
         if not (self.settings.options.linger_s and isinstance(self._state, SplitSave)):
             return
-        self._state.outliving = Outliving.planned_now(name, metadata, storage_meta)
+        self._state.outliving = Outliving.planned_now(name, planned(), storage_meta)
         if self.to_schedule is None:
             self._state.outliving.leave(self._state.prepared)
 

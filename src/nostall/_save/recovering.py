@@ -93,6 +93,16 @@ def read_save(storage: Storage, found: Found) -> CompleteSave:
     return save
 
 
+def began_s(storage: Storage, found: Found) -> float:
+    """When the save was planned, by the record of any rank that has left one.
+
+    Raises:
+        DamagedCheckpointError: It is not what was written.
+        OSError: Storage refuses.
+    """
+    return _read(storage, found.names()[0]).began_s
+
+
 def _read(storage: Storage, name: str) -> CompletionRecord:
     path = storage.where(name)
     with open_to_read(storage, name) as stream:
@@ -157,8 +167,8 @@ def is_committed(storage: Storage, save: CompleteSave) -> bool:
     return bool(save.files) and files_of(storage, _torch.METADATA_NAME) == save.files
 
 
-def is_superseded(storage: Storage, save: CompleteSave) -> bool:
-    """Whether another checkpoint was committed since the save was planned.
+def is_superseded(storage: Storage, began_s: float) -> bool:
+    """Whether a checkpoint was committed since a save was planned.
 
     Raises:
         OSError: Storage refuses.
@@ -169,7 +179,7 @@ def is_superseded(storage: Storage, save: CompleteSave) -> bool:
             manifest = manifest_alone(stream)
     except FileNotFoundError:
         return False
-    return save.began_s < (committed_s if manifest is None else manifest.committed_at_s)
+    return began_s < (committed_s if manifest is None else manifest.committed_at_s)
 
 
 def discard(storage: Storage, found: Sequence[Found], *, but: Set[str] = frozenset()) -> None:

@@ -24,11 +24,13 @@ from functools import cached_property
 from typing import cast
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
 from nostall._commit.collect import require_one_result_each
+from nostall._commit.publication import end_of_program, program_of
 from nostall._engine import Engine
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._model.names import AS_SAFETENSORS
@@ -140,6 +142,11 @@ class KnownSave:
         """DCP's results of a save with this layout."""
         return tuple(_expected_results(self.share, self.layout))
 
+    @cached_property
+    def pickled_results(self) -> bytes:
+        """The same, as :func:`pickled_results`."""
+        return _pickled(self.results)
+
 
 def known(prepared: PreparedSave, structure: KnownStructure, engine: Engine) -> KnownSave:
     """The part of a prepared save that the next one of this structure can reuse."""
@@ -230,11 +237,17 @@ def as_written(prepared: PreparedSave, report: RankReport) -> PreparedSave:
     return replace(prepared, layout=replace(prepared.layout, files=tuple(files)))
 
 
-def expected_results(prepared: PreparedSave) -> Sequence[WriteResult]:
-    """DCP's results for the planned names of files, before these are written."""
+def pickled_results(prepared: PreparedSave) -> bytes:
+    """The places of a rank's items, under the planned names of files: metadata without items."""
     if prepared.known is not None and prepared.layout is prepared.known.layout:
-        return prepared.known.results
-    return _expected_results(prepared.planned.share, prepared.layout)
+        return prepared.known.pickled_results
+    return _pickled(_expected_results(prepared.planned.share, prepared.layout))
+
+
+def _pickled(results: Iterable[WriteResult]) -> bytes:
+    places = {each.index: each.storage_data for each in results}
+    metadata = Metadata(state_dict_metadata={}, storage_data=places)
+    return program_of(metadata) + end_of_program(None)
 
 
 def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResult]:

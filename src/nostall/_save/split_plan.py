@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from typing_extensions import assert_never
 
 from nostall import _torch
+from nostall._commit.publication import program_of
 from nostall._model.completion import RecordName, SaveId
 from nostall._plan.cache import Changed, Reuse, Route, Together, choose_route, plans_alone
 from nostall._plan.planner import (
@@ -167,8 +168,15 @@ def _prepare_to_outlive(
         return
     writer, coordination = arguments.writer, arguments.coordination
     name = RecordName(session.save, coordination.rank, coordination.world_size)
+
+    def planned() -> bytes:
+        """On the coordinator, the metadata as a pickle without its end; else empty."""
+        if metadata is None:
+            return b""
+        return program_of(metadata) if session.cache is None else session.cache.reusable_program()
+
     try:
-        writer._rank_save.prepare_to_outlive(name, metadata, writer.storage_meta)
+        writer._rank_save.prepare_to_outlive(name, planned, writer.storage_meta)
     except Exception as error:  # finalising reports it to every rank
         arguments.fail_later(error)
 

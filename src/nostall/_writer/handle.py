@@ -128,7 +128,13 @@ class WriterProcess(ChildProcess[RankReport]):
         number, announcement = self._seals.refer(tuple(image.seals for image in job.files))
         for message in announcement:
             yield message, ()
-        yield job_to_message(job, number), ()
+        if job.completion is None:
+            yield job_to_message(job, number), ()
+            return
+        # Not in the message: some hundred bytes per item.
+        with open(os.memfd_create("nostall-completion", os.MFD_CLOEXEC), "wb", 0) as content:
+            content.writelines((job.completion.results, job.completion.metadata))
+            yield job_to_message(job, number), (content.fileno(),)
 
     def unanswered(self, save: str) -> dict[str, Future[RankReport]]:
         """The unanswered jobs of a save, and their futures."""

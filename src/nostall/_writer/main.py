@@ -113,13 +113,13 @@ class _Writer:
                 # Waiting jobs have their tables already.
                 self._seals.pop(message["number"], None)
             case "write":
-                self._enqueue(message)
+                self._enqueue(message, descriptors)
             case "cancel":
                 self._cancel(message["job"])
 
-    def _enqueue(self, message: Message) -> None:
+    def _enqueue(self, message: Message, descriptors: list[int]) -> None:
         try:
-            job = job_from_message(message, self._seals)
+            job = job_from_message(message, self._seals, b"".join(map(_content, descriptors)))
         except UnknownSealsError as error:
             failure = Failure(
                 kind="ProtocolError", message=str(error), phase="write", path=message["directory"]
@@ -209,6 +209,13 @@ class _Writer:
                 raise ProtocolError(f"the image of {image.name} lies outside of the memory sent")
             images[image.name] = WholeImage(memoryview(block)[image.block_offset : end])
         return images
+
+
+def _content(fd: int) -> bytes:
+    """All that the trainer has written to a descriptor, which stays open."""
+    with open(fd, "rb", closefd=False) as stream:
+        stream.seek(0)
+        return stream.read()
 
 
 def _let_go_of_streams() -> None:

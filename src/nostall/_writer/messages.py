@@ -93,8 +93,15 @@ def job_to_message(job: WriteJob, seals: int) -> Message:
 
 
 @_decoding("a write job")
-def job_from_message(message: Message, known: Mapping[int, Sequence[SealTable]]) -> WriteJob:
-    """The write job in a message; ``known`` has the seal tables received before.
+def job_from_message(
+    message: Message, known: Mapping[int, Sequence[SealTable]], content: bytes = b""
+) -> WriteJob:
+    """The write job in a message.
+
+    Args:
+        message: The message.
+        known: The seal tables received before.
+        content: What came with the message in a descriptor: the completion's parts.
 
     Raises:
         UnknownSealsError: It refers to others; the message has a job and a rank to answer for.
@@ -117,7 +124,7 @@ def job_from_message(message: Message, known: Mapping[int, Sequence[SealTable]])
         retries=_count(message["retries"]),
         stream=None if message["stream"] is None else b64decode(message["stream"]),
         sys_path=tuple(_of(str, path) for path in _of(list, message["sys_path"])),
-        completion=_completion_from_plain(message["completion"]),
+        completion=_completion_from_plain(message["completion"], content),
         faults=tuple(_of(dict, fault) for fault in _of(list, message["faults"])),
     )
 
@@ -202,21 +209,21 @@ def _completion_to_plain(completion: Completion) -> Message:
     return {
         "name": completion.name,
         "began_s": completion.began_s,
-        "results": b64encode(completion.results).decode(),
-        "metadata": b64encode(completion.metadata).decode(),
+        "results_nbytes": len(completion.results),
         "linked": [asdict(receipt) for receipt in completion.linked],
         "linger_s": completion.linger_s,
     }
 
 
-def _completion_from_plain(plain: Message | None) -> Completion | None:
+def _completion_from_plain(plain: Message | None, content: bytes) -> Completion | None:
     if plain is None:
         return None
+    results_nbytes = _count(plain["results_nbytes"], len(content))
     return Completion(
         name=_file_name(plain["name"]),
         began_s=_seconds(plain["began_s"]),
-        results=b64decode(plain["results"]),
-        metadata=b64decode(plain["metadata"]),
+        results=content[:results_nbytes],
+        metadata=content[results_nbytes:],
         linked=tuple(map(_receipt_from_plain, plain["linked"])),
         linger_s=_seconds(plain["linger_s"]),
     )

@@ -1,0 +1,91 @@
+"""``nostall recover PATH``: commit what its trainer could not commit."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING
+
+from nostall._cli.arguments import NotThere, Status, add_json, at_least, place
+from nostall._cli.checkpoints.listing import require_no_file, why_not_there
+from nostall._cli.output import print_json
+from nostall._storage.places import storage_at
+
+if TYPE_CHECKING:
+    from nostall.recovery import Recovery
+
+HELP = "commit a save that its writer processes have finished after the trainer's death"
+DESCRIPTION = (
+    "Commit the last save to a checkpoint directory, and to each one directly in PATH, that the"
+    " writer processes of all ranks have finished after the death of their trainer: one with"
+    " linger_s. Not while a job saves there. Exit status: 0 if all that was found is committed, 1"
+    " if files of a rank are missing, 3 if nothing was found."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "path", type=place, metavar="PATH", help="checkpoint directory, or a directory of these"
+    )
+    parser.add_argument(
+        "--wait",
+        type=at_least(0),
+        default=0,
+        metavar="SECONDS",
+        help="how long to wait for writer processes that are still at work (default: %(default)s)",
+    )
+    add_json(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Print what was found, a line each."""
+    from nostall.recovery import RecoveryState
+
+    require_no_file(parsed.path)
+    found = _recover_all(parsed.path, parsed.wait)
+    if parsed.json:
+        print_json(
+            [
+                {"path": each.path, "state": each.state.value, "missing_ranks": each.missing_ranks}
+                for each in found
+            ]
+        )
+    elif not found:
+        raise NotThere(f"{parsed.path}: {_why_nothing(parsed.path)}")
+    else:
+        print("\n".join(map(_described, found)))
+    if not found:
+        return Status.NOT_THERE
+    is_whole = all(each.state is RecoveryState.COMMITTED for each in found)
+    return Status.FINE if is_whole else Status.FAILED
+
+
+def _recover_all(path: str, wait_s: float) -> list[Recovery]:
+    from nostall.recovery import RecoveryState, recover
+
+    deadline_s = time.monotonic() + wait_s
+    try:
+        inside = [f"{path}/{name}" for name in sorted(storage_at(path).list())]
+    except (FileNotFoundError, NotADirectoryError):
+        inside = []
+    found = (
+        recover(each, wait_s=max(0.0, deadline_s - time.monotonic())) for each in [path, *inside]
+    )
+    return [each for each in found if each.state is not RecoveryState.NOTHING]
+
+
+def _why_nothing(path: str) -> str:
+    try:
+        storage_at(path).list()
+    except (FileNotFoundError, NotADirectoryError):
+        return why_not_there(path)
+    return "nothing to recover"
+
+
+def _described(found: Recovery) -> str:
+    ranks = ", ".join(map(str, found.missing_ranks[:8]))
+    more = ", ..." if len(found.missing_ranks) > 8 else ""
+    what = "rank" if len(found.missing_ranks) == 1 else "ranks"
+    missing = f": {what} {ranks}{more} not finished" if ranks else ""
+    return f"{found.path}: {found.state.value}{missing}"

@@ -1,0 +1,399 @@
+"""A save whose trainer dies: its writer process finishes it, and the next job commits it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+import nostall
+from nostall._model.completion import is_completion, record_name_in
+from nostall.cli import main
+from nostall.core import AsyncCallsQueue
+from nostall.errors import DamagedCheckpointError, NostallError, OptionError
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import EngineOptions
+from nostall.recovery import RecoveryState
+from nostall.testing import Hold, inject
+from programs.outliving import LINGER_S
+from support import loaded
+from support.ranks import TESTS, RanksFailed, run_ranks
+from support.states import read_metadata, schedule, shard_files, small_state
+from support.waiting import wait_until
+
+PATIENCE_S = 60.0
+
+
+def state_at(path: Path) -> dict[str, Any]:
+    """What stock loads from a checkpoint of ``small_state``, whole."""
+    assert nostall.verify(path).ok
+    found = small_state(0)
+    dcp.load(found, checkpoint_id=path, no_dist=True)
+    return found
+
+
+def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(
+        torch.equal(value, other[name])
+        for name, value in one.items()
+        if isinstance(value, torch.Tensor)
+    )
+
+
+def records_in(path: Path) -> list[Path]:
+    return [each for each in path.iterdir() if is_completion(each.name)]
+
+
+@contextmanager
+def trainer(path: Path, *holds: Hold, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A trainer that has scheduled a save, and its writer process, in ``writer``."""
+    faults = json.dumps([hold.fault.plain for hold in holds])
+    command = [*loaded.python(ranks=True), "-W", "ignore", str(TESTS / "programs" / "outliving.py")]
+    process = subprocess.Popen(
+        [*command, str(path), faults, json.dumps(options)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *_import_path()])},
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.communicate()[1]
+        process.writer = psutil.Process(json.loads(line)[0])  # type: ignore[attr-defined]
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _import_path() -> list[str]:
+    return [each for each in [os.environ.get("PYTHONPATH")] if each]
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait(PATIENCE_S)
+
+
+def raise_in(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("raise\n")
+    process.stdin.flush()
+
+
+# --- a death ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staging", ["blocking", "overlapped"])
+@pytest.mark.parametrize("point", ["start", "report"])
+def test_a_killed_trainers_save_is_finished_and_committed(
+    tmp_path: Path, point: str, staging: str
+) -> None:
+    """Before its files are written, and after; byte for byte as it would have been."""
+    path = tmp_path / "step-7"
+    with Hold(point) as hold, trainer(path, hold, staging=staging) as process:
+        hold.wait_reached()
+        kill(process)
+        found = nostall.recover(path)
+        if point == "start":
+            assert found.state is RecoveryState.NOTHING
+            assert not (path / ".metadata").exists()
+            hold.release()
+            found = nostall.recover(path, wait_s=PATIENCE_S)
+    assert (found.state, found.missing_ranks) == (RecoveryState.COMMITTED, ())
+    assert is_same(state_at(path), small_state(7))
+    assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp"]
+    assert nostall.recover(path).state is RecoveryState.NOTHING
+    dcp.save(small_state(7), storage_writer=FileSystemWriterAsync(tmp_path / "other"), no_dist=True)
+    assert shard_files(path) == shard_files(tmp_path / "other")
+    assert _judged(read_metadata(path)) == _judged(read_metadata(tmp_path / "other"))
+
+
+def _judged(metadata: Metadata) -> tuple[Any, ...]:
+    return metadata.state_dict_metadata, metadata.storage_data, metadata.version
+
+
+def test_whoever_reads_the_trainers_output_does_not_wait_for_the_writer(tmp_path: Path) -> None:
+    """A launcher waits until all processes have closed its pipe."""
+    with Hold("start") as hold, trainer(tmp_path / "step-7", hold) as process:
+        hold.wait_reached()
+        kill(process)
+        process.communicate(timeout=PATIENCE_S)
+        assert process.writer.is_running()  # type: ignore[attr-defined]
+
+
+def test_a_trainer_killed_before_its_writer_process_has_started(tmp_path: Path) -> None:
+    """What it has sent is enough."""
+    path = tmp_path / "step-7"
+    with trainer(path) as process:
+        kill(process)
+    assert nostall.recover(path, wait_s=PATIENCE_S).state is RecoveryState.COMMITTED
+    assert is_same(state_at(path), small_state(7))
+
+
+def test_a_writer_process_lingers_no_longer_than_it_may(tmp_path: Path) -> None:
+    path = tmp_path / "step-7"
+    with Hold("start") as hold, trainer(path, hold, linger_s=0.1) as process:
+        hold.wait_reached()
+        kill(process)
+        writer: psutil.Process = process.writer  # type: ignore[attr-defined]
+        wait_until(lambda: not writer.is_running() or writer.status() == psutil.STATUS_ZOMBIE)
+        assert nostall.recover(path).state is not RecoveryState.COMMITTED
+
+
+def test_without_linger_s_nothing_outlives_the_trainer(tmp_path: Path) -> None:
+    path = tmp_path / "step-7"
+    with Hold("start") as hold, trainer(path, hold, linger_s=0) as process:
+        hold.wait_reached()
+        kill(process)
+        writer: psutil.Process = process.writer  # type: ignore[attr-defined]
+        wait_until(lambda: not writer.is_running() or writer.status() == psutil.STATUS_ZOMBIE)
+        assert not path.exists() or not records_in(path)
+
+
+# --- ranks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("saves", [1, 2, 4, 5])
+@pytest.mark.parametrize("ranks_with_items", [1, 2])
+def test_what_all_ranks_have_finished_is_committed(
+    tmp_path: Path, ranks_with_items: int, saves: int
+) -> None:
+    """Planned together, or of a known structure; to a new directory, or over a checkpoint."""
+    out, last = tmp_path / "out", saves - 1
+    with pytest.raises(RanksFailed):
+        run_ranks(2, "outliving:killed", out, str(ranks_with_items), str(saves))
+    path = out / ("last" if last % 2 else f"step-{last}")
+    assert nostall.recover(path, wait_s=PATIENCE_S).state is RecoveryState.COMMITTED
+    assert nostall.verify(path).ok
+    found = {f"w{rank}": torch.zeros(1000) for rank in range(ranks_with_items)}
+    dcp.load(found, checkpoint_id=path, no_dist=True)
+    assert all(torch.equal(each, torch.full((1000,), float(last))) for each in found.values())
+    assert len(os.listdir(path)) == 1 + ranks_with_items  # replaced files are gone
+
+
+def test_a_rank_without_its_files_prevents_the_commit(tmp_path: Path) -> None:
+    """And is named."""
+    path = tmp_path / "out" / "step-0"
+    with pytest.raises(RanksFailed):
+        run_ranks(2, "outliving:killed_with_a_writer", tmp_path / "out")
+    wait_until(lambda: any("-0-2" in each.name for each in records_in(path)))
+    for record in records_in(path):  # the process of rank 1 may have died after its record
+        if "-1-2" in record.name:
+            record.unlink()
+    found = nostall.recover(path)
+    assert (found.state, found.missing_ranks) == (RecoveryState.INCOMPLETE, (1,))
+    assert not (path / ".metadata").exists()
+    nostall.remove_checkpoint(path)
+    assert not path.exists()
+
+
+def test_a_change_that_other_ranks_do_not_know_is_not_recovered(tmp_path: Path) -> None:
+    """The metadata that they have planned lack it."""
+    path = tmp_path / "out" / "step-3"
+    with pytest.raises(RanksFailed):
+        run_ranks(2, "outliving:killed_after_a_change", tmp_path / "out")
+    wait_until(lambda: any("-0-2" in each.name for each in records_in(path)))
+    found = nostall.recover(path)
+    assert (found.state, found.missing_ranks) == (RecoveryState.INCOMPLETE, (1,))
+
+
+def test_an_exception_on_one_rank_leaves_its_save_to_the_writer_process(tmp_path: Path) -> None:
+    """The other ranks do not take part in committing it any more."""
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("reached", "go"):
+        os.mkfifo(out / name)
+    go = os.open(out / "go", os.O_RDWR)
+    reached = os.open(out / "reached", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.raises(RanksFailed, match="left to its writer process"):
+            run_ranks(2, "outliving:raised_on_one_rank", out)
+        assert nostall.recover(out / "step-0").state is RecoveryState.INCOMPLETE
+        os.write(go, b"1" * 4096)
+        found = nostall.recover(out / "step-0", wait_s=PATIENCE_S)
+    finally:
+        os.close(go)
+        os.close(reached)
+    assert found.state is RecoveryState.COMMITTED
+
+
+def test_a_save_that_failed_on_one_rank_leaves_nothing(tmp_path: Path) -> None:
+    assert run_ranks(2, "outliving:failed_on_one_rank", tmp_path / "out") == [[], []]
+
+
+def test_a_manager_resumes_from_the_step_that_outlived_its_job(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(RanksFailed):
+        run_ranks(2, "outliving:managed", out)
+    assert run_ranks(2, "outliving:resumed", out) == [[3.0, 3.0], [3.0, 3.0]]
+    assert sorted(os.listdir(out / "steps")) == [f"step-{step:09d}" for step in range(5)]
+
+
+# --- what is left ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def left(tmp_path: Path, queue: AsyncCallsQueue) -> Path:
+    """A directory as a death of all leaves it just before the commit."""
+    path = tmp_path / "left"
+    with Hold("report") as hold, inject(hold.fault):
+        schedule(queue, tmp_path / "done", small_state(1), linger_s=LINGER_S)
+        hold.wait_reached()
+        shutil.copytree(tmp_path / "done", path)
+        hold.release()
+    queue.wait()
+    assert records_in(path)
+    assert not records_in(tmp_path / "done")
+    return path
+
+
+def test_a_later_checkpoint_stays(left: Path) -> None:
+    """And the files of the save that it supersedes are removed."""
+    dcp.save(small_state(2), storage_writer=FileSystemWriterAsync(left), no_dist=True)
+    before = (left / ".metadata").read_bytes()
+    assert nostall.recover(left).state is RecoveryState.NOTHING
+    assert (left / ".metadata").read_bytes() == before
+    assert is_same(state_at(left), small_state(2))
+    assert len(os.listdir(left)) == 2
+
+
+def test_an_older_checkpoint_is_replaced(left: Path, tmp_path: Path) -> None:
+    older = tmp_path / "older"
+    with Hold("report") as hold, trainer(older) as first:
+        kill(first)
+        nostall.recover(older, wait_s=PATIENCE_S)
+        assert is_same(state_at(older), small_state(7))
+        with trainer(older, hold) as second:
+            hold.wait_reached()
+            kill(second)
+            assert nostall.recover(older).state is RecoveryState.COMMITTED
+    assert is_same(state_at(older), small_state(7))
+    assert len(os.listdir(older)) == 2
+
+
+def test_a_death_right_after_the_commit_is_no_second_commit(left: Path, tmp_path: Path) -> None:
+    """The records of a committed checkpoint are removed."""
+    shutil.copy(tmp_path / "done" / ".metadata", left)
+    before = (left / ".metadata").read_bytes()
+    assert nostall.recover(left).state is RecoveryState.COMMITTED
+    assert (left / ".metadata").read_bytes() == before
+    assert not records_in(left)
+
+
+def test_damage_is_found_and_nothing_is_committed(left: Path) -> None:
+    """Of the record at any place, or of a file."""
+    (record,) = records_in(left)
+    content = record.read_bytes()
+    places = [*range(0, len(content), len(content) // 40), len(content) - 1]
+    for place in places:
+        damaged = bytearray(content)
+        damaged[place] ^= 0x40
+        record.write_bytes(damaged)
+        with suppress(NostallError):
+            found = nostall.recover(left)
+            assert found.state is not RecoveryState.COMMITTED or is_same(
+                state_at(left), small_state(1)
+            )
+        (left / ".metadata").unlink(missing_ok=True)
+    for shorter in (0, 1, len(content) // 2, len(content) - 1):
+        record.write_bytes(content[:shorter])
+        with pytest.raises(NostallError):
+            nostall.recover(left)
+    record.write_bytes(content)
+    (left / "__0_0.distcp").unlink()
+    with pytest.raises(DamagedCheckpointError, match="is missing"):
+        nostall.recover(left)
+    assert not (left / ".metadata").exists()
+
+
+def test_records_cannot_lead_out_of_the_directory(left: Path, tmp_path: Path) -> None:
+    (record,) = records_in(left)
+    (tmp_path / "outside.distcp").write_bytes((left / "__0_0.distcp").read_bytes())
+    hostile = record.read_bytes().replace(b'"__0_0.distcp"', b'"../outside.distcp"')
+    record.write_bytes(hostile)
+    with pytest.raises(NostallError):
+        nostall.recover(left)
+    assert (tmp_path / "outside.distcp").exists()
+    assert not (left / ".metadata").exists()
+
+
+@pytest.mark.parametrize(
+    "name", [".complete-1-0-0-1", ".complete-000000000000000g-0-0-1", ".complete", "__0_0.distcp"]
+)
+def test_other_names_are_no_records(name: str) -> None:
+    assert record_name_in(name) is None
+
+
+# --- use ------------------------------------------------------------------------------------------
+
+
+def test_the_command_recovers_one_checkpoint_or_all_below_a_directory(
+    left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(left, tmp_path / "root" / "step-1")
+    shutil.copytree(tmp_path / "done", tmp_path / "root" / "step-0")
+    assert main(["recover", str(left)]) == 0
+    assert f"{left}: committed" in capsys.readouterr().out
+    assert main(["recover", str(left)]) == 3
+    assert main(["recover", str(tmp_path / "root")]) == 0
+    assert "step-1: committed" in capsys.readouterr().out
+    assert is_same(state_at(tmp_path / "root" / "step-1"), small_state(1))
+
+
+def test_the_command_names_missing_ranks(left: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (record,) = records_in(left)
+    record.rename(record.with_name(f"{record.name[:-1]}2"))
+    assert main(["recover", str(left)]) == 1
+    assert "incomplete: rank 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"linger_s": -1}, "linger_s=-1"),
+        ({"linger_s": "x"}, "linger_s='x'"),
+        ({"is_multiproc_io": True}, "is_multiproc_io"),
+        ({"local_staging_dir": "tier"}, "local_staging_dir"),
+        ({"open_file": lambda *_: None}, "open_file"),
+    ],
+)
+def test_options_that_exclude_it(tmp_path: Path, options: dict[str, Any], why: str) -> None:
+    with pytest.raises(OptionError, match=why):
+        FileSystemWriterAsync(tmp_path, **{"linger_s": 60, **options})
+
+
+def test_saves_that_end_with_the_trainer_refuse_it(tmp_path: Path) -> None:
+    """They would promise what they cannot hold."""
+    for call in (dcp.save, dcp.async_save):
+        writer = FileSystemWriterAsync(tmp_path / "ck", linger_s=60)
+        with pytest.raises((OptionError, CheckpointException), match="split saves"):
+            call({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
+
+
+def test_waves_exclude_it(tmp_path: Path) -> None:
+    nostall.configure(EngineOptions(max_staging_bytes=1 << 20))
+    queue = AsyncCallsQueue()
+    schedule(queue, tmp_path, small_state(), linger_s=60)
+    with pytest.raises(CheckpointException, match="max_staging_bytes exclude each other"):
+        queue.wait()
+
+
+def test_recover_says_what_it_was_given_wrong(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="wait_s"):
+        nostall.recover(tmp_path, wait_s=float("nan"))
+    assert nostall.recover(tmp_path / "nowhere", wait_s=60).state is RecoveryState.NOTHING
