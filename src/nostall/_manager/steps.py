@@ -203,7 +203,7 @@ class StepDirectories:
             try:
                 recover(checkpoint, wait_s=max(0.0, deadline_s - time.monotonic()))
             except (DamagedCheckpointError, IncompleteSaveError, UntrustedMetadataError) as error:
-                _log.warning("not recovered: %s", error)
+                _log.warning("%s is not recovered: %s", checkpoint, error)
 
     def remove_unfinished(self) -> None:
         """Remove what interrupted saves and removals have left.
