@@ -39,7 +39,7 @@ from nostall.state_dict_saver import CheckpointMetadataCache
 from support.manifests import with_manifest_of
 from support.permissions import without_permission
 from support.states import read_metadata, schedule, small_state
-from support.waiting import AwayOs
+from support.waiting import AwayOs, RememberingOs
 
 
 def by_queue(path: Path, state: dict[str, Any], **options: Any) -> None:
@@ -643,6 +643,28 @@ def test_the_latest_is_not_denied_while_storage_is_away(tmp_path: Path, operatio
     assert caught.value.path == str(tmp_path / "one" / "save")
     assert caught.value.hint == "try again when storage answers"
     assert nostall.latest_complete(tmp_path / "two") == str(tmp_path / "two" / "save")
+
+
+@pytest.mark.parametrize("part", [".distcp", ".metadata"])
+@pytest.mark.parametrize("look", ["is_complete", "verify", "load", "dcp.load"])
+def test_a_file_that_another_host_has_just_made_is_not_missing(
+    tmp_path: Path, look: str, part: str
+) -> None:
+    """A host with NFS remembers for a while that a file did not exist when it last looked."""
+    by_queue(tmp_path / "save", {"w": torch.ones(9)})
+    found = {"w": torch.zeros(9)}
+    with patch.object(posix_files, "os", RememberingOs(part)) as storage:
+        if look == "load":
+            nostall.load(found, tmp_path / "save")
+        elif look == "dcp.load":
+            reader = nostall.FileSystemReader(tmp_path / "save")
+            dcp.load(found, storage_reader=reader, no_dist=True)
+        elif look == "verify":
+            assert nostall.verify(tmp_path / "save").ok
+        else:
+            assert nostall.is_complete(tmp_path / "save")
+        assert storage.denied
+    assert "load" not in look or torch.equal(found["w"], torch.ones(9))
 
 
 @pytest.mark.parametrize("hidden", ["new", "new/.metadata"])

@@ -70,6 +70,42 @@ class AwayOs:
         return getattr(os, self._operation)(path, *arguments)
 
 
+class RememberingOs:
+    """``os`` of a host with NFS that remembers of some files that they do not exist.
+
+    Until it lists their directory: that asks the server.
+
+    Args:
+        part: What is in their paths.
+    """
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+        self._listed: set[str] = set()
+        self.denied = 0
+        """How often it has said so."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def listdir(self, path: str) -> list[str]:
+        self._listed.add(path)
+        return os.listdir(path)
+
+    def _require_known(self, path: str) -> None:
+        if self._part in path and os.path.dirname(path) not in self._listed:
+            self.denied += 1
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    def stat(self, path: str, *arguments: Any) -> os.stat_result:
+        self._require_known(path)
+        return os.stat(path, *arguments)
+
+    def open(self, path: str, *arguments: Any) -> int:
+        self._require_known(path)
+        return os.open(path, *arguments)
+
+
 @contextmanager
 def impatient() -> Iterator[None]:
     """A block in which no wait for storage lasts longer than a second."""

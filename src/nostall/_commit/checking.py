@@ -20,7 +20,7 @@ from nostall._commit.manifest import DAMAGED_HINT, manifest_alone, manifest_of, 
 from nostall._commit.metadata import Extent, extents_of, load_metadata, planned_indices
 from nostall._model.values import WrittenFile
 from nostall._storage.places import storage_at
-from nostall._storage.port import Files, leaves_open, may_pass
+from nostall._storage.port import Files, Stat, leaves_open, may_pass
 from nostall._storage.reading import (
     ChecksumMissing,
     NoArchive,
@@ -185,7 +185,7 @@ def size_of(files: Files, expected: ExpectedFile) -> tuple[int, Damage | None]:
     """The length of a shard file, 0 if it cannot be read, and its damage if that is wrong."""
     name, extents = expected.name, expected.extents
     try:
-        nbytes = files.stat(name).nbytes
+        nbytes = _stat_of(files, name).nbytes
     except OSError as error:
         items = tuple(each.item for each in extents)
         return 0, replace(damage_by(error, name), items=items)
@@ -194,6 +194,15 @@ def size_of(files: Files, expected: ExpectedFile) -> tuple[int, Damage | None]:
     what = f"has {nbytes} bytes, expected {expected.nbytes}"
     beyond = tuple(each.item for each in extents if each.end > nbytes)
     return nbytes, Damage(file=name, what=what, items=beyond)
+
+
+def _stat_of(files: Files, name: str) -> Stat:
+    """The status of a file that should exist; ``open`` looks twice."""
+    try:
+        return files.stat(name)
+    except FileNotFoundError:
+        with closing(files.open(name)) as source:
+            return source.stat
 
 
 def require_answers(directory: str) -> None:

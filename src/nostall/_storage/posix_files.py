@@ -10,6 +10,7 @@ import mmap
 import os
 import stat
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from nostall._storage.port import Stat, Version
 from nostall._storage.posix import (
@@ -20,6 +21,8 @@ from nostall._storage.posix import (
     sync_directory,
 )
 from nostall.errors import ReadError
+
+_READ_ONLY = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class PosixFiles:
@@ -77,6 +80,13 @@ class PosixFiles:
             remove_file(self.where(name))
 
 
+def _is_listed(path: str) -> bool:
+    directory, name = os.path.split(path)
+    with suppress(OSError):
+        return name in os.listdir(directory)
+    return False
+
+
 class PosixSource:
     """A regular file, opened for reading.
 
@@ -86,7 +96,14 @@ class PosixSource:
     """
 
     def __init__(self, path: str) -> None:
-        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            self._fd = os.open(path, _READ_ONLY)
+        except FileNotFoundError:
+            # With NFS a host that has looked before another one made the file remembers for up to a
+            # minute that there is none. A listing asks the server.
+            if not _is_listed(path):
+                raise
+            self._fd = os.open(path, _READ_ONLY)
         try:
             self.stat = _stat_of(os.fstat(self._fd), path)
         except BaseException:  # passed on; no caller gets an object to close
