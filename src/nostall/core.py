@@ -345,6 +345,9 @@ class AsyncCallsQueue:
         try:
             if not abort:
                 self._wait(timeout, hint="all scheduled requests were aborted")
+        except (RankLostError, SaveTimeoutError):  # this process is about to end
+            self._caller.abort_calls(is_ending=True)
+            raise
         finally:
             calls, self._calls = self._calls, deque()
             unfinished_queues.pop(self, None)

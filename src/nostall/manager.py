@@ -202,6 +202,12 @@ class CheckpointManager:
         self._enter(step)
         paths = self._steps.checkpoints(step)
         writers = [self._make_writer(path) for path in paths]
+        if len(writers) > 1 and any(each.linger_s for each in writers):
+            raise OptionError(
+                "linger_s does not support parts: one could be committed without the others",
+                path=self._steps.path(step),
+                hint="leave one of them out",
+            )
         handle = SaveHandle(step, self._steps.path(step), writers, self._pending.wait)
         planner, items = self._captured(state, step, numbers, extra)
         self._pending.start(handle, writers, items, planner, self._caches)
@@ -423,7 +429,7 @@ class CheckpointManager:
         coordination = self._coordination()
         self._pending.wait(None)
         agreed(coordination, self._wait_for_removal)
-        agreed(coordination, self._recover)
+        agreed(coordination, partial(self._recover, step))
         with ExitStack() as hold:
             about = agreed(coordination, partial(self._choose, step, hold, verify=verify))
             if about is None:
@@ -440,20 +446,25 @@ class CheckpointManager:
             extra = restoration.finish(rng=rng)
         return Restored(step=about.step, metrics=about.metrics, extra=extra)
 
-    def _recover(self) -> None:
-        """Commit the steps that outlived an earlier job, unless another process saves here."""
-        linger_s = self._make_writer(self._steps.root).linger_s
+    def _recover(self, step: int | None) -> None:
+        """Commit what outlived an earlier job, unless another process saves below the root.
+
+        Args:
+            step: The step to restore; by default the highest one.
+        """
+        unfinished = self._steps.look(partial(self._steps.unfinished, step))
+        linger_s = self._make_writer(unfinished[0]).linger_s if unfinished else 0.0
         if not linger_s:
             return
-        is_first = self._highest is None
         try:
-            self._steps.look(self._lock.take)
+            is_taken_now = self._steps.look(self._lock.take)
         except OptionError:
             return
         try:
-            self._steps.look(partial(self._steps.recover, linger_s), work_s=linger_s)
+            find = partial(self._steps.recover, unfinished, linger_s)
+            self._steps.look(find, work_s=linger_s)
         finally:
-            if is_first:
+            if is_taken_now:
                 self._steps.look(self._lock.release)
 
     def _choose(self, step: int | None, hold: ExitStack, *, verify: bool) -> About | None:

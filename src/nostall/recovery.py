@@ -21,10 +21,10 @@ from nostall._engine import default_engine
 from nostall._save.recovering import (
     CompleteSave,
     Found,
-    began_s,
     commit,
     discard,
     is_committed,
+    is_older_than_commit,
     is_superseded,
     is_under_way,
     read_save,
@@ -39,9 +39,8 @@ from nostall.options import is_possible_wait
 __all__ = ["Recovery", "RecoveryState", "recover"]
 
 _log = logging.getLogger("nostall")
-_LOOK_AGAIN_S = 0.1
-_QUIET_S = 10.0
-"""A writer process that goes on changes a file more often than that."""
+_LOOK_AGAIN_S = (0.05, 2.0)
+"""The first pause between two looks, and the longest one."""
 
 
 class RecoveryState(str, Enum):
@@ -74,8 +73,9 @@ def recover(path: str | os.PathLike[str], *, wait_s: float = 0.0) -> Recovery:
 
     Args:
         path: Checkpoint directory, or an address in an object store.
-        wait_s: How long to wait for writer processes that may still be at work, in seconds: up to
-            the ``linger_s`` of the save. The wait ends early when nothing has changed for 10 s.
+        wait_s: How long to wait for writer processes that may still be at work, in seconds: the
+            ``linger_s`` of the save. It returns at once if the directory does not exist, or holds a
+            checkpoint and nothing else.
 
     Raises:
         DamagedCheckpointError: All ranks have finished, but a file or a record is not as it was
@@ -94,87 +94,78 @@ def recover(path: str | os.PathLike[str], *, wait_s: float = 0.0) -> Recovery:
         found = _await_a_complete_save(storage, time.monotonic() + wait_s)
         if found is None:
             return Recovery(directory, RecoveryState.NOTHING)
-        complete = [each for each in found if not each.missing]
+        complete = [each for each in found if each.is_complete]
         if complete:
-            return Recovery(directory, _recover(storage, _newest(storage, complete)))
+            return Recovery(directory, _recover(storage, complete))
         return _without_complete(storage, found)
 
 
-def _recover(storage: Storage, save: CompleteSave) -> RecoveryState:
-    found, path = save.found, storage.where()
-    is_over = is_committed(storage, save)
-    if not is_over and is_superseded(storage, save.began_s):
+def _recover(storage: Storage, complete: list[Found]) -> RecoveryState:
+    saves = _readable_ones(storage, complete)
+    newest, *older = sorted(saves, key=lambda save: save.began_s, reverse=True)
+    path = storage.where()
+    is_over = is_committed(storage, newest)
+    if not is_over and is_superseded(storage, newest):
         _log.warning("not recovered, as a later save is committed: path=%s", path)
-        discard(storage, [found])
+        discard(storage, [each.found for each in saves])
         return RecoveryState.NOTHING
     if not is_over:
-        commit(storage, save, default_engine())
+        commit(storage, newest, default_engine())
         _log.warning("recovered: path=%s: its trainer had died before the commit", path)
-    # Later ones of the same job may get complete.
-    others = [
-        each
-        for each in records_among(storage.list())
-        if each.save.series != found.save.series or each.save.number <= found.save.number
-    ]
-    discard(storage, others, but=save.files)
+    discard(storage, [newest.found, *(each.found for each in older)])
     return RecoveryState.COMMITTED
 
 
+def _readable_ones(storage: Storage, complete: list[Found]) -> list[CompleteSave]:
+    """The saves whose records and files can be read; at least one.
+
+    Raises:
+        DamagedCheckpointError, OSError: None can.
+    """
+    saves: list[CompleteSave] = []
+    first: DamagedCheckpointError | OSError | None = None
+    for each in complete:
+        try:
+            saves.append(read_save(storage, each))
+        except (DamagedCheckpointError, OSError) as error:
+            _log.warning("a save cannot be recovered: %s", error)
+            first = first or error
+    if not saves:
+        assert first is not None
+        raise first
+    return saves
+
+
 def _without_complete(storage: Storage, found: list[Found]) -> Recovery:
-    """What to say of saves that are not complete; those that are superseded are removed."""
-    superseded = [each for each in found if is_superseded(storage, began_s(storage, each))]
-    discard(storage, superseded)
-    waiting = [each for each in found if each not in superseded]
-    if superseded and not waiting:
+    """What to say of saves that are not complete; those that a later commit left behind go."""
+    old = [each for each in found if is_older_than_commit(storage, each)]
+    discard(storage, old)
+    waiting = [each for each in found if each not in old]
+    if old and not waiting:
         return Recovery(storage.where(), RecoveryState.NOTHING)
     missing = min((each.missing for each in waiting), key=len, default=())
     return Recovery(storage.where(), RecoveryState.INCOMPLETE, missing)
 
 
-def _newest(storage: Storage, complete: list[Found]) -> CompleteSave:
-    saves: list[CompleteSave] = []
-    damage: DamagedCheckpointError | None = None
-    for each in complete:
-        try:
-            saves.append(read_save(storage, each))
-        except DamagedCheckpointError as error:
-            damage = damage or error
-    if not saves:
-        assert damage is not None  # of one that is complete
-        raise damage
-    return max(saves, key=lambda save: (save.began_s, save.found.save.number))
-
-
 def _await_a_complete_save(storage: Storage, deadline_s: float) -> list[Found] | None:
-    """The saves that have left records, once one is complete or nobody goes on.
+    """The saves that have left records, once one is complete or it is late.
 
     ``None`` if no file is of a save that is not committed.
     """
-    seen: object = None
-    changed_s = time.monotonic()
+    pause_s, longest_s = _LOOK_AGAIN_S
     while True:
         try:
             names = storage.list()
         except (FileNotFoundError, NotADirectoryError):
             return None
-        is_begun, now_s = is_under_way(names, storage), time.monotonic()
-        if not is_begun and _torch.METADATA_NAME in names:
-            return None
-        found = records_among(names)
-        state = [_state(storage, name) for name in sorted(names)]
-        if state != seen:
-            seen, changed_s = state, now_s
-        is_last_look = now_s >= deadline_s or now_s - changed_s >= _QUIET_S
-        if is_last_look or not all(each.missing for each in found):
-            return found if is_begun else None
-        time.sleep(_LOOK_AGAIN_S)
-
-
-def _state(storage: Storage, name: str) -> object:
-    try:
-        return name, storage.stat(name)
-    except (FileNotFoundError, ReadError):  # gone, or not a file
-        return name
+        found, left_s = records_among(names), deadline_s - time.monotonic()
+        is_last_look = left_s <= 0 or any(each.is_complete for each in found)
+        if is_last_look or _torch.METADATA_NAME in names:
+            is_begun = bool(found) or is_under_way(storage)
+            if is_last_look or not is_begun:
+                return found if is_begun else None
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, longest_s)
 
 
 @contextmanager

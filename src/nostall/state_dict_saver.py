@@ -136,6 +136,8 @@ def _finalize(
         outcome=outcome,
         written=save.written_files,
         changed_plan=session.changed_plan,
+        save=session.save,
+        lingers=session.lingers,
         took_s=save.took_s,
     )
     is_committed = False  # assumed if other ranks are lost now
@@ -148,6 +150,7 @@ def _finalize(
             ending = coordination.broadcast(ending)
         if cache is not None:
             cache.sent_token = token_of(outcome)
+            cache.note_finalised(save.split)
             if ending.changed or ending.failures:
                 cache.forget()
         is_committed = not ending.failures

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,60 @@ def raised_on_one_rank(out: Path) -> None:
         if rank == 0:
             raise RuntimeError("of rank 0")
         signal.pause()  # until the launcher ends it
+
+
+def killed_after_a_save_of_one_rank(out: Path) -> None:
+    """Rank 0 has begun, and given up, a save more than rank 1; then two saves are under way."""
+    rank = dist.get_rank()
+    queue, cache = AsyncCallsQueue(), CheckpointMetadataCache()
+    for step in range(3):
+        schedule(queue, out / "warm", tensor_of(rank, step), cache=cache, linger_s=LINGER_S)
+        queue.wait()
+    if rank == 0:
+        schedule(queue, out / "alone", tensor_of(rank, 50), cache=cache, linger_s=LINGER_S)
+    queue.close(abort=True)
+    dist.barrier()
+    for step in (100, 200):
+        schedule(queue, out / "last", tensor_of(rank, step), cache=cache, linger_s=LINGER_S)
+    for call in list(queue._calls):
+        call.outcome.result(60)
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tensor_of(rank: int, step: int) -> dict[str, torch.Tensor]:
+    return {f"w{rank}": torch.full((1000,), float(step))}
+
+
+def closed_without_a_rank(out: Path, how: str) -> None:
+    """Rank 1 dies; rank 0 ends its saves as always."""
+    rank = dist.get_rank()
+    if how == "manager":
+        manager = manager_of(out)
+        manager.save(0, tensor_of(rank, 7))
+        end: Any = manager.close
+    else:
+        queue = AsyncCallsQueue()
+        schedule(queue, out / "steps" / "step-000000000", tensor_of(rank, 7), linger_s=LINGER_S)
+        end = queue.close
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    end()
+
+
+def given_up(out: Path) -> list[list[str]]:
+    """The names that are left by saves of which rank 1 has no item."""
+    state = tensor_of(0, 1) if dist.get_rank() == 0 else {}
+    queue = AsyncCallsQueue()
+    left = []
+    for name, end in (("closed", partial(queue.close, abort=True)), ("aborted", nostall.abort_all)):
+        schedule(queue, out / name, state, linger_s=LINGER_S)
+        dist.barrier()
+        end()
+        dist.barrier()
+        left.append(sorted(os.listdir(out / name)))
+    return left
 
 
 def failed_on_one_rank(out: Path) -> list[str]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import subprocess
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -19,10 +23,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 import nostall
+from nostall._manager import lock
 from nostall._model.completion import is_completion, record_name_in
+from nostall._save import leftovers
 from nostall.cli import main
 from nostall.core import AsyncCallsQueue
-from nostall.errors import DamagedCheckpointError, NostallError, OptionError
+from nostall.errors import DamagedCheckpointError, OptionError, ReadError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.recovery import RecoveryState
@@ -87,12 +93,6 @@ def _import_path() -> list[str]:
 def kill(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait(PATIENCE_S)
-
-
-def raise_in(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("raise\n")
-    process.stdin.flush()
 
 
 # --- a death ------------------------------------------------------------------------------------
@@ -232,6 +232,33 @@ def test_an_exception_on_one_rank_leaves_its_save_to_the_writer_process(tmp_path
     assert found.state is RecoveryState.COMMITTED
 
 
+def test_a_save_that_one_rank_has_given_up_alone_mixes_no_saves(tmp_path: Path) -> None:
+    """Ranks count their saves; after that they count differently, until they plan together."""
+    out = tmp_path / "out"
+    with pytest.raises(RanksFailed):
+        run_ranks(2, "outliving:killed_after_a_save_of_one_rank", out)
+    found = nostall.recover(out / "last")
+    assert found.state is not RecoveryState.COMMITTED
+    assert not (out / "last" / ".metadata").exists()
+
+
+@pytest.mark.parametrize("how", ["queue", "manager"])
+def test_the_usual_end_of_a_job_that_has_lost_a_rank_keeps_the_save(
+    tmp_path: Path, how: str
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(RanksFailed, match="left to its writer process"):
+        run_ranks(2, "outliving:closed_without_a_rank", out, how)
+    path = out / "steps" / "step-000000000"
+    assert nostall.recover(path, wait_s=PATIENCE_S).state is RecoveryState.COMMITTED
+    assert nostall.verify(path).ok
+
+
+def test_saves_that_are_given_up_leave_nothing(tmp_path: Path) -> None:
+    """On a rank without items, neither."""
+    assert run_ranks(2, "outliving:given_up", tmp_path / "out") == [[[], []], [[], []]]
+
+
 def test_a_save_that_failed_on_one_rank_leaves_nothing(tmp_path: Path) -> None:
     assert run_ranks(2, "outliving:failed_on_one_rank", tmp_path / "out") == [[], []]
 
@@ -302,17 +329,13 @@ def test_damage_is_found_and_nothing_is_committed(left: Path) -> None:
     places = [*range(0, len(content), len(content) // 40), len(content) - 1]
     for place in places:
         damaged = bytearray(content)
-        damaged[place] ^= 0x40
+        damaged[place] ^= 0x04
         record.write_bytes(damaged)
-        with suppress(NostallError):
-            found = nostall.recover(left)
-            assert found.state is not RecoveryState.COMMITTED or is_same(
-                state_at(left), small_state(1)
-            )
-        (left / ".metadata").unlink(missing_ok=True)
+        with pytest.raises(DamagedCheckpointError):
+            nostall.recover(left)
     for shorter in (0, 1, len(content) // 2, len(content) - 1):
         record.write_bytes(content[:shorter])
-        with pytest.raises(NostallError):
+        with pytest.raises(DamagedCheckpointError):
             nostall.recover(left)
     record.write_bytes(content)
     (left / "__0_0.distcp").unlink()
@@ -324,19 +347,75 @@ def test_damage_is_found_and_nothing_is_committed(left: Path) -> None:
 def test_records_cannot_lead_out_of_the_directory(left: Path, tmp_path: Path) -> None:
     (record,) = records_in(left)
     (tmp_path / "outside.distcp").write_bytes((left / "__0_0.distcp").read_bytes())
-    hostile = record.read_bytes().replace(b'"__0_0.distcp"', b'"../outside.distcp"')
-    record.write_bytes(hostile)
-    with pytest.raises(NostallError):
+    hostile = record.read_bytes()[:-8].replace(b'"__0_0.distcp"', b'"../outside.distcp"')
+    record.write_bytes(hostile + b"%08x" % zlib.crc32(hostile))
+    with pytest.raises(DamagedCheckpointError):
         nostall.recover(left)
     assert (tmp_path / "outside.distcp").exists()
     assert not (left / ".metadata").exists()
 
 
 @pytest.mark.parametrize(
-    "name", [".complete-1-0-0-1", ".complete-000000000000000g-0-0-1", ".complete", "__0_0.distcp"]
+    "name",
+    [
+        ".complete-1-0-0-1",
+        ".complete-000000000000000g-0-0-1",
+        ".complete-0000000000000001-00-0-1",
+        ".complete-0000000000000001-0-1-1",
+        ".complete",
+        "__0_0.distcp",
+    ],
 )
 def test_other_names_are_no_records(name: str) -> None:
     assert record_name_in(name) is None
+
+
+def test_other_records_beside_those_of_a_complete_save_are_no_obstacle(left: Path) -> None:
+    """Whatever they are: a directory, a link to nowhere, empty, or of a million ranks."""
+    (left / ".complete-00000000000000ff-0-0-1").mkdir()
+    (left / ".complete-00000000000000ff-1-0-1").symlink_to("/nowhere")
+    (left / ".complete-00000000000000ff-2-0-2").touch()
+    (left / ".complete-00000000000000ff-3-0-999999999").touch()
+    assert nostall.recover(left).state is RecoveryState.COMMITTED
+    assert is_same(state_at(left), small_state(1))
+
+
+def test_the_ranks_that_a_record_claims_take_no_memory(left: Path) -> None:
+    (record,) = records_in(left)
+    record.rename(record.with_name(f"{record.name[:-1]}999999999"))
+    found = nostall.recover(left)
+    assert found.state is RecoveryState.INCOMPLETE
+    assert found.missing_ranks == tuple(range(1, 101))
+
+
+def test_storage_that_does_not_answer_loses_nothing(left: Path, tmp_path: Path) -> None:
+    """A record is left beside a committed checkpoint that cannot be read at present."""
+    (record,) = records_in(left)
+    record.rename(record.with_name(f"{record.name[:-1]}2"))
+    shutil.copy(tmp_path / "done" / ".metadata", left)
+    away = OSError(errno.EIO, os.strerror(errno.EIO), str(left / ".metadata"))
+    with patch.object(leftovers, "open_to_read", side_effect=away), suppress(ReadError):
+        nostall.recover(left)
+    assert is_same(state_at(left), small_state(1))
+    os.utime(left / ".metadata")
+    assert nostall.recover(left).state is RecoveryState.NOTHING
+    assert sorted(os.listdir(left)) == [".metadata", "__0_0.distcp"]
+
+
+def test_of_two_saves_under_way_to_one_directory_the_first_can_be_recovered(
+    tmp_path: Path, queue: AsyncCallsQueue
+) -> None:
+    """Nobody could tell later which was the last."""
+    with Hold("report") as hold, inject(hold.fault):
+        for seed in (1, 2):
+            schedule(queue, tmp_path / "last", small_state(seed), linger_s=LINGER_S)
+        hold.wait_reached()
+        shutil.copytree(tmp_path / "last", tmp_path / "left")
+        hold.release()
+        queue._calls[1].outcome.result(PATIENCE_S)
+        assert len(records_in(tmp_path / "last")) == 1
+    assert nostall.recover(tmp_path / "left").state is RecoveryState.COMMITTED
+    assert is_same(state_at(tmp_path / "left"), small_state(1))
 
 
 # --- use ------------------------------------------------------------------------------------------
@@ -359,7 +438,7 @@ def test_the_command_names_missing_ranks(left: Path, capsys: pytest.CaptureFixtu
     (record,) = records_in(left)
     record.rename(record.with_name(f"{record.name[:-1]}2"))
     assert main(["recover", str(left)]) == 1
-    assert "incomplete: rank 1" in capsys.readouterr().out
+    assert "incomplete: not finished by rank 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -383,6 +462,33 @@ def test_saves_that_end_with_the_trainer_refuse_it(tmp_path: Path) -> None:
         writer = FileSystemWriterAsync(tmp_path / "ck", linger_s=60)
         with pytest.raises((OptionError, CheckpointException), match="split saves"):
             call({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
+
+
+def test_parts_of_a_step_exclude_it(tmp_path: Path) -> None:
+    writer = partial(FileSystemWriterAsync, linger_s=60)
+    state = {"a": torch.ones(2), "b": torch.ones(2)}
+    manager = nostall.CheckpointManager(tmp_path, parts=("a", "b"), writer=writer)
+    with manager, pytest.raises(OptionError, match="linger_s does not support parts"):
+        manager.save(1, state)
+
+
+def test_restoring_makes_writers_of_unfinished_steps_only(tmp_path: Path) -> None:
+    """Users' factories are promised the directory of a step. The root is locked while it saves."""
+    made: list[str] = []
+
+    def writer(path: str) -> FileSystemWriterAsync:
+        made.append(path)
+        return FileSystemWriterAsync(path, linger_s=0.1)
+
+    state = {"a": torch.ones(2)}
+    with nostall.CheckpointManager(tmp_path, writer=writer) as manager:
+        manager.save(1, state)
+    manager.restore(state)
+    assert made == [str(tmp_path / "step-000000001")]
+    (tmp_path / "step-000000002").mkdir()
+    assert manager.restore(state) is not None
+    assert made[1:] == [str(tmp_path / "step-000000002")]
+    assert not (tmp_path / lock.NAME).exists()
 
 
 def test_waves_exclude_it(tmp_path: Path) -> None:

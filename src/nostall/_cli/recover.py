@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from nostall._cli.arguments import NotThere, Status, add_json, at_least, place
 from nostall._cli.checkpoints.listing import require_no_file, why_not_there
-from nostall._cli.output import print_json
+from nostall._cli.output import describe, print_error, print_json
 from nostall._storage.places import storage_at
+from nostall.errors import NostallError
 
 if TYPE_CHECKING:
     from nostall.recovery import Recovery
@@ -43,7 +45,7 @@ def run(parsed: argparse.Namespace) -> int:
     from nostall.recovery import RecoveryState
 
     require_no_file(parsed.path)
-    found = _recover_all(parsed.path, parsed.wait)
+    found, failures = _recover_all(parsed.path, parsed.wait)
     if parsed.json:
         print_json(
             [
@@ -51,28 +53,39 @@ def run(parsed: argparse.Namespace) -> int:
                 for each in found
             ]
         )
-    elif not found:
-        raise NotThere(f"{parsed.path}: {_why_nothing(parsed.path)}")
     else:
-        print("\n".join(map(_described, found)))
+        for each in found:
+            print(_described(each))
+    for error in failures:
+        print_error(describe(error))
+    if failures or any(each.state is not RecoveryState.COMMITTED for each in found):
+        return Status.FAILED
     if not found:
-        return Status.NOT_THERE
-    is_whole = all(each.state is RecoveryState.COMMITTED for each in found)
-    return Status.FINE if is_whole else Status.FAILED
+        if parsed.json:
+            return Status.NOT_THERE
+        raise NotThere(f"{parsed.path}: {_why_nothing(parsed.path)}")
+    return Status.FINE
 
 
-def _recover_all(path: str, wait_s: float) -> list[Recovery]:
+def _recover_all(path: str, wait_s: float) -> tuple[list[Recovery], list[NostallError]]:
+    """What is found at a path and directly in it, and the errors of what cannot be recovered."""
     from nostall.recovery import RecoveryState, recover
 
     deadline_s = time.monotonic() + wait_s
-    try:
-        inside = [f"{path}/{name}" for name in sorted(storage_at(path).list())]
-    except (FileNotFoundError, NotADirectoryError):
-        inside = []
-    found = (
-        recover(each, wait_s=max(0.0, deadline_s - time.monotonic())) for each in [path, *inside]
-    )
-    return [each for each in found if each.state is not RecoveryState.NOTHING]
+    found: list[Recovery] = []
+    failures: list[NostallError] = []
+    for each in [path, *_inside(path)]:
+        try:
+            found.append(recover(each, wait_s=max(0.0, deadline_s - time.monotonic())))
+        except NostallError as error:
+            failures.append(error)
+    return [each for each in found if each.state is not RecoveryState.NOTHING], failures
+
+
+def _inside(path: str) -> list[str]:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return [f"{path}/{name}" for name in sorted(storage_at(path).list())]
+    return []
 
 
 def _why_nothing(path: str) -> str:
@@ -84,8 +97,7 @@ def _why_nothing(path: str) -> str:
 
 
 def _described(found: Recovery) -> str:
-    ranks = ", ".join(map(str, found.missing_ranks[:8]))
+    ranks = ", ".join(f"rank {rank}" for rank in found.missing_ranks[:8])
     more = ", ..." if len(found.missing_ranks) > 8 else ""
-    what = "rank" if len(found.missing_ranks) == 1 else "ranks"
-    missing = f": {what} {ranks}{more} not finished" if ranks else ""
+    missing = f": not finished by {ranks}{more}" if ranks else ""
     return f"{found.path}: {found.state.value}{missing}"

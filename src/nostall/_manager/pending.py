@@ -155,7 +155,7 @@ class PendingSaves:
     def close(self) -> None:
         """Abort what is still scheduled, and end the queue's processes. Idempotent."""
         with self._settled():
-            self._queue.close(abort=True)
+            self._queue._give_up()
 
     def _note_committed(self, handle: SaveHandle) -> None:
         self._requests.remove(handle)

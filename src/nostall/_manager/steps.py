@@ -15,10 +15,10 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import takewhile
 from typing import TypeVar
 
 from nostall import _torch
@@ -26,14 +26,7 @@ from nostall._engine import default_engine
 from nostall._manager.contents import read_about
 from nostall._storage.deadlines import in_time
 from nostall._storage.places import identity, is_address, storage_at
-from nostall.errors import (
-    DamagedCheckpointError,
-    IncompleteSaveError,
-    NostallError,
-    OptionError,
-    ReadError,
-    UntrustedMetadataError,
-)
+from nostall.errors import NostallError, OptionError, ReadError
 from nostall.integrity import why_damaged
 from nostall.recovery import recover
 from nostall.removal import remove_checkpoint
@@ -187,23 +180,29 @@ class StepDirectories:
             with suppress(OSError):  # other files are left
                 storage_at(self.path(step)).remove_place()
 
-    def recover(self, linger_s: float) -> None:
+    def unfinished(self, step: int | None) -> list[str]:
+        """The directories of steps in one part that are not committed, in ascending order.
+
+        Args:
+            step: A step; by default all that are higher than the highest committed one.
+        """
+        steps = [each for each in self.listed() if step in (None, each) and not self.parts]
+        last = takewhile(lambda each: self.committed_at_s(each) is None, reversed(steps))
+        return [self.path(each) for each in last][::-1]
+
+    def recover(self, paths: Sequence[str], linger_s: float) -> None:
         """Commit the checkpoints that all ranks have finished after their trainer's death.
 
         Args:
+            paths: Their directories.
             linger_s: How long a writer process may still be at work.
-
-        Raises:
-            ReadError, WriteError: Storage refuses.
         """
         deadline_s = time.monotonic() + linger_s
-        for checkpoint in chain.from_iterable(map(self.checkpoints, self.listed())):
-            if _has_metadata(checkpoint):
-                continue
+        for path in paths:
             try:
-                recover(checkpoint, wait_s=max(0.0, deadline_s - time.monotonic()))
-            except (DamagedCheckpointError, IncompleteSaveError, UntrustedMetadataError) as error:
-                _log.warning("%s is not recovered: %s", checkpoint, error)
+                recover(path, wait_s=max(0.0, deadline_s - time.monotonic()))
+            except NostallError as error:  # another step is restored
+                _log.warning("%s is not recovered: %s", path, error)
 
     def remove_unfinished(self) -> None:
         """Remove what interrupted saves and removals have left.

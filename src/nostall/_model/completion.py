@@ -11,12 +11,13 @@ import re
 from dataclasses import dataclass
 
 _NAME = re.compile(r"\.complete-([0-9a-f]{16})-(\d{1,15})-(\d{1,9})-(\d{1,9})", re.ASCII)
-_UNFINISHED = ".tmp"
+UNFINISHED = ".tmp"
+"""At the end of the name of a record that is being written."""
 MOST_SERIES = (1 << 63) - 1
 """A reduction of ranks carries signed 64-bit integers."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class SaveId:
     """Identifies one save; the same on all its ranks."""
 
@@ -49,9 +50,10 @@ def record_name_in(name: str) -> RecordName | None:
     if found is None:
         return None
     number, rank, ranks = map(int, found.groups()[1:])
-    return RecordName(SaveId(int(found[1], 16), number), rank, ranks)
+    parts = RecordName(SaveId(int(found[1], 16), number), rank, ranks)
+    return parts if rank < ranks and str(parts) == name else None
 
 
 def is_completion(name: str) -> bool:
     """Whether a name is that of a completion record, finished or not."""
-    return record_name_in(name.removesuffix(_UNFINISHED)) is not None
+    return record_name_in(name.removesuffix(UNFINISHED)) is not None

@@ -17,6 +17,7 @@ from nostall._commit.collect import collect, require_one_directory
 from nostall._commit.known_results import KnownResults, RankOutcome
 from nostall._commit.publication import Publication
 from nostall._engine import default_engine
+from nostall._model.completion import SaveId
 from nostall._model.values import Abort, RankFiles
 from nostall._plan.together import replanned_metadata
 from nostall._ranks.failures import sendable
@@ -42,6 +43,10 @@ class RankMessage:
     outcome: RankOutcome
     written: RankFiles
     changed_plan: SavePlan | None
+    save: SaveId | None
+    """``None`` if it does not outlive its trainer, or this rank may count otherwise."""
+    lingers: bool
+    """Whether it is to outlive its trainer."""
     took_s: float
     """From the start of planning until the files were durable."""
 
@@ -54,7 +59,7 @@ class Ending:
     published: bool
     """Whether the metadata is published, or may be; after a failure, too."""
     changed: bool
-    """Whether a rank's structure has changed; the next save is planned together then."""
+    """Whether the next save is planned together, as a rank's structure has changed, for example."""
     slowest_rank: int | None = None
 
 
@@ -80,10 +85,13 @@ def commit_split_save(
         for number, each in enumerate(messages)
         if each.changed_plan is not None
     }
+    # Ranks that count differently agree anew with the next plan.
+    counts = {each.save for each in messages if each.lingers}
+    is_to_plan_anew = bool(changed) or len(counts) > 1 or None in counts
     outcomes = [each.outcome for each in messages]
     verdict = collect(known.fill_in(outcomes))
     if isinstance(verdict, Abort):
-        return Ending(failures=verdict.failures, published=False, changed=bool(changed))
+        return Ending(failures=verdict.failures, published=False, changed=is_to_plan_anew)
     is_published = False
     try:
         written = [each.written for each in messages]
@@ -101,10 +109,10 @@ def commit_split_save(
         return Ending(
             failures={session.rank: sendable(_torch.wrap_exception(error))},
             published=is_published and not is_unpublished(error),
-            changed=bool(changed),
+            changed=is_to_plan_anew,
         )
     slowest = max(range(len(messages)), key=lambda each: messages[each].took_s)
-    return Ending(failures={}, published=True, changed=bool(changed), slowest_rank=slowest)
+    return Ending(failures={}, published=True, changed=is_to_plan_anew, slowest_rank=slowest)
 
 
 def _metadata_to_publish(

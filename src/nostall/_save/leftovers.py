@@ -40,15 +40,24 @@ under way."""
 def files_of(storage: Files, name: str) -> set[str]:
     """Names of the shard files of a checkpoint; empty without trustworthy metadata."""
     try:
-        with open_to_read(storage, name) as stream:
-            manifest = manifest_alone(stream)
-            if manifest is None:
-                path = storage.where(name)
-                files = referenced_files(read_metadata(stream, path), path=path)
-            else:  # much faster to read than the metadata
-                files = {file.name for file in manifest.files}
+        return files_named_by(storage, name)
     except OSError:
         return set()
+
+
+def files_named_by(storage: Files, name: str) -> set[str]:
+    """As :func:`files_of`.
+
+    Raises:
+        OSError: The metadata cannot be read.
+    """
+    with open_to_read(storage, name) as stream:
+        manifest = manifest_alone(stream)
+        if manifest is None:
+            path = storage.where(name)
+            files = referenced_files(read_metadata(stream, path), path=path)
+        else:  # much faster to read than the metadata
+            files = {file.name for file in manifest.files}
     return set(filter(is_ours_to_remove, files))
 
 
@@ -73,7 +82,7 @@ def unused(
     used = publication.files | directories.names_in_use(files.where())
     yield from replaced - used
     try:
-        strangers = _unreferenced(files, metadata_name) - used - replaced
+        strangers = unreferenced(files, metadata_name) - used - replaced
         yield from strangers & left
         yield from _old_ones(files, metadata_name, strangers - left, save_timeout_s)
     except OSError:  # not fatal: the next save looks again
@@ -81,8 +90,12 @@ def unused(
         _log.debug("files of other saves cannot be listed: path=%s", where, exc_info=True)
 
 
-def _unreferenced(files: Files, own: str) -> set[str]:
-    """Names of shard files that no metadata but this refers to, and of completion records."""
+def unreferenced(files: Files, own: str) -> set[str]:
+    """Names of shard files that no metadata but this refers to, and of completion records.
+
+    Raises:
+        OSError: The files cannot be listed.
+    """
     names = files.list()
     strangers = {name for name in names if is_given_to_shards(name) or is_completion(name)}
     for name in names:

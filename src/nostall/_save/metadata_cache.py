@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from nostall._commit.known_results import KnownResults
+from nostall._model.completion import SaveId
 from nostall._model.keywords import also_named
 from nostall._plan.cache import CachedPlans, same_plan
 from nostall._plan.together import GlobalPlan, PlanMemory
 from nostall._save.session import KnownSave
+from nostall._save.split_save import SplitSave
 
 
 class CheckpointMetadataCache(PlanMemory):
@@ -32,6 +35,28 @@ class CheckpointMetadataCache(PlanMemory):
         """Token of the results that the coordinator has from this rank."""
         self.known_results = KnownResults()
         """On the coordinator, the results of all ranks."""
+        self._begun: list[weakref.ref[SplitSave]] = []
+        """Saves of the present series that are not finalised."""
+
+    def next_save(self) -> SaveId | None:
+        """What identifies the next save of plans that ranks have agreed on.
+
+        ``None`` if this rank has begun a save that was not finalised and will not be: another rank
+        may not have begun it, and would count otherwise.
+        """
+        saves = [reference() for reference in self._begun]
+        if self.last_save is not None:
+            is_lost = any(save is None or save.is_lost for save in saves)
+            self.last_save = None if is_lost else self.last_save.next()
+        return self.last_save
+
+    def begin(self, save: SplitSave) -> None:
+        """Note a save that is identified."""
+        self._begun.append(weakref.ref(save))
+
+    def note_finalised(self, save: SplitSave | None) -> None:
+        """Note that all ranks have finalised a save."""
+        self._begun = [each for each in self._begun if each() is not save]
 
     @also_named(metadata="cached_global_metadata")
     def set_cached_global_metadata(self, metadata: Metadata | None) -> None:
@@ -75,6 +100,7 @@ class CheckpointMetadataCache(PlanMemory):
         self._validated = plans.validated  # as agreed by all ranks, not as this rank sees it
         self.known = self.sent_token = None
         self.known_results = KnownResults()
+        self._begun.clear()
 
     def forget(self) -> None:
         """Plan the next save together."""

@@ -14,11 +14,8 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from nostall._commit.publication import end_of_program
 from nostall._model.completion import RecordName
-from nostall._model.jobs import Completion, RankWritten
+from nostall._model.jobs import Completion
 from nostall._save import session
-from nostall._storage.deadlines import in_time
-from nostall._storage.places import storage_at
-from nostall._writer.completion import encoded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,30 +54,4 @@ class Outliving:
             metadata=self.metadata,
             linked=tuple(each.linked for each in prepared.frozen if each.linked is not None),
             linger_s=prepared.target.settings.options.linger_s,
-        )
-
-    def leave(self, prepared: session.PreparedSave) -> None:
-        """Leave the record of a rank without files.
-
-        Raises:
-            OSError: Storage refused.
-            SaveTimeoutError: It did not answer in time.
-        """
-        target = prepared.target
-        storage = storage_at(target.settings.directory, sync=target.settings.options.sync_files)
-        target.progress.created.add(storage.where(str(self.name)))
-        nothing = RankWritten(rank=target.settings.rank, receipts=())
-        content = encoded(self.completion(prepared), nothing)
-
-        def publish() -> None:
-            storage.make_place()
-            storage.publish(str(self.name), content)
-
-        in_time(
-            publish,
-            timeout_s=target.timeout_s,
-            doing="leaving the record of a rank without files",
-            phase="record",
-            path=storage.where(str(self.name)),
-            rank=target.settings.rank,
         )

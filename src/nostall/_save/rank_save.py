@@ -155,23 +155,24 @@ class RankSave:
         name: RecordName,
         planned: Callable[[], bytes],
         storage_meta: Callable[[], StorageMeta | None],
-    ) -> None:
-        """Let the prepared split save outlive this process, if the writer was asked for that.
+    ) -> SplitSave | None:
+        """Let the prepared split save outlive this process.
+
+        Not if another one is under way in its directory: nobody could tell later which was last.
 
         Args:
             name: That of this rank's record.
             planned: Returns the planned metadata on the coordinator, as a pickle without its end.
             storage_meta: Returns DCP's part of the metadata that is specific to this save.
 
-        Raises:
-            OSError: Storage refused the record of a rank without files.
-            SaveTimeoutError: It did not answer in time.
+        Returns:
+            The save; ``None`` if this rank could not plan.
         """
-        if not (self.settings.options.linger_s and isinstance(self._state, SplitSave)):
-            return
-        self._state.outliving = Outliving.planned_now(name, planned(), storage_meta)
-        if self.to_schedule is None:
-            self._state.outliving.leave(self._state.prepared)
+        if not isinstance(self._state, SplitSave):
+            return None
+        if self._state.visit.is_alone():
+            self._state.outliving = Outliving.planned_now(name, planned(), storage_meta)
+        return self._state
 
     def learn(self, state_dict: dict[str, Any], flat: dict[str, Any]) -> session.KnownSave | None:
         """The reusable part of the prepared save, before staging; ``None`` if nothing is safe.
@@ -269,10 +270,15 @@ class RankSave:
     # --- what became of it ----------------------------------------------------------------------
 
     @property
+    def split(self) -> SplitSave | None:
+        """The planned split save, if it is one."""
+        return self._state if isinstance(self._state, SplitSave) else None
+
+    @property
     def to_schedule(self) -> SplitSave | None:
         """What a framework schedules; ``None`` if this rank has nothing to write."""
         state = self._state
-        return state if isinstance(state, SplitSave) and state.prepared.plan.items else None
+        return state if isinstance(state, SplitSave) and state.has_to_run else None
 
     def require_over(self) -> None:
         """Refuse another save of the writer until the results of this one are collected.

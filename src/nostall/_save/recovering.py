@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -13,15 +14,16 @@ from nostall import _torch
 from nostall._commit.manifest import manifest_alone
 from nostall._commit.metadata import extents_of, load_metadata
 from nostall._engine import Engine
-from nostall._model.completion import RecordName, SaveId, is_completion, record_name_in
-from nostall._model.names import is_given_to_shards, is_ours_to_remove
+from nostall._model.completion import UNFINISHED, RecordName, SaveId, record_name_in
 from nostall._model.values import RankFiles, WrittenFile
 from nostall._save.finalize import finish_metadata, publication_of_results, publish
-from nostall._save.leftovers import files_of
+from nostall._save.leftovers import files_named_by, files_of, unreferenced
 from nostall._storage.port import Storage, require_file
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall._writer.completion import CompletionRecord, decoded
 from nostall.errors import DamagedCheckpointError
+
+_MOST_NAMED = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +37,15 @@ class Found:
     """The ranks that have left their record."""
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all ranks have."""
+        return len(self.present) == self.ranks
+
+    @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks that have not left theirs."""
-        return tuple(sorted(set(range(self.ranks)) - self.present))
+        """The first ranks that have not."""
+        ranks = (rank for rank in range(self.ranks) if rank not in self.present)
+        return tuple(islice(ranks, _MOST_NAMED))
 
     def names(self) -> list[str]:
         """The names of the records."""
@@ -47,10 +55,8 @@ class Found:
 def records_among(names: Iterable[str]) -> list[Found]:
     """The saves that have left records, by the names in a directory."""
     ranks: dict[tuple[SaveId, int], set[int]] = defaultdict(set)
-    for name in names:
-        found = record_name_in(name)
-        if found is not None and found.rank < found.ranks:
-            ranks[found.save, found.ranks].add(found.rank)
+    for found in filter(None, map(record_name_in, names)):
+        ranks[found.save, found.ranks].add(found.rank)
     return [Found(save, count, frozenset(present)) for (save, count), present in ranks.items()]
 
 
@@ -93,20 +99,10 @@ def read_save(storage: Storage, found: Found) -> CompleteSave:
     return save
 
 
-def began_s(storage: Storage, found: Found) -> float:
-    """When the save was planned, by the record of any rank that has left one.
-
-    Raises:
-        DamagedCheckpointError: It is not what was written.
-        OSError: Storage refuses.
-    """
-    return _read(storage, found.names()[0]).began_s
-
-
 def _read(storage: Storage, name: str) -> CompletionRecord:
     path = storage.where(name)
     with open_to_read(storage, name) as stream:
-        return decoded(read_metadata(stream, path), path=path)
+        return decoded(read_metadata(stream, path), name, path=path)
 
 
 def commit(storage: Storage, save: CompleteSave, engine: Engine) -> None:
@@ -167,43 +163,67 @@ def is_committed(storage: Storage, save: CompleteSave) -> bool:
     return bool(save.files) and files_of(storage, _torch.METADATA_NAME) == save.files
 
 
-def is_superseded(storage: Storage, began_s: float) -> bool:
-    """Whether a checkpoint was committed since a save was planned.
+def is_superseded(storage: Storage, save: CompleteSave) -> bool:
+    """Whether a checkpoint was committed since the save was planned, by the coordinators' clocks.
+
+    Raises:
+        OSError: Storage refuses.
+    """
+    try:
+        with open_to_read(storage, _torch.METADATA_NAME) as stream:
+            manifest = manifest_alone(stream)
+        committed_s = storage.stat(_torch.METADATA_NAME).modified_s
+    except FileNotFoundError:
+        return False
+    return save.began_s < (committed_s if manifest is None else manifest.committed_at_s)
+
+
+def is_older_than_commit(storage: Storage, found: Found) -> bool:
+    """Whether all records are older than the present checkpoint, by the clock of storage.
 
     Raises:
         OSError: Storage refuses.
     """
     try:
         committed_s = storage.stat(_torch.METADATA_NAME).modified_s
-        with open_to_read(storage, _torch.METADATA_NAME) as stream:
-            manifest = manifest_alone(stream)
+        return all(storage.stat(name).modified_s < committed_s for name in found.names())
     except FileNotFoundError:
         return False
-    return began_s < (committed_s if manifest is None else manifest.committed_at_s)
 
 
-def discard(storage: Storage, found: Sequence[Found], *, but: Set[str] = frozenset()) -> None:
-    """Remove the records of saves, and the files that they name; errors are ignored.
+def discard(storage: Storage, found: Sequence[Found]) -> None:
+    """Remove the records of saves, and the files that they name and no metadata does.
 
-    Args:
-        storage: The checkpoint directory.
-        found: The saves.
-        but: Names of files that stay.
+    What cannot be removed stays. Without an answer of storage about the metadata, all files do.
     """
-    used = but | files_of(storage, _torch.METADATA_NAME)
-    for name in (name for each in found for name in each.names()):
-        files: set[str] = set()
-        with suppress(OSError, DamagedCheckpointError):
-            files = {each.name for each in _read(storage, name).report.receipts}
-        with suppress(OSError):
-            storage.remove([*filter(is_ours_to_remove, files - used), name])
+    with suppress(OSError):
+        removable = unreferenced(storage, _torch.METADATA_NAME) - _committed(storage)
+        for name in (name for each in found for name in each.names()):
+            files: set[str] = set()
+            with suppress(OSError, DamagedCheckpointError):
+                files = {each.name for each in _read(storage, name).report.receipts}
+            storage.remove([name, name + UNFINISHED, *(files & removable)])
 
 
-def is_under_way(names: Sequence[str], storage: Storage) -> bool:
-    """Whether a directory has files of a save that is not committed."""
-    return any(map(is_completion, names)) or bool(
-        set(filter(is_given_to_shards, names)) - files_of(storage, _torch.METADATA_NAME)
-    )
+def is_under_way(storage: Storage) -> bool:
+    """Whether there are files of a save that is not committed.
+
+    Raises:
+        OSError: Storage refuses.
+    """
+    return bool(unreferenced(storage, _torch.METADATA_NAME) - _committed(storage))
+
+
+def _committed(storage: Storage) -> set[str]:
+    """Names of the shard files of the committed checkpoint, if there is one.
+
+    Raises:
+        OSError: Its metadata cannot be read.
+    """
+    try:
+        return files_named_by(storage, _torch.METADATA_NAME)
+    except FileNotFoundError:
+        return set()
 
 
 def _damaged(why: str, storage: Storage) -> DamagedCheckpointError:

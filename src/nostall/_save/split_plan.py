@@ -67,7 +67,9 @@ class SaveSession(_torch.DistWrapper):
         self.cache: CheckpointMetadataCache | None = None
         self.planner: SavePlanner | None = None
         self.save: SaveId | None = None
-        """``None`` if planning failed."""
+        """Of a save that outlives its trainer; ``None`` if ranks may count otherwise."""
+        self.lingers = False
+        """Whether it is to outlive its trainer."""
         self.changed_plan: SavePlan | None = None
         self.reused_plans: list[SavePlan] | None = None
         """On the coordinator, the plans of all ranks that this save reuses; when it is finalised,
@@ -142,43 +144,48 @@ def plan_save(
     if coordination.is_coordinator:
         directory = writer._rank_save.settings.directory
         _log.info("saving: path=%s ranks=%d", directory, coordination.world_size)
+    session.lingers = bool(writer._rank_save.settings.options.linger_s)
     alone = cache is not None and plans_alone(cache.plans, group=group)
     if cache is not None and alone:
-        assert cache.last_save is not None  # agreed on with the plans
-        session.save = cache.last_save = cache.last_save.next()
+        if session.lingers:
+            session.save = cache.next_save()
         session.reused_plans = cache.all_plans
         metadata = arguments.reusable(cache)
         if not _prepare_known(arguments, cache, metadata, session):
             metadata = _plan(arguments, session, alone=True)
     else:
         metadata = _plan(arguments, session, alone=False)
-    _prepare_to_outlive(arguments, session, metadata)
+    if session.lingers:
+        _prepare_to_outlive(arguments, session, metadata)
     return metadata, session
 
 
 def _prepare_to_outlive(
     arguments: _SaveArguments, session: SaveSession, metadata: Metadata | None
 ) -> None:
-    """Let the save outlive this process, if asked to.
+    """Let the save outlive this process.
 
     One whose structure has changed here without the other ranks' knowledge does not: its metadata
     are made when it is finalised.
     """
     if session.save is None or session.changed_plan is not None:
         return
-    writer, coordination = arguments.writer, arguments.coordination
+    writer, coordination, cache = arguments.writer, arguments.coordination, session.cache
     name = RecordName(session.save, coordination.rank, coordination.world_size)
 
     def planned() -> bytes:
         """On the coordinator, the metadata as a pickle without its end; else empty."""
         if metadata is None:
             return b""
-        return program_of(metadata) if session.cache is None else session.cache.reusable_program()
+        return program_of(metadata) if cache is None else cache.reusable_program()
 
     try:
-        writer._rank_save.prepare_to_outlive(name, planned, writer.storage_meta)
+        save = writer._rank_save.prepare_to_outlive(name, planned, writer.storage_meta)
     except Exception as error:  # finalising reports it to every rank
         arguments.fail_later(error)
+    else:
+        if cache is not None and save is not None:
+            cache.begin(save)
 
 
 def _prepare_known(

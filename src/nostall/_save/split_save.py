@@ -184,8 +184,18 @@ class SplitSave(BackgroundSave):
             self.end(committed=False)
 
     @property
+    def has_to_run(self) -> bool:
+        """Whether this rank has something to write: items, or the record that it has none."""
+        return bool(self.prepared.plan.items) or self.outliving is not None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was begun and will not be finalised."""
+        return self.aborted or self._is_over or (self.has_to_run and not self._was_started)
+
+    @property
     def outlives(self) -> bool:
-        """Whether the writer process has it, and finishes it when this process ends."""
+        """Whether its job is sent, or will be: the writer process finishes it without this one."""
         return self.outliving is not None and self._was_started and self.failure() is None
 
     def leave(self) -> None:

@@ -68,6 +68,13 @@ class Visit:
         left = _created(visit for visit in over if visit._directory == self._directory)
         return tuple(sorted(map(os.path.basename, left - _created(busy))))
 
+    def is_alone(self) -> bool:
+        """Whether no other save of this process is under way in the directory."""
+        where = identity(self._directory)
+        with _state.lock:
+            busy = [each for each in _state.visits if each is not self and not each._is_over()]
+        return all(identity(each._directory) != where for each in busy)
+
     def _is_over(self) -> bool:
         """Whether the writing thread has continued; once true, it stays true for all threads."""
         thread = self._thread

@@ -1,22 +1,25 @@
 """The content of a completion record: what the trainer has sent with the job, and the report.
 
-The trainer's part comes first, the line of JSON with all the rest last, so that neither has to be
-copied. Nothing here imports torch, or trusts its input.
+The trainer's part comes first, then a line of JSON with all the rest, and the CRC-32 of both.
+Nothing here imports torch, or trusts its input.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import reduce
 
 from nostall._model import checksum
-from nostall._model.jobs import Completion, RankWritten
+from nostall._model.jobs import Completion, RankWritten, WriteWork
 from nostall._writer.framing import Message
 from nostall._writer.messages import report_from_message, report_to_message
 from nostall.errors import DamagedCheckpointError, ProtocolError
 
 _FORMAT = 1
+_SUM_NBYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,59 +38,51 @@ class CompletionRecord:
 
 def encoded(completion: Completion, written: RankWritten) -> tuple[bytes, ...]:
     """The content of the record of a rank that has written its files."""
-    pieces = (completion.results, completion.metadata)
-    report = replace(written, receipts=(*completion.linked, *written.receipts))
+    receipts = (*completion.linked, *written.receipts)
+    bare = tuple(replace(each, work=WriteWork(), failed_attempts=()) for each in receipts)
     line = {
-        **report_to_message("", report),
+        **report_to_message("", replace(written, receipts=bare)),
         "format": _FORMAT,
+        "name": completion.name,
         "began": completion.began_s,
-        "pieces": [[len(piece), checksum.crc32(piece)] for piece in pieces],
+        "results_nbytes": len(completion.results),
     }
-    return (*pieces, b"\n", json.dumps(line).encode())
+    pieces = (completion.results, completion.metadata, b"\n", json.dumps(line).encode())
+    return (*pieces, b"%08x" % _sum(pieces))
 
 
-def decoded(content: bytes, *, path: str) -> CompletionRecord:
+def decoded(content: bytes, name: str, *, path: str) -> CompletionRecord:
     """The record with this content.
 
     Args:
         content: All of the file.
+        name: Its name.
         path: For errors.
 
     Raises:
-        DamagedCheckpointError: It is not what was written.
+        DamagedCheckpointError: It is not what was written under this name.
     """
-    first, _, line = content.rpartition(b"\n")
     try:
+        if int(content[-_SUM_NBYTES:], 16) != _sum([content[:-_SUM_NBYTES]]):
+            raise ValueError("the checksum differs")
+        first, _, line = content[:-_SUM_NBYTES].rpartition(b"\n")
         plain: Message = json.loads(line)
-        if plain["format"] != _FORMAT:
-            raise ValueError(f"unknown format {plain['format']!r:.80}")
-        results, metadata = _pieces(first, plain["pieces"])
-        began_s = float(plain["began"])
+        if plain["format"] != _FORMAT or plain["name"] != name:
+            raise ValueError(f"format {plain['format']!r:.80}, name {plain['name']!r:.80}")
+        began_s, nbytes = float(plain["began"]), int(plain["results_nbytes"])
         report = report_from_message(plain)
+        if not (math.isfinite(began_s) and isinstance(report, RankWritten)):
+            raise ValueError("it has no time, or reports a failure")
     except (ArithmeticError, LookupError, ProtocolError, TypeError, ValueError) as error:
-        raise _damaged(repr(error), path) from error
-    if not isinstance(report, RankWritten):
-        raise _damaged("it reports a failure", path)
+        raise DamagedCheckpointError(
+            f"the record of a rank's files is damaged: {error!r:.200}",
+            phase="read",
+            path=path,
+            hint="the save that it belongs to is lost; an older checkpoint stays",
+        ) from error
+    results, metadata = first[:nbytes], first[nbytes:]
     return CompletionRecord(began_s=began_s, results=results, metadata=metadata, report=report)
 
 
-def _pieces(content: bytes, parts: Sequence[tuple[int, int]]) -> list[bytes]:
-    found, begin = [], 0
-    for nbytes, crc32 in parts:
-        piece = content[begin : begin + nbytes]
-        if len(piece) != nbytes or checksum.crc32(piece) != crc32:
-            raise ValueError("the checksum differs")
-        found.append(piece)
-        begin += nbytes
-    if begin != len(content) or len(found) != 2:
-        raise ValueError("the length differs")
-    return found
-
-
-def _damaged(why: str, path: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        f"the record of a rank's files is damaged: {why:.200}",
-        phase="read",
-        path=path,
-        hint="the save that it belongs to is lost; an older checkpoint stays",
-    )
+def _sum(pieces: Iterable[bytes]) -> int:
+    return reduce(lambda crc32, piece: checksum.crc32(piece, crc32), pieces, 0)

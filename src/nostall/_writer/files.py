@@ -82,7 +82,7 @@ def perform(
         faults.at("report")
         at.raise_if_cancelled()  # the caller no longer waits for the report
     except BaseException as error:  # every failure is reported to the trainer
-        remove_files(at.created)
+        remove_files(sorted(at.created))  # a record first
         if not isinstance(error, Exception):  # an interrupt
             raise
         failure = describe(error, job, phase=at.phase, path=at.path)

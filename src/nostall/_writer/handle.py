@@ -108,7 +108,7 @@ class WriterProcess(ChildProcess[RankReport]):
             self._on_created(job.job, path)
 
         def on_death(failure: Failure) -> RankReport:
-            remove_in_time(created)
+            remove_in_time(sorted(created))
             paths = [os.path.join(job.directory, image.name) for image in job.files]
             remove_empty_files(paths)  # made last, and not reported
             return RankFailed(

@@ -184,9 +184,16 @@ class _Writer:
     def linger(self) -> None:
         """Without the trainer, finish the jobs that leave a record."""
         with self._answered:
-            if self._outliving:
-                _let_go_of_streams()
-                self._answered.wait_for(lambda: not self._outliving, max(self._outliving.values()))
+            outliving = dict(self._outliving)
+        if not outliving:
+            return
+        _let_go_of_streams()
+        with suppress(OSError):  # a child of the trainer may hold it, and read nothing
+            self._sock.shutdown(socket.SHUT_RDWR)
+        for name in set(self._cancelled) - outliving.keys():
+            self._cancel(name)
+        with self._answered:
+            self._answered.wait_for(lambda: not self._outliving, max(outliving.values()))
 
     def _answer(self, name: str, report: RankReport) -> None:
         self._cancelled.pop(name, None)
