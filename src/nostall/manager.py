@@ -138,6 +138,8 @@ class CheckpointManager:
         self._caches = [CheckpointMetadataCache() for _ in range(self._steps.count)]
         self._pending = PendingSaves(process_group, self._on_commit)
         self._retention = Retention(self._steps, policies, lambda: self._pending.activity)
+        self._has_root = False
+        """Whether rank 0 has locked the root, as all ranks know."""
         self._highest: int | None = None
         """The highest step that has a directory, known alike on all ranks; ``None`` before the
         first save."""
@@ -153,13 +155,15 @@ class CheckpointManager:
 
         Raises:
             CheckpointException: An earlier save failed on some rank; raised on every rank.
-            OptionError: The manager has no ``save_every``, or is closed.
+            OptionError: The manager has no ``save_every``, or is closed; or another process of this
+                machine saves below the root.
         """
         self._require_open()
         self._require_group()
         self.poll()
         if self._save_every is None:
             raise OptionError("save_every was not given", hint="pass it, or decide in the loop")
+        self._require_root()
         if isinstance(self._save_every, int):
             return step > 0 and step % self._save_every == 0
         coordination = self._coordination()
@@ -213,6 +217,15 @@ class CheckpointManager:
         self._pending.start(handle, writers, items, planner, self._caches)
         self._saved_at_s = time.monotonic()
         return handle
+
+    def _require_root(self) -> None:
+        """Lock the root, once: nobody should train until the first save to learn that it is taken.
+
+        Collective the first time.
+        """
+        if not self._has_root:
+            agreed(self._coordination(), partial(self._steps.look, self._lock.take))
+            self._has_root = True
 
     def _enter(self, step: int) -> None:
         """Before a save: nothing of an earlier save of the step is being removed. Collective.

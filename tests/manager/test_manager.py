@@ -257,6 +257,47 @@ def test_another_model_is_refused(tmp_path: Path, layers: list[nn.Module], messa
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("keys", [["model"], ["number"], ["optimizer"], ["nested"]])
+def test_a_part_of_the_state_is_restored(tmp_path: Path, keys: list[str]) -> None:
+    """A model without its optimizer, for example, to evaluate it."""
+
+    def fresh(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        nested = {"x": [torch.rand(2)]}
+        return {"model": model, "optimizer": optimizer, "nested": nested, "number": seed}
+
+    trained = fresh(1)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, trained)
+        some = {key: value for key, value in fresh(2).items() if key in keys}
+        assert manager.restore(some) is not None
+    wanted = {key: trained[key] for key in keys}
+    assert _plain(some) == _plain(wanted)
+
+
+def _plain(state: dict[str, Any]) -> str:
+    """All that is in a state, as text."""
+    each = (
+        value.state_dict() if hasattr(value, "state_dict") else value for value in state.values()
+    )
+    return str(list(each))
+
+
+def test_an_optimizer_of_another_class_is_refused(tmp_path: Path) -> None:
+    """Its first step would fail in torch, as it does not find its options."""
+    model = nn.Linear(3, 3)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"optimizer": torch.optim.AdamW(model.parameters())})
+        manager.wait()
+        other = {"optimizer": torch.optim.SGD(model.parameters(), momentum=0.9)}
+        with pytest.raises(OptionError, match="another class of optimizer, which has no dampening"):
+            manager.restore(other)
+
+
 def test_an_optimizer_with_other_groups_is_refused(tmp_path: Path) -> None:
     """By the optimizer, whose words are in the error."""
     job = Job()

@@ -229,7 +229,10 @@ def _remove(removable: Sequence[Listed], newest: Listed | None) -> list[str]:
         # Another process may have removed or replaced it meanwhile.
         now = look_at(newest.path) if newest is not None else None
         if now is None or now.state is not State.COMPLETE:
-            print_error("stopped: the last complete checkpoint is not complete any more")
+            print_error(
+                "stopped: another process has removed or replaced the last complete checkpoint"
+                " meanwhile; nothing else was removed, run prune again"
+            )
             return [left.path for left in removable[position:]]
         try:
             if _unchanged(each):

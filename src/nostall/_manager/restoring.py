@@ -162,6 +162,10 @@ class Restoration:
         except Exception as error:  # of any object: an optimizer, a scheduler, one of the user's
             why, number = f"{type(error).__name__}: {error!s:.500}", index_of_part(key, self._parts)
             raise self._does_not_fit(f"the object {key!r}", why, number) from error
+        lacking = _options_without_value(target)
+        if lacking:
+            why = f"it was saved by another class of optimizer, which has no {', '.join(lacking)}"
+            raise self._does_not_fit(f"the object {key!r}", why, index_of_part(key, self._parts))
 
 
 def _differences(items: Mapping[str, Any], metadata: Metadata) -> list[str]:
@@ -186,6 +190,14 @@ def _differences(items: Mapping[str, Any], metadata: Metadata) -> list[str]:
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
+
+
+def _options_without_value(target: object) -> list[str]:
+    """Options that a step of an optimizer reads, and that its groups have not got by loading."""
+    if not isinstance(target, torch.optim.Optimizer):
+        return []
+    groups = [group.keys() for group in target.param_groups]
+    return sorted(name for name in target.defaults if any(name not in keys for keys in groups))
 
 
 def _in_place(target: object, restored: object) -> object:
@@ -240,4 +252,6 @@ class _Unpickler(pickle.Unpickler):
         self._tensors = tensors
 
     def persistent_load(self, name: Any) -> Any:
-        return self._tensors[name]
+        # The whole description is unpickled, also the parts of keys that the state leaves out.
+        tensor = self._tensors.get(name)
+        return torch.empty(0) if tensor is None else tensor
