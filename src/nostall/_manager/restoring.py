@@ -162,10 +162,8 @@ class Restoration:
         except Exception as error:  # of any object: an optimizer, a scheduler, one of the user's
             why, number = f"{type(error).__name__}: {error!s:.500}", index_of_part(key, self._parts)
             raise self._does_not_fit(f"the object {key!r}", why, number) from error
-        lacking = _options_without_value(target)
-        if lacking:
-            why = f"it was saved by another class of optimizer, which has no {', '.join(lacking)}"
-            raise self._does_not_fit(f"the object {key!r}", why, index_of_part(key, self._parts))
+        if isinstance(target, torch.optim.Optimizer):
+            _complete_groups(key, target)
 
 
 def _differences(items: Mapping[str, Any], metadata: Metadata) -> list[str]:
@@ -192,12 +190,23 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-def _options_without_value(target: object) -> list[str]:
-    """Options that a step of an optimizer reads, and that its groups have not got by loading."""
-    if not isinstance(target, torch.optim.Optimizer):
-        return []
-    groups = [group.keys() for group in target.param_groups]
-    return sorted(name for name in target.defaults if any(name not in keys for keys in groups))
+def _complete_groups(key: str, optimizer: torch.optim.Optimizer) -> None:
+    """Give the groups of an optimizer the options that they have not got by loading.
+
+    Without them its first step would fail. torch's optimizers do so for what a newer version has
+    added.
+    """
+    for group in optimizer.param_groups:
+        lacking = sorted(optimizer.defaults.keys() - group.keys())
+        if lacking:
+            _log.warning(
+                "%r was saved by another class of optimizer, or an older version: it has no %s,"
+                " which keep their defaults",
+                key,
+                ", ".join(lacking),
+            )
+        for name in lacking:
+            group[name] = optimizer.defaults[name]
 
 
 def _in_place(target: object, restored: object) -> object:
