@@ -35,6 +35,7 @@ from nostall.recovery import RecoveryState
 from nostall.testing import Hold, inject
 from programs.outliving import LINGER_S
 from support import loaded
+from support.object_store import S3Server
 from support.ranks import TESTS, RanksFailed, run_ranks
 from support.states import read_metadata, schedule, shard_files, small_state
 from support.waiting import wait_until
@@ -63,7 +64,7 @@ def records_in(path: Path) -> list[Path]:
 
 
 @contextmanager
-def trainer(path: Path, *holds: Hold, **options: Any) -> Iterator[subprocess.Popen[str]]:
+def trainer(path: Path | str, *holds: Hold, **options: Any) -> Iterator[subprocess.Popen[str]]:
     """A trainer that has scheduled a save, and its writer process, in ``writer``."""
     faults = json.dumps([hold.fault.plain for hold in holds])
     command = [*loaded.python(ranks=True), "-W", "ignore", str(TESTS / "programs" / "outliving.py")]
@@ -125,6 +126,22 @@ def test_a_killed_trainers_save_is_finished_and_committed(
 
 def _judged(metadata: Metadata) -> tuple[Any, ...]:
     return metadata.state_dict_metadata, metadata.storage_data, metadata.version
+
+
+def test_a_save_to_an_object_store_is_finished_and_committed(s3: S3Server) -> None:
+    """Nothing else is left there, and no upload."""
+    bucket = s3.new_bucket()
+    url = f"s3://{bucket}/run/step-7"
+    with Hold("start") as hold, trainer(url, hold) as process:
+        hold.wait_reached()
+        kill(process)
+        hold.release()
+        assert nostall.recover(url, wait_s=PATIENCE_S).state is RecoveryState.COMMITTED
+    found = small_state(0)
+    nostall.load(found, url)
+    assert is_same(found, small_state(7))
+    assert nostall.verify(url).ok
+    assert (len(s3.keys(bucket)), s3.unfinished(bucket)) == (2, [])
 
 
 def test_whoever_reads_the_trainers_output_does_not_wait_for_the_writer(tmp_path: Path) -> None:
