@@ -122,6 +122,7 @@ def tensor_of(rank: int, step: int) -> dict[str, torch.Tensor]:
 def closed_without_a_rank(out: Path, how: str) -> None:
     """Rank 1 dies; rank 0 ends its saves as always."""
     rank = dist.get_rank()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, which may come first
     if how == "manager":
         manager = manager_of(out)
         manager.save(0, tensor_of(rank, 7))

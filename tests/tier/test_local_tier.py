@@ -423,7 +423,9 @@ def test_what_a_killed_job_has_left_is_promoted_by_the_next(tier: str, root: str
     """The trainer and all its processes were killed behind the local commit."""
     Path(root).write_text("nothing gets there")
     _run_killed(tier, root, steps=2)
-    assert [each.is_promoted for each in nostall.local_checkpoints(tier)] == [False, False]
+    left = nostall.local_checkpoints(tier)
+    assert len(left) >= 2  # it may have committed one more before it was killed
+    assert not any(each.is_promoted for each in left)
     Path(root).unlink()
     promotion_of(save(tier, root, 2)).result(PATIENCE_S)
     assert [step_at(destination_of(root, step)) for step in range(3)] == [0, 1, 2]

@@ -187,8 +187,13 @@ class StepDirectories:
             step: A step; by default all that are higher than the highest committed one.
         """
         steps = [each for each in self.listed() if step in (None, each) and not self.parts]
-        last = takewhile(lambda each: self.committed_at_s(each) is None, reversed(steps))
+        last = takewhile(self._is_known_to_be_uncommitted, reversed(steps))
         return [self.path(each) for each in last][::-1]
+
+    def _is_known_to_be_uncommitted(self, step: int) -> bool:
+        with suppress(OSError):  # whoever restores looks again, and says so
+            return self.committed_at_s(step) is None
+        return False
 
     def recover(self, paths: Sequence[str], linger_s: float) -> None:
         """Commit the checkpoints that all ranks have finished after their trainer's death.
