@@ -252,12 +252,18 @@ class Engine:
             with self._lock:
                 self._cancellable.remove(entry)
 
-    def abort(self, reason: str) -> None:
-        """Kill the writer processes; unfinished saves fail and their files are removed."""
+    def abort(self, reason: str, *, is_ending: bool = False) -> None:
+        """Kill the writer processes; unfinished saves fail and their files are removed.
+
+        Args:
+            reason: Why, for the errors.
+            is_ending: Whether this process ends: processes with jobs that outlive it go on.
+        """
         with self._lock:
             writers, self._writers = self._writers, []
         for writer in writers:
-            writer.kill(reason, kind="SaveAbortedError")
+            if not (is_ending and writer.outlives):
+                writer.kill(reason, kind="SaveAbortedError")
 
     def close(self) -> None:
         """End idle writer processes and return memory. Idempotent."""

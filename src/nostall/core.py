@@ -337,24 +337,32 @@ class AsyncCallsQueue:
             self._next_index = 0
 
     def _give_up(self) -> None:
-        """As this process ends: abort all requests but saves that outlive it."""
+        """Abort all requests but saves that outlive this process, which is about to end."""
+        self._forget_calls()
         self._caller.abort_calls(is_ending=True)
         self.close(abort=True)
+
+    def _forget_calls(self) -> bool:
+        """Forget the scheduled requests; whether there are any."""
+        calls, self._calls = self._calls, deque()
+        unfinished_queues.pop(self, None)
+        if calls:
+            self._first_index = self._next_index
+        return bool(calls)
 
     def _close(self, *, abort: bool, timeout: float | None = None) -> None:
         try:
             if not abort:
                 self._wait(timeout, hint="all scheduled requests were aborted")
-        except (RankLostError, SaveTimeoutError):  # this process is about to end
-            self._caller.abort_calls(is_ending=True)
+        except RankLostError:  # this process is about to end
+            self._give_up()
             raise
         finally:
-            calls, self._calls = self._calls, deque()
-            unfinished_queues.pop(self, None)
+            is_any_left = self._forget_calls()
             self._is_in_use = False
-            if abort or calls:
+            if abort:
                 self._first_index = self._next_index
-            self._caller.close(abort=abort or bool(calls))
+            self._caller.close(abort=abort or is_any_left)
 
     def _abandon_after_fork(self) -> None:
         """In a forked child: forget the scheduled requests, which belong to the parent."""

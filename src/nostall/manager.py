@@ -54,7 +54,7 @@ from nostall._ranks.group import Coordination, coordination_for, require_members
 from nostall._storage.destination import require_directory
 from nostall.errors import NostallError, OptionError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
-from nostall.options import require_integer
+from nostall.options import is_possible_wait, require_integer
 from nostall.state_dict_saver import CheckpointMetadataCache
 
 __all__ = [
@@ -71,6 +71,9 @@ __all__ = [
 
 _log = logging.getLogger("nostall")
 _REMOVAL_S = 30.0
+_LOOK_AGAIN_S = 0.5
+_PREDECESSOR_S = 20.0
+"""For a job that is about to end, and still has the root."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,8 +227,18 @@ class CheckpointManager:
         Collective the first time.
         """
         if not self._has_root:
-            agreed(self._coordination(), partial(self._steps.look, self._lock.take))
+            agreed(self._coordination(), self._take_root)
             self._has_root = True
+
+    def _take_root(self) -> None:
+        deadline_s = time.monotonic() + _PREDECESSOR_S
+        while True:
+            try:
+                return self._steps.look(self._lock.take)
+            except OptionError:
+                if time.monotonic() > deadline_s:
+                    raise
+            time.sleep(_LOOK_AGAIN_S)
 
     def _enter(self, step: int) -> None:
         """Before a save: nothing of an earlier save of the step is being removed. Collective.
@@ -400,6 +413,7 @@ class CheckpointManager:
         *,
         rng: bool = True,
         verify: bool = False,
+        recover_s: float | None = None,
     ) -> Restored | None:
         """Restore a step into a state, after waiting for pending saves. Collective.
 
@@ -438,11 +452,19 @@ class CheckpointManager:
         """
         require_state(state, ())
         step = None if step is None else require_integer("step", step, at_least=0)
+        if recover_s is not None and not is_possible_wait(recover_s):
+            raise OptionError(
+                f"recover_s={recover_s!r} is not possible", hint="use seconds, or None"
+            )
         self._require_group()
         coordination = self._coordination()
         self._pending.wait(None)
         agreed(coordination, self._wait_for_removal)
-        agreed(coordination, partial(self._recover, step))
+        if recover_s is not None:
+            deadline_s = time.monotonic() + recover_s
+            # In turns, as other ranks wait in a collective, which has a deadline.
+            while not agreed(coordination, partial(self._recover, step, deadline_s)):
+                pass
         with ExitStack() as hold:
             about = agreed(coordination, partial(self._choose, step, hold, verify=verify))
             if about is None:
@@ -459,26 +481,12 @@ class CheckpointManager:
             extra = restoration.finish(rng=rng)
         return Restored(step=about.step, metrics=about.metrics, extra=extra)
 
-    def _recover(self, step: int | None) -> None:
-        """Commit what outlived an earlier job, unless another process saves below the root.
-
-        Args:
-            step: The step to restore; by default the highest one.
-        """
-        unfinished = self._steps.look(partial(self._steps.unfinished, step))
-        linger_s = self._make_writer(unfinished[0]).linger_s if unfinished else 0.0
-        if not linger_s:
-            return
-        try:
-            is_taken_now = self._steps.look(self._lock.take)
-        except OptionError:
-            return
-        try:
-            find = partial(self._steps.recover, unfinished, linger_s)
-            self._steps.look(find, work_s=linger_s)
-        finally:
-            if is_taken_now:
-                self._steps.look(self._lock.release)
+    def _recover(self, step: int | None, deadline_s: float) -> bool:
+        """Look for a step that outlived an earlier job, and commit it; whether to look no more."""
+        if self._steps.look(partial(self._steps.recover, step)) or time.monotonic() > deadline_s:
+            return True
+        time.sleep(_LOOK_AGAIN_S)
+        return False
 
     def _choose(self, step: int | None, hold: ExitStack, *, verify: bool) -> About | None:
         if verify:

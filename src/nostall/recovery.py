@@ -24,7 +24,7 @@ from nostall._save.recovering import (
     commit,
     discard,
     is_committed,
-    is_older_than_commit,
+    is_of_the_past,
     is_superseded,
     is_under_way,
     read_save,
@@ -68,8 +68,9 @@ def recover(path: str | os.PathLike[str], *, wait_s: float = 0.0) -> Recovery:
     """Commit the last save to a directory that all ranks have finished after their trainer's death.
 
     Saves with ``linger_s`` can be recovered. Call it on one rank of a job that does not save there
-    yet; :meth:`nostall.CheckpointManager.restore` does. What is committed is what the save would
-    have committed. A checkpoint that was committed since that save began is never replaced.
+    yet; :meth:`nostall.CheckpointManager.restore` does so with ``recover_s``. What is committed is
+    what the save would have committed. A checkpoint that was committed since that save began is
+    never replaced.
 
     Args:
         path: Checkpoint directory, or an address in an object store.
@@ -138,7 +139,7 @@ def _readable_ones(storage: Storage, complete: list[Found]) -> list[CompleteSave
 
 def _without_complete(storage: Storage, found: list[Found]) -> Recovery:
     """What to say of saves that are not complete; those that a later commit left behind go."""
-    old = [each for each in found if is_older_than_commit(storage, each)]
+    old = [each for each in found if is_of_the_past(storage, each)]
     discard(storage, old)
     waiting = [each for each in found if each not in old]
     if old and not waiting:

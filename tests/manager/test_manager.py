@@ -279,6 +279,19 @@ def test_a_part_of_the_state_is_restored(tmp_path: Path, keys: list[str]) -> Non
     assert _plain(some) == _plain(wanted)
 
 
+def test_a_part_that_shares_a_tensor_with_another_is_not_restored_alone(tmp_path: Path) -> None:
+    """It would get nothing in its place."""
+    shared = torch.rand(3)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"a": {"w": shared}, "b": {"w": shared}})
+        manager.wait()
+        with pytest.raises(OptionError, match=r"cannot be restored without b\.w"):
+            manager.restore({"a": {"w": torch.zeros(3)}})
+        both = {"a": {"w": torch.zeros(3)}, "b": {"w": torch.zeros(3)}}
+        assert manager.restore(both) is not None
+    assert torch.equal(both["a"]["w"], shared)
+
+
 def _plain(state: dict[str, Any]) -> str:
     """All that is in a state, as text."""
     each = (

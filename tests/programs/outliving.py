@@ -27,6 +27,8 @@ LINGER_S = 60.0
 def train(path: str, faults: list[dict[str, Any]], options: dict[str, Any]) -> None:
     """Schedule a save, tell the test, and end as it says."""
     _engine.default_engine().faults = tuple(faults)
+    if options.pop("drains", False):
+        nostall.drain_on_sigterm(grace_s=1.0)
     queue = AsyncCallsQueue()
     with queue:
         schedule(queue, path, small_state(7), **{"linger_s": LINGER_S, **options})
@@ -170,7 +172,7 @@ def resumed(out: Path) -> list[float]:
     rank = dist.get_rank()
     manager = manager_of(out)
     state = {f"w{rank}": torch.zeros(1000)}
-    restored = manager.restore(state)
+    restored = manager.restore(state, recover_s=LINGER_S)
     assert restored is not None
     manager.save(restored.step + 1, state)  # and go on
     manager.close()

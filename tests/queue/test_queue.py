@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
+import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -446,6 +447,17 @@ def test_an_error_in_the_block_does_not_cost_a_checkpoint(when: str, tmp_path: P
             raise KeyError("mine")
     assert queue.pending == 0
     assert loaded_wrong(tmp_path, small_state(1), small_state(0)) == []
+
+
+def test_an_error_in_the_block_ends_the_process_of_each_call() -> None:
+    """Also where each has its own, and a user's function does not return."""
+    nostall.configure(EngineOptions(exit_timeout_s=0.2))
+    queue = AsyncCallsQueue(persistent=False)
+    before = set(psutil.Process().children())
+    queue.schedule_async_request(AsyncRequest(time.sleep, [600], []))
+    with pytest.raises(KeyError), queue:
+        raise KeyError
+    assert not [each for each in psutil.Process().children() if each not in before]
 
 
 @pytest.mark.parametrize("error", [KeyError, SaveTimeoutError])

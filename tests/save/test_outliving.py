@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 import nostall
-from nostall._manager import lock
 from nostall._model.completion import is_completion, record_name_in
 from nostall._save import leftovers
 from nostall.cli import main
@@ -142,6 +141,19 @@ def test_a_save_to_an_object_store_is_finished_and_committed(s3: S3Server) -> No
     assert is_same(found, small_state(7))
     assert nostall.verify(url).ok
     assert (len(s3.keys(bucket)), s3.unfinished(bucket)) == (2, [])
+
+
+@pytest.mark.parametrize("point", ["start", "report"])
+def test_the_end_of_the_time_after_sigterm_leaves_the_save(tmp_path: Path, point: str) -> None:
+    """To the writer process, whether it has finished or not."""
+    path = tmp_path / "step-7"
+    with Hold(point) as hold, trainer(path, hold, drains=True) as process:
+        hold.wait_reached()
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 143
+        hold.release()
+        assert nostall.recover(path, wait_s=PATIENCE_S).state is RecoveryState.COMMITTED
+    assert is_same(state_at(path), small_state(7))
 
 
 def test_whoever_reads_the_trainers_output_does_not_wait_for_the_writer(tmp_path: Path) -> None:
@@ -489,23 +501,38 @@ def test_parts_of_a_step_exclude_it(tmp_path: Path) -> None:
         manager.save(1, state)
 
 
-def test_restoring_makes_writers_of_unfinished_steps_only(tmp_path: Path) -> None:
-    """Users' factories are promised the directory of a step. The root is locked while it saves."""
+def test_restoring_recovers_only_when_asked_to(tmp_path: Path, left: Path) -> None:
+    """Others may read below the root while a job saves there."""
+    root, state = tmp_path / "steps", {"a": torch.ones(2)}
     made: list[str] = []
 
     def writer(path: str) -> FileSystemWriterAsync:
         made.append(path)
-        return FileSystemWriterAsync(path, linger_s=0.1)
+        return FileSystemWriterAsync(path)
 
-    state = {"a": torch.ones(2)}
-    with nostall.CheckpointManager(tmp_path, writer=writer) as manager:
+    with nostall.CheckpointManager(root, writer=writer) as manager:
         manager.save(1, state)
-    manager.restore(state)
-    assert made == [str(tmp_path / "step-000000001")]
-    (tmp_path / "step-000000002").mkdir()
-    assert manager.restore(state) is not None
-    assert made[1:] == [str(tmp_path / "step-000000002")]
-    assert not (tmp_path / lock.NAME).exists()
+        manager.wait()
+        shutil.copytree(left, manager.path(2))
+        assert manager.restore(state) is not None
+        assert manager.latest_step() == 1
+        with pytest.raises(DamagedCheckpointError, match="was not saved by a CheckpointManager"):
+            manager.restore(state, recover_s=PATIENCE_S)
+        assert manager.latest_step() == 2
+        with pytest.raises(OptionError, match="recover_s"):
+            manager.restore(state, recover_s=-1)
+    assert made == [str(root / "step-000000001")]  # users' factories are for saves
+
+
+def test_a_restore_waits_no_longer_than_it_is_told(tmp_path: Path) -> None:
+    """For a step that nobody finishes."""
+    with nostall.CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"a": torch.ones(2)})
+        manager.wait()
+        (tmp_path / "step-000000002").mkdir()
+        restored = manager.restore({"a": torch.zeros(2)}, recover_s=0.1)
+    assert restored is not None
+    assert restored.step == 1
 
 
 def test_waves_exclude_it(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from nostall.recovery import Recovery
 
 HELP = "commit a save that its writer processes have finished after the trainer's death"
+_LOOK_AGAIN_S = 0.5
 DESCRIPTION = (
     "Commit the last save to a checkpoint directory, and to each one directly in PATH, that the"
     " writer processes of all ranks have finished after the death of their trainer: one with"
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=at_least(0),
         default=0,
         metavar="SECONDS",
-        help="how long to wait for writer processes that are still at work (default: %(default)s)",
+        help="how long to wait for the files of all ranks, where some are (default: %(default)s)",
     )
     add_json(parser)
 
@@ -72,14 +73,22 @@ def _recover_all(path: str, wait_s: float) -> tuple[list[Recovery], list[Nostall
     from nostall.recovery import RecoveryState, recover
 
     deadline_s = time.monotonic() + wait_s
-    found: list[Recovery] = []
-    failures: list[NostallError] = []
-    for each in [path, *_inside(path)]:
-        try:
-            found.append(recover(each, wait_s=max(0.0, deadline_s - time.monotonic())))
-        except NostallError as error:
-            failures.append(error)
-    return [each for each in found if each.state is not RecoveryState.NOTHING], failures
+    found: dict[str, Recovery] = {}
+    failed: dict[str, NostallError] = {}
+    while True:
+        for each in [path, *_inside(path)]:
+            try:
+                now = recover(each)
+            except NostallError as error:
+                failed[each] = error
+            else:
+                failed.pop(each, None)
+                if now.state is not RecoveryState.NOTHING:
+                    found[each] = now
+        is_waiting = any(each.state is RecoveryState.INCOMPLETE for each in found.values())
+        if not is_waiting or time.monotonic() >= deadline_s:
+            return list(found.values()), list(failed.values())
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def _inside(path: str) -> list[str]:

@@ -58,19 +58,16 @@ class RootLock:
         self._path = f"{root}/{NAME}"
         self._is_user = False
 
-    def take(self) -> bool:
+    def take(self) -> None:
         """Take the lock, until :meth:`release` or the end of the process.
 
         A warning tells if the file system has no locks, or another machine has this one.
-
-        Returns:
-            Whether this user has it now, and had not before.
 
         Raises:
             OptionError: Another process of this machine has it.
         """
         if self._is_user or is_address(self._root):  # an object store has no locks
-            return False
+            return
         try:
             with _process.changing:
                 self._is_user = self._take()
@@ -80,7 +77,6 @@ class RootLock:
                 self._root,
                 error.strerror,
             )
-        return self._is_user
 
     def _take(self) -> bool:
         taken = _process.taken.get(self._path)

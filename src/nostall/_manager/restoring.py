@@ -142,7 +142,7 @@ class Restoration:
             OptionError: An object refuses what was saved; objects before it have been changed.
         """
         loaded = ChainMap(*self._items)
-        content = _Unpickler(io.BytesIO(self._content), loaded).load()
+        content = self._unpickled(loaded)
         for key, value in list(self._state.items()):
             restored = content["objects"][key] if key in self._exact else loaded[key]
             target = value.stateful if isinstance(value, PerRank) else value
@@ -156,14 +156,43 @@ class Restoration:
             _log.warning("fewer ranks have saved this step: generators keep their states")
         return content["extra"]
 
+    def _unpickled(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
+        """What this rank has saved beside tensors, of keys that the state has.
+
+        Raises:
+            OptionError: It cannot be had without the keys that the state leaves out.
+        """
+        unpickler = _Unpickler(io.BytesIO(self._content), loaded)
+        try:
+            content: dict[str, Any] = unpickler.load()
+        except Exception as error:  # of an object that finds no content in a missing tensor
+            if not unpickler.missing:
+                raise
+            raise self._not_alone(sorted(unpickler.missing)) from error
+        kept = {key: each for key, each in content["objects"].items() if key in self._state}
+        content["objects"] = kept
+        shared = _names_of(unpickler.missing, content) if unpickler.missing else []
+        if shared:
+            raise self._not_alone(shared)
+        return content
+
+    def _not_alone(self, names: Sequence[str]) -> OptionError:
+        return OptionError(
+            f"a part of step {self._step} cannot be restored without {_some(names)}",
+            phase="read",
+            path=self._checkpoints[-1],
+            hint="add the keys of these tensors to the state",
+        )
+
     def _hand_over(self, key: str, target: Stateful, restored: Any) -> None:
+        before = [dict(group) for group in getattr(target, "param_groups", ())]
         try:
             target.load_state_dict(restored)
         except Exception as error:  # of any object: an optimizer, a scheduler, one of the user's
             why, number = f"{type(error).__name__}: {error!s:.500}", index_of_part(key, self._parts)
             raise self._does_not_fit(f"the object {key!r}", why, number) from error
         if isinstance(target, torch.optim.Optimizer):
-            _complete_groups(key, target)
+            _complete_groups(key, target, before)
 
 
 def _differences(items: Mapping[str, Any], metadata: Metadata) -> list[str]:
@@ -190,23 +219,24 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-def _complete_groups(key: str, optimizer: torch.optim.Optimizer) -> None:
-    """Give the groups of an optimizer the options that they have not got by loading.
+def _complete_groups(
+    key: str, optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]]
+) -> None:
+    """Give the groups of an optimizer the options that they had, and have lost by loading.
 
     Without them its first step would fail. torch's optimizers do so for what a newer version has
     added.
     """
-    for group in optimizer.param_groups:
-        lacking = sorted(optimizer.defaults.keys() - group.keys())
-        if lacking:
+    for group, had in zip(optimizer.param_groups, before, strict=False):
+        lost = {name: had[name] for name in had.keys() - group.keys()}
+        if lost:
             _log.warning(
                 "%r was saved by another class of optimizer, or an older version: it has no %s,"
-                " which keep their defaults",
+                " which keep their values",
                 key,
-                ", ".join(lacking),
+                ", ".join(sorted(lost)),
             )
-        for name in lacking:
-            group[name] = optimizer.defaults[name]
+            group.update(lost)
 
 
 def _in_place(target: object, restored: object) -> object:
@@ -256,11 +286,35 @@ def _parameter_of(value: object, path: tuple[Any, ...]) -> torch.Tensor | None:
 
 
 class _Unpickler(pickle.Unpickler):
+    """Puts loaded tensors into their places; those of keys that are left out are missing."""
+
     def __init__(self, stream: io.BytesIO, tensors: Mapping[str, Any]) -> None:
         super().__init__(stream)
         self._tensors = tensors
+        self.missing: dict[str, torch.Tensor] = {}
+        """What stands for them, by name."""
 
     def persistent_load(self, name: Any) -> Any:
-        # The whole description is unpickled, also the parts of keys that the state leaves out.
         tensor = self._tensors.get(name)
-        return torch.empty(0) if tensor is None else tensor
+        return self.missing.setdefault(name, torch.empty(0)) if tensor is None else tensor
+
+
+def _names_of(missing: Mapping[str, torch.Tensor], content: object) -> list[str]:
+    """The names of missing tensors that an object refers to."""
+    finder = _Finder(missing)
+    finder.dump(content)
+    return sorted(finder.found)
+
+
+class _Finder(pickle.Pickler):
+    def __init__(self, missing: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(io.BytesIO())
+        self._names = {id(tensor): name for name, tensor in missing.items()}
+        self.found: set[str] = set()
+
+    def persistent_id(self, value: Any) -> str | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        if id(value) in self._names:
+            self.found.add(self._names[id(value)])
+        return ""  # a tensor's content is of no interest

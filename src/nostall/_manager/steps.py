@@ -14,8 +14,7 @@ import fcntl
 import logging
 import os
 import re
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
@@ -28,7 +27,7 @@ from nostall._storage.deadlines import in_time
 from nostall._storage.places import identity, is_address, storage_at
 from nostall.errors import NostallError, OptionError, ReadError
 from nostall.integrity import why_damaged
-from nostall.recovery import recover
+from nostall.recovery import RecoveryState, recover
 from nostall.removal import remove_checkpoint
 
 T = TypeVar("T")
@@ -63,18 +62,14 @@ class StepDirectories:
     root: str
     parts: tuple[str, ...] = ()
 
-    def look(self, find: Callable[[], T], *, work_s: float = 0.0) -> T:
+    def look(self, find: Callable[[], T]) -> T:
         """What ``find``, which looks at the steps, returns in time: other ranks may wait for it.
-
-        Args:
-            find: Looks at the steps.
-            work_s: How long it may take if storage answers at once.
 
         Raises:
             ReadError: Storage refuses to answer.
             SaveTimeoutError: It does not answer within ``EngineOptions.save_timeout_s``.
         """
-        timeout_s = default_engine().options.save_timeout_s + work_s
+        timeout_s = default_engine().options.save_timeout_s
         doing = "looking for steps"
         try:
             return in_time(find, timeout_s=timeout_s, doing=doing, phase="read", path=self.root)
@@ -180,34 +175,24 @@ class StepDirectories:
             with suppress(OSError):  # other files are left
                 storage_at(self.path(step)).remove_place()
 
-    def unfinished(self, step: int | None) -> list[str]:
-        """The directories of steps in one part that are not committed, in ascending order.
+    def recover(self, step: int | None) -> bool:
+        """Commit the highest step that all ranks have finished after their trainer's death.
 
         Args:
-            step: A step; by default all that are higher than the highest committed one.
+            step: A step; by default any that is higher than the highest committed one.
+
+        Returns:
+            Whether it is committed, or there is none to wait for.
         """
         steps = [each for each in self.listed() if step in (None, each) and not self.parts]
-        last = takewhile(self._is_known_to_be_uncommitted, reversed(steps))
-        return [self.path(each) for each in last][::-1]
+        unfinished = takewhile(self._is_known_to_be_uncommitted, reversed(steps))
+        paths = list(map(self.path, unfinished))
+        return not paths or any(map(_is_recovered, paths))
 
     def _is_known_to_be_uncommitted(self, step: int) -> bool:
         with suppress(OSError):  # whoever restores looks again, and says so
             return self.committed_at_s(step) is None
         return False
-
-    def recover(self, paths: Sequence[str], linger_s: float) -> None:
-        """Commit the checkpoints that all ranks have finished after their trainer's death.
-
-        Args:
-            paths: Their directories.
-            linger_s: How long a writer process may still be at work.
-        """
-        deadline_s = time.monotonic() + linger_s
-        for path in paths:
-            try:
-                recover(path, wait_s=max(0.0, deadline_s - time.monotonic()))
-            except NostallError as error:  # another step is restored
-                _log.warning("%s is not recovered: %s", path, error)
 
     def remove_unfinished(self) -> None:
         """Remove what interrupted saves and removals have left.
@@ -257,6 +242,14 @@ class StepDirectories:
                         path=checkpoint,
                         hint="pass the same parts, or use another root",
                     )
+
+
+def _is_recovered(checkpoint: str) -> bool:
+    try:
+        return recover(checkpoint).state is RecoveryState.COMMITTED
+    except NostallError as error:  # another step is restored
+        _log.warning("%s is not recovered: %s", checkpoint, error)
+        return False
 
 
 def _has_metadata(checkpoint: str) -> bool:

@@ -224,6 +224,8 @@ class AsyncCaller(ABC):
                 _log.warning("left to its writer process; nostall.recover commits it: %s", path)
             elif native is not None:
                 native.discard()
+            else:
+                self._call_is_done(call)
 
 
 _LEGACY_CPU_PRIORITY = 10

@@ -178,16 +178,23 @@ def is_superseded(storage: Storage, save: CompleteSave) -> bool:
     return save.began_s < (committed_s if manifest is None else manifest.committed_at_s)
 
 
-def is_older_than_commit(storage: Storage, found: Found) -> bool:
-    """Whether all records are older than the present checkpoint, by the clock of storage.
+def is_of_the_past(storage: Storage, found: Found) -> bool:
+    """Whether all records are older than the present checkpoint, or of its files.
+
+    By the clock of storage.
 
     Raises:
         OSError: Storage refuses.
     """
     try:
         committed_s = storage.stat(_torch.METADATA_NAME).modified_s
-        return all(storage.stat(name).modified_s < committed_s for name in found.names())
-    except FileNotFoundError:
+        if all(storage.stat(name).modified_s < committed_s for name in found.names()):
+            return True
+        committed = _committed(storage)
+        records = (_read(storage, name) for name in found.names())
+        files = {each.name for record in records for each in record.report.receipts}
+        return bool(files) and files <= committed
+    except (FileNotFoundError, DamagedCheckpointError):
         return False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -23,7 +24,7 @@ from nostall._save.unchanged import keep, link_unchanged, with_linked
 from nostall._save.write import write_here, write_in_background
 from nostall._storage.directories import Visit
 from nostall._storage.places import storage_at
-from nostall._storage.unused_files import remove_in_time
+from nostall._storage.unused_files import remove_files, remove_in_time
 from nostall.errors import SaveAbortedError, SaveTimeoutError
 
 
@@ -206,7 +207,8 @@ class SplitSave(BackgroundSave):
         """End this save."""
         if committed and self.outliving is not None and not self._is_over:
             files = storage_at(self.prepared.target.settings.directory)
-            remove_in_time([files.where(str(self.outliving.name))])
+            record = files.where(str(self.outliving.name))
+            remove_in_time([record], remove=partial(remove_files, are_finished=True))
         self._is_over = True
         self.progress.end()
         if self.ahead is not None:

@@ -79,6 +79,8 @@ class WriterProcess(ChildProcess[RankReport]):
         self._created: dict[str, Callable[[str], None]] = {}
         """Per job, the callback for each file that the process has made."""
         root = str(Path(__file__).resolve().parents[2])
+        self._outliving: set[str] = set()
+        """Jobs that the process finishes without this one."""
         self._mapped: set[int] = set()
         self._seals = SealsSent()
         super().__init__(
@@ -116,9 +118,15 @@ class WriterProcess(ChildProcess[RankReport]):
             )
 
         self._created[job.job] = note
+        if job.completion is not None:
+            self._outliving.add(job.job)
         report = self._ask(job.job, on_death, self._messages(job, lease.block), holds=lease)
-        report.add_done_callback(lambda _: self._created.pop(job.job, None))
+        report.add_done_callback(lambda _: self._forget_job(job.job))
         return report
+
+    def _forget_job(self, job: str) -> None:
+        self._created.pop(job, None)
+        self._outliving.discard(job)
 
     def _messages(self, job: WriteJob, block: Block) -> Iterator[Addressed]:
         """A job, preceded by what the process needs and has not received yet."""
@@ -144,6 +152,12 @@ class WriterProcess(ChildProcess[RankReport]):
                 for job, waiting in self._waiting.items()
                 if job.startswith(f"{save}/")
             }
+
+    @property
+    def outlives(self) -> bool:
+        """Whether it has a job that it finishes without this process."""
+        with self._lock:
+            return not self._outliving.isdisjoint(self._waiting)
 
     def cancel(self, save: str) -> None:
         """Ask the process to drop the jobs of a save; they are answered as aborted."""
