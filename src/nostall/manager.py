@@ -434,6 +434,10 @@ class CheckpointManager:
                 its checksum, as :func:`nostall.verify` does, while other ranks wait. Without it,
                 a step counts as undamaged if its manifest and metadata are, and its files have
                 their sizes; values are not compared with checksums when they are loaded.
+            recover_s: Commit a step that an earlier job with ``linger_s`` could not commit, as
+                :func:`nostall.recover` does, and wait up to so many seconds for its writer
+                processes. Not while another job saves below the root. ``None`` to look for
+                committed steps only.
 
         Returns:
             What was restored; ``None`` if there is no committed step to restore by default.
@@ -453,9 +457,7 @@ class CheckpointManager:
         require_state(state, ())
         step = None if step is None else require_integer("step", step, at_least=0)
         if recover_s is not None and not is_possible_wait(recover_s):
-            raise OptionError(
-                f"recover_s={recover_s!r} is not possible", hint="use seconds, or None"
-            )
+            raise OptionError(f"recover_s={recover_s!r} is not possible", hint="use seconds")
         self._require_group()
         coordination = self._coordination()
         self._pending.wait(None)
