@@ -75,15 +75,21 @@ def trainer(path: Path | str, *holds: Hold, **options: Any) -> Iterator[subproce
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *_import_path()])},
     )
+    writers: list[psutil.Process] = []
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line, process.communicate()[1]
-        process.writer = psutil.Process(json.loads(line)[0])  # type: ignore[attr-defined]
+        writers.append(psutil.Process(json.loads(line)[0]))
+        process.writer = writers[0]  # type: ignore[attr-defined]
         yield process
     finally:
         process.kill()
         process.communicate()
+        for each in writers:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+                each.wait(PATIENCE_S)
 
 
 def _import_path() -> list[str]:
@@ -170,7 +176,7 @@ def test_a_trainer_killed_before_its_writer_process_has_started(tmp_path: Path) 
     path = tmp_path / "step-7"
     with trainer(path) as process:
         kill(process)
-    assert nostall.recover(path, wait_s=PATIENCE_S).state is RecoveryState.COMMITTED
+        assert nostall.recover(path, wait_s=PATIENCE_S).state is RecoveryState.COMMITTED
     assert is_same(state_at(path), small_state(7))
 
 
