@@ -530,6 +530,17 @@ def test_restoring_recovers_only_when_asked_to(tmp_path: Path, left: Path) -> No
     assert made == [str(root / "step-000000001")]  # users' factories are for saves
 
 
+def test_a_job_that_begins_anew_says_what_it_removes(
+    tmp_path: Path, left: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "steps"
+    shutil.copytree(left, root / "step-000000002")
+    with nostall.CheckpointManager(root) as manager:
+        manager.save(1, {"a": torch.ones(2)})
+    assert "step-000000002 is removed: all ranks had finished it" in caplog.text
+    assert not (root / "step-000000002").exists()
+
+
 def test_a_restore_waits_no_longer_than_it_is_told(tmp_path: Path) -> None:
     """For a step that nobody finishes."""
     with nostall.CheckpointManager(tmp_path) as manager:

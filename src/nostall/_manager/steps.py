@@ -23,6 +23,7 @@ from typing import TypeVar
 from nostall import _torch
 from nostall._engine import default_engine
 from nostall._manager.contents import read_about
+from nostall._save.recovering import records_among
 from nostall._storage.deadlines import in_time
 from nostall._storage.places import identity, is_address, storage_at
 from nostall.errors import NostallError, OptionError, ReadError
@@ -201,12 +202,22 @@ class StepDirectories:
         """
         for step in self.listed():
             if self._is_unfinished(step):
+                if self._is_recoverable(step):
+                    what = (
+                        "all ranks had finished it; restore(recover_s=...) would have committed it"
+                    )
+                    _log.warning("%s is removed: %s", self.path(step), what)
                 self.remove(step)
                 if self._is_there(step):
                     what = "it was not finished; files that no save has made stay there"
                     _log.warning("not removed: %s: %s", self.path(step), what)
                 else:
                     _log.warning("removed %s: it was not finished", self.path(step))
+
+    def _is_recoverable(self, step: int) -> bool:
+        """Whether all ranks have left the record of a save in a step's directory."""
+        found = records_among(storage_at(self.path(step)).list())
+        return any(each.is_complete for each in found)
 
     def _is_there(self, step: int) -> bool:
         try:
