@@ -203,9 +203,7 @@ class StepDirectories:
         for step in self.listed():
             if self._is_unfinished(step):
                 if self._is_recoverable(step):
-                    what = (
-                        "all ranks had finished it; restore(recover_s=...) would have committed it"
-                    )
+                    what = "all ranks had finished it; restore(recover_s=...) would commit it"
                     _log.warning("%s is removed: %s", self.path(step), what)
                 self.remove(step)
                 if self._is_there(step):
@@ -216,8 +214,10 @@ class StepDirectories:
 
     def _is_recoverable(self, step: int) -> bool:
         """Whether all ranks have left the record of a save in a step's directory."""
-        found = records_among(storage_at(self.path(step)).list())
-        return any(each.is_complete for each in found)
+        with suppress(OSError):
+            found = records_among(storage_at(self.path(step)).list())
+            return any(each.is_complete for each in found)
+        return False
 
     def _is_there(self, step: int) -> bool:
         try:
