@@ -372,7 +372,7 @@ def soak_stores(session: nox.Session) -> None:
 
 @nox.session
 def soak_linger(session: nox.Session) -> None:
-    """Kill trainers of saves that outlive them, and recover what is left; `-- --kills 300`."""
+    """Kill trainers of saves that outlive them, and recover what is left; `-- --kills 200`."""
     install_group(session, "test")
     install_package(session)
     session.run("python", "-W", "ignore", "tests/stress/linger_soak.py", *session.posargs)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from nostall._model.completion import is_completion
+from nostall._model.completion import record_name_in
 from nostall.core import AsyncCallsQueue
 from nostall.options import EngineOptions
 from nostall.recovery import RecoveryState
@@ -94,9 +94,11 @@ def recover_all(root: Path) -> Counter[str]:
         state = nostall.recover(path).state
         found[f"recoveries: {state.value}"] += state is not RecoveryState.NOTHING
         if state is RecoveryState.COMMITTED:
-            left = [each.name for each in path.iterdir() if is_completion(each.name)]
             again = nostall.recover(path).state
-            if left or again is RecoveryState.COMMITTED:
+            # A writer that was killed may leave an unfinished record, and others without it.
+            left = [name for name in os.listdir(path) if record_name_in(name) is not None]
+            is_clean = again is RecoveryState.INCOMPLETE or not left
+            if again is RecoveryState.COMMITTED or not is_clean:
                 raise Violation(f"{path} is recovered, and has {left} still; again: {again}")
     return found
 

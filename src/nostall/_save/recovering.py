@@ -213,12 +213,13 @@ def discard(storage: Storage, found: Sequence[Found]) -> None:
 
 
 def is_under_way(storage: Storage) -> bool:
-    """Whether there are files of a save that is not committed.
+    """Whether there are files of a save that is not committed, apart from unfinished records.
 
     Raises:
         OSError: Storage refuses.
     """
-    return bool(unreferenced(storage, _torch.METADATA_NAME) - _committed(storage))
+    names = unreferenced(storage, _torch.METADATA_NAME) - _committed(storage)
+    return not all(name.endswith(UNFINISHED) for name in names)
 
 
 def _committed(storage: Storage) -> set[str]:
