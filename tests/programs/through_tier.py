@@ -1,12 +1,13 @@
 """Save step after step through a local tier, over and over into three directories, until killed.
 
-python tests/programs/through_tier.py TIER DESTINATION FIRST [COUNT]
+python tests/programs/through_tier.py TIER DESTINATION FIRST [COUNT [wait]]
 
-Prints the step of each local commit. After COUNT steps, it ends as any program does.
+Prints the step of each local commit. After COUNT steps, it ends as any program does, or waits.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Any
 
@@ -38,9 +39,12 @@ def save(tier: str, root: str, step: int, **options: Any) -> FileSystemWriterAsy
 
 if __name__ == "__main__":
     tier_dir, destination, first, *count = sys.argv[1:]
+    waits = "wait" in count
     torch.set_num_threads(1)
     number = int(first)
     while not count or number < int(first) + int(count[0]):
         save(tier_dir, destination, number, local_staging_limit=3)
         print(number, flush=True)
         number += 1
+    if waits:
+        signal.pause()
