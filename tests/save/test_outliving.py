@@ -10,6 +10,7 @@ import subprocess
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,29 @@ def records_in(path: Path) -> list[Path]:
     return [each for each in path.iterdir() if is_completion(each.name)]
 
 
+@dataclass
+class Trainer:
+    """A process that has scheduled a save, and its writer process."""
+
+    process: subprocess.Popen[str]
+    writer: psutil.Process
+
+    def kill(self) -> None:
+        """Kill the trainer; return when it has ended."""
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+
+    def writer_has_ended(self) -> bool:
+        """Whether the writer process has; nobody may have asked how."""
+        try:
+            return self.writer.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+
 @contextmanager
-def trainer(path: Path | str, *holds: Hold, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A trainer that has scheduled a save, and its writer process, in ``writer``."""
+def trainer(path: Path | str, *holds: Hold, **options: Any) -> Iterator[Trainer]:
+    """A trainer that has scheduled a save; both processes are gone after the block."""
     faults = json.dumps([hold.fault.plain for hold in holds])
     command = [*loaded.python(ranks=True), "-W", "ignore", str(TESTS / "programs" / "outliving.py")]
     process = subprocess.Popen(
@@ -80,9 +101,9 @@ def trainer(path: Path | str, *holds: Hold, **options: Any) -> Iterator[subproce
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line, process.communicate()[1]
-        writers.append(psutil.Process(json.loads(line)[0]))
-        process.writer = writers[0]  # type: ignore[attr-defined]
-        yield process
+        writers = list(map(psutil.Process, json.loads(line)))
+        (writer,) = writers
+        yield Trainer(process, writer)
     finally:
         process.kill()
         process.communicate()
@@ -94,11 +115,6 @@ def trainer(path: Path | str, *holds: Hold, **options: Any) -> Iterator[subproce
 
 def _import_path() -> list[str]:
     return [each for each in [os.environ.get("PYTHONPATH")] if each]
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait(PATIENCE_S)
 
 
 # --- a death ------------------------------------------------------------------------------------
@@ -113,7 +129,7 @@ def test_a_killed_trainers_save_is_finished_and_committed(
     path = tmp_path / "step-7"
     with Hold(point) as hold, trainer(path, hold, staging=staging) as process:
         hold.wait_reached()
-        kill(process)
+        process.kill()
         found = nostall.recover(path)
         if point == "start":
             assert found.state is RecoveryState.NOTHING
@@ -139,7 +155,7 @@ def test_a_save_to_an_object_store_is_finished_and_committed(s3: S3Server) -> No
     url = f"s3://{bucket}/run/step-7"
     with Hold("start") as hold, trainer(url, hold) as process:
         hold.wait_reached()
-        kill(process)
+        process.kill()
         hold.release()
         assert nostall.recover(url, wait_s=PATIENCE_S).state is RecoveryState.COMMITTED
     found = small_state(0)
@@ -155,8 +171,8 @@ def test_the_end_of_the_time_after_sigterm_leaves_the_save(tmp_path: Path, point
     path = tmp_path / "step-7"
     with Hold(point) as hold, trainer(path, hold, drains=True) as process:
         hold.wait_reached()
-        process.terminate()
-        assert process.wait(PATIENCE_S) == 143
+        process.process.terminate()
+        assert process.process.wait(PATIENCE_S) == 143
         hold.release()
         assert nostall.recover(path, wait_s=PATIENCE_S).state is RecoveryState.COMMITTED
     assert is_same(state_at(path), small_state(7))
@@ -166,38 +182,30 @@ def test_whoever_reads_the_trainers_output_does_not_wait_for_the_writer(tmp_path
     """A launcher waits until all processes have closed its pipe."""
     with Hold("start") as hold, trainer(tmp_path / "step-7", hold) as process:
         hold.wait_reached()
-        kill(process)
-        process.communicate(timeout=PATIENCE_S)
-        assert process.writer.is_running()  # type: ignore[attr-defined]
+        process.kill()
+        process.process.communicate(timeout=PATIENCE_S)
+        assert not process.writer_has_ended()
 
 
 def test_a_trainer_killed_before_its_writer_process_has_started(tmp_path: Path) -> None:
     """What it has sent is enough."""
     path = tmp_path / "step-7"
     with trainer(path) as process:
-        kill(process)
+        process.kill()
         assert nostall.recover(path, wait_s=PATIENCE_S).state is RecoveryState.COMMITTED
     assert is_same(state_at(path), small_state(7))
 
 
-def test_a_writer_process_lingers_no_longer_than_it_may(tmp_path: Path) -> None:
+@pytest.mark.parametrize("linger_s", [0, 0.1])
+def test_a_writer_process_lingers_no_longer_than_it_may(tmp_path: Path, linger_s: float) -> None:
+    """Without ``linger_s``, not at all."""
     path = tmp_path / "step-7"
-    with Hold("start") as hold, trainer(path, hold, linger_s=0.1) as process:
+    with Hold("start") as hold, trainer(path, hold, linger_s=linger_s) as process:
         hold.wait_reached()
-        kill(process)
-        writer: psutil.Process = process.writer  # type: ignore[attr-defined]
-        wait_until(lambda: not writer.is_running() or writer.status() == psutil.STATUS_ZOMBIE)
-        assert nostall.recover(path).state is not RecoveryState.COMMITTED
-
-
-def test_without_linger_s_nothing_outlives_the_trainer(tmp_path: Path) -> None:
-    path = tmp_path / "step-7"
-    with Hold("start") as hold, trainer(path, hold, linger_s=0) as process:
-        hold.wait_reached()
-        kill(process)
-        writer: psutil.Process = process.writer  # type: ignore[attr-defined]
-        wait_until(lambda: not writer.is_running() or writer.status() == psutil.STATUS_ZOMBIE)
-        assert not path.exists() or not records_in(path)
+        process.kill()
+        wait_until(process.writer_has_ended)
+        assert nostall.recover(path).state is RecoveryState.NOTHING
+    assert not records_in(path)
 
 
 # --- ranks --------------------------------------------------------------------------------------
@@ -337,12 +345,12 @@ def test_a_later_checkpoint_stays(left: Path) -> None:
 def test_an_older_checkpoint_is_replaced(left: Path, tmp_path: Path) -> None:
     older = tmp_path / "older"
     with Hold("report") as hold, trainer(older) as first:
-        kill(first)
+        first.kill()
         nostall.recover(older, wait_s=PATIENCE_S)
         assert is_same(state_at(older), small_state(7))
         with trainer(older, hold) as second:
             hold.wait_reached()
-            kill(second)
+            second.kill()
             assert nostall.recover(older).state is RecoveryState.COMMITTED
     assert is_same(state_at(older), small_state(7))
     assert len(os.listdir(older)) == 2
