@@ -231,7 +231,7 @@ def _remove(removable: Sequence[Listed], newest: Listed | None) -> list[str]:
         if now is None or now.state is not State.COMPLETE:
             print_error(
                 "stopped: another process has removed or replaced the last complete checkpoint"
-                " meanwhile; nothing else was removed, run prune again"
+                " meanwhile; run prune again for the rest"
             )
             return [left.path for left in removable[position:]]
         try:

@@ -140,8 +140,9 @@ class WriterProcess(ChildProcess[RankReport]):
             yield job_to_message(job, number), ()
             return
         # Not in the message: some hundred bytes per item.
-        with open(os.memfd_create("nostall-completion", os.MFD_CLOEXEC), "wb", 0) as content:
+        with open(os.memfd_create("nostall-completion", os.MFD_CLOEXEC), "wb") as content:
             content.writelines((job.completion.results, job.completion.metadata))
+            content.flush()
             yield job_to_message(job, number), (content.fileno(),)
 
     def unanswered(self, save: str) -> dict[str, Future[RankReport]]:
