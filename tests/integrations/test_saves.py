@@ -39,8 +39,9 @@ def test_a_framework_that_is_not_installed_is_named(
 ) -> None:
     """In one line, with everything that the adapter needs, and one traceback."""
     monkeypatch.delitem(sys.modules, f"nostall.integrations.{adapter}", raising=False)
-    monkeypatch.setitem(sys.modules, absent, None)
-    for name in ("lightning_fabric", "pytorch_lightning"):
+    all_absent = {absent, "lightning_fabric", "pytorch_lightning"}
+    imported = [name for name in sys.modules if name.partition(".")[0] in all_absent]
+    for name in all_absent.union(imported):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ModuleNotFoundError, match=re.escape(advice)) as raised:
         importlib.import_module(f"nostall.integrations.{adapter}")

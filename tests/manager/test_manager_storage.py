@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,12 +34,6 @@ def saved(root: Path, *numbers: int) -> None:
             manager.save(step, numbered(step), metrics={"loss": 0.5})
 
 
-@pytest.fixture(name="impatient")
-def _impatient() -> Iterator[None]:
-    with impatient():
-        yield
-
-
 def nobody_is_left() -> bool:
     """Whether all threads that storage has kept have ended."""
     left = ("nostall-storage", "nostall-retention")
@@ -56,14 +50,13 @@ CALLS: dict[str, Callable[[CheckpointManager], object]] = {
 }
 
 
-@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("what", CALLS)
 def test_no_call_waits_for_storage_for_ever(tmp_path: Path, what: str) -> None:
     """It is an error that names the directory; when storage answers, the same manager goes on."""
     saved(tmp_path, 1)
     manager = CheckpointManager(tmp_path, metrics={"loss": "min"})
     storage = HangingOs("stat" if what == "restore one" else "listdir", str(tmp_path))
-    with patch.object(posix_files, "os", storage):
+    with patch.object(posix_files, "os", storage), impatient():
         try:
             error = error_of(lambda: CALLS[what](manager))
         finally:
@@ -78,7 +71,6 @@ def test_no_call_waits_for_storage_for_ever(tmp_path: Path, what: str) -> None:
     assert manager.all_steps() == [1, 2]
 
 
-@pytest.mark.usefixtures("impatient")
 def test_a_removal_that_hangs_keeps_the_step_from_being_saved(tmp_path: Path) -> None:
     """What is removed late are files of the crash, never those of the save that was tried again."""
     half = tmp_path / "step-000000002"
@@ -86,18 +78,17 @@ def test_a_removal_that_hangs_keeps_the_step_from_being_saved(tmp_path: Path) ->
     (half / "__0_0.distcp").write_bytes(b"half")
     manager = CheckpointManager(tmp_path)
     storage = HangingOs("unlink", half.name)
-    with patch.object(posix, "os", storage):
+    with patch.object(posix, "os", storage), impatient():
         try:
             errors = [error_of(lambda: manager.save(2, numbered(2))) for _ in range(2)]
         finally:
             storage.answer()
-        path = manager.save(2, numbered(2)).result(60)
+    path = manager.save(2, numbered(2)).result(60)
     assert [type(error) for error in errors] == [SaveTimeoutError] * 2
     manager.close()
     assert nostall.verify(path).ok
 
 
-@pytest.mark.usefixtures("impatient")
 def test_closing_does_not_wait_for_storage_for_ever(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -105,7 +96,7 @@ def test_closing_does_not_wait_for_storage_for_ever(
     manager = CheckpointManager(tmp_path)
     manager.save(1, numbered(1)).result(60)
     storage = HangingOs("unlink", ".nostall.lock")
-    with patch.object(lock, "os", storage):
+    with patch.object(lock, "os", storage), impatient():
         try:
             error = error_of(manager.close)
         finally:

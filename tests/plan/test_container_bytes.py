@@ -34,7 +34,15 @@ from nostall._plan.skeleton import container_skeleton
 from nostall.core import AsyncCallsQueue
 from nostall.errors import NostallError
 from nostall.filesystem_async import FileSystemWriterAsync
-from support.states import blobs, read_metadata, save_async, schedule, shard_files, small_state
+from support.states import (
+    blobs,
+    read_metadata,
+    save_async,
+    save_stock_way,
+    schedule,
+    shard_files,
+    small_state,
+)
 
 GIB = 1 << 30
 ORDINARY_DTYPES = {
@@ -78,8 +86,7 @@ def filled(dtype: torch.dtype, shape: tuple[int, ...], *, seed: int = 0) -> torc
 
 
 def save_stock(path: Path, state: dict[str, Any], **options: Any) -> None:
-    writer = dcp.FileSystemWriter(path, sync_files=False, **options)
-    dcp.save(state, storage_writer=writer, planner=RawBytesPlanner(), no_dist=True)
+    save_stock_way(path, state, planner=RawBytesPlanner(), **options)
 
 
 def save_ours(path: Path, state: dict[str, Any], **options: Any) -> None:

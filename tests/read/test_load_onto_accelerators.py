@@ -36,7 +36,7 @@ def saved_state() -> dict[str, torch.Tensor]:
     seeded = torch.Generator().manual_seed(0)
     return {
         "large": torch.randn(LARGE, generator=seeded),
-        "in parts": torch.randn(5, 1 << 19, generator=seeded),
+        "in parts": torch.randn(5, 1 << 21, generator=seeded),
         "matrix": torch.randn(600, 500, generator=seeded).to(torch.bfloat16),
         "count": torch.tensor(3, dtype=torch.int64),
         "flags": torch.rand(77, generator=seeded) > 0.5,

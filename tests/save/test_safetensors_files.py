@@ -33,7 +33,7 @@ from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.testing import Fault, inject
 from support.object_store import S3Server
 from support.ranks import run_ranks
-from support.states import save_async, schedule, shard_files
+from support.states import save_async, save_stock_way, schedule, shard_files
 
 State = dict[str, Any]
 SAFETENSORS = SerializationFormat.SAFETENSORS
@@ -194,8 +194,7 @@ def test_a_file_is_the_one_of_stocks_writer(tmp_path: Path) -> None:
     """But for the order in the package's ``__metadata__``: also the text of each of its values."""
     state = flat(state_of())
     save(tmp_path / "ours", state)
-    stock = dcp.FileSystemWriter(tmp_path / "stock", serialization_format=SAFETENSORS)
-    dcp.save(state, storage_writer=stock, no_dist=True)
+    save_stock_way(tmp_path / "stock", state, serialization_format=SAFETENSORS)
     (ours,), (theirs,) = (shard_files(tmp_path / who).values() for who in ("ours", "stock"))
     assert header_in(ours) == header_in(theirs)
     assert len(ours) == len(theirs)

@@ -39,7 +39,7 @@ from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_
 from nostall.testing import Fault, Hold, inject, writer_pids
 from programs.openers import FullUpload, Upload, open_and_sign, open_nothing
 from programs.streams import Zlib
-from support.states import blobs, read_metadata, schedule, small_state
+from support.states import blobs, read_metadata, save_stock_way, schedule, small_state
 
 DEADLINE_S = 60.0
 PAGE = 4096
@@ -264,7 +264,7 @@ def test_files_end_where_their_last_item_does(
     """A length that is no multiple of the page size is exact, and the file is stock's."""
     nostall.configure(EngineOptions(direct_io=direct, chunk_nbytes=chunk_nbytes))
     way(tmp_path / "saved", odd_state())
-    stock(tmp_path / "stock", odd_state())
+    save_stock_way(tmp_path / "stock", odd_state())
     content = (tmp_path / "saved" / "__0_0.distcp").read_bytes()
     assert content == (tmp_path / "stock" / "__0_0.distcp").read_bytes()
     assert len(content) % PAGE

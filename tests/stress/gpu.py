@@ -19,6 +19,7 @@ import faulthandler
 import gc
 import json
 import math
+import resource
 import shutil
 import statistics
 import sys
@@ -26,7 +27,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,17 +36,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.staging import StagingOptions
 
 from nostall import _engine
-from nostall._bench.contender import Contender, Durable, Setting, sync
+from nostall._bench.contender import Contender, Durable, Pending, Setting, file_name, sync
 from nostall._bench.limits import WRITE_SETTINGS, Limits
+from nostall._bench.loading.contender import LoadContender
+from nostall._bench.loading.contenders import load_contenders
+from nostall._bench.loading.page_cache import bring_in, files_below
 from nostall._bench.machine import machine_facts, versions
 from nostall._bench.measure import wait_durable
 from nostall._bench.options import DEFAULT_NBYTES
 from nostall._bench.ours import own_contenders
+from nostall._bench.peers import Nvrx
 from nostall._bench.quantities import parse_nbytes
-from nostall._bench.ranks import joined_ranks
+from nostall._bench.ranks import Ranks
 from nostall._bench.stock import DcpAsyncSave, DcpSave
 from nostall._bench.workloads import Workload, differences, make_workload
 from programs import accelerator
@@ -55,6 +61,7 @@ SHAPES = ("large", "many")
 MOST_S = 8 * 60
 """The whole run ends before that."""
 MOST_ROUNDS = 7
+TRAINING_ROUNDS = 5
 WRITES = [setting for setting in WRITE_SETTINGS if setting.threads >= 4]
 
 
@@ -66,6 +73,9 @@ def main() -> int:
             file=sys.stderr,
         )
         return NO_ACCELERATOR
+    # Stock's stager in shared memory keeps a descriptor for every tensor.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     # What hangs says where, and ends.
     faulthandler.dump_traceback_later(MOST_S - 10, exit=True)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -75,9 +85,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="nostall-gpu-", dir=given.directory) as scratch:
         run = Run(Path(scratch), given)
         run.check_all()
-        for number, shape in enumerate(SHAPES):
+        parts = [
+            part
+            for shape in given.shapes
+            for part in ((run.measure, shape), (run.measure_loads, shape))
+        ]
+        for number, (measure, shape) in enumerate(parts):
             rest_s = given.seconds - (time.monotonic() - started)
-            run.measure(shape, for_s=rest_s / (len(SHAPES) - number))
+            measure(shape, for_s=rest_s / (len(parts) - number))
         return run.finish(took_s=time.monotonic() - started)
 
 
@@ -87,9 +102,21 @@ def _arguments() -> argparse.Namespace:
     add("--json", type=Path, default=Path("gpu.json"), help="default: %(default)s")
     add("--directory", type=Path, default=Path.cwd(), help="where to write checkpoints")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is a rehearsal")
+    add("--shapes", nargs="+", choices=SHAPES, default=SHAPES, help="default: all")
     add("--bytes", type=parse_nbytes, help="of a state dict")
     add("--seconds", type=float, default=400.0, help="when to begin nothing new")
     return parser.parse_args()
+
+
+@contextmanager
+def alone(device: str) -> Iterator[Ranks]:
+    """A process group of this rank only: NVRx saves in no other way, and every job has a group."""
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield Ranks(0, 1, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
 
 
 class Run:
@@ -107,6 +134,7 @@ class Run:
             "versions": versions(),
             "checks": {},
             "benchmarks": {},
+            "loads": {},
         }
 
     def store(self) -> None:
@@ -159,10 +187,15 @@ class Run:
         stager = DcpAsyncSave(
             "dcp.async_save pinned stager", "DefaultStager as stock sets it", staging=staging
         )
-        return [*own_contenders(), DcpSave(), stager]
+        nvrx = Nvrx()
+        return [*own_contenders(), DcpSave(), stager, *([] if nvrx.available() else [nvrx])]
 
     def measure(self, shape: str, *, for_s: float) -> None:
         """Each contender once to verify, then rounds in turns until time is over, at least one."""
+        with alone(self.device) as ranks:
+            self._measure(shape, ranks, for_s)
+
+    def _measure(self, shape: str, ranks: Ranks, for_s: float) -> None:
         until = time.monotonic() + for_s
         workload = self.workload(shape)
         limits = DeviceLimits(workload.nbytes, self.device)
@@ -178,7 +211,7 @@ class Run:
         for contender in contenders:
             rows[contender.name] = {"blocked_s": [], "durable_s": [], "wrong": None, "error": None}
             with self._part_of(rows[contender.name]):
-                self._prepare(contender, workload, rows[contender.name])
+                self._prepare(contender, ranks, workload, rows[contender.name])
             self.store()
         for number in range(MOST_ROUNDS):
             if number and time.monotonic() > until:
@@ -194,15 +227,103 @@ class Run:
                         row["durable_s"].append(durable_s)
             found["ratios"] = _ratios(rows, limits)
             self.store()
+        if shape == "large":
+            self._train(contenders, workload, rows)
         for contender in contenders:
             with self._part_of(rows[contender.name]):
                 contender.close()
         _engine.reset()
         self._say(shape, rows, limits)
 
-    def _prepare(self, contender: Contender, workload: Workload, row: dict[str, Any]) -> None:
+    def _train(
+        self, contenders: list[Contender], workload: Workload, rows: dict[str, dict[str, Any]]
+    ) -> None:
+        """By how much longer a stretch of training takes with a save at its beginning, in turns."""
+        steps = Steps(self.device, workload)
+        steps.run(None)
+        for _ in range(TRAINING_ROUNDS):
+            for contender in contenders:
+                row = rows[contender.name]
+                if row["error"] is None:
+                    with self._part_of(row), self.directory() as path:
+                        gc.collect()
+                        without_s = steps.run(None)
+                        with_s = steps.run(lambda: contender.save(workload.state, path / "save"))  # noqa: B023  # called at once
+                        row.setdefault("training_s", []).append((without_s, with_s))
+            self.store()
+
+    def measure_loads(self, shape: str, *, for_s: float) -> None:
+        """Loads from the page cache into tensors of the device, in turns, at least one round."""
+        until = time.monotonic() + for_s
+        workload = self.workload(shape)
+        upload_s: list[float] = []
+        rows: dict[str, dict[str, Any]] = {}
+        self.found["loads"][shape] = {
+            "nbytes": workload.nbytes,
+            "pinned_copy_s": upload_s,
+            "contenders": rows,
+        }
+        limits = DeviceLimits(workload.nbytes, self.device)
+        with self.directory() as path:
+            contenders = [each for each in load_contenders() if not each.available()]
+            for contender in contenders:
+                row = rows[contender.name] = {"load_s": [], "wrong": None, "error": None}
+                with self._part_of(row):
+                    files = path / file_name(contender.form)
+                    if not files.exists():
+                        contender.write(workload.state, files)
+                    row["wrong"] = self._wrongly_loaded(contender, workload, files)
+                    self.failed |= bool(row["wrong"])
+            bring_in(files_below(path))
+            for number in range(MOST_ROUNDS):
+                if number and time.monotonic() > until:
+                    break
+                upload_s.append(min(limits.uploaded_s() for _ in range(3)))
+                for contender in contenders:
+                    row = rows[contender.name]
+                    if row["error"] is None:
+                        with self._part_of(row):
+                            files = path / file_name(contender.form)
+                            row["load_s"].append(self._loaded_s(contender, workload, files))
+                self.store()
+        self._say_loads(shape, workload.nbytes, statistics.median(upload_s), rows)
+
+    def _wrongly_loaded(
+        self, contender: LoadContender, workload: Workload, path: Path
+    ) -> list[str]:
+        """What differs after a load into other values."""
+        into = workload.blank()
+        contender.load(path, into)
+        self.module.synchronize()
+        return differences(workload.state, into)
+
+    def _loaded_s(self, contender: LoadContender, workload: Workload, path: Path) -> float:
+        """Seconds until the values are on the device."""
+        gc.collect()
+        self.module.synchronize()
+        started = time.perf_counter()
+        contender.load(path, workload.same_tensors())
+        self.module.synchronize()
+        return time.perf_counter() - started
+
+    def _say_loads(
+        self, shape: str, nbytes: int, upload_s: float, rows: dict[str, dict[str, Any]]
+    ) -> None:
+        copied = f"copy from pinned memory {upload_s * 1e3:.1f} ms"
+        print(f"loads of {shape}: {nbytes / 1e9:.2f} GB; {copied}")
+        for name, row in rows.items():
+            if row["error"] is None:
+                took_s = statistics.median(row["load_s"])
+                verdict = "WRONG" if row["wrong"] else "same"
+                print(f"  {name:30} {took_s * 1e3:8.1f} ms {took_s / upload_s:6.2f}, {verdict}")
+            else:
+                print(f"  {name:30} {row['error']:.100}")
+
+    def _prepare(
+        self, contender: Contender, ranks: Ranks, workload: Workload, row: dict[str, Any]
+    ) -> None:
         """Let a contender save as often as its caches need, and verify the last save."""
-        with self.directory() as path, joined_ranks() as ranks:
+        with self.directory() as path:
             contender.open(Setting(ranks=ranks, nbytes=workload.nbytes, scratch=path))
         for _ in range(contender.warmups - 1):
             self._save(contender, workload)
@@ -264,9 +385,46 @@ class Run:
                 print(
                     f"  {name:30} blocked {blocked * 1e3:8.1f} ms {blocked / limits.copy_s:6.2f},"
                     f" durable {durable:7.3f} s {durable / limits.write_s:6.2f}, {verdict}"
+                    f"{_said_of_training(row)}"
                 )
             else:
                 print(f"  {name:30} {row['error']:.100}")
+
+
+class Steps:
+    """A stretch of training: products of matrices, then a change of every element in each step."""
+
+    def __init__(self, device: str, workload: Workload) -> None:
+        width, self._count = (8192, 60) if device == "cuda" else (64, 6)
+        self._left = torch.randn(width, width, device=device, dtype=torch.bfloat16)
+        self._right = torch.randn(width, width, device=device, dtype=torch.bfloat16)
+        self._workload = workload
+
+    def run(self, save: Callable[[], Pending] | None) -> float:
+        """Seconds that the steps take; what is still to be written afterwards does not count."""
+        started, pending = time.perf_counter(), None if save is None else save()
+        done = pending is None
+        for _ in range(self._count):
+            products = [self._left @ self._right for _ in range(10)]
+            if pending is not None:
+                pending.wait_staged()
+            self._workload.advance()
+            products[-1][0, 0].item()  # as a loop does that looks at its loss
+            if pending is not None and not done:
+                done = pending.poll()
+        took_s = time.perf_counter() - started
+        if pending is not None and not done:
+            wait_durable(pending)
+        return took_s
+
+
+def _said_of_training(row: dict[str, Any]) -> str:
+    trained = row.get("training_s")
+    if not trained:
+        return ""
+    longer_s = statistics.median(with_s - without_s for without_s, with_s in trained)
+    step_s = statistics.median(without_s for without_s, _ in trained)
+    return f"; training of {step_s * 1e3:.0f} ms takes {longer_s * 1e3:.1f} ms longer"
 
 
 class DeviceLimits:
@@ -295,9 +453,16 @@ class DeviceLimits:
             self.samples["direct"] &= wrote.direct
 
     def _copied_s(self) -> float:
+        return self._took_s(self._pinned, self._on_device)
+
+    def uploaded_s(self) -> float:
+        """Seconds of one copy of all bytes from pinned memory onto the device."""
+        return self._took_s(self._on_device, self._pinned)
+
+    def _took_s(self, into: torch.Tensor, source: torch.Tensor) -> float:
         self._module.synchronize()
         started = time.perf_counter()
-        self._pinned.copy_(self._on_device, non_blocking=True)
+        into.copy_(source, non_blocking=True)
         self._module.synchronize()
         return time.perf_counter() - started
 

@@ -68,6 +68,12 @@ def test_the_command_for_accelerators_can_be_rehearsed(tmp_path: Path) -> None:
     expected = {check.__name__: None for check in accelerator.ANYWHERE}
     assert {name: each["failure"] for name, each in found["checks"].items()} == expected
     assert list(found["benchmarks"]) == ["large", "many"]
+    assert list(found["loads"]) == ["large", "many"]
+    for benchmark in found["loads"].values():
+        assert {"nostall.load", "dcp.load"} <= benchmark["contenders"].keys()
+        for row in benchmark["contenders"].values():
+            assert (row["wrong"], row["error"]) == ([], None)
+            assert len(row["load_s"]) >= 1
     for benchmark in found["benchmarks"].values():
         assert len(benchmark["limits"]["pinned_copy_s"]) >= 1
         assert {"nostall", "nostall overlapped", "dcp.save"} <= benchmark["ratios"].keys()

@@ -13,6 +13,8 @@ from support import loaded
 
 TESTS = Path(__file__).parents[1]
 TIMEOUT_S = 120.0
+_RANKS_SEE = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""Ranks of gloo on the CPU, also where there is an accelerator: there may be fewer than ranks."""
 
 
 def run_script(
@@ -63,7 +65,7 @@ def run_ranks(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
+        env={**os.environ, **_RANKS_SEE},
     )
     try:
         output, _ = process.communicate(timeout=timeout_s)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -101,9 +102,13 @@ WAYS: dict[str, Callable[[Path, dict[str, Any]], None]] = {
 """Every way to save, in an order: ``dcp.async_save`` stages a second save in place."""
 
 
-def save_stock_way(path: Path, state: dict[str, Any]) -> None:
-    """One save by stock's writer."""
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(path, sync_files=False), no_dist=True)
+def save_stock_way(
+    path: Path, state: dict[str, Any], *, planner: SavePlanner | None = None, **options: Any
+) -> None:
+    """One save by stock's writer, as without an accelerator: with one, it sorts tensors by size."""
+    writer = dcp.FileSystemWriter(path, sync_files=False, **options)
+    with patch.object(torch.cuda, "is_available", return_value=False):
+        dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
 
 
 def shard_files(path: Path) -> dict[str, bytes]:

@@ -110,8 +110,10 @@ class RememberingOs:
 def impatient() -> Iterator[None]:
     """A block in which no wait for storage lasts longer than a second."""
     nostall.configure(EngineOptions(save_timeout_s=1.0))
-    yield
-    nostall.configure(EngineOptions())
+    try:
+        yield
+    finally:
+        nostall.configure(EngineOptions())
 
 
 def error_of(call: Callable[[], object]) -> BaseException | None:

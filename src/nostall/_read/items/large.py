@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from nostall._memory.uploads import Memory
+from nostall._memory.uploads import PART_NBYTES, Memory
 from nostall._model import checksum
 from nostall._model.crc import combine
 from nostall._read.items.forms import DESCRIPTOR, HEAD_NBYTES, Form
@@ -27,7 +27,12 @@ from nostall._read.items.targets import (
 from nostall._read.plan import Wanted
 
 PIECE_NBYTES = 4 << 20
-"""Read by one thread before it looks whether the load goes on."""
+"""Read by one thread before it looks whether the load goes on, into memory of the CPU."""
+
+
+def _piece_nbytes(memory: torch.Tensor) -> int:
+    """What one thread reads into memory at a time; for a device, what one copy sends there."""
+    return PIECE_NBYTES if memory.is_cpu else PART_NBYTES
 
 
 class LargeRead:
@@ -48,7 +53,7 @@ class LargeRead:
         self._wanted = wanted
         self._target = target
         self.nbytes = wanted.nbytes
-        pieces = -(-(wanted.nbytes - HEAD_NBYTES) // PIECE_NBYTES)  # of the values, about
+        pieces = -(-(wanted.nbytes - HEAD_NBYTES) // _piece_nbytes(target))  # of values, about
         self.tasks = min(shared.workers.threads, max(1, pieces))
         self._preparing = threading.Lock()
         self._values: _Values | None = None
@@ -114,6 +119,7 @@ class LargeRead:
             rows,
             memory,
             form,
+            piece_nbytes=_piece_nbytes(stored),
             verify=verify,
             is_guess=is_guess,
         )
@@ -149,6 +155,7 @@ class _Values:
         memory: Memory,
         form: Form,
         *,
+        piece_nbytes: int,
         verify: bool,
         is_guess: bool,
     ) -> None:
@@ -162,7 +169,7 @@ class _Values:
         self._verify = verify
         self._head = memoryview(bytearray(form.begin if is_guess else 0))
         self._descriptor = memoryview(bytearray(DESCRIPTOR.size))
-        self._left = deque(_pieces(self._begin, rows.nbytes))
+        self._left = deque(_pieces(self._begin, rows.nbytes, piece_nbytes))
         self._sums: dict[int, tuple[int, int]] = {}
         """Checksum and length of each piece, by where it begins."""
         self._summing = threading.Lock()
@@ -213,17 +220,17 @@ class _Values:
         archives.require_intact(crc32, self._descriptor, self._file, self._wanted)
 
 
-def _pieces(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
+def _pieces(offset: int, nbytes: int, piece_nbytes: int) -> Iterator[tuple[int, int]]:
     """Begin and end of each piece of values that lie at this offset of a file.
 
-    If there are several, all but the first begin at a multiple of :data:`PIECE_NBYTES` in the file,
-    so that no two of them need the same page.
+    If there are several, all but the first begin at a multiple of ``piece_nbytes`` in the file, so
+    that no two of them need the same page.
     """
-    if nbytes <= PIECE_NBYTES:
+    if nbytes <= piece_nbytes:
         offset = 0
     begin = 0
     while begin < nbytes:
-        end = min(nbytes, begin + PIECE_NBYTES - (offset + begin) % PIECE_NBYTES)
+        end = min(nbytes, begin + piece_nbytes - (offset + begin) % piece_nbytes)
         yield begin, end
         begin = end
 
