@@ -259,14 +259,15 @@ class FileSystemReader(dcp.FileSystemReader):
         """The items and their places; and items that only stock's reader can read."""
         wanted, transformed = [], []
         for item in plan.items:
-            place = self.storage_data.get(item.storage_index)
-            if place is None:
+            try:
+                place = self.storage_data[item.storage_index]
+            except KeyError:
                 raise DamagedCheckpointError(
                     f"the metadata names no file for {item.storage_index.fqn}",
                     phase="read",
                     path=os.path.join(self._resolved(), _torch.METADATA_NAME),
                     hint="load another checkpoint",
-                )
+                ) from None
             transforms = getattr(place, "transform_descriptors", None)
             if transforms and tuple(transforms) != AS_SAFETENSORS:
                 transformed.append(item)

@@ -113,16 +113,17 @@ def load(
         progress=progress,
     )
     touched = [name for name in state if wanted is None or wanted.touches(name)]
-    objects = {name: each for name in touched if (each := _object_in(state[name])) is not None}
-    present = {
-        name: objects[name].state_dict() if name in objects else state[name] for name in touched
-    }
+    present = {name: state[name] for name in touched}
+    # A look at a tensor for its methods is slow.
+    others = {name: each for name, each in present.items() if not isinstance(each, torch.Tensor)}
+    objects = {name: each for name, each in others.items() if isinstance(each, Stateful)}
+    present.update({name: each.state_dict() for name, each in objects.items()})
     planner = Planner(
         lambda name: wanted is None or wanted.has(name),
         strict=strict,
         trust=trust,
         path=where,
-        empty=[empty for name in touched for empty in _empty_in(present[name], str(name))],
+        empty=[empty for name in others for empty in _empty_in(present[name], str(name))],
     )
     if process_group is None or not use_collectives:
         rank = None if use_collectives else _number_of_this_rank(process_group)
@@ -143,11 +144,6 @@ def load(
         missing=planner.missing,
         load_s=time.monotonic() - began_s,
     )
-
-
-def _object_in(value: object) -> Stateful | None:
-    """The value if it has a state of its own; a look at a tensor for its methods is slow."""
-    return value if not isinstance(value, torch.Tensor) and isinstance(value, Stateful) else None
 
 
 def _empty_in(state: object, name: str) -> Iterator[str]:

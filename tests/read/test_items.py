@@ -37,6 +37,7 @@ from nostall._read.items.archives import Archives
 from nostall._read.items.large import PIECE_NBYTES
 from nostall._read.items.opened import OpenFile
 from nostall._read.items.overlaps import overlapping
+from nostall._read.items.targets import span_of
 from nostall._read.items.workers import Workers
 from nostall._read.plan import Wanted
 from nostall.errors import DamagedCheckpointError, OptionError
@@ -282,6 +283,10 @@ def test_tied_tensors_get_what_stock_gives_them(tmp_path: Path, count: int) -> N
     assert torch.equal(ours, stock)
 
 
+def overlapping_of(targets: Sequence[torch.Tensor]) -> list[bool]:
+    return overlapping(targets, [span_of(target) for target in targets])
+
+
 def _elements(tensor: torch.Tensor) -> set[int]:
     """Addresses of a tensor's elements."""
     if not tensor.numel():
@@ -298,7 +303,7 @@ def test_no_overlap_is_overlooked(views: list[View]) -> None:
     """Targets that count as apart have no element in common with any other."""
     whole = torch.zeros(_ROWS, _COLUMNS, 1)
     targets = [view(whole) for view in views]
-    found = overlapping(targets)
+    found = overlapping_of(targets)
     elements = [_elements(each) for each in targets]
     for one, shares in enumerate(found):
         if not shares:
@@ -312,15 +317,15 @@ def test_parts_of_one_tensor_are_apart(rows: int, columns: int, parts: int) -> N
     """Tiles of a matrix, which span the same addresses, are read at the same time."""
     whole = torch.zeros(rows * parts, columns * parts)
     tiles = [tile for band in whole.split(rows, dim=0) for tile in band.split(columns, dim=1)]
-    assert not any(overlapping(tiles))
-    assert all(overlapping([*tiles, whole]))
+    assert not any(overlapping_of(tiles))
+    assert all(overlapping_of([*tiles, whole]))
 
 
 def test_unknown_memory_counts_as_shared() -> None:
     """That of sparse tensors and subclasses; tensors without elements share nothing."""
     sparse = torch.eye(3).to_sparse()
     parameter = torch.nn.Parameter(torch.zeros(3))
-    assert overlapping([sparse, parameter, torch.zeros(0), torch.zeros(2)]) == [
+    assert overlapping_of([sparse, parameter, torch.zeros(0), torch.zeros(2)]) == [
         True,
         True,
         False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -36,13 +37,20 @@ class _Entries(Mapping[str, Entry]):
     def __init__(self, items: Items) -> None:
         self._items = items
         self._rows = items.index.rows
-        self._made: dict[str, Entry] = {}
+        self._made: dict[tuple[int, ...], Entry] = {}
+        """By what they are made from: many items of a checkpoint are alike."""
 
     def __getitem__(self, name: str) -> Entry:
-        made = self._made.get(name)
+        row = self._rows[name]
+        key = self._items.key(row)
+        made = self._made.get(key)
         if made is None:
-            made = self._made[name] = self._items.entry(self._rows[name])
+            made = self._made[key] = self._items.entry(row)
         return made
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of any mapping, without an exception for what is not there."""
+        return self[name] if name in self._rows else default
 
     def __contains__(self, name: object) -> bool:
         return name in self._rows
@@ -60,14 +68,17 @@ class _Places(Mapping[MetadataIndex, _torch.StorageInfo]):
     def __init__(self, items: Items) -> None:
         self._items = items
         self._rows = items.index.rows
-        self._by_begin: dict[str, dict[torch.Size | None, int]] = {}
+        self._by_begin: dict[int, dict[torch.Size | None, int]] = {}
 
     def __getitem__(self, index: MetadataIndex) -> _torch.StorageInfo:
-        name = index.fqn
-        numbers = self._by_begin.get(name)
-        if numbers is None:
-            numbers = self._by_begin[name] = self._items.places_by_begin(self._rows[name])
-        return self._items.info(numbers[index.offset])
+        row = self._rows[index.fqn]
+        place = self._items.only_place(row, index.offset)
+        if place is None:
+            numbers = self._by_begin.get(row)
+            if numbers is None:
+                numbers = self._by_begin[row] = self._items.places_by_begin(row)
+            place = numbers[index.offset]
+        return self._items.info(place)
 
     def __iter__(self) -> Iterator[MetadataIndex]:
         for name, row in self._rows.items():

@@ -33,6 +33,7 @@ TRUST_HINT = (
 _NAMED = 5
 """How many names an error has."""
 _NOTHING = torch.Size((0,))
+_TENSORS = (torch.Tensor, _torch.ShardedTensor)
 
 
 class Planner(DefaultLoadPlanner):
@@ -196,7 +197,7 @@ def _own_key(container: Any, key: Any) -> Any:
 
 
 def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor | _torch.ShardedTensor)
+    return isinstance(value, _TENSORS)
 
 
 def _is_whole(value: object, entry: TensorStorageMetadata) -> bool:

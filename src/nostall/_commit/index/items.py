@@ -119,6 +119,23 @@ class Items:
         }
         return entry
 
+    def key(self, row: int) -> tuple[int, ...]:
+        """Equal for items whose entries are equal; an item in several chunks has its own."""
+        index = self.index
+        if index.count[row] != 1:
+            return (row,)
+        first = index.first_places[row]
+        return index.kind[row], index.size[row], index.begin[first], index.extent[first]
+
+    def only_place(self, row: int, begin: torch.Size | None) -> int | None:
+        """The number of the place of an item in one chunk that begins there; ``None`` if not so."""
+        index = self.index
+        first = index.first_places[row]
+        is_it = (
+            index.count[row] == 1 and index.kind[row] and self._sizes[index.begin[first]] == begin
+        )
+        return first if is_it else None
+
     def places_by_begin(self, row: int) -> dict[torch.Size | None, int]:
         """The numbers of an item's places, by the offsets of its chunks; ``None`` of an object."""
         index = self.index

@@ -22,6 +22,7 @@ from nostall._read.items.targets import (
     is_dense,
     note_changes,
     require_usable,
+    span_of,
     without_gradient,
 )
 from nostall._read.plan import Wanted
@@ -279,7 +280,7 @@ class LargeReadInTurn:
         """Read the tensor and hand it over."""
         target = without_gradient(self._shared.planner.resolve_tensor(self._wanted.item))
         require_usable(target, self._wanted)
-        note_changes([target])
+        note_changes([target], [span_of(target)])
         self._shared.uploads.prepare([target])
         read = LargeRead(self._shared, self._file, self._wanted, target)
         workers = self._shared.workers

@@ -26,7 +26,7 @@ from nostall._read.items.opened import OpenFile
 from nostall._read.items.overlaps import overlapping
 from nostall._read.items.shared import Shared
 from nostall._read.items.small import SmallRead
-from nostall._read.items.targets import note_changes, require_usable, without_gradient
+from nostall._read.items.targets import note_changes, require_usable, span_of, without_gradient
 from nostall._read.items.workers import Workers
 from nostall._read.plan import SMALL_NBYTES, Wanted, regions, rotated
 from nostall._read.planner import Planner
@@ -120,11 +120,14 @@ def _with_targets(
         require_usable(target, wanted)
         of.append(wanted)
         tensors.append(target)
-    shared = overlapping(tensors)
+    spans = [span_of(target) for target in tensors]
+    shared = overlapping(tensors, spans)
     in_turn = list(compress(of, shared))
-    alone = [not each for each in shared]
-    of, tensors = list(compress(of, alone)), list(compress(tensors, alone))
-    known.extend(zip(of, tensors, note_changes(tensors), strict=True))
+    if in_turn:
+        alone = [not each for each in shared]
+        of, tensors = list(compress(of, alone)), list(compress(tensors, alone))
+        spans = list(compress(spans, alone))
+    known.extend(zip(of, tensors, note_changes(tensors, spans), strict=True))
     return known, in_turn
 
 

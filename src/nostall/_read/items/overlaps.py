@@ -17,15 +17,21 @@ _MOST_SLICES = 256
 """Slices that span the same addresses and are compared in pairs; more count as overlapping."""
 
 
-def overlapping(targets: Sequence[torch.Tensor]) -> list[bool]:
+def overlapping(
+    targets: Sequence[torch.Tensor], spans: Sequence[tuple[int, int] | None]
+) -> list[bool]:
     """Whether each target shares memory with another one, or may do so.
 
     Tensors whose memory is not known, such as those of a subclass, may.
+
+    Args:
+        targets: The tensors.
+        spans: Where the values of each are, first address and one past the last, if it is dense.
     """
     found = [False] * len(targets)
     extents: list[tuple[int, int, int]] = []
     for number, target in enumerate(targets):
-        addresses = _addresses(target)
+        addresses = spans[number] or _addresses(target)
         if addresses is None:
             found[number] = True
         elif addresses[0] < addresses[1]:

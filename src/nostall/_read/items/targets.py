@@ -8,7 +8,7 @@ How memory of an accelerator is filled is the business of ``_memory.uploads``.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.autograd.graph import increment_version
@@ -53,11 +53,25 @@ def is_dense(target: torch.Tensor) -> bool:
     )
 
 
-def note_changes(targets: Iterable[torch.Tensor]) -> list[int]:
+def span_of(target: torch.Tensor) -> tuple[int, int] | None:
+    """The first address of a dense target's values and one past the last; ``None`` of others."""
+    if not is_dense(target):
+        return None
+    begin = target.data_ptr()
+    return begin, begin + target.nbytes
+
+
+def note_changes(
+    targets: Sequence[torch.Tensor], spans: Sequence[tuple[int, int] | None]
+) -> list[int]:
     """Tell autograd that dense targets change; call it before the first byte is written.
 
     Other targets are changed by torch itself, which tells it. Tensors made in inference mode have
     no count of changes.
+
+    Args:
+        targets: The tensors.
+        spans: For each of them what :func:`span_of` returns.
 
     Returns:
         Where the values of each target are if it is dense and on the CPU; otherwise 0. Threads
@@ -65,14 +79,10 @@ def note_changes(targets: Iterable[torch.Tensor]) -> list[int]:
     """
     addresses = []
     changing = []
-    for each in targets:
-        address = 0
-        if is_dense(each):
-            if each.is_cpu:
-                address = each.data_ptr()
-            if not each.is_inference():
-                changing.append(each)
-        addresses.append(address)
+    for each, span in zip(targets, spans, strict=True):
+        addresses.append(span[0] if span and each.is_cpu else 0)
+        if span and not each.is_inference():
+            changing.append(each)
     increment_version(changing)
     return addresses
 
