@@ -192,6 +192,13 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def compression() -> StreamTransformExtension:
+    """Stock's stream extension for ZStandard; the package ``zstandard`` is needed."""
+    from torch.distributed.checkpoint._extension import ZStandard
+
+    return ZStandard()
+
+
 def missing_data(tensor: torch.Tensor) -> str | None:
     """Why a tensor has no data, and what to do; ``None`` if it has.
 

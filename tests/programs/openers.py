@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from types import TracebackType
 from typing import IO, Any
 
@@ -57,3 +58,49 @@ class FullUpload(Upload):
         if self.taken > 10_000:
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
         return super().write(piece)
+
+
+_both = threading.Barrier(2)
+
+
+def open_pairs(path: str, mode: str) -> IO[Any]:
+    """Open a file when another one is opened at the same time."""
+    _both.wait(60)
+    return open(path, mode)
+
+
+_refused = threading.Event()
+
+
+class Late(Upload):
+    """Takes pieces when another file was refused."""
+
+    def write(self, piece: Any) -> int:
+        assert _refused.wait(60)
+        return super().write(piece)
+
+
+def open_but_one(path: str, mode: str) -> Any:
+    """Refuse the second file of a rank, and let the first one be written only after that."""
+    if path.endswith("_1.distcp"):
+        _both.wait(60)
+        _refused.set()
+        return open_nothing(path, mode)
+    _both.wait(60)
+    return Late(path, mode)
+
+
+class OfOneThread:
+    """A stream extension that must not be called by a second thread."""
+
+    def __init__(self) -> None:
+        self._thread: int | None = None
+
+    def get_descriptor(self) -> str:
+        return "stream.of-one-thread/1"
+
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
+        thread = threading.get_ident()
+        assert self._thread in (None, thread)
+        self._thread = thread
+        return output

@@ -37,7 +37,15 @@ from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from nostall.testing import Fault, Hold, inject, writer_pids
-from programs.openers import FullUpload, Upload, open_and_sign, open_nothing
+from programs.openers import (
+    FullUpload,
+    OfOneThread,
+    Upload,
+    open_and_sign,
+    open_but_one,
+    open_nothing,
+    open_pairs,
+)
 from programs.streams import Zlib
 from support.states import blobs, read_metadata, save_stock_way, schedule, small_state
 
@@ -456,6 +464,26 @@ def test_stream_extensions_are_undone_by_stock_readers(
 # --- in parallel ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("way", [split_save, async_save])
+def test_streams_are_written_several_at_a_time(tmp_path: Path, way: Callable[..., None]) -> None:
+    """As many as ``io_threads``, each by one thread with extensions of its own."""
+    nostall.configure(EngineOptions(io_threads=2))
+    options = {"open_file": open_pairs, "_extensions": [OfOneThread()]}
+    way(tmp_path / "saved", odd_state(), thread_count=4, **options)
+    assert len(list((tmp_path / "saved").glob("*.distcp"))) == 4
+    assert blobs(tmp_path / "saved") == stock(tmp_path / "stock", odd_state())
+
+
+def test_a_stream_that_fails_fails_the_save(tmp_path: Path) -> None:
+    """Also while another one is written: its error is the save's, and no file is left."""
+    nostall.configure(EngineOptions(io_threads=2, chunk_nbytes=PAGE))
+    with pytest.raises(CheckpointException) as caught:
+        split_save(tmp_path / "saved", odd_state(), thread_count=2, open_file=open_but_one)
+    error = failure_of(caught)
+    assert (error.errno, error.path) == (errno.EACCES, str(tmp_path / "saved" / "__0_1.distcp"))
+    assert os.listdir(tmp_path / "saved") == []
+
+
 def running_writers() -> set[int]:
     children = psutil.Process().children()
     return {child.pid for child in children if "nostall._writer.main" in " ".join(child.cmdline())}
@@ -575,7 +603,7 @@ def test_a_save_that_is_cancelled_in_mid_write_leaves_no_file(tmp_path: Path) ->
         reports: list[RankReport] = []
         images = {name: WholeImage(memoryview(memory)) for name in names}
         thread = threading.Thread(
-            target=lambda: reports.append(perform(job, images, None, cancelled))
+            target=lambda: reports.append(perform(job, images, (), cancelled))
         )
         thread.start()
         hold.wait_reached()

@@ -187,8 +187,8 @@ class Run:
         stager = DcpAsyncSave(
             "dcp.async_save pinned stager", "DefaultStager as stock sets it", staging=staging
         )
-        nvrx = Nvrx()
-        return [*own_contenders(), DcpSave(), stager, *([] if nvrx.available() else [nvrx])]
+        everybody = [*own_contenders(), DcpSave(), stager, Nvrx()]
+        return [each for each in everybody if each.available() is None]
 
     def measure(self, shape: str, *, for_s: float) -> None:
         """Each contender once to verify, then rounds in turns until time is over, at least one."""

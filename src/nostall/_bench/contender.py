@@ -7,6 +7,7 @@ import re
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -127,6 +128,16 @@ class SyncedAfterwards:
 
     def wait_staged(self) -> None:
         return None
+
+
+def why_not_importable(*modules: str) -> str | None:
+    """Why one of these modules cannot be imported, or ``None`` if all can."""
+    for module in modules:
+        try:
+            import_module(module)
+        except Exception as error:  # an old library fails in its own ways with a new torch
+            return f"{module} cannot be imported: {type(error).__name__}: {error}"
+    return None
 
 
 def file_name(name: str) -> str:

@@ -11,7 +11,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 import nostall
-from nostall._bench.contender import Contender, Durable, Pending, PendingFuture, Setting
+from nostall import _torch
+from nostall._bench.contender import (
+    Contender,
+    Durable,
+    Pending,
+    PendingFuture,
+    Setting,
+    why_not_importable,
+)
 from nostall._bench.workloads import FROZEN, State
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import OptionError
@@ -118,6 +126,19 @@ class FrozenSave(SplitSave):
         return FileSystemWriterAsync(path, frozen=self._frozen)
 
 
+class CompressedSave(SplitSave):
+    """The same through stock's compression, of four files at a time."""
+
+    def __init__(self) -> None:
+        super().__init__("nostall zstd", "the same as nostall, 4 files through stock's ZStandard")
+
+    def available(self) -> str | None:
+        return why_not_importable("zstandard") or super().available()
+
+    def _writer(self, path: Path) -> FileSystemWriterAsync:
+        return FileSystemWriterAsync(path, thread_count=4, _extensions=[_torch.compression()])
+
+
 class OwnAsyncSave:
     """``dcp.async_save`` with nostall's writer, which is its own stager."""
 
@@ -176,6 +197,7 @@ def own_contenders(shape: str = "large") -> list[Contender]:
             staging="overlapped",
         ),
         *frozen,
+        CompressedSave(),
         OwnAsyncSave(),
         OwnSyncSave(),
     ]

@@ -10,19 +10,15 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 
-from nostall._bench.contender import Contender, Pending, Setting, SyncedAfterwards
+from nostall._bench.contender import (
+    Contender,
+    Pending,
+    Setting,
+    SyncedAfterwards,
+    why_not_importable,
+)
 from nostall._bench.ours import load_with_dcp
 from nostall._bench.workloads import State
-
-
-def why_not_importable(*modules: str) -> str | None:
-    """Why one of these modules cannot be imported, or ``None`` if all can."""
-    for module in modules:
-        try:
-            import_module(module)
-        except Exception as error:  # an old library fails in its own ways with a new torch
-            return f"{module} cannot be imported: {type(error).__name__}: {error}"
-    return None
 
 
 class TorchSnapshot:

@@ -75,7 +75,7 @@ def _write(
         report = perform(
             job,
             images,
-            target.settings.stream,
+            () if target.settings.stream is None else (target.settings.stream,),
             cancelled,
             engine.chunk_plans.plan,
             partial(target.progress.wrote, job.job),

@@ -25,7 +25,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nostall._model.jobs import (
@@ -40,6 +40,7 @@ from nostall._writer.faults import Faults
 from nostall._writer.images import Image
 from nostall._writer.position import Position
 from nostall._writer.seals import ChunkPlanner, Payloads
+from nostall._writer.together import work_together
 
 _BACKOFF_S = 0.1
 _BACKOFF_FACTOR = 4
@@ -146,40 +147,7 @@ class _Chunks:
 def _work_through(tasks: Sequence[_FileTask], thread_count: int, at: Position) -> None:
     """Write files with a few threads until each is done or failed; a permanent error fails all."""
     chunks = _Chunks(tasks, at)
-    threads = [
-        # Daemons: storage may hang, and the interpreter has to exit.
-        threading.Thread(target=chunks.write, args=(n,), name=f"nostall-io-{n}", daemon=True)
-        for n in range(1, min(thread_count, chunks.count))
-    ]
-    try:
-        for thread in threads:
-            try:
-                thread.start()
-            except RuntimeError:  # no more threads: those running do the work
-                break
-        chunks.write(0)
-    except BaseException:  # a signal to this thread, in a synchronous save the trainer's
-        chunks.give_up()
-        raise
-    finally:
-        _join(threads)  # a thread that never started is not alive
-
-
-def _join(threads: Iterable[threading.Thread]) -> None:
-    """Return when no thread works any more, even if interrupted: their memory is freed next.
-
-    A thread whose start was interrupted may not be alive yet; it has not begun, and will find
-    nothing to do.
-    """
-    interrupt: BaseException | None = None
-    for thread in threads:
-        while thread.is_alive():
-            try:
-                thread.join()
-            except BaseException as error:  # raised when no thread works any more
-                interrupt = error
-    if interrupt is not None:
-        raise interrupt
+    work_together(chunks.write, min(thread_count, chunks.count), give_up=chunks.give_up)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import errno
 import os
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from nostall._model.jobs import (
     Completion,
@@ -36,7 +36,7 @@ from nostall._writer.streams import write_streams
 def perform(
     job: WriteJob,
     images: Mapping[str, Image],
-    stream: StreamTarget | None = None,
+    streams: Sequence[StreamTarget] = (),
     cancelled: threading.Event | None = None,
     chunk_planner: ChunkPlanner = plan_chunks,
     on_progress: Callable[[int], None] = lambda _: None,
@@ -47,7 +47,7 @@ def perform(
     Args:
         job: What to write.
         images: The bytes of each file, by name.
-        stream: The user's callables, if files are written through them.
+        streams: The user's callables, once for each thread, if files are written through them.
         cancelled: Set by another thread to stop the job between two chunks.
         chunk_planner: :func:`~nostall._writer.seals.plan_chunks`, or one with a cache.
         on_progress: Called with the number of bytes written so far, in any thread, now and then.
@@ -68,11 +68,11 @@ def perform(
         faults.at("start")
         storage = storage_at(job.directory, sync=job.sync_files, direct=job.direct)
         storage.make_place()
-        if stream is None:
+        if streams:
+            receipts = write_streams(job, images, faults, at, streams, chunk_planner)
+        else:
             receipts = write_images(job, storage, images, faults, at, chunk_planner)
             _require_files(receipts, storage, at)
-        else:
-            receipts = write_streams(job, images, faults, at, stream, chunk_planner)
         if job.sync_files:
             at.move("fsync", job.directory)
             storage.flush()

@@ -144,7 +144,7 @@ class _Writer:
                 report = perform(
                     job,
                     self._images(job),
-                    _stream_target(job),
+                    _streams(job),
                     cancelled,
                     self._chunk_plans.plan,
                     self._progress_sender(job.job),
@@ -237,10 +237,10 @@ def _failed(job: WriteJob, error: BaseException) -> RankFailed:
     return RankFailed(rank=job.rank, failure=failure)
 
 
-def _stream_target(job: WriteJob) -> StreamTarget | None:
-    """The user's callables: the only thing that is ever unpickled here."""
+def _streams(job: WriteJob) -> list[StreamTarget]:
+    """The user's callables, for each thread its own: the only thing that is ever unpickled here."""
     if job.stream is None:
-        return None
-    target = pickle.loads(job.stream)
-    assert isinstance(target, StreamTarget)
-    return target
+        return []
+    targets = [pickle.loads(job.stream) for _ in range(min(job.io_threads, len(job.files)))]
+    assert all(isinstance(target, StreamTarget) for target in targets)
+    return targets

@@ -1,18 +1,26 @@
-"""Seal file images and write them to the user's streams, one file after the other."""
+"""Seal file images and write them to the user's streams: each file front to back, by one thread.
+
+Several files are written at a time, as what a stream does (compress, encrypt, send) is often slower
+than storage. Each thread has a copy of its own of the user's callables, so that none of them is
+called by two threads.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 
-from nostall._model.jobs import FileReceipt, WriteJob, WriteWork
+from nostall._model.jobs import FileImage, FileReceipt, WriteJob, WriteWork
 from nostall._storage.posix import create_new
 from nostall._storage.streams import StreamTarget, write_stream
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image
 from nostall._writer.position import Position
 from nostall._writer.seals import ChunkPlanner, Payloads
+from nostall._writer.together import work_together
 
 
 def write_streams(
@@ -20,30 +28,108 @@ def write_streams(
     images: Mapping[str, Image],
     faults: Faults,
     at: Position,
-    target: StreamTarget,
+    targets: Sequence[StreamTarget],
     chunk_planner: ChunkPlanner,
 ) -> tuple[FileReceipt, ...]:
-    """Write all files of a job front to back; each image must be entirely in memory.
+    """Write all files of a job; each image must be entirely in memory.
+
+    Args:
+        job: What to write.
+        images: The bytes of each file, by name.
+        faults: The faults that a test has asked for.
+        at: Told of files and progress.
+        targets: The user's callables, once for each thread.
+        chunk_planner: As of :class:`~nostall._writer.seals.ChunkPlans`.
 
     Raises:
         Cancelled: The job was cancelled.
         Exception: An error of the user's callables.
     """
-    receipts = []
-    for image in job.files:
-        at.raise_if_cancelled()
-        path = os.path.join(job.directory, image.name)
-        at.move("write", path)
-        faults.at("open", path)
-        # The user's callable may replace an existing file, so the file must be one of this save.
-        path, fd = create_new(path)
+    streams = _Streams(job, images, faults, at, targets, chunk_planner)
+    work_together(streams.write, min(len(targets), len(job.files)), give_up=streams.give_up)
+    return streams.receipts()
+
+
+class _GivenUp(Exception):
+    """Another file failed; this one stops."""
+
+
+class _Streams:
+    """The files of a job; each thread takes one after the other."""
+
+    def __init__(
+        self,
+        job: WriteJob,
+        images: Mapping[str, Image],
+        faults: Faults,
+        at: Position,
+        targets: Sequence[StreamTarget],
+        chunk_planner: ChunkPlanner,
+    ) -> None:
+        self._job = job
+        self._images = images
+        self._faults = faults
+        self._at = at
+        self._targets = targets
+        self._chunk_planner = chunk_planner
+        self._left = deque(job.files)
+        self._done: dict[str, FileReceipt] = {}
+        self._failure: Exception | None = None
+        self._failing = threading.Lock()
+        self._given_up = threading.Event()
+
+    def write(self, thread: int) -> None:
+        """Write files until none is left, or one has failed."""
+        while not self._given_up.is_set():
+            try:
+                image = self._left.popleft()
+            except IndexError:
+                return
+            self._write_one(image, self._targets[thread])
+
+    def give_up(self) -> None:
+        """Let each thread stop at the next piece of its file."""
+        self._given_up.set()
+
+    def receipts(self) -> tuple[FileReceipt, ...]:
+        """Those of all files, when no thread writes any more.
+
+        Raises:
+            Exception: The first failure.
+        """
+        if self._failure is not None:
+            raise self._failure
+        return tuple(self._done[image.name] for image in self._job.files)
+
+    def _write_one(self, image: FileImage, target: StreamTarget) -> None:
+        path = os.path.join(self._job.directory, image.name)
         try:
-            at.create(path)
-        finally:
-            os.close(fd)
-        at.move("write", path)
-        window = images[image.name].window(0, image.nbytes, thread=0)
-        payloads = Payloads(chunk_planner(image.seals, [0, image.nbytes]))
+            self._require_hope()
+            self._faults.at("open", path)
+            # The user's callable may replace an existing file, so it must be one of this save.
+            path, fd = create_new(path)
+            try:
+                self._at.create(path)
+            finally:
+                os.close(fd)
+            self._done[image.name] = self._written(image, path, target)
+        except _GivenUp:
+            return
+        except Exception as error:  # of any kind; raised by receipts()
+            with self._failing:
+                if self._failure is None:
+                    self._failure = error
+                    self._at.move("write", path)
+            self.give_up()
+
+    def _require_hope(self) -> None:
+        self._at.raise_if_cancelled()
+        if self._given_up.is_set():
+            raise _GivenUp
+
+    def _written(self, image: FileImage, path: str, target: StreamTarget) -> FileReceipt:
+        window = self._images[image.name].window(0, image.nbytes, thread=0)
+        payloads = Payloads(self._chunk_planner(image.seals, [0, image.nbytes]))
         payloads.sum_parts(window, 0)
         payloads.seal_ending_in(window, 0)
         started_s = time.monotonic()
@@ -57,22 +143,20 @@ def write_streams(
             path,
             window.memory,
             blobs,
-            chunk_nbytes=job.chunk_nbytes,
-            sync=job.sync_files,
-            before_each=at.raise_if_cancelled,
+            chunk_nbytes=self._job.chunk_nbytes,
+            sync=self._job.sync_files,
+            before_each=self._require_hope,
         )
-        at.wrote(image.nbytes)
-        receipts.append(
-            FileReceipt(
-                name=os.path.relpath(path, job.directory),
-                planned_name=image.name,
-                nbytes=sum(length for _, length in extents),
-                crc32_of_file=None,
-                extents=extents if target.transforms else None,
-                started_s=started_s,
-                finished_s=time.monotonic(),
-                fsynced=job.sync_files,
-                work=WriteWork(write_s=time.monotonic() - started_s),
-            )
+        self._at.wrote(image.nbytes)
+        finished_s = time.monotonic()
+        return FileReceipt(
+            name=os.path.relpath(path, self._job.directory),
+            planned_name=image.name,
+            nbytes=sum(length for _, length in extents),
+            crc32_of_file=None,
+            extents=extents if target.transforms else None,
+            started_s=started_s,
+            finished_s=finished_s,
+            fsynced=self._job.sync_files,
+            work=WriteWork(write_s=finished_s - started_s),
         )
-    return tuple(receipts)

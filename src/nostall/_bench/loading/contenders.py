@@ -14,9 +14,9 @@ from torch.distributed.checkpoint import StorageReader
 
 import nostall
 from nostall import _torch
+from nostall._bench.contender import why_not_importable
 from nostall._bench.loading.contender import LoadContender
 from nostall._bench.loading.rows import RowsPlanner
-from nostall._bench.peers import why_not_importable
 from nostall._bench.workloads import State, tensors_of
 from nostall.filesystem_reader import Verify
 

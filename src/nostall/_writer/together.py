@@ -1,0 +1,51 @@
+"""One piece of work done by several threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+
+def work_together(work: Callable[[int], None], count: int, *, give_up: Callable[[], None]) -> None:
+    """Do work on this thread and on others; returns when none of them works any more.
+
+    Args:
+        work: Called with 0 on this thread, and with 1, 2, ... on others; returns if there is
+            nothing left to do.
+        count: Number of threads. If the system allows fewer, those do the work.
+        give_up: Called after an interrupt of this thread; lets all return soon.
+    """
+    threads = [
+        # Daemons: storage may hang, and the interpreter has to exit.
+        threading.Thread(target=work, args=(number,), name=f"nostall-io-{number}", daemon=True)
+        for number in range(1, count)
+    ]
+    try:
+        for thread in threads:
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads: those running do the work
+                break
+        work(0)
+    except BaseException:  # a signal to this thread, in a synchronous save the trainer's
+        give_up()
+        raise
+    finally:
+        _join(threads)  # a thread that never started is not alive
+
+
+def _join(threads: Iterable[threading.Thread]) -> None:
+    """Return when no thread works any more, even if interrupted: their memory is freed next.
+
+    A thread whose start was interrupted may not be alive yet; it has not begun, and will find
+    nothing to do.
+    """
+    interrupt: BaseException | None = None
+    for thread in threads:
+        while thread.is_alive():
+            try:
+                thread.join()
+            except BaseException as error:  # raised when no thread works any more
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt
