@@ -6,11 +6,13 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -64,6 +66,30 @@ def test_there_and_back(tmp_path: Path, run: Run, *, in_parts: bool) -> None:
     assert nostall.verify(tmp_path / "again").ok
     assert run("diff", "--values", tmp_path / "saved", tmp_path / "again")[0] == 0
     assert {path.name for path in tmp_path.iterdir()} == {"saved", "all.pt", "again"}
+
+
+def test_checkpoints_may_be_in_a_store(tmp_path: Path, run: Run) -> None:
+    """A checkpoint is read from an address, and made there; a file is on a disk."""
+    store = f"memory://{uuid4().hex}"
+    state = state_of()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        dcp.save(state, storage_writer=nostall.FileSystemWriterAsync(f"{store}/saved"))
+    file = tmp_path / "all.pt"
+    assert run("convert", f"{store}/saved", file)[0] == 0
+    assert is_same(torch.load(file), state)
+    assert run("convert", file, f"{store}/again")[0] == 0
+    assert nostall.verify(f"{store}/again").ok
+    assert run("diff", "--values", f"{store}/saved", f"{store}/again")[0] == 0
+    for source, target, why in (
+        (file, f"{store}/again", "the target exists"),
+        (f"{store}/saved", f"{store}/all.pt", "a file is made on a file system only"),
+        (f"{store}/all.pt", tmp_path / "new", "of a store, only checkpoints can be converted"),
+    ):
+        status, _, error = run("convert", source, target)
+        assert status == 2
+        assert why in error
+    assert run("convert", f"{store}/nothing", tmp_path / "new.pt")[0] == 3
 
 
 def test_objects_of_any_class_need_trust(tmp_path: Path, run: Run) -> None:

@@ -9,7 +9,7 @@ from nostall._cli.arguments import NotThere, Status, place
 from nostall._cli.checkpoints.listing import require_no_broken_link
 from nostall._cli.output import counted, printable
 from nostall._model.names import SAFETENSORS_SUFFIX
-from nostall._storage.destination import require_file_system
+from nostall._storage.places import is_address, storage_at
 from nostall.errors import OptionError
 
 HELP = "convert a checkpoint directory to a torch.save or safetensors file, or back"
@@ -49,12 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Convert in the direction that SOURCE says."""
-    for path in (parsed.source, parsed.target):
-        require_file_system(path, "convert")
-    require_no_broken_link(parsed.source)
-    if not os.path.lexists(parsed.source):
-        raise NotThere(f"{parsed.source}: no such file or directory")
-    if os.path.lexists(parsed.target):
+    if not is_address(parsed.source):
+        require_no_broken_link(parsed.source)
+        if not os.path.lexists(parsed.source):
+            raise NotThere(f"{parsed.source}: no such file or directory")
+    elif parsed.source.lower().endswith((*_FILE_ENDINGS, SAFETENSORS_SUFFIX)):
+        raise OptionError(
+            "of a store, only checkpoints can be converted",
+            path=parsed.source,
+            hint="copy the file to a disk first",
+        )
+    if _is_there(parsed.target):
         raise OptionError(
             "the target exists", path=parsed.target, hint="remove it, or name another one"
         )
@@ -63,14 +68,25 @@ def run(parsed: argparse.Namespace) -> int:
     return Status.FINE
 
 
+def _is_there(target: str) -> bool:
+    return bool(storage_at(target).list()) if is_address(target) else os.path.lexists(target)
+
+
 def _convert(parsed: argparse.Namespace) -> int:
     """Convert; returns the number of items."""
     source, target, trust = parsed.source, parsed.target, parsed.trust
     is_source, is_target = (is_of_safetensors(path) for path in (source, target))
     if parsed.prefix and not is_target:
         raise OptionError("--prefix is for a target that ends with .safetensors", path=target)
-    if not os.path.isdir(source) or is_source:
+    is_checkpoint = is_address(source) or (os.path.isdir(source) and not is_source)
+    if not is_checkpoint:
         _require_fitting_name(target, to_directory=True)
+    elif is_address(target):
+        raise OptionError(
+            "a file is made on a file system only",
+            path=target,
+            hint="name a path there, and copy the file to the store",
+        )
     if is_source:
         from nostall._cli.checkpoints.safetensors import from_safetensors
 
@@ -81,7 +97,7 @@ def _convert(parsed: argparse.Namespace) -> int:
         return to_safetensors(source, target, prefix=parsed.prefix)
     from nostall._cli.checkpoints.converting import to_checkpoint, to_file
 
-    if os.path.isdir(source):
+    if is_checkpoint:
         _require_fitting_name(target, to_directory=False)
         return to_file(source, target, trust=trust)
     return to_checkpoint(source, target, trust=trust)

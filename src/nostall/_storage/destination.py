@@ -53,9 +53,7 @@ def require_file_system(path: object, what: str) -> None:
     """
     if is_address(path):
         raise OptionError(
-            f"{what} does not support object stores yet",
-            path=str(path),
-            hint="use a path on a file system, and copy to or from there",
+            f"{what} does not support object stores", path=str(path), hint="use a path on a disk"
         )
 
 
