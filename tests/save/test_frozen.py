@@ -76,7 +76,7 @@ class Saver:
     def __init__(self, **options: Any) -> None:
         self._options = {"frozen": FROZEN, **options}
 
-    def __call__(self, path: Path, state: State, **options: Any) -> None:
+    def __call__(self, path: Path | str, state: State, **options: Any) -> None:
         writer = FileSystemWriterAsync(path, **self._options, **options)
         dcp.save(state, storage_writer=writer, no_dist=True)
 
@@ -88,7 +88,7 @@ class SplitSaver(Saver):
         super().__init__(**options)
         self._cache = CheckpointMetadataCache()
 
-    def __call__(self, path: Path, state: State, **options: Any) -> None:
+    def __call__(self, path: Path | str, state: State, **options: Any) -> None:
         with AsyncCallsQueue() as queue:
             schedule(queue, path, state, cache=self._cache, **self._options, **options)
             nostall.wait_staged()

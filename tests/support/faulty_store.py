@@ -2,7 +2,8 @@
 
 ``PUT /.faults`` replaces the faults by a JSON list of objects with
 
-* ``method`` and ``has``: which requests, by a part of their path and query;
+* ``method`` and ``has``: which requests, by a part of their path and query; ``COPY`` is a ``PUT``
+  whose content is another object;
 * ``after`` and ``times``: how many to let pass, and how many to hit then;
 * ``do``: ``answer`` (with ``status`` and ``code``), ``cut`` (close the connection, after reading
   half of what is sent), ``lose`` (do it, and close the connection without an answer), ``truncate``
@@ -53,7 +54,9 @@ class Faulty:
                 answer, self._requests = json.dumps(self._requests).encode(), []
             start("200 OK", [("Content-Length", str(len(answer)))])
             return [answer]
-        request = f"{environ['REQUEST_METHOD']} {path}?{environ.get('QUERY_STRING', '')}"
+        is_copy = "HTTP_X_AMZ_COPY_SOURCE" in environ
+        method = "COPY" if is_copy else environ["REQUEST_METHOD"]
+        request = f"{method} {path}?{environ.get('QUERY_STRING', '')}"
         fault = self._fault_of(request, environ.get("HTTP_X_AMZ_CHECKSUM_CRC32", ""))
         return self._app(environ, start) if fault is None else self._fail(fault, environ, start)
 

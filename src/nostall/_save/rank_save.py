@@ -29,6 +29,7 @@ from nostall._model.values import RankFiles
 from nostall._plan.items import Resolver
 from nostall._plan.structure import learn
 from nostall._save import session, write, write_directly
+from nostall._save.copies import with_copied
 from nostall._save.outliving import Outliving
 from nostall._save.settings import SaveTarget, WriterSettings
 from nostall._save.split_save import SplitSave
@@ -396,7 +397,8 @@ def _write(
         return prepared, write.wait_for(written, prepared.target, engine)
     prepared = link_unchanged(prepared, engine)
     try:
-        report = with_linked(prepared, write_directly.write_now(prepared, engine))
+        report = with_copied(prepared, write_directly.write_now(prepared, engine), engine)
+        report = with_linked(prepared, report)
         keep(prepared, report, engine)
     except BaseException:  # passed on; the writing threads have removed what they made
         remove_in_time(sorted(prepared.target.progress.created))

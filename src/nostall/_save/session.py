@@ -19,6 +19,7 @@ import logging
 import os
 import uuid
 from collections.abc import Hashable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
@@ -65,7 +66,14 @@ class FrozenFile:
     seen: tuple[Hashable, ...] | None
     """What tells whether its items are unchanged in the next save; ``None`` if nothing does."""
     linked: FileReceipt | None
-    """The receipt of the file that was linked in its place; ``None`` if it is to be written."""
+    """The receipt of the file that was linked in its place."""
+    is_copied: bool = False
+    """Whether the store copies it. If it is neither linked nor copied, it is to be written."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the last save's file takes its place."""
+        return self.linked is not None or self.is_copied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +87,13 @@ class PreparedSave:
     """The known save with the same results, apart from file names; ``None`` if there is none."""
     frozen: tuple[FrozenFile, ...] = ()
     """Set when the snapshot is taken."""
+    copies: Future[RankReport] | None = None
+    """The report of the store's copies, if there are some."""
 
     @property
     def to_write(self) -> Layout:
-        """The layout of the files that are not linked."""
-        return without(self.layout, {each.name for each in self.frozen if each.linked is not None})
+        """The layout of the files that are neither linked nor copied by the store."""
+        return without(self.layout, {each.name for each in self.frozen if each.is_kept})
 
     @property
     def rank(self) -> int:

@@ -16,8 +16,10 @@ from nostall._model.interrupts import is_done
 from nostall._model.jobs import FileReceipt, RankReport, RankWritten
 from nostall._model.lifecycle import State
 from nostall._model.values import RankFiles
+from nostall._ranks.reports import joined, when_done
 from nostall._save import session
 from nostall._save.background import BackgroundSave
+from nostall._save.copies import with_copied
 from nostall._save.outliving import Outliving
 from nostall._save.stage import give_up, stage, stage_in_background, without_sources
 from nostall._save.unchanged import keep, link_unchanged, with_linked
@@ -84,6 +86,7 @@ class SplitSave(BackgroundSave):
             else:
                 snapshot = stage(self.prepared, self.engine)
         except BaseException:  # passed on; what was linked belongs to no save now
+            self._stop_copies()
             remove_in_time(sorted(self.progress.created))
             raise
         self.prepared = without_sources(self.prepared)
@@ -99,7 +102,8 @@ class SplitSave(BackgroundSave):
         if isinstance(snapshot, Future):
             snapshot = self._await_snapshot(snapshot)
         self._write_metadata_ahead()
-        return write_here(snapshot, self.prepared.target, self.engine)
+        report = write_here(snapshot, self.prepared.target, self.engine)
+        return with_copied(self.prepared, report, self.engine)
 
     def _write_metadata_ahead(self) -> None:
         # Not before the snapshot is taken: training waits for that, and it uses all cores.
@@ -139,12 +143,19 @@ class SplitSave(BackgroundSave):
             completion = None if outliving is None else outliving.completion(prepared)
             written = write_in_background(snapshot, prepared.target, self.engine, completion)
         except BaseException:  # passed on; no write owns the snapshot yet
+            self._stop_copies()
             give_up(snapshot, self.prepared.target, self.engine)
             raise
+        if prepared.copies is not None:
+            written = when_done([written, prepared.copies], joined)
         self._write_metadata_ahead()
         if self.aborted:  # meanwhile, by a caller that found no job to cancel
             self.engine.cancel(self.job, written)
         return written
+
+    def _stop_copies(self) -> None:
+        if self.prepared.copies is not None:
+            self.engine.cancel(self.job, self.prepared.copies)
 
     def _submit_when_staged(self, staging: Future[Snapshot]) -> Future[RankReport]:
         report: Future[RankReport] = Future()

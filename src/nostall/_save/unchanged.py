@@ -3,7 +3,7 @@
 Items that a user calls frozen have files of their own. If each tensor of such a file is the memory
 that the last save has seen, and torch has counted no change of it, the file of that save gets a
 second name, in the new checkpoint. Nothing is copied, checksummed or written; every directory stays
-complete by itself, as a file exists as long as one of its names.
+complete by itself, as a file exists as long as one of its names. In object stores see ``copies``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from nostall._engine import Engine
 from nostall._model.jobs import FileReceipt, RankReport, RankWritten, WriteWork
 from nostall._model.values import Container, FileLayout, KeptFile
 from nostall._plan.layout import FROZEN
+from nostall._save.copies import possible_copies, start_copies
 from nostall._save.session import FrozenFile, PreparedSave
 from nostall._storage.deadlines import in_time
 from nostall._storage.places import is_address, storage_at
@@ -29,20 +30,22 @@ from nostall._storage.posix import link_new, remove_files
 
 
 def link_unchanged(prepared: PreparedSave, engine: Engine) -> PreparedSave:
-    """Link the files whose items are unchanged; the others are to be copied and written.
+    """Link the files whose items are unchanged, or let the store copy them; write the others.
 
     Raises:
         SaveTimeoutError: Storage did not answer within ``save_timeout_s`` seconds.
     """
     target = prepared.target
     files = [file for file in prepared.layout.files if file.group == FROZEN]
-    if not files or is_address(target.settings.directory):
+    if not files:
         return prepared
     seen = [_seen(file, prepared.planned.sources) for file in files]
     kept = [
         _kept(prepared, number, file, of_file, engine)
         for number, (file, of_file) in enumerate(zip(files, seen, strict=True))
     ]
+    if is_address(target.settings.directory):
+        return _copy(prepared, files, seen, possible_copies(prepared, kept, engine), engine)
     linked: list[FileReceipt | None] = [None] * len(files)
     if any(kept):
         linked = in_time(
@@ -55,6 +58,22 @@ def link_unchanged(prepared: PreparedSave, engine: Engine) -> PreparedSave:
         )
     frozen = [FrozenFile(*each) for each in zip((f.name for f in files), seen, linked, strict=True)]
     return replace(prepared, frozen=tuple(frozen))
+
+
+def _copy(
+    prepared: PreparedSave,
+    files: Sequence[FileLayout],
+    seen: Sequence[tuple[Hashable, ...] | None],
+    kept: Sequence[KeptFile | None],
+    engine: Engine,
+) -> PreparedSave:
+    frozen = [
+        FrozenFile(file.name, of_file, None, is_copied=each is not None)
+        for file, of_file, each in zip(files, seen, kept, strict=True)
+    ]
+    to_copy = [(file, each) for file, each in zip(files, kept, strict=True) if each is not None]
+    copies = start_copies(prepared, to_copy, engine) if to_copy else None
+    return replace(prepared, frozen=tuple(frozen), copies=copies)
 
 
 def _seen(file: FileLayout, sources: Sequence[torch.Tensor | bytes]) -> tuple[Hashable, ...] | None:

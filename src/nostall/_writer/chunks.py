@@ -35,12 +35,12 @@ from nostall._model.jobs import (
     WriteWork,
     page_aligned,
 )
+from nostall._model.together import work_together
 from nostall._storage.port import Files, Upload, may_pass
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image
 from nostall._writer.position import Position
 from nostall._writer.seals import ChunkPlanner, Payloads
-from nostall._writer.together import work_together
 
 _BACKOFF_S = 0.1
 _BACKOFF_FACTOR = 4

@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from nostall._model.jobs import FileImage, FileReceipt, WriteJob, WriteWork
+from nostall._model.together import work_together
 from nostall._storage.posix import create_new
 from nostall._storage.streams import StreamTarget, write_stream
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image
 from nostall._writer.position import Position
 from nostall._writer.seals import ChunkPlanner, Payloads
-from nostall._writer.together import work_together
 
 
 def write_streams(

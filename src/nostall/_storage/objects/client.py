@@ -47,6 +47,22 @@ class Client(Protocol):
     def parts(self, key: str, nbytes: int) -> Parts:
         """Begin an object of this length."""
 
+    def can_copy_from(self, source: Client) -> bool:
+        """Whether the store can copy an object of this client by itself."""
+
+    def copy(self, key: str, source: Client, their_key: str, stat: Stat) -> None:
+        """Replace an object by a copy of another one, which is not sent.
+
+        Args:
+            key: Its key.
+            source: A client that it can copy from.
+            their_key: The key of the other object.
+            stat: Of the other object.
+
+        Raises:
+            Conflict: The other object has another version.
+        """
+
     def read_into(
         self, key: str, offset: int, memories: Sequence[memoryview], version: Version
     ) -> None:

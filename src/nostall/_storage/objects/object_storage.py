@@ -63,6 +63,47 @@ class ObjectStorage:
             self.discard([name])
             raise
 
+    def can_copy_from(self, source: ObjectStorage) -> bool:
+        """Whether the store can copy files of another checkpoint by itself."""
+        return self._client.can_copy_from(source._client)
+
+    def copy_from(
+        self,
+        source: ObjectStorage,
+        their_name: str,
+        name: str,
+        *,
+        expected: Version,
+        on_created: Callable[[str], None],
+    ) -> str:
+        """Make a file that is a copy of another checkpoint's, which is not sent.
+
+        Args:
+            source: The other checkpoint.
+            their_name: The name of the file there.
+            name: The requested name.
+            expected: The version of the file there.
+            on_created: Called with the file's name before it has content.
+
+        Returns:
+            Its name: a similar one if the requested one was taken.
+
+        Raises:
+            Conflict: The file there has another version.
+            OSError: The store refused; nothing is left.
+        """
+        stat = source.stat(their_name)
+        if stat.version != expected:
+            raise Conflict(source.where(their_name))
+        name = self._taken(name)
+        on_created(name)
+        try:
+            self._client.copy(self._key(name), source._client, source._key(their_name), stat)
+        except BaseException:  # passed on
+            self.discard([name])
+            raise
+        return name
+
     def _taken(self, name: str) -> str:
         """Take this name, or a similar one if it is taken: existing files stay."""
         root, suffix = os.path.splitext(name)

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from nostall._model.names import is_ours_to_remove
+from nostall._storage.objects.client import Client
 from nostall._storage.port import ABSENT, Conflict, Stat, Version
 from nostall.errors import OptionError
 
@@ -64,6 +65,15 @@ class FsspecClient:
             except TypeError:  # the multi-storage client's stream has no blocks
                 stream = self._fs.open(key, "wb")
             return _Stream(stream, self._where(key))
+
+    def can_copy_from(self, source: Client) -> bool:
+        """No: some of fsspec's file systems copy by loading and sending, and none tells."""
+        del source
+        return False
+
+    def copy(self, key: str, source: Client, their_key: str, stat: Stat) -> None:
+        del source, their_key, stat
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), self._where(key))
 
     def read_into(
         self, key: str, offset: int, memories: Sequence[memoryview], version: Version

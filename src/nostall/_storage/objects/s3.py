@@ -15,7 +15,8 @@ import os
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
@@ -23,6 +24,8 @@ from math import inf
 from typing import Any
 
 from nostall._model.names import is_ours_to_remove
+from nostall._model.together import work_together
+from nostall._storage.objects.client import Client
 from nostall._storage.port import ABSENT, Conflict, Stat, Version, may_pass
 from nostall.errors import OptionError
 
@@ -35,6 +38,10 @@ _CONNECTIONS = 32
 _MOST_AT_A_TIME = 1 << 20
 """Bytes that go to a socket, or come from it, in one call."""
 _REMOVED_AT_A_TIME = 1000
+_COPIED_AT_A_TIME = 256 << 20
+"""Bytes that the store copies in one request, which has to be answered in a minute."""
+_COPIES = 8
+"""Such requests at a time."""
 
 _CODES = {
     "NoSuchKey": errno.ENOENT,
@@ -111,6 +118,26 @@ class S3Client:
             "create_multipart_upload", key, ChecksumAlgorithm="CRC32", ChecksumType="FULL_OBJECT"
         )
         return _S3Parts(self, key, begun["UploadId"])
+
+    def can_copy_from(self, source: Client) -> bool:
+        return isinstance(source, S3Client)
+
+    def copy(self, key: str, source: Client, their_key: str, stat: Stat) -> None:
+        assert isinstance(source, S3Client)
+        origin = {
+            "CopySource": {"Bucket": source._bucket, "Key": their_key},
+            "CopySourceIfMatch": stat.version,
+        }
+        if stat.nbytes <= _COPIED_AT_A_TIME:
+            self._call("copy_object", key, **origin)
+            return
+        parts = self.parts(key, stat.nbytes)
+        try:
+            parts.copy(origin, stat.nbytes)
+            parts.complete(None)
+        except BaseException:  # passed on
+            parts.abort()
+            raise
 
     def read_into(
         self, key: str, offset: int, memories: Sequence[memoryview], version: Version
@@ -230,6 +257,38 @@ class _S3Parts:
         with self._lock:
             self._sent[number] = answer["ETag"]
             self._nbytes += len(memory)
+
+    def copy(self, origin: Mapping[str, Any], nbytes: int) -> None:
+        """Fill the parts from another object, several at a time."""
+        left = deque(enumerate(range(0, nbytes, _COPIED_AT_A_TIME), 1))
+        failures: list[Exception] = []
+
+        def copy_some(_thread: int) -> None:
+            while not failures:
+                try:
+                    number, begin = left.popleft()
+                except IndexError:
+                    return
+                end = min(nbytes, begin + _COPIED_AT_A_TIME)
+                try:
+                    answer = self._client._call(
+                        "upload_part_copy",
+                        **self._upload,
+                        **origin,
+                        PartNumber=number,
+                        CopySourceRange=f"bytes={begin}-{end - 1}",
+                    )
+                    tag = answer["CopyPartResult"]["ETag"]
+                except Exception as error:  # raised when no thread works any more
+                    failures.append(error)
+                    return
+                with self._lock:
+                    self._sent[number] = tag
+                    self._nbytes += end - begin
+
+        work_together(copy_some, min(_COPIES, len(left)), give_up=left.clear)
+        if failures:
+            raise failures[0]
 
     def complete(self, crc32: int | None) -> None:
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in sorted(self._sent.items())]

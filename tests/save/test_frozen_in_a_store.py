@@ -1,0 +1,170 @@
+"""Frozen items in an object store: the store copies the file of the last save."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+import nostall
+from nostall._storage.objects import s3 as s3_objects
+from nostall._storage.objects.s3 import S3Client
+from nostall._storage.places import storage_at
+from nostall.core import AsyncCallsQueue
+from nostall.errors import WriteError
+from nostall.state_dict_saver import CheckpointMetadataCache
+from save.test_frozen import FROZEN, Saver, SplitSaver, State, lora_state, train, zeros_like
+from support.object_store import S3Server
+from support.states import schedule
+from support.waiting import wait_until
+
+pytest.importorskip("botocore", reason="the group test has it")
+
+
+@pytest.fixture(params=[Saver, SplitSaver], ids=["dcp.save", "split"])
+def save(request: pytest.FixtureRequest) -> Saver:
+    """A way to save."""
+    saver: Saver = request.param()
+    return saver
+
+
+@pytest.fixture(name="root")
+def _root(s3: S3Server) -> str:
+    return f"s3://{s3.new_bucket()}/run"
+
+
+def assert_holds(address: str, state: State, adapter: torch.Tensor) -> None:
+    """It is loaded bitwise, and every byte is as it was written."""
+    found = zeros_like(state)
+    nostall.load(found, address)
+    assert torch.equal(found["model"]["base"]["w"], state["model"]["base"]["w"])
+    assert torch.equal(found["model"]["adapter"]["a"], adapter)
+    assert nostall.verify(address).ok
+
+
+def copies(s3: S3Server) -> list[str]:
+    """Keys of objects that the store was asked to copy something into since the last call."""
+    return [each.split()[1] for each in s3.requests() if each.startswith("COPY")]
+
+
+def test_a_frozen_file_is_copied_by_the_store(s3: S3Server, root: str, save: Saver) -> None:
+    """While it is unchanged; every checkpoint is complete by itself."""
+    state, adapters = lora_state(), []
+    copied = []
+    s3.requests()
+    for step in range(3):
+        save(f"{root}/step-{step}", state)
+        copied.append(copies(s3))
+        adapters.append(state["model"]["adapter"]["a"].clone())
+        train(state)
+    assert [len(each) for each in copied] == [0, 1, 1]
+    assert "/step-2/frozen__0_" in copied[2][0]
+    nostall.remove_checkpoint(f"{root}/step-0")
+    nostall.remove_checkpoint(f"{root}/step-1")
+    assert_holds(f"{root}/step-2", state, adapters[2])
+    state["model"]["base"]["w"].add_(1)
+    save(f"{root}/step-3", state)
+    assert copies(s3) == []
+    assert_holds(f"{root}/step-3", state, state["model"]["adapter"]["a"])
+
+
+def test_a_large_file_is_copied_in_parts(s3: S3Server, root: str) -> None:
+    """Several at a time; the upload is completed."""
+    state = lora_state()
+    state["model"]["base"]["w"] = torch.randn(3_000_000)
+    saver = Saver()
+    saver(f"{root}/one", state)
+    s3.requests()
+    with patch.object(s3_objects, "_COPIED_AT_A_TIME", 5 << 20):
+        saver(f"{root}/two", state)
+    assert len(copies(s3)) == 3
+    assert_holds(f"{root}/two", state, state["model"]["adapter"]["a"])
+    assert s3.unfinished(root.split("/")[2]) == []
+
+
+@pytest.mark.parametrize("nbytes", [1 << 30, 1 << 20], ids=["whole", "in parts"])
+def test_a_store_that_does_not_copy_is_written_to(
+    s3: S3Server, root: str, save: Saver, nbytes: int
+) -> None:
+    """The save that finds out fails; the next one sends everything."""
+    state = lora_state()
+    save(f"{root}/one", state)
+    s3.inject(
+        {"method": "COPY", "times": 100, "do": "answer", "status": 501, "code": "NotImplemented"}
+    )
+    with (
+        patch.object(s3_objects, "_COPIED_AT_A_TIME", nbytes),
+        pytest.raises(CheckpointException) as caught,
+    ):
+        save(f"{root}/two", state)
+    (error,) = (each for each, _ in caught.value.failures.values())
+    assert isinstance(error, WriteError)
+    assert error.errno == errno.ENOTSUP
+    assert error.path is not None
+    assert error.path.startswith(f"{root}/one/frozen__0_")
+    assert nostall.latest_complete(root) == f"{root}/one"
+    assert s3.unfinished(root.split("/")[2]) == []
+    save(f"{root}/two", state)
+    assert_holds(f"{root}/two", state, state["model"]["adapter"]["a"])
+    nostall.remove_checkpoint(f"{root}/one")
+    assert_holds(f"{root}/two", state, state["model"]["adapter"]["a"])
+
+
+def test_a_file_that_is_gone_is_written_again(s3: S3Server, root: str, save: Saver) -> None:
+    """It is looked at before the snapshot is taken."""
+    state = lora_state()
+    save(f"{root}/one", state)
+    nostall.remove_checkpoint(f"{root}/one")
+    s3.requests()
+    save(f"{root}/two", state)
+    assert copies(s3) == []
+    assert_holds(f"{root}/two", state, state["model"]["adapter"]["a"])
+
+
+def test_a_store_that_is_busy_is_asked_again(s3: S3Server, root: str, save: Saver) -> None:
+    """As in any other request."""
+    state = lora_state()
+    save(f"{root}/one", state)
+    s3.inject({"method": "COPY", "times": 2, "do": "answer", "status": 503, "code": "SlowDown"})
+    save(f"{root}/two", state)
+    assert_holds(f"{root}/two", state, state["model"]["adapter"]["a"])
+
+
+def test_a_save_that_outlives_its_trainer_is_sent(s3: S3Server, root: str) -> None:
+    """Nobody would wait for the store's copies."""
+    state = lora_state()
+    saver = SplitSaver(linger_s=60.0)
+    saver(f"{root}/one", state)
+    s3.requests()
+    saver(f"{root}/two", state)
+    assert copies(s3) == []
+    assert_holds(f"{root}/two", state, state["model"]["adapter"]["a"])
+
+
+def test_an_aborted_save_leaves_no_copy(root: str) -> None:
+    """Also of a file that the store is copying just then."""
+    state, began, go_on = lora_state(), threading.Event(), threading.Event()
+    copy = S3Client.copy
+
+    def slowly(*arguments: Any) -> None:
+        began.set()
+        assert go_on.wait(60)
+        copy(*arguments)
+
+    cache = CheckpointMetadataCache()
+    with AsyncCallsQueue() as queue:
+        schedule(queue, f"{root}/one", state, cache=cache, frozen=FROZEN)
+    with patch.object(S3Client, "copy", slowly), AsyncCallsQueue() as queue:
+        schedule(queue, f"{root}/two", state, cache=cache, frozen=FROZEN)
+        assert began.wait(60)
+        aborting = threading.Thread(target=queue.close, kwargs={"abort": True})
+        aborting.start()
+        go_on.set()
+        aborting.join(60)
+        wait_until(lambda: storage_at(f"{root}/two").list() == [])
+    assert nostall.latest_complete(root) == f"{root}/one"
