@@ -15,11 +15,12 @@ from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -68,6 +69,25 @@ def request(*finalize: Callable[[], Any]) -> AsyncRequest:
 def names(path: Path) -> list[str]:
     """What is in a directory that need not be there."""
     return sorted(p.name for p in path.iterdir()) if path.exists() else []
+
+
+# --- on one rank ----------------------------------------------------------------------------------
+
+
+def test_a_group_of_one_rank_does_not_communicate(tmp_path: Path) -> None:
+    """As torchrun makes it on one device: polls cost nothing, and no backend is asked."""
+    collectives = ("all_reduce", "all_gather", "broadcast", "gather", "scatter")
+    refused = {name: Mock(side_effect=AssertionError(name)) for name in collectives}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with patch.multiple(dist, **refused), AsyncCallsQueue() as queue:
+            for number in range(3):
+                schedule(queue, tmp_path / f"{number}", small_state(number))
+                queue.poll()
+    finally:
+        dist.destroy_process_group()
+    for number in range(3):
+        assert nostall.verify(tmp_path / f"{number}").ok
 
 
 # --- on two ranks ---------------------------------------------------------------------------------

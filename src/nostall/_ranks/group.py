@@ -276,11 +276,11 @@ def coordination_of(wrapper: _torch.DistWrapper) -> Coordination:
     """The port for DCP's wrapper."""
     if not wrapper.use_dist:
         return SingleProcess()
-    return TorchGroup(wrapper.group, wrapper.coordinator_rank)
+    return coordination_for(wrapper.group, wrapper.coordinator_rank)
 
 
 def coordination_for(group: dist.ProcessGroup | None, coordinator: int = 0) -> Coordination:
-    """The port for a process group, or for one process if no group is initialised."""
-    if not (dist.is_available() and dist.is_initialized()):
+    """The port for a process group; for one process if there is no group, or nobody else in it."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return SingleProcess()
     return TorchGroup(group, coordinator)
