@@ -67,9 +67,9 @@ class Engine:
         self.removed = RemovedFiles()
         """Files of replaced checkpoints whose blocks storage has not freed."""
         self.kept: dict[tuple[int, int], KeptFile] = {}
+        """Files that the next save may link instead of writing them, by rank and number."""
         self.may_copy = True
         """Whether object stores are asked to copy frozen files: until one has refused."""
-        """Files that the next save may link instead of writing them, by rank and number."""
         self.promotions = Promotions(self.options)
         """Checkpoints in a local tier that are not at their destinations."""
         self._cancellable: set[tuple[str, threading.Event]] = set()

@@ -83,8 +83,8 @@ def test_checkpoints_may_be_in_a_store(tmp_path: Path, run: Run) -> None:
     assert run("diff", "--values", f"{store}/saved", f"{store}/again")[0] == 0
     for source, target, why in (
         (file, f"{store}/again", "the target exists"),
-        (f"{store}/saved", f"{store}/all.pt", "a file is made on a file system only"),
-        (f"{store}/all.pt", tmp_path / "new", "of a store, only checkpoints can be converted"),
+        (f"{store}/saved", f"{store}/all.pt", "a file can be written to a file system only"),
+        (f"{store}/all.pt", tmp_path / "new", "only a checkpoint can be read from an object store"),
     ):
         status, _, error = run("convert", source, target)
         assert status == 2

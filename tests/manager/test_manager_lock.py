@@ -8,7 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
+from threading import enumerate as enumerate_threads
 from unittest.mock import patch
 
 import pytest
@@ -17,7 +19,8 @@ import torch
 from nostall import CheckpointManager
 from nostall._manager import lock
 from nostall.errors import OptionError
-from support.waiting import AwayOs
+from nostall.testing import Hold, inject
+from support.waiting import AwayOs, wait_until
 
 DEADLINE_S = 60
 STATE = {"weight": torch.ones(3)}
@@ -67,6 +70,26 @@ def test_managers_of_one_process_share_the_lock(tmp_path: Path) -> None:
     assert f"another process saves below this root: pid {os.getpid()}" in run.stderr
     first.close()
     assert not (tmp_path / ".nostall.lock").exists()
+
+
+def test_a_save_of_another_manager_is_not_taken_for_an_interrupted_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the second manager of a process finds under way stays, and is committed."""
+    with Hold("fsync") as hold, CheckpointManager(tmp_path) as first:
+        with inject(hold.fault):
+            first.save(1, STATE)
+        hold.wait_reached()
+        with CheckpointManager(tmp_path) as second:
+            second.save(2, STATE)
+            wait_until(
+                lambda: "nostall-retention" not in map(attrgetter("name"), enumerate_threads())
+            )
+            assert (tmp_path / "step-000000001" / "__0_0.distcp").exists()
+            hold.release()
+        first.wait()
+        assert first.all_steps() == [1, 2]
+    assert "removed" not in caplog.text
 
 
 def test_a_root_that_was_made_again_is_locked_for_all_its_managers(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -12,12 +14,13 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
+from nostall._engine import Engine
+from nostall._save import split_save, stage
 from nostall._storage.objects import s3 as s3_objects
 from nostall._storage.objects.s3 import S3Client
 from nostall._storage.places import storage_at
 from nostall.core import AsyncCallsQueue
-from nostall.errors import WriteError
-from nostall.state_dict_saver import CheckpointMetadataCache
+from nostall.errors import ReservationError, WriteError
 from save.test_frozen import FROZEN, Saver, SplitSaver, State, lora_state, train, zeros_like
 from support.object_store import S3Server
 from support.states import schedule
@@ -146,25 +149,99 @@ def test_a_save_that_outlives_its_trainer_is_sent(s3: S3Server, root: str) -> No
     assert_holds(f"{root}/two", state, state["model"]["adapter"]["a"])
 
 
-def test_an_aborted_save_leaves_no_copy(root: str) -> None:
-    """Also of a file that the store is copying just then."""
-    state, began, go_on = lora_state(), threading.Event(), threading.Event()
+@contextmanager
+def slow_copies() -> Iterator[Callable[[], None]]:
+    """Copies that stand still; the function lets them go on, and waits until they have ended."""
+    began, go_on = threading.Event(), threading.Event()
+    ended: list[threading.Event] = []
     copy = S3Client.copy
 
-    def slowly(*arguments: Any) -> None:
+    def slowly(*arguments: Any, **named: Any) -> None:
+        ended.append(threading.Event())
         began.set()
-        assert go_on.wait(60)
-        copy(*arguments)
+        try:
+            assert go_on.wait(60)
+            copy(*arguments, **named)
+        finally:
+            ended[-1].set()
 
-    cache = CheckpointMetadataCache()
-    with AsyncCallsQueue() as queue:
-        schedule(queue, f"{root}/one", state, cache=cache, frozen=FROZEN)
-    with patch.object(S3Client, "copy", slowly), AsyncCallsQueue() as queue:
-        schedule(queue, f"{root}/two", state, cache=cache, frozen=FROZEN)
+    def go() -> None:
         assert began.wait(60)
-        aborting = threading.Thread(target=queue.close, kwargs={"abort": True})
-        aborting.start()
         go_on.set()
-        aborting.join(60)
-        wait_until(lambda: storage_at(f"{root}/two").list() == [])
-    assert nostall.latest_complete(root) == f"{root}/one"
+        assert all(each.wait(60) for each in ended)
+
+    with patch.object(S3Client, "copy", slowly):
+        yield go
+
+
+def aborted(address: str, state: State) -> None:
+    queue = AsyncCallsQueue()
+    schedule(queue, address, state, frozen=FROZEN)
+    queue.close(abort=True)
+
+
+def interrupted_while_scheduling(address: str, state: State) -> None:
+    with (
+        patch.object(split_save, "without_sources", side_effect=KeyboardInterrupt),
+        AsyncCallsQueue() as queue,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        schedule(queue, address, state, frozen=FROZEN)
+
+
+def failed_in_the_snapshot(address: str, state: State) -> None:
+    with (
+        patch.object(stage, "begin_snapshot", side_effect=RuntimeError("device lost")),
+        pytest.raises(CheckpointException, match="device lost"),
+    ):
+        SplitSaver(staging="overlapped")(address, state)
+
+
+def failed_in_a_direct_write(address: str, state: State) -> None:
+    with (
+        patch.object(Engine, "lease", side_effect=ReservationError("no memory")),
+        pytest.raises(CheckpointException, match="no memory"),
+    ):
+        Saver()(address, state)
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [aborted, interrupted_while_scheduling, failed_in_the_snapshot, failed_in_a_direct_write],
+)
+def test_a_copy_that_arrives_late_harms_nothing(
+    root: str, fails: Callable[[str, State], None]
+) -> None:
+    """The save to the same address that came after the failed one stays whole; the copy goes."""
+    state = lora_state()
+    Saver()(f"{root}/one", state)
+    with slow_copies() as go:
+        fails(f"{root}/two", state)
+        state["model"]["base"]["w"].add_(1)
+        Saver()(f"{root}/two", state)
+        go()
+    expected = [".metadata", "__0_0.distcp", "frozen__0_1.distcp"]
+    wait_until(lambda: sorted(storage_at(f"{root}/two").list()) == expected)
+    assert_holds(f"{root}/two", state, state["model"]["adapter"]["a"])
+
+
+def test_a_file_that_is_removed_while_it_is_copied_fails_one_save(s3: S3Server, root: str) -> None:
+    """The error says so, and the store goes on copying for later saves."""
+    state, saver = lora_state(), Saver()
+    saver(f"{root}/one", state)
+    copy = S3Client.copy
+
+    def too_late(*arguments: Any, **named: Any) -> None:
+        nostall.remove_checkpoint(f"{root}/one")
+        copy(*arguments, **named)
+
+    with (
+        patch.object(S3Client, "copy", too_late),
+        pytest.raises(CheckpointException, match="was removed while the store copied it"),
+    ):
+        saver(f"{root}/two", state)
+    saver(f"{root}/two", state)
+    s3.requests()
+    saver(f"{root}/three", state)
+    assert len(copies(s3)) == 1
+    assert_holds(f"{root}/three", state, state["model"]["adapter"]["a"])

@@ -55,7 +55,7 @@ def run(parsed: argparse.Namespace) -> int:
             raise NotThere(f"{parsed.source}: no such file or directory")
     elif parsed.source.lower().endswith((*_FILE_ENDINGS, SAFETENSORS_SUFFIX)):
         raise OptionError(
-            "of a store, only checkpoints can be converted",
+            "only a checkpoint can be read from an object store",
             path=parsed.source,
             hint="copy the file to a disk first",
         )
@@ -83,7 +83,7 @@ def _convert(parsed: argparse.Namespace) -> int:
         _require_fitting_name(target, to_directory=True)
     elif is_address(target):
         raise OptionError(
-            "a file is made on a file system only",
+            "a file can be written to a file system only",
             path=target,
             hint="name a path there, and copy the file to the store",
         )

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 
 
 def work_together(work: Callable[[int], None], count: int, *, give_up: Callable[[], None]) -> None:
-    """Do work on this thread and on others; returns when none of them works any more.
+    """Do work on this thread and on others; returns when all have ended.
 
     Args:
         work: Called with 0 on this thread, and with 1, 2, ... on others; returns if there is
             nothing left to do.
         count: Number of threads. If the system allows fewer, those do the work.
-        give_up: Called after an interrupt of this thread; lets all return soon.
+        give_up: Called after an interrupt of this thread; makes all return soon.
     """
     threads = [
         # Daemons: storage may hang, and the interpreter has to exit.

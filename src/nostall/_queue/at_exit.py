@@ -190,7 +190,7 @@ def finish_after_error(
         Why a request is still pending or has failed; empty if all are committed.
     """
     _log.warning(
-        "an exception left %d requests that are not finalised; completing them within %g s",
+        "an exception was raised before %d requests were finalised; completing them within %g s",
         unfinished.pending,
         timeout_s,
     )
@@ -217,7 +217,7 @@ def _finish(unfinished: Unfinished, deadline: float) -> bool:
         why = _complete(unfinished, deadline, is_to_wait=True)
     if not why:
         return True
-    _log.error("of %d requests that were pending at exit some are lost: %s", before, why)
+    _log.error("requests were lost at exit, of %d that were pending: %s", before, why)
     try:
         unfinished._give_up()
     except Exception:  # the interpreter ends; the exit status reports the loss

@@ -107,7 +107,7 @@ def finish_after(queue: Unfinished, error: BaseException, coordination: Coordina
         all_leave=lambda timeout_s: scheduled.all_leave(coordination, timeout_s),
     )
     if lost:
-        add_note(error, f"of {before} requests that were pending some are lost: {lost}")
+        add_note(error, f"requests were lost, of {before} that were pending: {lost}")
 
 
 def _status_of_a_loss() -> int:

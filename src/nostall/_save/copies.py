@@ -1,31 +1,29 @@
 """Files of frozen items that an object store copies while the others are written.
 
-Where there are no hard links, a file of the last save with the same content is copied by the store:
-nothing is copied here, checksummed or sent. That the file is still there is looked at before the
-snapshot is taken; a store that refuses later fails the save, as its tensors may have changed.
+Where there are no hard links, the store copies the last save's file of the same content: nothing is
+copied here, checksummed or sent. Whether that file is still there is looked at before the snapshot
+is taken. If the store refuses later, the save fails: the trainer may have changed the tensors by
+then, so the file cannot be written instead. A request that nobody waits for any more may still
+arrive, so no other save uses the name of a copy.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from nostall._engine import Engine
-from nostall._model.jobs import FileReceipt, RankReport, RankWritten, WriteWork
+from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten, WriteWork
 from nostall._model.values import FileLayout, KeptFile
 from nostall._ranks.reports import joined
-from nostall._save.session import PreparedSave
+from nostall._save.session import Copies, PreparedSave
 from nostall._save.write import in_thread, wait_for
 from nostall._storage.deadlines import in_time
 from nostall._storage.places import is_address, object_storage_at
-from nostall._storage.port import reason
+from nostall._storage.port import Conflict, may_pass, reason
 from nostall.errors import SaveAbortedError, WriteError
-
-_log = logging.getLogger("nostall")
 
 
 def possible_copies(
@@ -37,7 +35,7 @@ def possible_copies(
         SaveTimeoutError: The store did not answer within ``save_timeout_s`` seconds.
     """
     target = prepared.target
-    # A trainer that dies would take the copies with it.
+    # The copies end with the trainer.
     is_possible = engine.may_copy and not target.settings.options.linger_s
     if not (is_possible and any(kept)):
         return [None] * len(kept)
@@ -66,25 +64,31 @@ def _is_there(here: str, kept: KeptFile) -> bool:
 
 def start_copies(
     prepared: PreparedSave, files: Sequence[tuple[FileLayout, KeptFile]], engine: Engine
-) -> Future[RankReport]:
-    """Let the store copy files, in a thread that waits for it; the report has their receipts."""
+) -> Copies:
+    """Let the store copy files, in a thread that waits for it."""
+    stopped = threading.Event()
 
     def copy(cancelled: threading.Event) -> RankReport:
-        receipts = tuple(_copied(prepared, *each, cancelled, engine) for each in files)
+        def require_wanted() -> None:
+            if stopped.is_set() or cancelled.is_set():
+                raise SaveAbortedError("the save was aborted", phase="write", rank=prepared.rank)
+
+        receipts = tuple(_copied(prepared, *each, require_wanted, engine) for each in files)
         return RankWritten(rank=prepared.rank, receipts=receipts)
 
-    return in_thread(copy, prepared.target, engine)
+    return Copies(in_thread(copy, prepared.target, engine), stopped)
 
 
 def _copied(
     prepared: PreparedSave,
     file: FileLayout,
     kept: KeptFile,
-    cancelled: threading.Event,
+    require_wanted: Callable[[], None],
     engine: Engine,
 ) -> FileReceipt:
-    place, began_s = prepared.target.settings.directory, time.monotonic()
-    here, there = object_storage_at(place), object_storage_at(kept.place)
+    began_s = time.monotonic()
+    here = object_storage_at(prepared.target.settings.directory)
+    there = object_storage_at(kept.place)
     created = prepared.target.progress.created
     try:
         name = here.copy_from(
@@ -93,23 +97,28 @@ def _copied(
             file.name,
             expected=kept.version,
             on_created=lambda name: created.add(here.where(name)),
+            before_each=require_wanted,
         )
     except OSError as error:
-        engine.may_copy = False
-        _log.warning(
-            "the store does not copy files; frozen ones are written from now on: %s", error
-        )
+        _forget(kept, engine)
+        if isinstance(error, (FileNotFoundError, Conflict)):
+            what = "the last save's file of frozen items was removed while the store copied it"
+        else:
+            what = f"the store did not copy the last save's file of frozen items: {reason(error)}"
+            engine.may_copy = engine.may_copy and may_pass(error)
         raise WriteError(
-            f"the store did not copy a frozen file of the last save: {reason(error)}",
+            what,
             errno=error.errno,
             phase="write",
             path=there.where(kept.receipt.name),
             rank=prepared.rank,
-            hint="save again: frozen files are written from now on",
+            hint="save again: these items are then written",
         ) from error
-    if cancelled.is_set():
+    try:
+        require_wanted()
+    except SaveAbortedError:
         here.discard([name])
-        raise SaveAbortedError("the save was aborted", phase="write", path=place)
+        raise
     return replace(
         kept.receipt,
         name=name,
@@ -122,8 +131,16 @@ def _copied(
     )
 
 
+def _forget(kept: KeptFile, engine: Engine) -> None:
+    for number, each in list(engine.kept.items()):
+        if each is kept:
+            engine.kept.pop(number, None)
+
+
 def with_copied(prepared: PreparedSave, report: RankReport, engine: Engine) -> RankReport:
     """The report of a rank with the files that the store has copied; waits for them."""
     if prepared.copies is None:
         return report
-    return joined([report, wait_for(prepared.copies, prepared.target, engine)])
+    if isinstance(report, RankFailed):
+        prepared.copies.stop()
+    return joined([report, wait_for(prepared.copies.report, prepared.target, engine)])

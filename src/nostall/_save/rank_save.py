@@ -401,6 +401,8 @@ def _write(
         report = with_linked(prepared, report)
         keep(prepared, report, engine)
     except BaseException:  # passed on; the writing threads have removed what they made
+        if prepared.copies is not None:
+            prepared.copies.stop()
         remove_in_time(sorted(prepared.target.progress.created))
         raise
     if isinstance(report, RankFailed):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import uuid
 from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import Future
@@ -76,6 +77,22 @@ class FrozenFile:
         return self.linked is not None or self.is_copied
 
 
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Files that a store is copying for a save."""
+
+    report: Future[RankReport]
+    """Done when no request is under way; it has the files' receipts."""
+    _stopped: threading.Event
+
+    def stop(self) -> None:
+        """Begin no further request, and remove what was copied; returns at once.
+
+        For a save that will not be committed.
+        """
+        self._stopped.set()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedSave:
     """A rank's share with its layout, before any data is copied."""
@@ -87,8 +104,8 @@ class PreparedSave:
     """The known save with the same results, apart from file names; ``None`` if there is none."""
     frozen: tuple[FrozenFile, ...] = ()
     """Set when the snapshot is taken."""
-    copies: Future[RankReport] | None = None
-    """The report of the store's copies, if there are some."""
+    copies: Copies | None = None
+    """Set with them if a store copies some of these files."""
 
     @property
     def to_write(self) -> Layout:

@@ -143,11 +143,10 @@ class SplitSave(BackgroundSave):
             completion = None if outliving is None else outliving.completion(prepared)
             written = write_in_background(snapshot, prepared.target, self.engine, completion)
         except BaseException:  # passed on; no write owns the snapshot yet
-            self._stop_copies()
             give_up(snapshot, self.prepared.target, self.engine)
             raise
         if prepared.copies is not None:
-            written = when_done([written, prepared.copies], joined)
+            written = when_done([written, prepared.copies.report], joined)
         self._write_metadata_ahead()
         if self.aborted:  # meanwhile, by a caller that found no job to cancel
             self.engine.cancel(self.job, written)
@@ -155,7 +154,7 @@ class SplitSave(BackgroundSave):
 
     def _stop_copies(self) -> None:
         if self.prepared.copies is not None:
-            self.engine.cancel(self.job, self.prepared.copies)
+            self.prepared.copies.stop()
 
     def _submit_when_staged(self, staging: Future[Snapshot]) -> Future[RankReport]:
         report: Future[RankReport] = Future()
@@ -191,6 +190,7 @@ class SplitSave(BackgroundSave):
         No effect on a save that has ended.
         """
         if not self._is_over:
+            self._stop_copies()
             # Slow removals finish when storage answers; no other save uses these names.
             remove_in_time(sorted(self.progress.created))
             self.end(committed=False)

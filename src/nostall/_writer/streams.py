@@ -1,7 +1,7 @@
 """Seal file images and write them to the user's streams: each file front to back, by one thread.
 
 Several files are written at a time, as what a stream does (compress, encrypt, send) is often slower
-than storage. Each thread has a copy of its own of the user's callables, so that none of them is
+than storage. Each thread has a copy of its own of the user's callables, so that no instance is
 called by two threads.
 """
 
@@ -37,7 +37,7 @@ def write_streams(
         job: What to write.
         images: The bytes of each file, by name.
         faults: The faults that a test has asked for.
-        at: Told of files and progress.
+        at: Records the new files and the progress.
         targets: The user's callables, once for each thread.
         chunk_planner: As of :class:`~nostall._writer.seals.ChunkPlans`.
 
@@ -104,7 +104,7 @@ class _Streams:
     def _write_one(self, image: FileImage, target: StreamTarget) -> None:
         path = os.path.join(self._job.directory, image.name)
         try:
-            self._require_hope()
+            self._require_wanted()
             self._faults.at("open", path)
             # The user's callable may replace an existing file, so it must be one of this save.
             path, fd = create_new(path)
@@ -116,13 +116,18 @@ class _Streams:
         except _GivenUp:
             return
         except Exception as error:  # of any kind; raised by receipts()
-            with self._failing:
-                if self._failure is None:
-                    self._failure = error
-                    self._at.move("write", path)
-            self.give_up()
+            self._fail(error, path)
+        except SystemExit as error:  # it would end this thread only
+            self._fail(RuntimeError(f"a user's callable has called sys.exit: {error!r}"), path)
 
-    def _require_hope(self) -> None:
+    def _fail(self, error: Exception, path: str) -> None:
+        with self._failing:
+            if self._failure is None:
+                self._failure = error
+                self._at.move("write", path)
+        self.give_up()
+
+    def _require_wanted(self) -> None:
         self._at.raise_if_cancelled()
         if self._given_up.is_set():
             raise _GivenUp
@@ -145,7 +150,7 @@ class _Streams:
             blobs,
             chunk_nbytes=self._job.chunk_nbytes,
             sync=self._job.sync_files,
-            before_each=self._require_hope,
+            before_each=self._require_wanted,
         )
         self._at.wrote(image.nbytes)
         finished_s = time.monotonic()

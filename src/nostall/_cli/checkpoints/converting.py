@@ -37,9 +37,9 @@ from nostall._cli.output import progress
 from nostall._model.names import SHARD_SUFFIX
 from nostall._read.objects import look_through, object_in, reason_of
 from nostall._read.pickles import Harmful
+from nostall._storage.places import may_have, storage_at
 from nostall._storage.posix import (
     create_new,
-    may_be_there,
     remove_files,
     replace_file,
     sync_directory,
@@ -203,8 +203,9 @@ def save_checkpoint(state: Mapping[Any, Any], target: str) -> int:
 
 def _remove_unfinished(target: str) -> None:
     """Remove what a failed save has left, but no checkpoint of another process."""
-    if os.path.isdir(target) and not may_be_there(os.path.join(target, _torch.METADATA_NAME)):
-        with suppress(NostallError):  # the save has failed, which is an error already
+    # The save has failed, which is an error already.
+    with suppress(NostallError, OSError):
+        if not may_have(storage_at(target), _torch.METADATA_NAME):
             remove_checkpoint(target)
 
 

@@ -128,13 +128,12 @@ class Items:
         return index.kind[row], index.size[row], index.begin[first], index.extent[first]
 
     def only_place(self, row: int, begin: torch.Size | None) -> int | None:
-        """The number of the place of an item in one chunk that begins there; ``None`` if not so."""
+        """The place of a tensor in one chunk that begins there; otherwise ``None``."""
         index = self.index
+        if index.count[row] != 1 or not index.kind[row]:
+            return None
         first = index.first_places[row]
-        is_it = (
-            index.count[row] == 1 and index.kind[row] and self._sizes[index.begin[first]] == begin
-        )
-        return first if is_it else None
+        return first if self._sizes[index.begin[first]] == begin else None
 
     def places_by_begin(self, row: int) -> dict[torch.Size | None, int]:
         """The numbers of an item's places, by the offsets of its chunks; ``None`` of an object."""

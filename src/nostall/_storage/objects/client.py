@@ -7,7 +7,7 @@ of :func:`~nostall._storage.port.may_pass` for a store that is away.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from nostall._storage.port import Stat, Version
@@ -50,14 +50,23 @@ class Client(Protocol):
     def can_copy_from(self, source: Client) -> bool:
         """Whether the store can copy an object of this client by itself."""
 
-    def copy(self, key: str, source: Client, their_key: str, stat: Stat) -> None:
-        """Replace an object by a copy of another one, which is not sent.
+    def copy(
+        self,
+        key: str,
+        source: Client,
+        their_key: str,
+        stat: Stat,
+        *,
+        before_each: Callable[[], None],
+    ) -> None:
+        """Make or replace an object as a copy of another one, which is not sent.
 
         Args:
             key: Its key.
             source: A client that it can copy from.
             their_key: The key of the other object.
             stat: Of the other object.
+            before_each: Called before each request, on any thread; may raise.
 
         Raises:
             Conflict: The other object has another version.

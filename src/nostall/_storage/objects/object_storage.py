@@ -75,18 +75,21 @@ class ObjectStorage:
         *,
         expected: Version,
         on_created: Callable[[str], None],
+        before_each: Callable[[], None],
     ) -> str:
         """Make a file that is a copy of another checkpoint's, which is not sent.
 
         Args:
             source: The other checkpoint.
             their_name: The name of the file there.
-            name: The requested name.
+            name: What its name is to be similar to: a request may arrive when its caller has given
+                up, and must not meet the file of a later save.
             expected: The version of the file there.
-            on_created: Called with the file's name before it has content.
+            on_created: Called with the file's name before it is there.
+            before_each: Called before each request that copies, on any thread; may raise.
 
         Returns:
-            Its name: a similar one if the requested one was taken.
+            Its name.
 
         Raises:
             Conflict: The file there has another version.
@@ -95,10 +98,17 @@ class ObjectStorage:
         stat = source.stat(their_name)
         if stat.version != expected:
             raise Conflict(source.where(their_name))
-        name = self._taken(name)
+        root, suffix = os.path.splitext(name)
+        name = f"{root}-{os.urandom(4).hex()}{suffix}"
         on_created(name)
         try:
-            self._client.copy(self._key(name), source._client, source._key(their_name), stat)
+            self._client.copy(
+                self._key(name),
+                source._client,
+                source._key(their_name),
+                stat,
+                before_each=before_each,
+            )
         except BaseException:  # passed on
             self.discard([name])
             raise

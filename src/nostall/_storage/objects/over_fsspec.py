@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import lru_cache
@@ -67,12 +67,20 @@ class FsspecClient:
             return _Stream(stream, self._where(key))
 
     def can_copy_from(self, source: Client) -> bool:
-        """No: some of fsspec's file systems copy by loading and sending, and none tells."""
+        """No: some of fsspec's file systems copy by loading and sending; it does not say which."""
         del source
         return False
 
-    def copy(self, key: str, source: Client, their_key: str, stat: Stat) -> None:
-        del source, their_key, stat
+    def copy(
+        self,
+        key: str,
+        source: Client,
+        their_key: str,
+        stat: Stat,
+        *,
+        before_each: Callable[[], None],
+    ) -> None:
+        del source, their_key, stat, before_each
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), self._where(key))
 
     def read_into(

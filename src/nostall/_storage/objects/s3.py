@@ -122,18 +122,27 @@ class S3Client:
     def can_copy_from(self, source: Client) -> bool:
         return isinstance(source, S3Client)
 
-    def copy(self, key: str, source: Client, their_key: str, stat: Stat) -> None:
+    def copy(
+        self,
+        key: str,
+        source: Client,
+        their_key: str,
+        stat: Stat,
+        *,
+        before_each: Callable[[], None],
+    ) -> None:
         assert isinstance(source, S3Client)
         origin = {
             "CopySource": {"Bucket": source._bucket, "Key": their_key},
             "CopySourceIfMatch": stat.version,
         }
         if stat.nbytes <= _COPIED_AT_A_TIME:
+            before_each()
             self._call("copy_object", key, **origin)
             return
         parts = self.parts(key, stat.nbytes)
         try:
-            parts.copy(origin, stat.nbytes)
+            parts.copy(origin, stat.nbytes, before_each)
             parts.complete(None)
         except BaseException:  # passed on
             parts.abort()
@@ -258,7 +267,7 @@ class _S3Parts:
             self._sent[number] = answer["ETag"]
             self._nbytes += len(memory)
 
-    def copy(self, origin: Mapping[str, Any], nbytes: int) -> None:
+    def copy(self, origin: Mapping[str, Any], nbytes: int, before_each: Callable[[], None]) -> None:
         """Fill the parts from another object, several at a time."""
         left = deque(enumerate(range(0, nbytes, _COPIED_AT_A_TIME), 1))
         failures: list[Exception] = []
@@ -271,6 +280,7 @@ class _S3Parts:
                     return
                 end = min(nbytes, begin + _COPIED_AT_A_TIME)
                 try:
+                    before_each()
                     answer = self._client._call(
                         "upload_part_copy",
                         **self._upload,
