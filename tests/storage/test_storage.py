@@ -20,11 +20,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, StorageReader
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
+from nostall import _torch
 from nostall._model.jobs import FileImage, RankFailed, RankReport, RankWritten, SealTable, WriteJob
 from nostall._save.split_save import SplitSave
 from nostall._storage import posix
@@ -459,6 +460,25 @@ def test_stream_extensions_are_undone_by_stock_readers(
     reader = FileSystemReader(tmp_path / "saved", _extension_registry=registry)
     dcp.load(loaded, storage_reader=reader)
     assert stock(tmp_path / "again", loaded) == blobs(tmp_path / "stock")
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_what_stocks_zstandard_compresses_is_loaded(
+    tmp_path: Path, way: Callable[..., None]
+) -> None:
+    """By stock, which knows its own extension, and by nostall's readers, from several files."""
+    state = odd_state(3)
+    way(tmp_path / "saved", state, thread_count=3, _extensions=[_torch.compression()])
+    assert len(list((tmp_path / "saved").glob("*.distcp"))) == 3
+    stock(tmp_path / "stock", state)
+    readers: list[StorageReader] = [
+        FileSystemReader(tmp_path / "saved"),
+        nostall.FileSystemReader(tmp_path / "saved"),
+    ]
+    for number, reader in enumerate(readers):
+        loaded = odd_state(4)
+        dcp.load(loaded, storage_reader=reader)
+        assert stock(tmp_path / f"again {number}", loaded) == blobs(tmp_path / "stock")
 
 
 # --- in parallel ----------------------------------------------------------------------------------
