@@ -64,7 +64,7 @@ def test_the_exit_status_reports_a_save_that_is_lost_at_exit(tmp_path: Path) -> 
     """And by a message; the next save is completed all the same, and no output is lost."""
     done = run("ends", tmp_path, "returns", "fails")
     assert done.returncode == 1
-    assert "pending at exit some are lost" in done.stderr
+    assert "requests were lost at exit" in done.stderr
     assert "No space left" in done.stderr
     assert "the last line" in done.stdout
     assert not nostall.is_complete(tmp_path / "first")
@@ -87,7 +87,7 @@ def test_a_rank_that_cannot_complete_its_save_at_exit_ends_with_an_error(
     tmp_path: Path, how: str
 ) -> None:
     """In bounded time: the other ranks are gone, or the process group is."""
-    with pytest.raises(RanksFailed, match="pending at exit some are lost"):
+    with pytest.raises(RanksFailed, match="requests were lost at exit"):
         run_ranks(2, "endings:ends_on_ranks", tmp_path, how)
     assert not nostall.is_complete(tmp_path / "first")
 
