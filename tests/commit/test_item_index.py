@@ -30,6 +30,7 @@ from nostall._commit.index.parsing import parsed
 from nostall._commit.index.writing import WrittenIndex
 from nostall._commit.manifest import split, with_manifest
 from nostall._commit.publication import publication_of
+from nostall._describe.on_demand import on_demand
 from nostall._model import checksum
 from nostall._model.values import WrittenFile
 from nostall.errors import NostallError
@@ -104,6 +105,42 @@ def test_an_index_says_what_the_metadata_says(original: Metadata) -> None:
     assert (entries, places) == (original.state_dict_metadata, original.storage_data)
     assert list(entries) == list(original.state_dict_metadata)
     assert [each.index for each in places] == [each.index for each in original.storage_data]
+
+
+@given(metadata())
+def test_items_made_on_demand_are_those_of_the_metadata(original: Metadata) -> None:
+    """Also where alike items share an entry; what is not there is absent."""
+    index = index_of(original)
+    assert index is not None
+    read = parsed(content_of(index), nbytes_of(index))
+    assert read is not None
+    shared = on_demand(read, path="")
+    for name, entry in original.state_dict_metadata.items():
+        assert shared.state_dict_metadata.get(name) == entry
+        assert shared.state_dict_metadata[name] == entry
+    for place, info in original.storage_data.items():
+        assert shared.storage_data[place] == info
+        elsewhere = dataclasses.replace(place, offset=torch.Size((1 << 30,)))
+        with pytest.raises(KeyError):
+            shared.storage_data[elsewhere]
+    assert shared.state_dict_metadata.get("absent, and too long to be drawn") is None
+
+
+def test_items_that_are_only_alike_do_not_share(tmp_path: Path) -> None:
+    """Those of one shape but another dtype, of one number of elements, and objects."""
+    state = {
+        "one": torch.zeros(2),
+        "same": torch.ones(2),
+        "dtype": torch.zeros(2, dtype=torch.float64),
+        "shape": torch.zeros(2, 1),
+        "scalar": torch.tensor(1.0),
+        "object": 3,
+    }
+    dcp.save(state, storage_writer=nostall.FileSystemWriterAsync(tmp_path), no_dist=True)
+    stock = dcp.FileSystemReader(tmp_path).read_metadata()
+    shared = nostall.FileSystemReader(tmp_path).shared_metadata()
+    assert dict(shared.state_dict_metadata) == stock.state_dict_metadata
+    assert dict(shared.storage_data) == stock.storage_data
 
 
 @given(metadata())

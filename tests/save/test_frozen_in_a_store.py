@@ -26,8 +26,6 @@ from support.object_store import S3Server
 from support.states import schedule
 from support.waiting import wait_until
 
-pytest.importorskip("botocore", reason="the group test has it")
-
 
 @pytest.fixture(params=[Saver, SplitSaver], ids=["dcp.save", "split"])
 def save(request: pytest.FixtureRequest) -> Saver:
