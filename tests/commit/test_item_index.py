@@ -127,11 +127,12 @@ def test_items_made_on_demand_are_those_of_the_metadata(original: Metadata) -> N
 
 
 def test_items_that_are_only_alike_do_not_share(tmp_path: Path) -> None:
-    """Those of one shape but another dtype, of one number of elements, and objects."""
+    """Those of one shape but another dtype, of other lengths or dimensions, and objects."""
     state = {
         "one": torch.zeros(2),
         "same": torch.ones(2),
         "dtype": torch.zeros(2, dtype=torch.float64),
+        "longer": torch.zeros(3),
         "shape": torch.zeros(2, 1),
         "scalar": torch.tensor(1.0),
         "object": 3,
