@@ -221,15 +221,23 @@ class Engine:
     def cancel(self, job: str, done: Future[RankReport]) -> None:
         """Cancel one save: writer processes that do not answer in time are killed."""
         with self._lock:
-            for of_job, cancelled in self._cancellable:
-                if of_job == job:
-                    cancelled.set()
+            self.stop_threads(job)
             writers = [writer for writer in self._writers if writer.unanswered(job)]
         for writer in writers:
             writer.cancel(job)
         if not is_done(done, CANCEL_TIMEOUT_S):
             for writer in writers:
                 writer.kill("it did not stop when the save was aborted", kind="SaveAbortedError")
+
+    def stop_threads(self, job: str) -> None:
+        """Stop the threads of this process that write or copy for a save; returns at once.
+
+        They remove what they have made.
+        """
+        with self._lock:
+            for of_job, cancelled in self._cancellable:
+                if of_job == job:
+                    cancelled.set()
 
     def recall(self, job: str) -> None:
         """Stop all writer processes from writing a save, as a later save may use its file names.
@@ -243,7 +251,7 @@ class Engine:
 
     @contextmanager
     def cancellable(self, job: str) -> Iterator[threading.Event]:
-        """An event that :meth:`cancel` sets; for a save that a thread of the trainer writes."""
+        """An event that :meth:`stop_threads` sets; for a thread that writes or copies."""
         cancelled = threading.Event()
         entry = (job, cancelled)
         with self._lock:
@@ -255,7 +263,8 @@ class Engine:
                 self._cancellable.remove(entry)
 
     def abort(self, reason: str, *, is_ending: bool = False) -> None:
-        """Kill the writer processes; unfinished saves fail and their files are removed.
+        """Kill the writer processes and stop the threads that write or copy; unfinished saves fail
+        and their files are removed.
 
         Args:
             reason: Why, for the errors.
@@ -263,6 +272,8 @@ class Engine:
         """
         with self._lock:
             writers, self._writers = self._writers, []
+            for _, cancelled in self._cancellable:
+                cancelled.set()
         for writer in writers:
             if not (is_ending and writer.outlives):
                 writer.kill(reason, kind="SaveAbortedError")

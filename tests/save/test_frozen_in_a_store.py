@@ -21,6 +21,7 @@ from nostall._storage.objects.s3 import S3Client
 from nostall._storage.places import storage_at
 from nostall.core import AsyncCallsQueue
 from nostall.errors import ReservationError, WriteError
+from nostall.testing import Fault, inject
 from save.test_frozen import FROZEN, Saver, SplitSaver, State, lora_state, train, zeros_like
 from support.object_store import S3Server
 from support.states import schedule
@@ -221,6 +222,39 @@ def test_a_copy_that_arrives_late_harms_nothing(
     expected = [".metadata", "__0_0.distcp", "frozen__0_1.distcp"]
     wait_until(lambda: sorted(storage_at(f"{root}/two").list()) == expected)
     assert_holds(f"{root}/two", state, state["model"]["adapter"]["a"])
+
+
+def test_copies_stop_when_the_write_fails(s3: S3Server, root: str) -> None:
+    """The store is asked for no further part, and nothing is left."""
+    state = lora_state()
+    state["model"]["base"]["w"] = torch.randn(3_000_000)
+    saver = SplitSaver()
+    saver(f"{root}/one", state)
+    s3.requests()
+    stopped = threading.Event()
+    stop, call = Engine.stop_threads, S3Client._call
+
+    def noticed(engine: Engine, job: str) -> None:
+        stop(engine, job)
+        stopped.set()
+
+    def slowly(client: S3Client, operation: str, *arguments: Any, **named: Any) -> dict[str, Any]:
+        if operation == "upload_part_copy":
+            assert stopped.wait(60)
+        return call(client, operation, *arguments, **named)
+
+    with (
+        patch.object(s3_objects, "_COPIED_AT_A_TIME", 5 << 20),
+        patch.object(s3_objects, "_COPIES", 1),
+        patch.object(Engine, "stop_threads", noticed),
+        patch.object(S3Client, "_call", slowly),
+        inject(Fault.errno("chunk", errno.ENOSPC)),
+        pytest.raises(CheckpointException, match="No space left"),
+    ):
+        saver(f"{root}/two", state)
+    assert len(copies(s3)) == 1
+    assert storage_at(f"{root}/two").list() == []
+    assert s3.unfinished(root.split("/")[2]) == []
 
 
 def test_a_file_that_is_removed_while_it_is_copied_fails_one_save(s3: S3Server, root: str) -> None:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 from nostall._engine import Engine
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten, WriteWork
 from nostall._model.values import FileLayout, KeptFile
-from nostall._ranks.reports import joined
-from nostall._save.session import Copies, PreparedSave
+from nostall._ranks.reports import joined, when_done
+from nostall._save.session import PreparedSave
 from nostall._save.write import in_thread, wait_for
 from nostall._storage.deadlines import in_time
 from nostall._storage.places import is_address, object_storage_at
@@ -64,19 +65,18 @@ def _is_there(here: str, kept: KeptFile) -> bool:
 
 def start_copies(
     prepared: PreparedSave, files: Sequence[tuple[FileLayout, KeptFile]], engine: Engine
-) -> Copies:
-    """Let the store copy files, in a thread that waits for it."""
-    stopped = threading.Event()
+) -> Future[RankReport]:
+    """Let the store copy files, in a thread that waits for it and that the engine can stop."""
 
     def copy(cancelled: threading.Event) -> RankReport:
         def require_wanted() -> None:
-            if stopped.is_set() or cancelled.is_set():
+            if cancelled.is_set():
                 raise SaveAbortedError("the save was aborted", phase="write", rank=prepared.rank)
 
         receipts = tuple(_copied(prepared, *each, require_wanted, engine) for each in files)
         return RankWritten(rank=prepared.rank, receipts=receipts)
 
-    return Copies(in_thread(copy, prepared.target, engine), stopped)
+    return in_thread(copy, prepared.target, engine)
 
 
 def _copied(
@@ -119,6 +119,18 @@ def _copied(
     except SaveAbortedError:
         here.discard([name])
         raise
+    return kept_receipt(kept, name, file, began_s)
+
+
+def kept_receipt(kept: KeptFile, name: str, file: FileLayout, began_s: float) -> FileReceipt:
+    """The receipt of a file that has taken the place of one that was planned.
+
+    Args:
+        kept: The file of the last save.
+        name: The name that it has in this one.
+        file: The planned file.
+        began_s: When that began, by ``time.monotonic()``.
+    """
     return replace(
         kept.receipt,
         name=name,
@@ -139,8 +151,22 @@ def _forget(kept: KeptFile, engine: Engine) -> None:
 
 def with_copied(prepared: PreparedSave, report: RankReport, engine: Engine) -> RankReport:
     """The report of a rank with the files that the store has copied; waits for them."""
-    if prepared.copies is None:
+    if prepared.copied is None:
         return report
+    _stop_after(report, prepared, engine)
+    return joined([report, wait_for(prepared.copied, prepared.target, engine)])
+
+
+def when_copied(
+    prepared: PreparedSave, written: Future[RankReport], engine: Engine
+) -> Future[RankReport]:
+    """As :func:`with_copied`, of a report that is pending."""
+    if prepared.copied is None:
+        return written
+    written.add_done_callback(lambda done: _stop_after(done.result(), prepared, engine))
+    return when_done([written, prepared.copied], joined)
+
+
+def _stop_after(report: RankReport, prepared: PreparedSave, engine: Engine) -> None:
     if isinstance(report, RankFailed):
-        prepared.copies.stop()
-    return joined([report, wait_for(prepared.copies.report, prepared.target, engine)])
+        engine.stop_threads(prepared.target.job)

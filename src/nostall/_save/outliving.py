@@ -52,6 +52,6 @@ class Outliving:
             began_s=self.began_s,
             results=session.pickled_results(prepared),
             metadata=self.metadata,
-            linked=tuple(each.linked for each in prepared.frozen if each.linked is not None),
+            linked=prepared.linked,
             linger_s=prepared.target.settings.options.linger_s,
         )

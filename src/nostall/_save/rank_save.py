@@ -395,14 +395,13 @@ def _write(
     if staged is not None:
         written = write.write_in_background(staged, prepared.target, engine)
         return prepared, write.wait_for(written, prepared.target, engine)
-    prepared = link_unchanged(prepared, engine)
     try:
+        prepared = link_unchanged(prepared, engine)
         report = with_copied(prepared, write_directly.write_now(prepared, engine), engine)
         report = with_linked(prepared, report)
         keep(prepared, report, engine)
     except BaseException:  # passed on; the writing threads have removed what they made
-        if prepared.copies is not None:
-            prepared.copies.stop()
+        engine.stop_threads(prepared.target.job)
         remove_in_time(sorted(prepared.target.progress.created))
         raise
     if isinstance(report, RankFailed):

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import uuid
 from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import Future
@@ -66,31 +65,8 @@ class FrozenFile:
     """Its planned name."""
     seen: tuple[Hashable, ...] | None
     """What tells whether its items are unchanged in the next save; ``None`` if nothing does."""
-    linked: FileReceipt | None
-    """The receipt of the file that was linked in its place."""
-    is_copied: bool = False
-    """Whether the store copies it. If it is neither linked nor copied, it is to be written."""
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the last save's file takes its place."""
-        return self.linked is not None or self.is_copied
-
-
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """Files that a store is copying for a save."""
-
-    report: Future[RankReport]
-    """Done when no request is under way; it has the files' receipts."""
-    _stopped: threading.Event
-
-    def stop(self) -> None:
-        """Begin no further request, and remove what was copied; returns at once.
-
-        For a save that will not be committed.
-        """
-        self._stopped.set()
+    is_kept: bool
+    """Whether the last save's file takes its place: linked, or copied by the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +80,14 @@ class PreparedSave:
     """The known save with the same results, apart from file names; ``None`` if there is none."""
     frozen: tuple[FrozenFile, ...] = ()
     """Set when the snapshot is taken."""
-    copies: Copies | None = None
-    """Set with them if a store copies some of these files."""
+    linked: tuple[FileReceipt, ...] = ()
+    """Receipts of those that were linked. Set with them."""
+    copied: Future[RankReport] | None = None
+    """Receipts of those that the store copies, once no request is under way. Set with them."""
 
     @property
     def to_write(self) -> Layout:
-        """The layout of the files that are neither linked nor copied by the store."""
+        """The layout of the files whose place no earlier file takes."""
         return without(self.layout, {each.name for each in self.frozen if each.is_kept})
 
     @property

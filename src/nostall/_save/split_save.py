@@ -16,10 +16,9 @@ from nostall._model.interrupts import is_done
 from nostall._model.jobs import FileReceipt, RankReport, RankWritten
 from nostall._model.lifecycle import State
 from nostall._model.values import RankFiles
-from nostall._ranks.reports import joined, when_done
 from nostall._save import session
 from nostall._save.background import BackgroundSave
-from nostall._save.copies import with_copied
+from nostall._save.copies import when_copied, with_copied
 from nostall._save.outliving import Outliving
 from nostall._save.stage import give_up, stage, stage_in_background, without_sources
 from nostall._save.unchanged import keep, link_unchanged, with_linked
@@ -77,8 +76,8 @@ class SplitSave(BackgroundSave):
         snapshot: Snapshot | Future[Snapshot]
         # Faults are those set when the save is scheduled.
         target = replace(self.prepared.target, faults=self.engine.faults)
-        self.prepared = link_unchanged(replace(self.prepared, target=target), self.engine)
         try:
+            self.prepared = link_unchanged(replace(self.prepared, target=target), self.engine)
             if self.prepared.target.settings.options.staging == "overlapped":
                 snapshot, self._fence = stage_in_background(
                     self.prepared, self.engine, is_aborted=lambda: self.aborted
@@ -86,7 +85,7 @@ class SplitSave(BackgroundSave):
             else:
                 snapshot = stage(self.prepared, self.engine)
         except BaseException:  # passed on; what was linked belongs to no save now
-            self._stop_copies()
+            self.engine.stop_threads(self.job)
             remove_in_time(sorted(self.progress.created))
             raise
         self.prepared = without_sources(self.prepared)
@@ -145,16 +144,11 @@ class SplitSave(BackgroundSave):
         except BaseException:  # passed on; no write owns the snapshot yet
             give_up(snapshot, self.prepared.target, self.engine)
             raise
-        if prepared.copies is not None:
-            written = when_done([written, prepared.copies.report], joined)
+        written = when_copied(prepared, written, self.engine)
         self._write_metadata_ahead()
         if self.aborted:  # meanwhile, by a caller that found no job to cancel
             self.engine.cancel(self.job, written)
         return written
-
-    def _stop_copies(self) -> None:
-        if self.prepared.copies is not None:
-            self.prepared.copies.stop()
 
     def _submit_when_staged(self, staging: Future[Snapshot]) -> Future[RankReport]:
         report: Future[RankReport] = Future()
@@ -190,7 +184,7 @@ class SplitSave(BackgroundSave):
         No effect on a save that has ended.
         """
         if not self._is_over:
-            self._stop_copies()
+            self.engine.stop_threads(self.job)
             # Slow removals finish when storage answers; no other save uses these names.
             remove_in_time(sorted(self.progress.created))
             self.end(committed=False)

@@ -18,10 +18,10 @@ import torch
 
 from nostall import _torch
 from nostall._engine import Engine
-from nostall._model.jobs import FileReceipt, RankReport, RankWritten, WriteWork
+from nostall._model.jobs import FileReceipt, RankReport, RankWritten
 from nostall._model.values import Container, FileLayout, KeptFile
 from nostall._plan.layout import FROZEN
-from nostall._save.copies import possible_copies, start_copies
+from nostall._save.copies import kept_receipt, possible_copies, start_copies
 from nostall._save.session import FrozenFile, PreparedSave
 from nostall._storage.deadlines import in_time
 from nostall._storage.places import is_address, storage_at
@@ -45,10 +45,13 @@ def link_unchanged(prepared: PreparedSave, engine: Engine) -> PreparedSave:
         for number, (file, of_file) in enumerate(zip(files, seen, strict=True))
     ]
     if is_address(target.settings.directory):
-        return _copy(prepared, files, seen, possible_copies(prepared, kept, engine), engine)
-    linked: list[FileReceipt | None] = [None] * len(files)
+        kept = possible_copies(prepared, kept, engine)
+        to_copy = [(file, each) for file, each in zip(files, kept, strict=True) if each is not None]
+        copied = start_copies(prepared, to_copy, engine) if to_copy else None
+        return replace(prepared, frozen=_frozen(files, seen, kept), copied=copied)
+    receipts: list[FileReceipt | None] = [None] * len(files)
     if any(kept):
-        linked = in_time(
+        receipts = in_time(
             lambda: [_link(prepared, *each) for each in zip(files, kept, strict=True)],
             timeout_s=target.timeout_s,
             doing="linking files of the last save",
@@ -56,24 +59,19 @@ def link_unchanged(prepared: PreparedSave, engine: Engine) -> PreparedSave:
             path=target.settings.directory,
             rank=prepared.rank,
         )
-    frozen = [FrozenFile(*each) for each in zip((f.name for f in files), seen, linked, strict=True)]
-    return replace(prepared, frozen=tuple(frozen))
+    linked = tuple(each for each in receipts if each is not None)
+    return replace(prepared, frozen=_frozen(files, seen, receipts), linked=linked)
 
 
-def _copy(
-    prepared: PreparedSave,
+def _frozen(
     files: Sequence[FileLayout],
     seen: Sequence[tuple[Hashable, ...] | None],
-    kept: Sequence[KeptFile | None],
-    engine: Engine,
-) -> PreparedSave:
-    frozen = [
-        FrozenFile(file.name, of_file, None, is_copied=each is not None)
+    kept: Sequence[object | None],
+) -> tuple[FrozenFile, ...]:
+    return tuple(
+        FrozenFile(file.name, of_file, is_kept=each is not None)
         for file, of_file, each in zip(files, seen, kept, strict=True)
-    ]
-    to_copy = [(file, each) for file, each in zip(files, kept, strict=True) if each is not None]
-    copies = start_copies(prepared, to_copy, engine) if to_copy else None
-    return replace(prepared, frozen=tuple(frozen), copies=copies)
+    )
 
 
 def _seen(file: FileLayout, sources: Sequence[torch.Tensor | bytes]) -> tuple[Hashable, ...] | None:
@@ -125,16 +123,7 @@ def _link(prepared: PreparedSave, file: FileLayout, kept: KeptFile | None) -> Fi
     if _version(storage, name) != kept.version:  # another file has the name meanwhile
         remove_files([path])
         return None
-    return replace(
-        kept.receipt,
-        name=name,
-        planned_name=file.name,
-        started_s=began_s,
-        finished_s=time.monotonic(),
-        work=WriteWork(),
-        failed_attempts=(),
-        is_linked=True,
-    )
+    return kept_receipt(kept, name, file, began_s)
 
 
 def _version(storage: Storage, name: str) -> Version | None:
@@ -146,10 +135,9 @@ def _version(storage: Storage, name: str) -> Version | None:
 
 def with_linked(prepared: PreparedSave, report: RankReport) -> RankReport:
     """The report of a rank with the files that it has linked."""
-    linked = [each.linked for each in prepared.frozen if each.linked is not None]
-    if not linked or not isinstance(report, RankWritten):
+    if not prepared.linked or not isinstance(report, RankWritten):
         return report
-    return replace(report, receipts=(*report.receipts, *linked))
+    return replace(report, receipts=(*report.receipts, *prepared.linked))
 
 
 def keep(prepared: PreparedSave, report: RankReport, engine: Engine) -> None:

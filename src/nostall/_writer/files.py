@@ -30,7 +30,7 @@ from nostall._writer.faults import Faults
 from nostall._writer.images import Image
 from nostall._writer.position import Cancelled, Position
 from nostall._writer.seals import ChunkPlanner, plan_chunks
-from nostall._writer.streams import write_streams
+from nostall._writer.streams import StreamFiles
 
 
 def perform(
@@ -69,7 +69,7 @@ def perform(
         storage = storage_at(job.directory, sync=job.sync_files, direct=job.direct)
         storage.make_place()
         if streams:
-            receipts = write_streams(job, images, faults, at, streams, chunk_planner)
+            receipts = StreamFiles(job, images, faults, at, streams, chunk_planner).write()
         else:
             receipts = write_images(job, storage, images, faults, at, chunk_planner)
             _require_files(receipts, storage, at)

@@ -8,7 +8,7 @@ of :func:`~nostall._storage.port.may_pass` for a store that is away.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from nostall._storage.port import Stat, Version
 
@@ -47,31 +47,6 @@ class Client(Protocol):
     def parts(self, key: str, nbytes: int) -> Parts:
         """Begin an object of this length."""
 
-    def can_copy_from(self, source: Client) -> bool:
-        """Whether the store can copy an object of this client by itself."""
-
-    def copy(
-        self,
-        key: str,
-        source: Client,
-        their_key: str,
-        stat: Stat,
-        *,
-        before_each: Callable[[], None],
-    ) -> None:
-        """Make or replace an object as a copy of another one, which is not sent.
-
-        Args:
-            key: Its key.
-            source: A client that it can copy from.
-            their_key: The key of the other object.
-            stat: Of the other object.
-            before_each: Called before each request, on any thread; may raise.
-
-        Raises:
-            Conflict: The other object has another version.
-        """
-
     def read_into(
         self, key: str, offset: int, memories: Sequence[memoryview], version: Version
     ) -> None:
@@ -97,4 +72,31 @@ class Client(Protocol):
             prefix: What their keys begin with.
             older_than_s: Seconds since they were begun, at least, by the clock of the store, which
                 may be off by one; ``None`` for all.
+        """
+
+
+@runtime_checkable
+class CopyingClient(Client, Protocol):
+    """A client whose store copies objects by itself."""
+
+    def copy(
+        self,
+        key: str,
+        source: CopyingClient,
+        their_key: str,
+        stat: Stat,
+        *,
+        before_each: Callable[[], None],
+    ) -> None:
+        """Make or replace an object as a copy of another one, which is not sent.
+
+        Args:
+            key: Its key.
+            source: A client of the same store.
+            their_key: The key of the other object.
+            stat: Of the other object.
+            before_each: Called before each request, on any thread; may raise.
+
+        Raises:
+            Conflict: The other object has another version.
         """

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 
 from nostall._model.jobs import page_aligned
-from nostall._storage.objects.client import Client, Parts
+from nostall._storage.objects.client import Client, CopyingClient, Parts
 from nostall._storage.port import ABSENT, Conflict, Draft, Stat, Version, may_pass, reason
 from nostall._storage.posix_files import between
 from nostall.errors import NotDurableError
@@ -65,7 +65,8 @@ class ObjectStorage:
 
     def can_copy_from(self, source: ObjectStorage) -> bool:
         """Whether the store can copy files of another checkpoint by itself."""
-        return self._client.can_copy_from(source._client)
+        ours, theirs = self._client, source._client
+        return isinstance(ours, CopyingClient) and isinstance(theirs, type(ours))
 
     def copy_from(
         self,
@@ -80,7 +81,7 @@ class ObjectStorage:
         """Make a file that is a copy of another checkpoint's, which is not sent.
 
         Args:
-            source: The other checkpoint.
+            source: The other checkpoint; one that this :meth:`can_copy_from`.
             their_name: The name of the file there.
             name: What its name is to be similar to: a request may arrive when its caller has given
                 up, and must not meet the file of a later save.
@@ -95,6 +96,9 @@ class ObjectStorage:
             Conflict: The file there has another version.
             OSError: The store refused; nothing is left.
         """
+        ours, theirs = self._client, source._client
+        assert isinstance(ours, CopyingClient)
+        assert isinstance(theirs, CopyingClient)
         stat = source.stat(their_name)
         if stat.version != expected:
             raise Conflict(source.where(their_name))
@@ -102,13 +106,8 @@ class ObjectStorage:
         name = f"{root}-{os.urandom(4).hex()}{suffix}"
         on_created(name)
         try:
-            self._client.copy(
-                self._key(name),
-                source._client,
-                source._key(their_name),
-                stat,
-                before_each=before_each,
-            )
+            their_key = source._key(their_name)
+            ours.copy(self._key(name), theirs, their_key, stat, before_each=before_each)
         except BaseException:  # passed on
             self.discard([name])
             raise

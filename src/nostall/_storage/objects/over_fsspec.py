@@ -9,14 +9,13 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
 from nostall._model.names import is_ours_to_remove
-from nostall._storage.objects.client import Client
 from nostall._storage.port import ABSENT, Conflict, Stat, Version
 from nostall.errors import OptionError
 
@@ -25,6 +24,8 @@ _PART_NBYTES = 16 << 20
 
 class FsspecClient:
     """One file system; a :class:`~nostall._storage.objects.client.Client`.
+
+    It copies nothing: some of fsspec's file systems load and send, and it does not say which.
 
     Args:
         protocol: The part of addresses before ``://``.
@@ -65,23 +66,6 @@ class FsspecClient:
             except TypeError:  # the multi-storage client's stream has no blocks
                 stream = self._fs.open(key, "wb")
             return _Stream(stream, self._where(key))
-
-    def can_copy_from(self, source: Client) -> bool:
-        """No: some of fsspec's file systems copy by loading and sending; it does not say which."""
-        del source
-        return False
-
-    def copy(
-        self,
-        key: str,
-        source: Client,
-        their_key: str,
-        stat: Stat,
-        *,
-        before_each: Callable[[], None],
-    ) -> None:
-        del source, their_key, stat, before_each
-        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP), self._where(key))
 
     def read_into(
         self, key: str, offset: int, memories: Sequence[memoryview], version: Version

@@ -17,7 +17,7 @@ import time
 from base64 import b64encode
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from math import inf
@@ -25,7 +25,8 @@ from typing import Any
 
 from nostall._model.names import is_ours_to_remove
 from nostall._model.together import work_together
-from nostall._storage.objects.client import Client
+from nostall._storage.objects.client import CopyingClient
+from nostall._storage.objects.s3_errors import errno_of_code, errors_at
 from nostall._storage.port import ABSENT, Conflict, Stat, Version, may_pass
 from nostall.errors import OptionError
 
@@ -43,37 +44,6 @@ _COPIED_AT_A_TIME = 256 << 20
 _COPIES = 8
 """Such requests at a time."""
 
-_CODES = {
-    "NoSuchKey": errno.ENOENT,
-    "NoSuchBucket": errno.ENOENT,
-    "NoSuchUpload": errno.ENOENT,
-    "404": errno.ENOENT,
-    "AccessDenied": errno.EACCES,
-    "ExpiredToken": errno.EACCES,
-    "InvalidAccessKeyId": errno.EACCES,
-    "SignatureDoesNotMatch": errno.EACCES,
-    "QuotaExceeded": errno.EDQUOT,
-    "EntityTooLarge": errno.EFBIG,
-    "NotImplemented": errno.ENOTSUP,
-    "InternalError": errno.EREMOTEIO,
-    "ServiceUnavailable": errno.EAGAIN,
-    "SlowDown": errno.EAGAIN,
-    "Throttling": errno.EAGAIN,
-    "ThrottlingException": errno.EAGAIN,
-    "RequestTimeout": errno.ETIMEDOUT,
-    "RequestTimeTooSkewed": errno.EACCES,
-    "BadDigest": errno.EIO,
-}
-"""Answers of stores, as errors of this system."""
-_STATUSES = {
-    401: errno.EACCES,
-    403: errno.EACCES,
-    408: errno.ETIMEDOUT,
-    409: errno.EBUSY,  # with another request for the key: perhaps an earlier attempt of this one
-    429: errno.EAGAIN,
-}
-"""Answers with a code of another store, or without any, as those to HEAD."""
-_CONDITIONS = {"PreconditionFailed", "412"}
 _CONFLICT_PAUSE_S = 0.2
 """Before the second attempt, doubled before each further one."""
 
@@ -119,13 +89,10 @@ class S3Client:
         )
         return _S3Parts(self, key, begun["UploadId"])
 
-    def can_copy_from(self, source: Client) -> bool:
-        return isinstance(source, S3Client)
-
     def copy(
         self,
         key: str,
-        source: Client,
+        source: CopyingClient,
         their_key: str,
         stat: Stat,
         *,
@@ -163,7 +130,7 @@ class S3Client:
         self, key: str, offset: int, memories: Sequence[memoryview], version: Version
     ) -> None:
         end = offset + sum(map(len, memories))
-        with _errors(self._where(key)):
+        with errors_at(self._where(key)):
             got = self._s3.get_object(
                 Bucket=self._bucket, Key=key, Range=f"bytes={offset}-{end - 1}", IfMatch=version
             )
@@ -181,7 +148,7 @@ class S3Client:
 
     def stat(self, key: str) -> Stat:
         found = self._call("head_object", key)
-        with _errors(self._where(key)):
+        with errors_at(self._where(key)):
             modified_s = found["LastModified"].timestamp()
             return Stat(found["ContentLength"], Version(found["ETag"]), modified_s)
 
@@ -207,10 +174,10 @@ class S3Client:
         for begin in range(0, len(ordered), _REMOVED_AT_A_TIME):
             some = ordered[begin : begin + _REMOVED_AT_A_TIME]
             objects = {"Objects": [{"Key": key} for key in some], "Quiet": True}
-            with _errors(self._where(some[0])):
+            with errors_at(self._where(some[0])):
                 answer = self._s3.delete_objects(Bucket=self._bucket, Delete=objects)
             for refused in answer.get("Errors", ()):
-                code = _CODES.get(refused.get("Code", ""), errno.EIO)
+                code = errno_of_code(refused.get("Code", ""))
                 raise OSError(code, refused.get("Message", ""), self._where(refused["Key"]))
 
     def abort_unfinished(self, prefix: str, older_than_s: float | None) -> Sequence[str]:
@@ -229,13 +196,13 @@ class S3Client:
         return keys
 
     def _pages(self, operation: str, **parameters: Any) -> Iterator[dict[str, Any]]:
-        with _errors(self._where(parameters["Prefix"])):
+        with errors_at(self._where(parameters["Prefix"])):
             paginator = self._s3.get_paginator(operation)
             yield from paginator.paginate(Bucket=self._bucket, **parameters)
 
     def _call(self, operation: str, key: str, **parameters: Any) -> dict[str, Any]:
         call: Callable[..., dict[str, Any]] = getattr(self._s3, operation)
-        with _errors(self._where(key)):
+        with errors_at(self._where(key)):
             return call(Bucket=self._bucket, Key=key, **parameters)
 
     def _where(self, key: str) -> str:
@@ -355,50 +322,12 @@ class _Body:
         return self._at
 
 
-@contextmanager
-def _errors(where: str) -> Iterator[None]:
-    """Errors of botocore as those of storage."""
-    from botocore import exceptions
-    from botocore.parsers import ResponseParserError
-
-    try:
-        yield
-    except exceptions.ClientError as error:
-        answer = error.response.get("Error", {})
-        code, message = answer.get("Code", ""), answer.get("Message") or str(error)
-        if code in _CONDITIONS:
-            raise Conflict(where) from error
-        raise OSError(_errno_of(error, code), f"{message} ({code})", where) from error
-    except (
-        exceptions.NoCredentialsError,
-        exceptions.PartialCredentialsError,
-        exceptions.CredentialRetrievalError,
-    ) as error:
-        raise OSError(errno.EACCES, str(error), where) from error
-    except (exceptions.ConnectTimeoutError, exceptions.ReadTimeoutError) as error:
-        raise OSError(errno.ETIMEDOUT, str(error), where) from error
-    except exceptions.BotoCoreError as error:
-        # Of these two, one is for connections that were not made.
-        is_away = isinstance(error, exceptions.HTTPClientError | exceptions.ConnectionError)
-        raise OSError(errno.ECONNRESET if is_away else errno.EINVAL, str(error), where) from error
-    except (LookupError, TypeError, ValueError, ResponseParserError) as error:
-        what = f"the answer is not one of S3: {type(error).__name__}: {error!s:.200}"
-        raise OSError(errno.EREMOTEIO, what, where) from error
-
-
 def _clock(answer: dict[str, Any]) -> float:
     """The time of a store's answer, in seconds since the epoch, by its own clock, rounded up."""
     headers = answer["ResponseMetadata"]["HTTPHeaders"]
     if "date" not in headers:
         return time.time()
     return parsedate_to_datetime(headers["date"]).timestamp() + 1
-
-
-def _errno_of(error: Any, code: str) -> int:
-    if code in _CODES:
-        return _CODES[code]
-    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    return _STATUSES.get(status, errno.EREMOTEIO if status >= 500 else errno.EINVAL)
 
 
 def require_client() -> None:
