@@ -46,11 +46,12 @@ from nostall._queue.live import (
     finish_after,
     live_queues,
     scheduled,
+    unanswered,
     unfinished_queues,
 )
 from nostall._queue.preemption import preemption
 from nostall._queue.requests import AsyncRequest
-from nostall._ranks.agreement import View, agree
+from nostall._ranks.agreement import Question, View
 from nostall._ranks.group import Coordination, coordination_for
 from nostall._save.warmup import warmup
 from nostall.errors import OptionError, RankLostError, SaveTimeoutError
@@ -123,6 +124,8 @@ class AsyncCallsQueue:
         self._calls: deque[Call] = deque()
         self._moved_s = 0.0
         """Clock reading when the queue's first request last changed."""
+        self._asked: tuple[Call, Question] | None = None
+        """What the last poll has asked about the first request."""
         self._next_index = 0
         self._first_index = 0
         """Index of the first request since the queue was created or aborted, counted from the last
@@ -211,7 +214,11 @@ class AsyncCallsQueue:
         with preemption.deferred():
             return self._finalize(blocking=blocking, no_dist=no_dist)
 
-    def _finalize(self, *, blocking: bool, no_dist: bool) -> list[int]:
+    def _finalize_done(self) -> list[int]:
+        """Finalise what is done on all ranks; waits for their answers, but for no file."""
+        return self._finalize(blocking=False, no_dist=False, is_last=True)
+
+    def _finalize(self, *, blocking: bool, no_dist: bool, is_last: bool = False) -> list[int]:
         finalized = []
         coordination = coordination_for(self._process_group)
         while calls := self._calls:  # an abort by another thread replaces the deque
@@ -221,9 +228,13 @@ class AsyncCallsQueue:
                 await_or_fail(call, longest_s=timeout_s if blocking else 0.0)
             # Before a collective: an aborted rank joins none.
             require_scheduled([call], self._calls)
-            agreed = look_at(call, self._first_index, self._next_index - 1)
+            mine = look_at(call, self._first_index, self._next_index - 1)
+            agreed: View | None = mine
             if not no_dist:
-                agreed = agree(agreed, coordination, scheduled, timeout_s=timeout_s)
+                waits = blocking or is_last
+                agreed = self._ask(call, mine, coordination, timeout_s, waits=waits)
+            if agreed is None:
+                break
             if agreed.hurry and not blocking:
                 blocking = True
                 continue
@@ -234,6 +245,31 @@ class AsyncCallsQueue:
                 if self._finalize_one(call, agreed, coordination, no_dist=no_dist):
                     finalized.append(call.request.call_idx)
         return finalized
+
+    def _ask(
+        self,
+        call: Call,
+        mine: View,
+        coordination: Coordination,
+        timeout_s: float,
+        *,
+        waits: bool,
+    ) -> View | None:
+        """The view over all ranks of the first request; ``None`` if the next poll has it.
+
+        Unless it ``waits``, a poll does not depend on ranks that poll later: it asks, and the next
+        one has the answer.
+        """
+        asked, self._asked = self._asked, None
+        if asked is not None and asked[0] is call:
+            answer = asked[1].answer(scheduled, timeout_s=timeout_s)
+            if answer.hurry or not answer.alive:
+                return answer
+        question = Question(mine, coordination)
+        if waits or coordination.world_size == 1:
+            return question.answer(scheduled, timeout_s=timeout_s)
+        self._asked = (call, question)
+        return None
 
     def _finalize_one(
         self, call: Call, agreed: View, coordination: Coordination, *, no_dist: bool
@@ -345,6 +381,9 @@ class AsyncCallsQueue:
     def _forget_calls(self) -> bool:
         """Forget the scheduled requests; whether there are any."""
         calls, self._calls = self._calls, deque()
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            unanswered.append(asked[1])
         unfinished_queues.pop(self, None)
         if calls:
             self._first_index = self._next_index

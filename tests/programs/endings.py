@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall._engine import Engine
+from nostall._queue import at_exit
 from nostall._queue.live import finish_all_at_exit
 from nostall._ranks import agreement
 from nostall.core import AsyncCallsQueue, AsyncRequest
@@ -224,7 +225,7 @@ def queues_are_finished_in_the_same_order_on_all_ranks(out: Path) -> None:
     atexit.register(finish_all_at_exit)
 
 
-def sigterm_on_one_rank_lets_all_finish_at_the_next_poll(out: Path) -> dict[str, Any]:
+def sigterm_on_one_rank_lets_all_finish_within_two_polls(out: Path) -> dict[str, Any]:
     """Only rank 1 is asked to end; both poll once a step."""
     rank = dist.get_rank()
     nostall.drain_on_sigterm(grace_s=60.0)
@@ -247,6 +248,32 @@ def sigterm_on_one_rank_lets_all_finish_at_the_next_poll(out: Path) -> dict[str,
         except SystemExit as error:
             ended = error.code
     return {"ended": ended, "polls": polls, "pending": queue.pending}
+
+
+def a_poll_does_not_wait_for_ranks_that_poll_later(out: Path) -> None:
+    """Rank 1 polls only when rank 0's poll has returned."""
+    store = dist.distributed_c10d._get_default_store()
+    queue = AsyncCallsQueue()
+    schedule(queue, out / "save", {f"rank{dist.get_rank()}": torch.ones(1000)})
+    if dist.get_rank() == 0:
+        assert queue.poll() == []
+        store.set("rank 0 has polled", "")
+    else:
+        store.wait(["rank 0 has polled"])
+        assert queue.poll() == []
+    while queue.pending:
+        queue.poll()
+
+
+def one_raises_after_a_poll_while_the_other_hangs(out: Path) -> None:
+    """torch would wait for rank 1 before it ends the process of rank 0."""
+    at_exit.LEAVING_S = 0.5
+    with AsyncCallsQueue() as queue:
+        schedule(queue, out / "save", {f"rank{dist.get_rank()}": torch.ones(1000)})
+        if dist.get_rank() == 0:
+            queue.poll()
+            raise ValueError("the error in the loop")
+        threading.Event().wait()
 
 
 def a_rank_that_does_not_poll_is_named_instead_of_waited_for(out: Path) -> str | None:

@@ -203,6 +203,9 @@ class _Refusing:
         del blocking
         return []
 
+    def _finalize_done(self) -> object:
+        return []
+
     def _give_up(self) -> None: ...
 
 
@@ -226,6 +229,9 @@ class _Waiting:
 
     def wait(self, timeout: float | None = None) -> object:
         raise AssertionError(f"not the collective of other ranks: wait({timeout})")
+
+    def _finalize_done(self) -> object:
+        raise AssertionError("not the collective of other ranks")
 
     def maybe_finalize_async_calls(self, *, blocking: bool) -> object:
         assert blocking
@@ -286,13 +292,28 @@ def test_an_accelerator_that_has_failed_does_not_hide_a_lost_save(
     assert "illegal memory access" in caplog.text
 
 
-def test_sigterm_on_one_rank_lets_all_finish_at_the_next_poll(tmp_path: Path) -> None:
+def test_a_poll_does_not_wait_for_ranks_that_poll_later(tmp_path: Path) -> None:
+    """The next poll has their answer."""
+    run_ranks(2, "endings:a_poll_does_not_wait_for_ranks_that_poll_later", tmp_path)
+    assert nostall.verify(tmp_path / "save").ok
+
+
+def test_a_rank_ends_though_another_one_never_answers(tmp_path: Path) -> None:
+    """With its error, so that the launcher ends the one that hangs."""
+    program = "endings:one_raises_after_a_poll_while_the_other_hangs"
+    with pytest.raises(RanksFailed, match="ValueError: the error in the loop") as failed:
+        run_ranks(2, program, tmp_path, timeout_s=60)
+    assert "was not done after" not in str(failed.value)
+    assert not nostall.is_complete(tmp_path / "save")
+
+
+def test_sigterm_on_one_rank_lets_all_finish_within_two_polls(tmp_path: Path) -> None:
     """Without any other communication; the rank that was asked ends, the other goes on."""
     first, second = run_ranks(
-        2, "endings:sigterm_on_one_rank_lets_all_finish_at_the_next_poll", tmp_path
+        2, "endings:sigterm_on_one_rank_lets_all_finish_within_two_polls", tmp_path
     )
-    assert first == {"ended": None, "polls": 1, "pending": 0}
-    assert second == {"ended": 143, "polls": 1, "pending": 0}
+    assert first == {"ended": None, "polls": 2, "pending": 0}
+    assert second == {"ended": 143, "polls": 2, "pending": 0}
     loaded = {"rank0": torch.zeros(1000), "rank1": torch.zeros(1000)}
     dcp.load(loaded, checkpoint_id=tmp_path / "save", no_dist=True)
     assert all(bool((each == 1).all()) for each in loaded.values())

@@ -29,6 +29,7 @@ _log = logging.getLogger("nostall")
 FAILURE_STATUS = 1
 LEAVING_S = 5.0
 """Longest time by which another rank may exit with an exception later than this one."""
+_LOOK_AGAIN_S = 0.02
 
 
 class Unfinished(Protocol):
@@ -47,6 +48,9 @@ class Unfinished(Protocol):
 
     def maybe_finalize_async_calls(self, *, blocking: bool) -> object:
         """Finalise the requests that are done on all ranks."""
+
+    def _finalize_done(self) -> object:
+        """The same, and wait for the other ranks' answers."""
 
     def _give_up(self) -> None:
         """Abort its requests but saves that outlive this process."""
@@ -201,6 +205,32 @@ def finish_after_error(
     return _complete(unfinished, time.monotonic() + timeout_s, is_to_wait=is_to_wait)
 
 
+class _Answered(Protocol):
+    def is_answered(self) -> bool:
+        """Whether it waits for no rank any more."""
+
+
+def await_answers(
+    questions: Iterable[_Answered], *, timeout_s: float, status: Callable[[], int]
+) -> None:
+    """Wait until no rank is asked for anything, or end the process with the result of ``status``.
+
+    torch ends a process group, also when the process ends, only when its collectives are over. If
+    another rank hangs, that takes as long as the group's deadline.
+    """
+    if _ends_with_an_exception():  # the other ranks lose this one anyway
+        timeout_s = min(timeout_s, LEAVING_S)
+    deadline_s = time.monotonic() + timeout_s
+    while not all(each.is_answered() for each in questions):
+        if time.monotonic() > deadline_s:
+            end_process(status())
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def _ends_with_an_exception() -> bool:
+    return getattr(sys, "last_value", None) is not None
+
+
 def add_note(error: BaseException, note: str) -> None:
     """Log a note, and add it to an exception that is about to be raised."""
     _log.error("after an exception: %s", note)
@@ -211,7 +241,7 @@ def add_note(error: BaseException, note: str) -> None:
 def _finish(unfinished: Unfinished, deadline: float) -> bool:
     """Whether all pending requests are committed; the others are given up."""
     before = unfinished.pending
-    if unfinished.is_distributed and getattr(sys, "last_value", None) is not None:
+    if unfinished.is_distributed and _ends_with_an_exception():
         why = "this rank ends with an exception, so other ranks do not take part"
     else:
         why = _complete(unfinished, deadline, is_to_wait=True)
@@ -229,7 +259,9 @@ def _complete(unfinished: Unfinished, deadline: float, *, is_to_wait: bool) -> s
     """Why a request was not finalised; empty if all were."""
 
     def finalize() -> object:  # the same collectives as in a poll of other ranks
-        return unfinished.maybe_finalize_async_calls(blocking=is_to_wait)
+        if is_to_wait:
+            return unfinished.maybe_finalize_async_calls(blocking=True)
+        return unfinished._finalize_done()
 
     if unfinished.is_distributed:
         # Other ranks may have ended, and a collective cannot be interrupted.
@@ -238,7 +270,7 @@ def _complete(unfinished: Unfinished, deadline: float, *, is_to_wait: bool) -> s
         return _repeat(finalize, unfinished)
     why = _repeat(lambda: unfinished.wait(max(0.0, deadline - time.monotonic())), unfinished)
     if why:  # requests that are written can still be finalised
-        _repeat(lambda: unfinished.maybe_finalize_async_calls(blocking=False), unfinished)
+        _repeat(unfinished._finalize_done, unfinished)
     return why
 
 

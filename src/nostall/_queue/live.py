@@ -17,6 +17,7 @@ from nostall._queue.at_exit import (
     FAILURE_STATUS,
     Unfinished,
     add_note,
+    await_answers,
     end_process,
     finish_after_error,
     finish_at_exit,
@@ -24,7 +25,7 @@ from nostall._queue.at_exit import (
 )
 from nostall._queue.preemption import STATUS as PREEMPTED_STATUS
 from nostall._queue.preemption import preemption
-from nostall._ranks.agreement import Scheduled
+from nostall._ranks.agreement import Question, Scheduled
 from nostall._ranks.group import Coordination
 from nostall.errors import SaveTimeoutError
 
@@ -47,6 +48,9 @@ it."""
 
 scheduled = Scheduled()
 
+unanswered: list[Question] = []
+"""Asked about requests that this process has given up since."""
+
 
 def counted(coordination: Coordination) -> AbstractContextManager[None]:
     """Announce the request that the block schedules to other ranks."""
@@ -59,7 +63,7 @@ def counted(coordination: Coordination) -> AbstractContextManager[None]:
 def drain_on_sigterm(grace_s: float = 30.0) -> None:
     """On SIGTERM, the signal of pre-emption, finish the scheduled saves, then end the process.
 
-    If any rank gets the signal, all ranks finish the pending requests together at the next poll;
+    If any rank gets the signal, all ranks finish the pending requests together within two polls;
     ranks without a signal then continue. Without a poll, the requests are finished when the
     interpreter ends, which begins after half of the grace period. The process ends by the previous
     handler or, without one, by ``SystemExit(143)`` in the main thread. Call it once, in the main
@@ -124,12 +128,18 @@ def finish_all_at_exit() -> None:
             timeout_s=min(default_engine().options.exit_timeout_s, preemption.left_s),
             status=_status_of_a_loss,
         )
+    await_answers(
+        unanswered,
+        timeout_s=min(default_engine().options.exit_timeout_s, preemption.left_s),
+        status=_status_of_a_loss,
+    )
     if preemption.is_too_late:  # as above
         end_process(PREEMPTED_STATUS)
 
 
 def _after_fork_in_child() -> None:
     scheduled.forget_after_fork()
+    unanswered.clear()
     preemption.forget_after_fork()
     for live in list(live_queues):
         live._abandon_after_fork()

@@ -4,7 +4,8 @@ A signal may arrive on any line, even while this library holds a lock, and on ea
 place. So the handler does not wait and takes no lock. It records the signal, and ends the process
 by an exception in the main thread if no save is pending or in progress. Otherwise
 
-* the next poll finishes the pending requests; its reduction carries the signal, so all ranks do;
+* the poll after the next finishes the pending requests: the reduction of the next one tells all
+  ranks of the signal;
 * the handler runs again every second, for saves that end without a poll (synchronous ones);
 * after half of the grace period the main thread gets the exception in any case, and the pending
   requests are finished when the interpreter ends;

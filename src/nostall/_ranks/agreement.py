@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nostall._ranks.failures import failure_of, raise_everywhere
-from nostall._ranks.group import Coordination
+from nostall._ranks.group import Coordination, PendingMaximum
 from nostall.errors import RankLostError, RankMismatchError, SaveTimeoutError
 
 PATIENCE_S = 60.0
@@ -99,9 +99,15 @@ class Scheduled:
         Raises:
             SaveTimeoutError: Other ranks do not call this; the text names those that are behind.
         """
+        return self.wait(coordination.begin_maximum(numbers), coordination, timeout_s=timeout_s)
+
+    def wait(
+        self, pending: PendingMaximum, coordination: Coordination, *, timeout_s: float
+    ) -> list[int]:
+        """As :meth:`maximum`, of one that was begun before."""
         began_s, timeout_s = time.monotonic(), timeout_s + PATIENCE_S
         try:
-            return coordination.maximum(numbers, timeout_s=timeout_s)
+            return pending.wait(timeout_s)
         except TimeoutError as error:
             # The group's own limit may be shorter.
             waited_s = min(timeout_s, time.monotonic() - began_s)
@@ -126,35 +132,54 @@ class Scheduled:
         )
 
 
-def agree(
-    mine: View, coordination: Coordination, scheduled: Scheduled, *, timeout_s: float
-) -> View:
-    """The view over all ranks: a flag is set if it is set on any rank. Collective.
+class Question:
+    """The view over all ranks, which are asked without waiting for them. Collective.
 
     Args:
         mine: This rank's view.
         coordination: The ranks.
-        scheduled: Names the missing ranks.
-        timeout_s: How long another rank may wait for its own files before it calls this.
-
-    Raises:
-        SaveTimeoutError: Other ranks do not call this.
-        RankMismatchError: They poll another request, or have scheduled another number of requests.
     """
-    index, last = mine.index, mine.last
-    numbers = [mine.alive, mine.failed, mine.hurry, index, last, -index, -last]
-    alive, failed, hurry, *highest = scheduled.maximum(numbers, coordination, timeout_s=timeout_s)
-    if highest != [index, last, -index, -last]:
-        raise RankMismatchError(
-            f"ranks have scheduled different requests: rank {coordination.rank} polls number"
-            f" {index} and has scheduled up to {last}; over all ranks these are {-highest[2]} to"
-            f" {highest[0]} and {-highest[3]} to {highest[1]}, counted since the queue was created"
-            " or aborted",
-            rank=coordination.rank,
-            phase="write",
-            hint="schedule and poll the same number of times on every rank",
+
+    def __init__(self, mine: View, coordination: Coordination) -> None:
+        self._mine = mine
+        self._coordination = coordination
+        index, last = mine.index, mine.last
+        self._pending = coordination.begin_maximum(
+            [mine.alive, mine.failed, mine.hurry, index, last, -index, -last]
         )
-    return replace(mine, alive=bool(alive), failed=bool(failed), hurry=bool(hurry))
+
+    def is_answered(self) -> bool:
+        """Whether it waits for no rank any more."""
+        return self._pending.is_done()
+
+    def answer(self, scheduled: Scheduled, *, timeout_s: float) -> View:
+        """A flag is set if it was set on any rank when that was asked. Waits for all ranks.
+
+        Args:
+            scheduled: Names the missing ranks.
+            timeout_s: How long another rank may wait for its own files before it asks.
+
+        Raises:
+            RankLostError: Another rank has ended.
+            SaveTimeoutError: Other ranks do not ask.
+            RankMismatchError: They poll another request, or have scheduled another number of
+                requests.
+        """
+        mine, coordination = self._mine, self._coordination
+        index, last = mine.index, mine.last
+        values = scheduled.wait(self._pending, coordination, timeout_s=timeout_s)
+        alive, failed, hurry, *highest = values
+        if highest != [index, last, -index, -last]:
+            raise RankMismatchError(
+                f"ranks have scheduled different requests: rank {coordination.rank} polls number"
+                f" {index} and has scheduled up to {last}; over all ranks these are {-highest[2]}"
+                f" to {highest[0]} and {-highest[3]} to {highest[1]}, counted since the queue was"
+                " created or aborted",
+                rank=coordination.rank,
+                phase="write",
+                hint="schedule and poll the same number of times on every rank",
+            )
+        return replace(mine, alive=bool(alive), failed=bool(failed), hurry=bool(hurry))
 
 
 def share_failure(

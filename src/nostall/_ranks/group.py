@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import Protocol, TypeVar
@@ -31,6 +32,22 @@ _KEY = "nostall/"
 _TIMED_OUT = re.compile(r"time(d )?-?out", re.IGNORECASE)
 _LONGEST_S = 1e9
 """Longest wait, 32 years; within the range of a ``timedelta``."""
+
+
+class PendingMaximum(Protocol):
+    """A maximum over all ranks that may still wait for some of them."""
+
+    def is_done(self) -> bool:
+        """Whether it waits for no rank any more."""
+
+    def wait(self, timeout_s: float | None = None) -> list[int]:
+        """The maximum. Call it once.
+
+        Raises:
+            RankLostError: Another rank has ended, or the group is unusable.
+            TimeoutError: Not all ranks have begun it within ``timeout_s`` seconds; the group is no
+                longer usable.
+        """
 
 
 class Coordination(Protocol):
@@ -57,6 +74,9 @@ class Coordination(Protocol):
                 no longer usable.
         """
 
+    def begin_maximum(self, values: Sequence[int]) -> PendingMaximum:
+        """As :meth:`maximum`, without waiting for other ranks. Collective."""
+
     def announce(self, topic: str, number: int) -> None:
         """Publish a number that other ranks can look up; does not wait for them."""
 
@@ -76,6 +96,18 @@ class Coordination(Protocol):
         """Every rank's value, in rank order, on every rank. Collective."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    values: list[int]
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> list[int]:
+        del timeout_s
+        return self.values
+
+
 class SingleProcess:
     """One process that is its own coordinator."""
 
@@ -88,6 +120,10 @@ class SingleProcess:
         """The values themselves."""
         del timeout_s
         return list(values)
+
+    def begin_maximum(self, values: Sequence[int]) -> PendingMaximum:
+        """The values themselves."""
+        return _Known(list(values))
 
     def announce(self, topic: str, number: int) -> None:
         """Do nothing."""
@@ -148,21 +184,15 @@ class TorchGroup:
 
     def maximum(self, values: Sequence[int], *, timeout_s: float | None = None) -> list[int]:
         """One all_reduce of a few 64-bit integers."""
+        return self.begin_maximum(values).wait(timeout_s)
+
+    def begin_maximum(self, values: Sequence[int]) -> PendingMaximum:
+        """The same all_reduce."""
         device = _torch.device_for_collectives(self._group)
         tensor = torch.tensor(list(values), dtype=torch.int64, device=device)
         with self.together():
-            if timeout_s is None:
-                dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
-                return [int(value) for value in tensor.tolist()]
-            began_s = time.monotonic()
             work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-            try:
-                work.wait(timedelta(seconds=min(timeout_s, _LONGEST_S)))
-            except RuntimeError as error:
-                if time.monotonic() - began_s < timeout_s and not _TIMED_OUT.search(str(error)):
-                    raise  # not a timeout, ours or the group's: a rank has died
-                raise TimeoutError(str(error)) from error
-            return [int(value) for value in tensor.tolist()]
+        return _Reduction(self, work, tensor)
 
     def announce(self, topic: str, number: int) -> None:
         """One entry in the process group's store; dropped if the store is unreachable."""
@@ -224,6 +254,35 @@ class TorchGroup:
             messages = gather_messages(message, receiver=None, group=self._group, device=device)
         assert messages is not None
         return [pickle.loads(each) for each in messages]
+
+
+class _Reduction:
+    """An all_reduce in progress."""
+
+    def __init__(self, ranks: TorchGroup, work: dist.Work, tensor: torch.Tensor) -> None:
+        self._ranks = ranks
+        self._work = work
+        self._tensor = tensor
+
+    def is_done(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, timeout_s: float | None = None) -> list[int]:
+        began_s = time.monotonic()
+        with self._ranks.together():
+            if timeout_s is None:
+                self._work.wait()
+                return self._values()
+            try:
+                self._work.wait(timedelta(seconds=min(timeout_s, _LONGEST_S)))
+            except RuntimeError as error:
+                if time.monotonic() - began_s < timeout_s and not _TIMED_OUT.search(str(error)):
+                    raise  # not a timeout, ours or the group's: a rank has died
+                raise TimeoutError(str(error)) from error
+            return self._values()
+
+    def _values(self) -> list[int]:
+        return [int(value) for value in self._tensor.tolist()]
 
 
 def require_members(group: dist.ProcessGroup | None, coordinator: int) -> None:
