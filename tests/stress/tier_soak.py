@@ -3,7 +3,8 @@
 Of four turns, two go through a tier that both ranks share, two through one of each rank. After
 every kill, of a trainer, a writer process or the process that promotes, each destination has
 nothing or one whole checkpoint that is not older than before, and every save that was reported is
-there or in the shared tier. At the end all of them are at their destinations, and nothing else is.
+there or in the shared tier. After one more save to each destination all of them are there, and
+nothing else is.
 
     python tests/stress/tier_soak.py --kills 200
 """
@@ -11,9 +12,11 @@ there or in the shared tier. At the end all of them are at their destinations, a
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import sys
+import threading
 import time
 from collections import Counter
 from functools import partial
@@ -58,8 +61,10 @@ def is_by_rank(save: int) -> bool:
     return save % TURNS >= TURNS // 2
 
 
-def train(bucket: str, rank: int, root: Path, store: Path, first: int, tell: int) -> None:
-    """Save for ever."""
+def train(
+    bucket: str, saves: float, rank: int, root: Path, store: Path, first: int, tell: int
+) -> None:
+    """Save so many times, and stay."""
 
     def say(**what: Any) -> None:
         os.write(tell, (json.dumps(what) + "\n").encode())
@@ -71,7 +76,7 @@ def train(bucket: str, rank: int, root: Path, store: Path, first: int, tell: int
     )
     queue, cache = AsyncCallsQueue(), CheckpointMetadataCache()
     save = first
-    while True:
+    while save < first + saves:
         writer_pids()
         say(writers=[each.pid for each in psutil.Process().children()], rank=rank)
         try:
@@ -90,6 +95,7 @@ def train(bucket: str, rank: int, root: Path, store: Path, first: int, tell: int
         else:
             say(committed=save, rank=rank)
         save += 1
+    threading.Event().wait()
 
 
 def _save_at(place: str) -> int:
@@ -106,7 +112,7 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
     seen = dict.fromkeys((destination_of(root, bucket, turn) for turn in range(TURNS)), -1)
     newest, killed, started = -1, 0, time.monotonic()
     while killed < kills:
-        life = Life(root, first=newest + 1, program=partial(train, bucket))
+        life = Life(root, first=newest + 1, program=partial(train, bucket, math.inf))
         life.start()
         try:
             life.wait_for(2)
@@ -132,6 +138,13 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
             totals["checkpoints checked"] += (found >= 0) + (near >= 0)
             totals["promotions interrupted"] += near > found
         newest += 1
+    last = Life(root, first=newest + 1, program=partial(train, bucket, TURNS))
+    last.start()
+    try:
+        last.wait_for(TURNS)
+    finally:
+        last.end()
+    committed |= last.committed
     tiers = {tier_of(root, turn, rank) for turn in range(TURNS) for rank in range(RANKS)}
     for promotion in [each for tier in tiers for each in nostall.promote(tier)]:
         promotion.result(PATIENCE_S)
@@ -140,7 +153,7 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
         found, names = _save_at(place), storage_at(place).list()
         if found < max(due, default=-1):
             raise Violation(f"{place}: save {max(due)} was committed; {found} was promoted")
-        if due and len(names) != RANKS + 1:
+        if len(names) != RANKS + 1:
             raise Violation(f"{place} has files that belong to nothing: {sorted(names)}")
     if server.unfinished(bucket):
         raise Violation(f"unfinished uploads: {server.unfinished(bucket)}")
