@@ -114,7 +114,10 @@ class Planner(DefaultLoadPlanner):
                     wanted[name] = value, entry
         self.missing = tuple(missing)
         if missing and self._strict:
-            raise self._misfit(f"the checkpoint has no {_some(missing)}")
+            raise self._misfit(
+                f"the checkpoint has no {_some(missing)}",
+                ", and strict=False leaves out what is missing",
+            )
         if self._strict:
             self._require_places(entries)
         self._require_shapes(wanted)
@@ -158,13 +161,12 @@ class Planner(DefaultLoadPlanner):
                 f"{_some(kinds)}: a tensor in the state or in the checkpoint, but not in both"
             )
 
-    def _misfit(self, what: str) -> OptionError:
+    def _misfit(self, what: str, hint: str = "") -> OptionError:
         return OptionError(
             f"the state does not fit: {what}",
             phase="read",
             path=self._path,
-            hint="`nostall inspect` lists what a checkpoint has; `keys` selects, and strict=False"
-            " leaves out what is missing",
+            hint=f"`nostall inspect` lists what a checkpoint has; `keys` selects{hint}",
         )
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
