@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import replace
 from typing import Literal
 
 import torch.distributed as dist
@@ -181,10 +182,12 @@ class AsyncCallsQueue:
         """
         request = AsyncRequest.of(request)
         with preemption.deferred():
+            early = request.early_commit(self._process_group)
             index = self._next_index
             self._is_in_use = True
             with counted(coordination_for(self._process_group)), uninterrupted():
                 call = self._caller.begin(request.freeze()._replace(call_idx=index))
+                call.early = early
                 self._next_index += 1
                 self._calls.append(call)
                 unfinished_queues[self] = None
@@ -195,7 +198,8 @@ class AsyncCallsQueue:
     ) -> list[int]:
         """Finalise, in order, the requests that are done on all ranks, and return their indices.
 
-        Collective unless ``no_dist``: one small reduction per request that is checked.
+        Collective unless ``no_dist``: one small reduction per request that is checked. Unless
+        ``blocking``, its result is used by the next call, so that no rank waits for a later one.
 
         Args:
             blocking: Wait until all scheduled requests are done.
@@ -228,18 +232,19 @@ class AsyncCallsQueue:
                 await_or_fail(call, longest_s=timeout_s if blocking else 0.0)
             # Before a collective: an aborted rank joins none.
             require_scheduled([call], self._calls)
-            mine = look_at(call, self._first_index, self._next_index - 1)
-            agreed: View | None = mine
+            waits = blocking or is_last
+            mine = look_at(call, self._first_index, self._next_index - 1, waits=waits)
+            agreed: View | None = replace(mine, committing=False, committed=0)
             if not no_dist:
-                waits = blocking or is_last
-                agreed = self._ask(call, mine, coordination, timeout_s, waits=waits)
+                agreed = self._ask(call, mine, coordination, timeout_s)
             if agreed is None:
                 break
-            if agreed.hurry and not blocking:
-                blocking = True
-                continue
-            if agreed.alive:
+            if not agreed.is_done:
+                if agreed.hurry and not waits:
+                    blocking = True
+                    continue
                 break
+            blocking = blocking or (agreed.hurry and not is_last)
             with uninterrupted():
                 self._take(call)
                 if self._finalize_one(call, agreed, coordination, no_dist=no_dist):
@@ -247,26 +252,22 @@ class AsyncCallsQueue:
         return finalized
 
     def _ask(
-        self,
-        call: Call,
-        mine: View,
-        coordination: Coordination,
-        timeout_s: float,
-        *,
-        waits: bool,
+        self, call: Call, mine: View, coordination: Coordination, timeout_s: float
     ) -> View | None:
         """The view over all ranks of the first request; ``None`` if the next poll has it.
 
-        Unless it ``waits``, a poll does not depend on ranks that poll later: it asks, and the next
-        one has the answer.
+        Unless this rank waits, a poll does not depend on ranks that poll later: it asks, and the
+        next one has the answer.
         """
-        asked, self._asked = self._asked, None
+        asked = self._asked
         if asked is not None and asked[0] is call:
+            self._asked = None
             answer = asked[1].answer(scheduled, timeout_s=timeout_s)
-            if answer.hurry or not answer.alive:
+            if answer.is_done or (answer.hurry and not mine.waits):
                 return answer
+        self._drop_question()
         question = Question(mine, coordination)
-        if waits or coordination.world_size == 1:
+        if mine.waits or coordination.world_size == 1:
             return question.answer(scheduled, timeout_s=timeout_s)
         self._asked = (call, question)
         return None
@@ -276,7 +277,7 @@ class AsyncCallsQueue:
     ) -> bool:
         """Finalise a request; false if it failed and ``on_error`` is ``"warn"``."""
         try:
-            finalize(call, coordination, failed=agreed.failed, no_dist=no_dist)
+            finalize(call, coordination, agreed, no_dist=no_dist)
         except (RankLostError, SaveTimeoutError):  # the ranks cannot continue together
             raise
         except (Exception, CheckpointException) as error:  # on every rank
@@ -355,8 +356,9 @@ class AsyncCallsQueue:
         """Finalise all scheduled requests, or abort them; then end worker processes. Idempotent.
 
         Without ``abort`` this is collective while requests are pending. An aborted request is never
-        finalised. The queue can be used again. Indices start at 0 again, except after an abort, so
-        that no index of an aborted request is used twice.
+        finalised; a save that all ranks have written may be committed nevertheless. The queue can
+        be used again. Indices start at 0 again, except after an abort, so that no index of an
+        aborted request is used twice.
 
         Args:
             abort: Abort all requests, without waiting.
@@ -381,13 +383,17 @@ class AsyncCallsQueue:
     def _forget_calls(self) -> bool:
         """Forget the scheduled requests; whether there are any."""
         calls, self._calls = self._calls, deque()
-        asked, self._asked = self._asked, None
-        if asked is not None:
-            unanswered.append(asked[1])
+        self._drop_question()
         unfinished_queues.pop(self, None)
         if calls:
             self._first_index = self._next_index
         return bool(calls)
+
+    def _drop_question(self) -> None:
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            unanswered[:] = [each for each in unanswered if not each.is_answered()]
+            unanswered.append(asked[1])
 
     def _close(self, *, abort: bool, timeout: float | None = None) -> None:
         try:
@@ -406,6 +412,7 @@ class AsyncCallsQueue:
     def _abandon_after_fork(self) -> None:
         """In a forked child: forget the scheduled requests, which belong to the parent."""
         self._calls.clear()
+        self._asked = None
         unfinished_queues.pop(self, None)
         self._caller.abandon_after_fork()
 

@@ -29,6 +29,7 @@ from nostall._save.recovering import (
     is_under_way,
     read_save,
     records_among,
+    require_files,
 )
 from nostall._storage.destination import place_of
 from nostall._storage.places import storage_at
@@ -127,7 +128,11 @@ def _readable_ones(storage: Storage, complete: list[Found]) -> list[CompleteSave
     first: DamagedCheckpointError | OSError | None = None
     for each in complete:
         try:
-            saves.append(read_save(storage, each))
+            save = read_save(storage, each)
+            # A later save may have removed files of an earlier one, and not its records.
+            if not (is_committed(storage, save) or is_superseded(storage, save)):
+                require_files(storage, save)
+            saves.append(save)
         except (DamagedCheckpointError, OSError) as error:
             _log.warning("a save cannot be recovered: %s", error)
             first = first or error

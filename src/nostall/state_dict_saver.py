@@ -7,6 +7,8 @@ them on every rank of the group, in the same order. Between them a rank acts alo
 from __future__ import annotations
 
 import logging
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -15,16 +17,27 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from nostall import _torch
-from nostall._commit.known_results import RankOutcome, Results, ResultsReference, token_of
+from nostall._commit.known_results import (
+    KnownResults,
+    RankOutcome,
+    Results,
+    ResultsReference,
+    token_of,
+)
+from nostall._engine import default_engine
+from nostall._model.values import RankFiles
 from nostall._plan.cache import matches_loaded
 from nostall._queue.preemption import preemption
+from nostall._queue.requests import commits
 from nostall._ranks.failures import exception_for, sendable
 from nostall._ranks.group import coordination_of, require_members
-from nostall._save.coordinator import Ending, RankMessage, commit_split_save
+from nostall._save.coordinator import commit_split_save
+from nostall._save.early_commit import EarlyCommit
+from nostall._save.messages import Ending, RankMessage
 from nostall._save.metadata_cache import CheckpointMetadataCache
 from nostall._save.rank_save import RankSave
 from nostall._save.split_plan import SaveSession, plan_save, session_of
-from nostall.errors import OptionError
+from nostall.errors import OptionError, SaveAbortedError
 from nostall.filesystem_async import FileSystemWriterAsync
 
 __all__ = [
@@ -107,9 +120,69 @@ def save_state_dict_async_plan(
             DefaultSavePlanner() if planner is None else planner,
             cache if enable_cache else None,
         )
+        _prepare_to_commit_early(storage_writer, metadata, session)
     return storage_writer, metadata, session
 
 
+def _prepare_to_commit_early(
+    writer: FileSystemWriterAsync, metadata: Metadata | None, session: SaveSession
+) -> None:
+    """Let the save be committed early, if the coordinator already has its results."""
+    save, cache, coordination = writer._rank_save, session.cache, coordination_of(session)
+    split, token, identity = save.split, save.results_token, session.save
+    if cache is None or split is None or identity is None or session.changed_plan is not None:
+        return
+    if token is None or token != cache.sent_token or save.settings.tier is not None:
+        return
+    records = coordination.records(identity)
+    if records is None:
+        return
+    known, storage_meta = cache.known_results, writer.storage_meta()
+    saving = weakref.ref(save)  # otherwise a plan that is dropped would stay until it is collected
+
+    def message() -> RankMessage | None:
+        save = saving()
+        split = None if save is None else save.split
+        if save is None or split is None:
+            return None
+        if not split.visit.is_alone():  # of two saves to a directory, the later one has to win
+            return None
+        if split.has_to_run:
+            split.require_complete()
+        outcome = ResultsReference(token=token, files=split.prepared.files)
+        return _message(save, split.written_files, outcome, session)
+
+    def commit(messages: Sequence[RankMessage]) -> Ending:
+        save = saving()
+        if save is None:
+            raise SaveAbortedError("the save was given up", phase="commit")
+        with save.timeline.measure("commit"):
+            return commit_split_save(save, messages, metadata, session, lambda: storage_meta, known)
+
+    split.early = EarlyCommit(
+        identity,
+        records,
+        coordination.rank,
+        cache.retired,
+        message=message,
+        commit=commit if coordination.is_coordinator else None,
+        timeout_s=default_engine().options.save_timeout_s,
+    )
+
+
+def _message(
+    save: RankSave, written: RankFiles, outcome: RankOutcome, session: SaveSession
+) -> RankMessage:
+    return RankMessage(
+        outcome=outcome,
+        written=written,
+        changed_plan=session.changed_plan,
+        save=session.save,
+        took_s=save.took_s,
+    )
+
+
+@commits
 def save_state_dict_async_finalize(
     storage_writer: FileSystemWriterAsync,
     global_metadata: Metadata | None,
@@ -131,31 +204,27 @@ def _finalize(
     writer: FileSystemWriterAsync, metadata: Metadata | None, session: SaveSession
 ) -> None:
     save, cache, coordination = writer._rank_save, session.cache, coordination_of(session)
-    outcome = _outcome_of(writer, cache)
-    message = RankMessage(
-        outcome=outcome,
-        written=save.written_files,
-        changed_plan=session.changed_plan,
-        save=session.save,
-        lingers=session.lingers,
-        took_s=save.took_s,
-    )
+    early = None if save.split is None else save.split.early
+    ending = None if early is None else early.agreed
+    outcome = None
+    if ending is None:
+        outcome = _outcome_of(writer, cache)
+    elif save.split is not None:
+        save.split.retrieve_nothing()
     is_committed = False  # assumed if other ranks are lost now
     try:
-        with save.timeline.measure("commit"):
-            messages = coordination.gather(message)
-            ending: Ending | None = None
-            if messages is not None:
-                ending = commit_split_save(save, messages, metadata, session, writer.storage_meta)
-            ending = coordination.broadcast(ending)
+        if outcome is not None:
+            ending = _commit_together(writer, metadata, session, outcome)
+        assert ending is not None
         if cache is not None:
-            cache.sent_token = token_of(outcome)
             cache.note_finalised(save.split)
             if ending.changed or ending.failures:
                 cache.forget()
+            elif ending.series is not None:
+                cache.begin_series(ending.series)
         is_committed = not ending.failures
         if ending.failures and not ending.published:
-            save.discard()
+            save.discard(is_certain=True)
     finally:
         save.end(committed=is_committed)
     save.slowest_rank = ending.slowest_rank
@@ -165,6 +234,33 @@ def _finalize(
         )
     if coordination.is_coordinator:
         _log_committed(save)
+
+
+def _commit_together(
+    writer: FileSystemWriterAsync,
+    metadata: Metadata | None,
+    session: SaveSession,
+    outcome: RankOutcome,
+) -> Ending:
+    """Commit with the messages of all ranks, unless it was tried early."""
+    save, cache, coordination = writer._rank_save, session.cache, coordination_of(session)
+    message, ending = _message(save, save.written_files, outcome, session), None
+    with save.timeline.measure("commit"):
+        messages = coordination.gather(message)
+        if messages is not None:
+            early = None if save.split is None else save.split.early
+            ending = None if early is None else early.finish()
+            known = KnownResults() if cache is None else cache.known_results
+            if ending is None:
+                ending = commit_split_save(
+                    save, messages, metadata, session, writer.storage_meta, known
+                )
+            else:
+                known.fill_in([each.outcome for each in messages])
+        ending = coordination.broadcast(ending)
+    if cache is not None:
+        cache.sent_token = token_of(outcome)
+    return ending
 
 
 def _outcome_of(

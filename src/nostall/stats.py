@@ -69,7 +69,8 @@ class SaveStats:
     written_s: float
     """From the opening of the first file until the last file was durable."""
     commit_s: float
-    """Collecting results and publishing the metadata; all ranks wait for it."""
+    """Collecting results and publishing the metadata. All ranks wait for it, except for saves that
+    are committed before they finalise: of those it is 0 on ranks other than the coordinator."""
     retries: int
     """Attempts after the first, over all files."""
     slowest_rank: int | None

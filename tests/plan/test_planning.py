@@ -65,18 +65,17 @@ def test_a_failure_among_saves_of_a_known_structure_leaves_the_others_right(
         assert said["known"] == [False] * 2 + [True] * 10
 
 
-def test_a_poll_is_one_reduction_and_finalising_two_short_messages(found: list[Found]) -> None:
-    """A queue reduces a few integers per request it looks at, and two more to finalise it.
+def test_a_poll_is_one_reduction_and_finalising_at_most_two_short_messages(
+    found: list[Found],
+) -> None:
+    """A queue reduces a few integers per request it looks at, and nothing while there is none.
 
-    It reduces nothing while nothing is scheduled.
+    Messages are sent only if the save is not committed yet, see ``test_early_commit.py``.
     """
+    messages = {"all_gather": 1, "broadcast": 1}
     for facts in found:
         said = facts["steady_state"]
-        assert said["poll and finalize"] == {
-            "all_reduce": 2,
-            "all_gather": 1,
-            "broadcast": 1,
-        }
+        assert said["poll and finalize"] in ({"all_reduce": 1}, {"all_reduce": 1, **messages})
         assert said["idle poll"] == NOTHING
 
 

@@ -342,6 +342,16 @@ def test_a_later_checkpoint_stays(left: Path) -> None:
     assert len(os.listdir(left)) == 2
 
 
+def test_a_later_checkpoint_that_has_replaced_the_files_stays(left: Path) -> None:
+    """As where the save was committed early, and its trainer has died before it knew."""
+    files = list(left.glob("*.distcp"))
+    dcp.save({"x": torch.ones(3)}, storage_writer=FileSystemWriterAsync(left), no_dist=True)
+    for path in files:
+        path.unlink()
+    assert nostall.recover(left).state is RecoveryState.NOTHING
+    assert nostall.verify(left).ok
+
+
 def test_an_older_checkpoint_is_replaced(left: Path, tmp_path: Path) -> None:
     older = tmp_path / "older"
     with Hold("report") as hold, trainer(older) as first:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -63,7 +64,7 @@ def schedule(
     )
     save_fn, preload_fn, args = writer.get_save_function_and_args()
     request = AsyncRequest(
-        save_fn, args, [lambda: save_state_dict_async_finalize(*planned)], {}, preload_fn
+        save_fn, args, [partial(save_state_dict_async_finalize, *planned)], {}, preload_fn
     )
     return queue.schedule_async_request(request)
 

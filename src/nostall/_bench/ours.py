@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,8 @@ class SplitSave:
             metadata_cache=self._cache,
         )
         save_fn, preload_fn, args = writer.get_save_function_and_args()
-        finalize = [lambda: save_state_dict_async_finalize(*planned)]
-        self._queue.schedule_async_request(AsyncRequest(save_fn, args, finalize, {}, preload_fn))
+        commit = partial(save_state_dict_async_finalize, *planned)
+        self._queue.schedule_async_request(AsyncRequest(save_fn, args, [commit], {}, preload_fn))
         return _Scheduled(self._queue, writer, overlapped=self._staging is not None)
 
     def load(self, path: Path, into: State) -> State:

@@ -221,7 +221,7 @@ def _decide_centrally(
             made = _global_plan(plans, writer, planner)
         except Exception as error:  # sent to every rank
             failures = {coordination.rank: sendable(_torch.wrap_exception(error))}
-    save = SaveId(_new_series(), 0)
+    save = SaveId(new_series(), 0)
     if made is None:
         refusal = _FinalPlan(save=save, final=None, validated=False, failures=failures)
         return [refusal] * coordination.world_size, None
@@ -230,7 +230,8 @@ def _decide_centrally(
     ], made
 
 
-def _new_series() -> int:
+def new_series() -> int:
+    """A random number for the identities of saves."""
     return secrets.randbelow(MOST_SERIES) + 1
 
 
@@ -257,7 +258,7 @@ def _agreed_loaded_plans(
     same = isinstance(local, SavePlan) and matches_loaded(
         loaded, rank=coordination.rank, world_size=coordination.world_size, local=local
     )
-    series = _new_series() if coordination.is_coordinator else 0
+    series = new_series() if coordination.is_coordinator else 0
     differs, series = coordination.maximum([int(not same), series])
     agreed = not differs
     memory.last_save = SaveId(series, 0)

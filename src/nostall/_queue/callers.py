@@ -25,6 +25,7 @@ from nostall._queue.requests import AsyncRequest
 from nostall._ranks.failures import error_of, failure_of
 from nostall._ranks.group import coordination_for
 from nostall._save.background import BackgroundSave
+from nostall._save.early_commit import EarlyCommit
 from nostall.errors import OptionError, SaveTimeoutError
 from nostall.options import EngineOptions
 
@@ -39,6 +40,10 @@ class Call:
         self.life = Lifecycle()
         self.begun_s = time.monotonic()
         self.outcome: Future[Outcome] = Future()
+        self.late: Failure | None = None
+        """What it fails with, if it fails, once its deadline has passed."""
+        self.early: EarlyCommit | None = None
+        """The early commit of the save that it finalises, if there is to be one."""
         self.process: PythonWorker | None = None
         """The process of a callable that is not nostall's own."""
 
@@ -50,7 +55,7 @@ class Call:
     def settle(self, failure: Outcome) -> None:
         # An abort and an answer may coincide; the first one counts.
         with suppress(InvalidStateError):
-            self.outcome.set_result(failure)
+            self.outcome.set_result(failure and (self.late or failure))
 
     def failure(self) -> Failure | None:
         """Its failure, if any; call it only when the request is done."""
@@ -225,6 +230,8 @@ class AsyncCaller(ABC):
             elif native is not None:
                 native.discard()
             else:
+                if call.early is not None:
+                    call.early.withdraw()
                 self._call_is_done(call)
 
 

@@ -30,10 +30,12 @@ def await_or_fail(call: Call, *, longest_s: float) -> None:
         f"{_how_far([call])}",
         phase="write",
     )
-    # Before the abort settles it: the error has to name the deadline.
-    call.settle(late)
-    if call.native is not None:
-        call.native.abort()
+    call.late = late  # before the abort settles it: the error has to name the deadline
+    if call.native is None:
+        call.settle(late)
+        return
+    call.native.abort(late)
+    call.settle(call.native.failure())  # none if the report has come first
 
 
 def require_scheduled(calls: Iterable[Call], scheduled: Collection[Call]) -> None:
@@ -47,19 +49,25 @@ def require_scheduled(calls: Iterable[Call], scheduled: Collection[Call]) -> Non
             raise aborted_by_another_thread(call)
 
 
-def look_at(call: Call, first_index: int, last_index: int) -> View:
+def look_at(call: Call, first_index: int, last_index: int, *, waits: bool) -> View:
     """This rank's view of the next request to finalise.
 
     Args:
         call: The request.
         first_index: Index of the first request since the queue was created or aborted.
         last_index: That of the last scheduled request.
+        waits: Whether this rank waits until it is finalised.
     """
-    alive = not is_done(call.outcome)
+    alive, early = not is_done(call.outcome), call.early
     return View(
         alive=alive,
         failed=not alive and call.failure() is not None,
         hurry=preemption.asked,
+        committing=early is not None and early.is_committing,
+        committed=0 if early is None else early.committed,
+        save=0 if early is None else early.identity,
+        shares=not call.request.raises_on_all_ranks,
+        waits=waits,
         index=call.request.call_idx - first_index,
         last=last_index - first_index,
     )
@@ -98,13 +106,13 @@ def require_done(
         )
 
 
-def finalize(call: Call, coordination: Coordination, *, failed: bool, no_dist: bool) -> None:
+def finalize(call: Call, coordination: Coordination, agreed: View, *, no_dist: bool) -> None:
     """Run a request's finalize functions, or raise its failure; on all ranks unless ``no_dist``.
 
     Args:
         call: The request, done on all ranks.
         coordination: The ranks.
-        failed: Whether it has failed on some rank.
+        agreed: The view of all ranks.
         no_dist: Whether this rank raises its own errors only.
 
     Raises:
@@ -113,9 +121,11 @@ def finalize(call: Call, coordination: Coordination, *, failed: bool, no_dist: b
         SaveTimeoutError: The finalize functions of another rank have not returned.
         BaseException: What a finalize function of this rank raised.
     """
-    if failed:
+    if agreed.failed:
         _raise_failure(call, coordination, no_dist=no_dist)
     call.life.to(State.WRITTEN)
+    if agreed.committed and call.early is not None:
+        call.early.note_committed(agreed.committed)
     error: BaseException | None = None
     try:
         try:
@@ -124,7 +134,7 @@ def finalize(call: Call, coordination: Coordination, *, failed: bool, no_dist: b
             error = raised
         share_failure(
             error,
-            SingleProcess() if no_dist else coordination,
+            coordination if agreed.shares and not no_dist else SingleProcess(),
             timeout_s=default_engine().options.save_timeout_s + PATIENCE_S,
         )
     except BaseException:  # passed on; after an interrupt this rank joins no collective
@@ -160,6 +170,8 @@ def _raise_failure(call: Call, coordination: Coordination, *, no_dist: bool) -> 
         call.request.execute_finalize_fns(validate_matching_call_idx=False)
     if call.native is not None:
         call.native.discard()
+    elif call.early is not None:
+        call.early.withdraw()
     raise_everywhere(call.failure(), coordination, only_here=no_dist)
 
 

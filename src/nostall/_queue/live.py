@@ -89,8 +89,8 @@ def drain_on_sigterm(grace_s: float = 30.0) -> None:
 def abort_all() -> None:
     """Abort every live queue: scheduled requests are never finalised; the queues can be used again.
 
-    May be called from any thread. A thread that waits for an aborted request gets a
-    :class:`~nostall.errors.SaveAbortedError`.
+    A save that all ranks have written may be committed nevertheless. May be called from any thread.
+    A thread that waits for an aborted request gets a :class:`~nostall.errors.SaveAbortedError`.
     """
     for live in list(live_queues):
         live.close(abort=True)

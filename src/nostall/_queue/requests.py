@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
 
 from nostall._ranks.failures import failure_of, raise_everywhere
-from nostall._ranks.group import coordination_for
+from nostall._ranks.group import are_same_ranks, coordination_for
 from nostall._save.background import BackgroundSave
 from nostall.errors import OptionError, RankMismatchError
+
+if TYPE_CHECKING:
+    from nostall._save.early_commit import EarlyCommit
+    from nostall._save.rank_save import RankSave
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+_COMMITS: list[Callable[..., Any]] = []
+
+
+def commits(function: F) -> F:
+    """Mark the finalize function that commits a save, given its writer and two more arguments.
+
+    It raises on all ranks or on none, so that no rank has to ask the others.
+    """
+    _COMMITS.append(function)
+    return function
+
+
+def _is_a_commit(function: Callable[[], Any]) -> bool:
+    return getattr(function, "func", function) in _COMMITS
 
 
 class AsyncRequest(NamedTuple):
@@ -98,6 +123,25 @@ class AsyncRequest(NamedTuple):
                 )
             args[1] = loaded
         return args
+
+    @property
+    def raises_on_all_ranks(self) -> bool:
+        """Whether its finalize functions are known to raise on all ranks or on none."""
+        return all(map(_is_a_commit, self.finalize_fns))
+
+    def early_commit(self, group: dist.ProcessGroup | None) -> EarlyCommit | None:
+        """The early commit of its save, which is allowed now.
+
+        ``None`` if a finalize function is to run before, or other ranks save than those of a group.
+        """
+        first = next(iter(self.finalize_fns), None)
+        if not isinstance(first, partial) or first.func not in _COMMITS or len(first.args) != 3:
+            return None
+        writer, _, wrapper = first.args
+        save: RankSave = writer._rank_save
+        if save.to_schedule is not self.async_fn or not are_same_ranks(wrapper.group, group):
+            return None
+        return save.allow_early_commit()
 
     def freeze(self) -> AsyncRequest:
         """The same request, closed to further finalize functions."""

@@ -33,10 +33,25 @@ class View:
     """The request has failed."""
     hurry: bool
     """The process was asked to end."""
+    committing: bool
+    """The request's save is committed early, which is not over. On the coordinator only."""
+    committed: int
+    """0, or one more than the slowest rank of a save that is committed. On the coordinator only."""
+    save: int
+    """Identifies a save that is committed early; 0 for none."""
+    shares: bool
+    """Errors of its finalize functions are to be shared."""
+    waits: bool
+    """The rank waits until the request is finalised."""
     index: int
     """Number of the request since the queue was created or aborted."""
     last: int
     """Number of the last scheduled request."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the request is to be finalised now: a rank that waits does not poll again."""
+        return not self.alive and (self.waits or not self.committing)
 
 
 class Scheduled:
@@ -143,10 +158,10 @@ class Question:
     def __init__(self, mine: View, coordination: Coordination) -> None:
         self._mine = mine
         self._coordination = coordination
-        index, last = mine.index, mine.last
-        self._pending = coordination.begin_maximum(
-            [mine.alive, mine.failed, mine.hurry, index, last, -index, -last]
-        )
+        self._same = [mine.index, mine.last, -mine.index, -mine.last]
+        flags = [mine.alive, mine.failed, mine.hurry, mine.shares, mine.waits]
+        early = [mine.committing, mine.committed, mine.save, -mine.save]
+        self._pending = coordination.begin_maximum([*flags, *early, *self._same])
 
     def is_answered(self) -> bool:
         """Whether it waits for no rank any more."""
@@ -166,20 +181,30 @@ class Question:
                 requests.
         """
         mine, coordination = self._mine, self._coordination
-        index, last = mine.index, mine.last
         values = scheduled.wait(self._pending, coordination, timeout_s=timeout_s)
-        alive, failed, hurry, *highest = values
-        if highest != [index, last, -index, -last]:
+        alive, failed, hurry, shares, waits, *values = values
+        committing, committed, save, least, *highest = values
+        if highest != self._same:
             raise RankMismatchError(
                 f"ranks have scheduled different requests: rank {coordination.rank} polls number"
-                f" {index} and has scheduled up to {last}; over all ranks these are {-highest[2]}"
-                f" to {highest[0]} and {-highest[3]} to {highest[1]}, counted since the queue was"
-                " created or aborted",
+                f" {mine.index} and has scheduled up to {mine.last}; over all ranks these are"
+                f" {-highest[2]} to {highest[0]} and {-highest[3]} to {highest[1]}, counted since"
+                " the queue was created or aborted",
                 rank=coordination.rank,
                 phase="write",
                 hint="schedule and poll the same number of times on every rank",
             )
-        return replace(mine, alive=bool(alive), failed=bool(failed), hurry=bool(hurry))
+        return replace(
+            mine,
+            alive=bool(alive),
+            failed=bool(failed),
+            hurry=bool(hurry),
+            shares=bool(shares),
+            waits=bool(waits),
+            # Otherwise the coordinator waits in vain, or has committed another save.
+            committing=bool(committing) and save == -least and not failed,
+            committed=committed if save == -least else 0,
+        )
 
 
 def share_failure(

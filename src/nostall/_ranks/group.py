@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 from nostall import _torch
+from nostall._model.completion import SaveId
 from nostall._ranks.messages import broadcast_message, gather_messages, scatter_messages
+from nostall._ranks.records import LocalRecords, Records, StoredRecords
 from nostall.errors import OptionError, RankLostError
 
 T = TypeVar("T")
@@ -77,6 +79,9 @@ class Coordination(Protocol):
     def begin_maximum(self, values: Sequence[int]) -> PendingMaximum:
         """As :meth:`maximum`, without waiting for other ranks. Collective."""
 
+    def records(self, save: SaveId) -> Records | None:
+        """The records of the ranks about a save; ``None`` if they have no store in common."""
+
     def announce(self, topic: str, number: int) -> None:
         """Publish a number that other ranks can look up; does not wait for them."""
 
@@ -124,6 +129,11 @@ class SingleProcess:
     def begin_maximum(self, values: Sequence[int]) -> PendingMaximum:
         """The values themselves."""
         return _Known(list(values))
+
+    def records(self, save: SaveId) -> Records | None:
+        """Of this process, in its memory."""
+        del save
+        return LocalRecords()
 
     def announce(self, topic: str, number: int) -> None:
         """Do nothing."""
@@ -193,6 +203,12 @@ class TorchGroup:
         with self.together():
             work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return _Reduction(self, work, tensor)
+
+    def records(self, save: SaveId) -> Records | None:
+        """Entries in the store of the ranks' rendezvous."""
+        if _torch.default_store() is None:
+            return None
+        return StoredRecords(save, self.rank, self.world_size)
 
     def announce(self, topic: str, number: int) -> None:
         """One entry in the process group's store; dropped if the store is unreachable."""
@@ -329,6 +345,19 @@ def require_numpy() -> None:
             "torch cannot use NumPy, without which dcp.load fails with a process group",
             hint="pip install numpy",
         )
+
+
+def are_same_ranks(one: dist.ProcessGroup | None, other: dist.ProcessGroup | None) -> bool:
+    """Whether two groups have the same ranks; ``None`` is the default group."""
+    if one is other or not (dist.is_available() and dist.is_initialized()):
+        return True
+    return sorted(_ranks_of(one)) == sorted(_ranks_of(other))
+
+
+def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    if group is None:
+        return list(range(dist.get_world_size()))
+    return dist.get_process_group_ranks(group)
 
 
 def coordination_of(wrapper: _torch.DistWrapper) -> Coordination:

@@ -78,11 +78,17 @@ class BackgroundSave(ABC):
         path = failure.path or self.progress.path
         return RankFailed(rank=self.rank, failure=replace(failure, path=path))
 
-    def abort(self) -> None:
-        """Cancel the save, within a bounded time; no effect on a save that is over."""
+    def abort(self, failure: Failure | None = None) -> None:
+        """Cancel the save, within a bounded time; no effect on a save that is over.
+
+        Args:
+            failure: Why; that it was aborted, by default.
+        """
         self.aborted = True
         self.engine.cancel(self.job, self._report)
-        failure = Failure(kind="SaveAbortedError", message="the save was aborted", phase="write")
+        failure = failure or Failure(
+            kind="SaveAbortedError", message="the save was aborted", phase="write"
+        )
         self._settle(RankFailed(rank=self.rank, failure=failure))
         self.progress.end()
 

@@ -6,7 +6,7 @@ Runs on the coordinator. Every refusal comes before the commit, and nothing is p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
@@ -14,12 +14,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
 from nostall._commit.collect import collect, require_one_directory
-from nostall._commit.known_results import KnownResults, RankOutcome
+from nostall._commit.known_results import KnownResults
 from nostall._commit.publication import Publication
 from nostall._engine import default_engine
-from nostall._model.completion import SaveId
 from nostall._model.values import Abort, RankFiles
-from nostall._plan.together import replanned_metadata
+from nostall._plan.together import new_series, replanned_metadata
 from nostall._ranks.failures import sendable
 from nostall._save import finalize
 from nostall._save.finalize import (
@@ -29,38 +28,12 @@ from nostall._save.finalize import (
     publication_of_results,
 )
 from nostall._save.leftovers import remove_unpublished
+from nostall._save.messages import Ending, RankMessage
 from nostall._save.rank_save import RankSave
 from nostall._save.split_plan import SaveSession
 from nostall._storage.deadlines import in_time
 from nostall._storage.places import is_same
 from nostall.errors import SaveError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankMessage:
-    """Sent by each rank to the coordinator when it finalises."""
-
-    outcome: RankOutcome
-    written: RankFiles
-    changed_plan: SavePlan | None
-    save: SaveId | None
-    """``None`` if it does not outlive its trainer, or this rank may count otherwise."""
-    lingers: bool
-    """Whether it is to outlive its trainer."""
-    took_s: float
-    """From the start of planning until the files were durable."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How a save ended; sent by the coordinator to every rank."""
-
-    failures: dict[int, _torch.WrappedException]
-    published: bool
-    """Whether the metadata is published, or may be; after a failure, too."""
-    changed: bool
-    """Whether the next save is planned together, as a rank's structure has changed, for example."""
-    slowest_rank: int | None = None
 
 
 def commit_split_save(
@@ -69,6 +42,7 @@ def commit_split_save(
     planned: Metadata | None,
     session: SaveSession,
     storage_meta: Callable[[], StorageMeta | None],
+    known: KnownResults,
 ) -> Ending:
     """Commit a split save if every rank wrote all its files.
 
@@ -78,20 +52,20 @@ def commit_split_save(
         planned: The metadata that they have planned.
         session: The planning results that remain on this rank.
         storage_meta: Returns DCP's part of the metadata that is specific to this save.
+        known: What this rank knows of earlier results.
     """
-    known = KnownResults() if session.cache is None else session.cache.known_results
     changed = {
         number: each.changed_plan
         for number, each in enumerate(messages)
         if each.changed_plan is not None
     }
-    # Ranks that count differently agree anew with the next plan.
-    counts = {each.save for each in messages if each.lingers}
-    is_to_plan_anew = bool(changed) or len(counts) > 1 or None in counts
+    counts = {each.save for each in messages}
+    series = new_series() if len(counts) > 1 or None in counts else None
+    end = partial(Ending, changed=bool(changed), series=series)
     outcomes = [each.outcome for each in messages]
     verdict = collect(known.fill_in(outcomes))
     if isinstance(verdict, Abort):
-        return Ending(failures=verdict.failures, published=False, changed=is_to_plan_anew)
+        return end(failures=verdict.failures, published=False)
     is_published = False
     try:
         written = [each.written for each in messages]
@@ -106,13 +80,12 @@ def commit_split_save(
         is_published = True  # assumed until an error rules it out
         _publish(save, publication, metadata, finished)
     except Exception as error:  # sent to every rank
-        return Ending(
+        return end(
             failures={session.rank: sendable(_torch.wrap_exception(error))},
             published=is_published and not is_unpublished(error),
-            changed=is_to_plan_anew,
         )
     slowest = max(range(len(messages)), key=lambda each: messages[each].took_s)
-    return Ending(failures={}, published=True, changed=is_to_plan_anew, slowest_rank=slowest)
+    return end(failures={}, published=True, slowest_rank=slowest)
 
 
 def _metadata_to_publish(

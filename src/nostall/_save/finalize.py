@@ -149,6 +149,12 @@ def publish(
 
     def run() -> list[str]:
         with directories.committing(directory, timeout_s=timeout_s):
+            if visit is not None and visit.is_removed:
+                raise WriteError(
+                    "a later save to the directory has removed the files of this one",
+                    phase="commit",
+                    path=path,
+                )
             replaced = files_of(storage, name)
             left_over = unused(storage, name, publication, replaced, finished.left, timeout_s)
             names = commit(

@@ -13,6 +13,7 @@ from nostall._model.completion import SaveId
 from nostall._model.keywords import also_named
 from nostall._plan.cache import CachedPlans, same_plan
 from nostall._plan.together import GlobalPlan, PlanMemory
+from nostall._save.early_commit import Retired
 from nostall._save.session import KnownSave
 from nostall._save.split_save import SplitSave
 
@@ -35,20 +36,30 @@ class CheckpointMetadataCache(PlanMemory):
         """Token of the results that the coordinator has from this rank."""
         self.known_results = KnownResults()
         """On the coordinator, the results of all ranks."""
+        self.retired = Retired()
+        """What saves that are over have left in the store."""
         self._begun: list[weakref.ref[SplitSave]] = []
         """Saves of the present series that are not finalised."""
 
     def next_save(self) -> SaveId | None:
         """What identifies the next save of plans that ranks have agreed on.
 
-        ``None`` if this rank has begun a save that was not finalised and will not be: another rank
-        may not have begun it, and would count otherwise.
+        ``None`` if this rank has begun a save that will not be finalised, or may never be
+        scheduled: another rank may not have begun it, and would count otherwise.
         """
+        if self.last_save is None:
+            return None
         saves = [reference() for reference in self._begun]
-        if self.last_save is not None:
-            is_lost = any(save is None or save.is_lost for save in saves)
-            self.last_save = None if is_lost else self.last_save.next()
-        return self.last_save
+        self.last_save = self.last_save.next()
+        if any(save is None or save.is_lost for save in saves):
+            self.last_save = None
+            return None
+        return None if any(save and save.is_unscheduled for save in saves) else self.last_save
+
+    def begin_series(self, series: int) -> None:
+        """Count anew from here on, which all ranks do together."""
+        self.last_save = SaveId(series, 0)
+        self._begun.clear()
 
     def begin(self, save: SplitSave) -> None:
         """Note a save that is identified."""

@@ -30,6 +30,7 @@ from nostall._plan.items import Resolver
 from nostall._plan.structure import learn
 from nostall._save import session, write, write_directly
 from nostall._save.copies import with_copied
+from nostall._save.early_commit import EarlyCommit
 from nostall._save.outliving import Outliving
 from nostall._save.settings import SaveTarget, WriterSettings
 from nostall._save.split_save import SplitSave
@@ -156,7 +157,7 @@ class RankSave:
         name: RecordName,
         planned: Callable[[], bytes],
         storage_meta: Callable[[], StorageMeta | None],
-    ) -> SplitSave | None:
+    ) -> None:
         """Let the prepared split save outlive this process.
 
         Not if another one is under way in its directory: nobody could tell later which was last.
@@ -165,15 +166,9 @@ class RankSave:
             name: That of this rank's record.
             planned: Returns the planned metadata on the coordinator, as a pickle without its end.
             storage_meta: Returns DCP's part of the metadata that is specific to this save.
-
-        Returns:
-            The save; ``None`` if this rank could not plan.
         """
-        if not isinstance(self._state, SplitSave):
-            return None
-        if self._state.visit.is_alone():
+        if isinstance(self._state, SplitSave) and self._state.visit.is_alone():
             self._state.outliving = Outliving.planned_now(name, planned(), storage_meta)
-        return self._state
 
     def learn(self, state_dict: dict[str, Any], flat: dict[str, Any]) -> session.KnownSave | None:
         """The reusable part of the prepared save, before staging; ``None`` if nothing is safe.
@@ -376,10 +371,31 @@ class RankSave:
         """This save's presence in its directory; ``None`` before it is planned."""
         return self._state.visit if isinstance(self._state, SplitSave | Written) else None
 
-    def discard(self) -> None:
-        """Remove this rank's files of a split save that will not be committed."""
+    def discard(self, *, is_certain: bool) -> None:
+        """Remove this rank's files of a split save that will not be committed.
+
+        Args:
+            is_certain: Whether the coordinator has said so.
+        """
         if isinstance(self._state, SplitSave):
+            early = self._state.early
+            if early is not None and is_certain:
+                early.retire()
+                self._state.early = None
             self._state.discard()
+
+    def allow_early_commit(self) -> EarlyCommit | None:
+        """The early commit of the split save, if it can be committed early, which is allowed now.
+
+        Begins it if this rank has nothing to write.
+        """
+        if not isinstance(self._state, SplitSave) or self._state.early is None:
+            return None
+        self._state.is_scheduled = True
+        self._state.early.allow()
+        if not self._state.has_to_run:
+            self._state.early.begin()
+        return self._state.early
 
     def end(self, *, committed: bool) -> None:
         """End a split save."""

@@ -83,20 +83,29 @@ def read_save(storage: Storage, found: Found) -> CompleteSave:
     """The records of a save, of which none is missing.
 
     Raises:
-        DamagedCheckpointError: They are not what was written, or one file is not.
+        DamagedCheckpointError: They are not what was written.
         OSError: Storage refuses.
     """
     records = tuple(_read(storage, name) for name in found.names())
     save = CompleteSave(found, records)
     if sum(bool(record.metadata) for record in records) != 1:
         raise _damaged("no record, or more than one, has the metadata", storage)
-    for record in records:
+    return save
+
+
+def require_files(storage: Storage, save: CompleteSave) -> None:
+    """Require the files of a save.
+
+    Raises:
+        DamagedCheckpointError: One is missing, or has another length.
+        OSError: Storage refuses.
+    """
+    for record in save.records:
         for receipt in record.report.receipts:
             try:
                 require_file(storage, receipt.name, receipt.nbytes)
             except FileNotFoundError as error:
                 raise _damaged(f"{receipt.name} is missing", storage) from error
-    return save
 
 
 def _read(storage: Storage, name: str) -> CompletionRecord:

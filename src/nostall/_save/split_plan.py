@@ -67,9 +67,7 @@ class SaveSession(_torch.DistWrapper):
         self.cache: CheckpointMetadataCache | None = None
         self.planner: SavePlanner | None = None
         self.save: SaveId | None = None
-        """Of a save that outlives its trainer; ``None`` if ranks may count otherwise."""
-        self.lingers = False
-        """Whether it is to outlive its trainer."""
+        """What identifies it; ``None`` if this rank may count otherwise than others."""
         self.changed_plan: SavePlan | None = None
         self.reused_plans: list[SavePlan] | None = None
         """On the coordinator, the plans of all ranks that this save reuses; when it is finalised,
@@ -144,18 +142,18 @@ def plan_save(
     if coordination.is_coordinator:
         directory = writer._rank_save.settings.directory
         _log.info("saving: path=%s ranks=%d", directory, coordination.world_size)
-    session.lingers = bool(writer._rank_save.settings.options.linger_s)
     alone = cache is not None and plans_alone(cache.plans, group=group)
     if cache is not None and alone:
-        if session.lingers:
-            session.save = cache.next_save()
+        session.save = cache.next_save()
         session.reused_plans = cache.all_plans
         metadata = arguments.reusable(cache)
         if not _prepare_known(arguments, cache, metadata, session):
             metadata = _plan(arguments, session, alone=True)
     else:
         metadata = _plan(arguments, session, alone=False)
-    if session.lingers:
+    if cache is not None and session.save is not None and writer._rank_save.split is not None:
+        cache.begin(writer._rank_save.split)
+    if writer._rank_save.settings.options.linger_s:
         _prepare_to_outlive(arguments, session, metadata)
     return metadata, session
 
@@ -180,12 +178,9 @@ def _prepare_to_outlive(
         return program_of(metadata) if cache is None else cache.reusable_program()
 
     try:
-        save = writer._rank_save.prepare_to_outlive(name, planned, writer.storage_meta)
+        writer._rank_save.prepare_to_outlive(name, planned, writer.storage_meta)
     except Exception as error:  # finalising reports it to every rank
         arguments.fail_later(error)
-    else:
-        if cache is not None and save is not None:
-            cache.begin(save)
 
 
 def _prepare_known(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from nostall._model.values import RankFiles
 from nostall._save import session
 from nostall._save.background import BackgroundSave
 from nostall._save.copies import when_copied, with_copied
+from nostall._save.early_commit import EarlyCommit
 from nostall._save.outliving import Outliving
 from nostall._save.stage import give_up, stage, stage_in_background, without_sources
 from nostall._save.unchanged import keep, link_unchanged, with_linked
@@ -40,7 +42,13 @@ class SplitSave(BackgroundSave):
         """On the coordinator: metadata that is written together with the files."""
         self.outliving: Outliving | None = None
         """What makes it outlive this process; ``None`` if it ends with this process."""
+        self.early: EarlyCommit | None = None
+        """Its early commit, until it is over; ``None`` if it cannot be committed early."""
+        self.is_scheduled = False
+        """Whether a queue has it, where nothing is to be written."""
         self._fence: SnapshotFence | None = None
+        self._collecting = threading.Lock()
+        self._is_retrieved = False
         self._collected: RankReport | None = None
         self._is_over = False
         self._changed: list[str] = []
@@ -48,9 +56,9 @@ class SplitSave(BackgroundSave):
 
     @property
     def pending(self) -> bool:
-        """Whether a snapshot was taken and its report is not collected yet."""
+        """Whether a snapshot was taken and its results are not retrieved yet."""
         was_staged = bool(self.prepared.plan.items) and not self.prepared.planned.sources
-        return was_staged and self._collected is None and self.failure() is None
+        return was_staged and not self._is_retrieved and self.failure() is None
 
     @property
     def receipts(self) -> tuple[FileReceipt, ...]:
@@ -173,6 +181,8 @@ class SplitSave(BackgroundSave):
         try:
             if isinstance(report, RankWritten):
                 self.progress.to(State.WRITTEN)
+                if (early := self.early) is not None:
+                    early.begin()  # before the queue asks whether it is under way
             elif self.ahead is not None:
                 self.ahead.drop()  # before the failure is visible
         finally:  # also if removing a file fails, for lack of memory, say
@@ -181,13 +191,15 @@ class SplitSave(BackgroundSave):
     def discard(self) -> None:
         """Remove this rank's files of a save that will not be committed.
 
-        No effect on a save that has ended.
+        No effect on a save that has ended. The files stay if it may have been committed early.
         """
-        if not self._is_over:
-            self.engine.stop_threads(self.job)
+        if self._is_over:
+            return
+        self.engine.stop_threads(self.job)
+        if (early := self.early) is None or early.withdraw():
             # Slow removals finish when storage answers; no other save uses these names.
             remove_in_time(sorted(self.progress.created))
-            self.end(committed=False)
+        self.end(committed=False)
 
     @property
     def has_to_run(self) -> bool:
@@ -196,8 +208,13 @@ class SplitSave(BackgroundSave):
 
     @property
     def is_lost(self) -> bool:
-        """Whether it was begun and will not be finalised."""
-        return self.aborted or self._is_over or (self.has_to_run and not self._was_started)
+        """Whether it will not be finalised."""
+        return self.aborted or self._is_over
+
+    @property
+    def is_unscheduled(self) -> bool:
+        """Whether it may never be scheduled."""
+        return not (self._was_started or self.is_scheduled)
 
     @property
     def outlives(self) -> bool:
@@ -215,6 +232,11 @@ class SplitSave(BackgroundSave):
             record = files.where(str(self.outliving.name))
             remove_in_time([record], remove=partial(remove_files, are_finished=True))
         self._is_over = True
+        early, self.early = self.early, None
+        if early is not None:
+            early.stop()
+            if committed:
+                early.retire()
         self.progress.end()
         if self.ahead is not None:
             self.ahead.drop()
@@ -227,7 +249,7 @@ class SplitSave(BackgroundSave):
             SaveError: The rank failed.
             StagingError: Tensors were changed without waiting for the snapshot.
         """
-        report = self._collect()
+        report = self._retrieve()
         return session.write_results(self.prepared, report)
 
     def require_written(self) -> None:
@@ -237,16 +259,32 @@ class SplitSave(BackgroundSave):
             SaveError: The rank failed.
             StagingError: Tensors were changed without waiting for the snapshot.
         """
-        report = self._collect()
+        report = self._retrieve()
         session.require_written(self.prepared, report)
 
+    def require_complete(self) -> None:
+        """As :meth:`require_written`, from any thread; results are not retrieved yet."""
+        report = self._collect()  # has the names of the files
+        session.require_written(self.prepared, report)
+
+    def retrieve_nothing(self) -> None:
+        """Note that nobody will ask for the results."""
+        self._is_retrieved = True
+
+    def _retrieve(self) -> RankReport:
+        report = self._collect()
+        self._is_retrieved = True
+        return report
+
     def _collect(self) -> RankReport:
-        if self._collected is None:
-            # Before any error: a lost save uses its names and memory until its report is there.
-            self._collected = with_linked(self.prepared, self.await_report())
-            keep(self.prepared, self._collected, self.engine)
-            self.prepared = session.as_written(self.prepared, self._collected)
-            self._changed = [] if self._fence is None else self._fence.changed_unseen()
+        with self._collecting:
+            if self._collected is None:
+                # Before any error: a lost save uses its names and memory until its report is there.
+                report = with_linked(self.prepared, self.await_report())
+                keep(self.prepared, report, self.engine)
+                self.prepared = session.as_written(self.prepared, report)
+                self._changed = [] if self._fence is None else self._fence.changed_unseen()
+                self._collected = report
         if self._changed:
             error = changed_too_early(self._changed)
             error.path = self.prepared.target.settings.directory

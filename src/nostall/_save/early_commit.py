@@ -1,0 +1,250 @@
+"""Commit a save as soon as all ranks have written, whether or not anybody polls.
+
+In the steady state a rank's message to the coordinator is known when its files are written. A
+thread leaves it in the store of the process group. That of the coordinator waits for the messages
+of all ranks, and commits. The next poll learns it from the reduction that it makes anyway.
+
+Where this does not work, nothing is lost: finalising collects the messages, as of other saves.
+Before the commit begins, the coordinator's claim decides between it and a rank that gives the save
+up: a rank that is too late leaves its files.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from nostall import _torch
+from nostall._model.completion import MOST_SERIES, SaveId
+from nostall._model.interrupts import is_done, uninterruptible
+from nostall._ranks.agreement import PATIENCE_S
+from nostall._ranks.records import Records
+from nostall._ranks.reports import CANCEL_TIMEOUT_S
+from nostall._save.messages import Ending, RankMessage
+from nostall._storage.deadlines import in_time
+from nostall.errors import NotDurableError, SaveTimeoutError
+
+_log = logging.getLogger("nostall")
+
+_COMMIT, _GIVE_UP = "commit", "give up"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+"""Between two looks at the store, which cost 0.1 ms each; doubled from the first to the longest."""
+_DEADLINES = 3
+"""How many times ``save_timeout_s`` a commit may take: it waits for storage so often."""
+
+
+class Retired:
+    """Records of saves that are over on this rank. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._records: deque[Records] = deque()
+
+    def add(self, records: Records) -> None:
+        """Have records removed, some time."""
+        self._records.append(records)
+
+    def remove(self) -> None:
+        """Remove them; raises ``RuntimeError``."""
+        while True:
+            try:
+                records = self._records.popleft()
+            except IndexError:  # another thread may remove some
+                return
+            records.remove()
+
+
+class EarlyCommit:
+    """One rank's part in the early commit of one save.
+
+    Args:
+        save: Identifies the save.
+        records: Those of its ranks.
+        rank: This rank.
+        retired: Where records go when the save is over.
+        message: Returns this rank's message, once its files are written; ``None`` if the save is
+            not to be committed early.
+        commit: On the coordinator, commits with the messages of all ranks.
+        timeout_s: How long the coordinator waits for the others.
+    """
+
+    def __init__(
+        self,
+        save: SaveId,
+        records: Records,
+        rank: int,
+        retired: Retired,
+        *,
+        message: Callable[[], RankMessage | None],
+        commit: Callable[[Sequence[RankMessage]], Ending] | None,
+        timeout_s: float,
+    ) -> None:
+        self.agreed: Ending | None = None
+        """How it has ended, once all ranks know that it is committed."""
+        self._identity = 1 + (save.series + save.number) % MOST_SERIES
+        self._records = records
+        self._rank = rank
+        self._retired = retired
+        self._message = message
+        self._commit = commit
+        self._timeout_s = timeout_s
+        self._ending: Ending | None = None
+        self._is_allowed = self._is_offered = self._is_claimed = False
+        self._stopped = threading.Event()
+        self._over: Future[None] | None = None
+        """Of the thread, once it was started."""
+        self._lock = threading.Lock()
+
+    # --- what the ranks tell each other in a poll -----------------------------------------------
+
+    @property
+    def identity(self) -> int:
+        """What all ranks have in common if they commit the same save early; 0 for none."""
+        return self._identity if self._is_allowed else 0
+
+    @property
+    def is_committing(self) -> bool:
+        """On the coordinator: it waits for the others, or commits."""
+        return self._commit is not None and self._over is not None and not is_done(self._over)
+
+    @property
+    def committed(self) -> int:
+        """0, or one more than the slowest rank of a save that is committed. On the coordinator."""
+        if self._ending is None or self._ending.failures or self._ending.slowest_rank is None:
+            return 0
+        return self._ending.slowest_rank + 1
+
+    def note_committed(self, committed: int) -> None:
+        """Note that all ranks know that it is committed."""
+        self.agreed = Ending(failures={}, published=True, changed=False, slowest_rank=committed - 1)
+
+    # --- the commit -----------------------------------------------------------------------------
+
+    def allow(self) -> None:
+        """Let the save be committed early. Before :meth:`begin`."""
+        self._is_allowed = True
+
+    def begin(self) -> None:
+        """Begin, as this rank's files are written; returns at once.
+
+        Once, and only if it is allowed.
+        """
+        if not self._is_allowed or self._over is not None:
+            return
+        over: Future[None] = Future()
+        self._over = over
+        try:
+            run = threading.Thread(
+                target=self._run, args=(over,), name="nostall-early", daemon=True
+            )
+            run.start()
+        except RuntimeError:  # the interpreter is ending, or no thread can be started
+            self._is_allowed = False
+            over.set_result(None)
+
+    def _run(self, over: Future[None]) -> None:
+        try:
+            self._retired.remove()
+            self._is_allowed = self._offer()
+            if self._is_allowed and self._commit is not None:
+                self._commit_when_all_have(self._commit)
+        except Exception as error:  # finalising does it
+            self._is_allowed = False
+            _log.debug("the save is not committed early: %s", error, exc_info=True)
+        finally:
+            over.set_result(None)
+
+    def _offer(self) -> bool:
+        message = self._message()
+        if message is None:
+            return False
+        self._is_offered = True  # before it looks whether the save is given up: see withdraw()
+        if self._stopped.is_set():
+            return False
+        self._records.put(pickle.dumps(message))
+        return True
+
+    def _commit_when_all_have(self, commit: Callable[[Sequence[RankMessage]], Ending]) -> None:
+        pause_s, deadline_s = _FIRST_PAUSE_S, time.monotonic() + self._timeout_s
+        while not self._records.are_complete():
+            if self._stopped.wait(pause_s) or time.monotonic() > deadline_s:
+                return
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        with self._lock:
+            if self._stopped.is_set():
+                return
+            self._is_claimed = True
+        if self._records.claim(_COMMIT):
+            self._ending = commit([pickle.loads(each) for each in self._records.all()])
+
+    # --- its end --------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Begin nothing any more; a commit that has begun goes on."""
+        with uninterruptible(), self._lock:
+            self._stopped.set()
+
+    def finish(self) -> Ending | None:
+        """Wait for no other rank any more, but for a commit that has begun.
+
+        Returns:
+            On the coordinator, how that has ended; ``None`` if it has not begun and will not, or
+            the messages were refused.
+        """
+        self.stop()
+        if self._is_over_in(_DEADLINES * self._timeout_s + PATIENCE_S):
+            return None if self._ending is None or _is_refused(self._ending) else self._ending
+        error = NotDurableError(
+            "cannot determine whether the metadata was published: storage or the process group's"
+            " store hangs",
+            rank=self._rank,
+            phase="commit",
+            hint="check the directory when they answer again",
+        )
+        failures = {self._rank: _torch.wrap_exception(error)}
+        return Ending(failures=failures, published=True, changed=True)
+
+    def withdraw(self) -> bool:
+        """Prevent the commit; whether it is certain that there is and will be none."""
+        self.stop()
+        if self._commit is not None:
+            is_over = self._is_over_in(CANCEL_TIMEOUT_S)
+            is_prevented = is_over and (self._ending is None or not self._ending.published)
+        elif not self._is_offered:
+            return True
+        else:
+            is_prevented = self._claim_to_give_up()
+        if is_prevented:
+            self.retire()
+        return is_prevented
+
+    def _is_over_in(self, timeout_s: float) -> bool:
+        """Whether no commit is under way, or not any more after a while."""
+        return not self._is_claimed or self._over is None or is_done(self._over, timeout_s)
+
+    def _claim_to_give_up(self) -> bool:
+        try:
+            return in_time(
+                lambda: self._records.claim(_GIVE_UP),
+                timeout_s=CANCEL_TIMEOUT_S,
+                doing="giving up a save",
+                phase="write",
+                path="",
+            )
+        except (RuntimeError, SaveTimeoutError):
+            return False
+
+    def retire(self) -> None:
+        """Have the records removed: the save is over on this rank."""
+        if self._is_offered:
+            self._retired.add(self._records)
+
+
+def _is_refused(ending: Ending) -> bool:
+    """Whether the messages did not fit together; they may be about different saves."""
+    errors = [error for error, _ in ending.failures.values()]
+    return any(getattr(error, "phase", None) == "collect" for error in errors)

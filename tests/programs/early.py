@@ -1,0 +1,724 @@
+"""Saves that are committed before anybody polls, on two ranks and four."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+import nostall
+from nostall import _torch
+from nostall._engine import Engine
+from nostall._model.interrupts import is_done
+from nostall._queue.at_exit import await_answers
+from nostall._queue.finalizing import await_or_fail
+from nostall._queue.live import unanswered
+from nostall._ranks.records import StoredRecords
+from nostall._save.early_commit import EarlyCommit
+from nostall._save.split_save import SplitSave
+from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.errors import SaveAbortedError
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.state_dict_saver import (
+    CheckpointMetadataCache,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
+from nostall.testing import Fault, Hold, inject
+from programs.planning import collectives
+from support.waiting import wait_until
+
+_WARM = 4
+"""After so many saves the coordinator has all results, and nothing is planned."""
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class Job:
+    """Saves of one structure to numbered directories; the values are the numbers.
+
+    Args:
+        out: Where they are.
+        group: The ranks that save together.
+    """
+
+    def __init__(self, out: Path, group: dist.ProcessGroup | None = None) -> None:
+        self.out = out
+        self.group = group
+        self.queue = AsyncCallsQueue()
+        self.cache = CheckpointMetadataCache()
+        self.next = 0
+        for _ in range(_WARM):
+            self.save()
+            self.queue.wait()
+
+    def state(self, value: float) -> dict[str, torch.Tensor]:
+        """This rank's."""
+        return {f"rank{_rank()}": torch.full((1000,), float(value))}
+
+    def save(
+        self,
+        *before: Callable[[], None],
+        after: Sequence[Callable[[], None]] = (),
+        to: str = "",
+        queue: AsyncCallsQueue | None = None,
+        is_scheduled: bool = True,
+    ) -> SplitSave | None:
+        """Begin the next save, or only plan it.
+
+        Args:
+            *before: Functions that are to run before it is committed.
+            after: Functions that are to run after that.
+            to: The name of the directory; by default, its number.
+            queue: The queue; by default, that of the job.
+            is_scheduled: Whether it is begun.
+        """
+        writer = FileSystemWriterAsync(self.out / (to or f"{self.next}"))
+        state = self.state(self.next)
+        planned = save_state_dict_async_plan(
+            state, writer, self.group, 0, DefaultSavePlanner(), True, self.cache
+        )
+        self.next += 1
+        if not is_scheduled:
+            return None
+        save_fn, preload_fn, args = writer.get_save_function_and_args()
+        finalize: list[Callable[[], None]] = [*before]
+        finalize += [partial(save_state_dict_async_finalize, *planned), *after]
+        request = AsyncRequest(save_fn, args, finalize, {}, preload_fn)
+        (queue or self.queue).schedule_async_request(request)
+        assert save_fn is None or isinstance(save_fn, SplitSave)
+        return save_fn
+
+    def poll(self) -> int:
+        """Until all is finalised; the number of polls."""
+        polls = 0
+        while self.queue.pending:
+            polls += 1
+            self.queue.poll()
+        return polls
+
+    def is_whole(self, number: int) -> bool:
+        """Whether a save is there, with every byte."""
+        path = self.out / f"{number}"
+        return nostall.is_complete(path) and nostall.verify(path).ok
+
+    def values(self, name: str) -> list[float]:
+        """What ranks have saved in a directory."""
+        state = {f"rank{rank}": torch.zeros(1000) for rank in range(2)}
+        nostall.load(state, self.out / name)
+        assert all(bool((each == each[0]).all()) for each in state.values())
+        return [float(each[0]) for each in state.values()]
+
+    def files(self, number: int) -> list[str]:
+        """What is in a save's directory."""
+        return sorted(os.listdir(self.out / f"{number}"))
+
+
+@contextmanager
+def store_operations() -> Iterator[Counter[str]]:
+    """Count the calls of the store, by name."""
+    seen: Counter[str] = Counter()
+
+    class Counting:
+        def __init__(self, store: dist.Store) -> None:
+            self._store = store
+
+        def __getattr__(self, name: str) -> Callable[..., Any]:
+            def call(*arguments: Any) -> Any:
+                seen[name] += 1
+                return getattr(self._store, name)(*arguments)
+
+            return call
+
+    store = _torch.default_store()
+    assert store is not None
+    with patch.object(_torch, "default_store", lambda: Counting(store)):
+        yield seen
+
+
+_met: Counter[str] = Counter()
+
+
+def barrier(name: str) -> None:
+    """All ranks meet, without a collective."""
+    store = dist.distributed_c10d._get_default_store()
+    _met[name] += dist.get_world_size()
+    store.add(name, 1)
+    wait_until(lambda: store.add(name, 0) >= _met[name])
+
+
+def early_of(save: SplitSave | None) -> EarlyCommit:
+    """The early commit of a save that is not over."""
+    assert save is not None
+    assert save.early is not None
+    return save.early
+
+
+def steady(out: Path) -> dict[str, Any]:
+    """Committed though nobody polls; then what is left for the training thread."""
+    job = Job(out)
+    with store_operations() as stored, collectives(long_messages=True) as seen:
+        save = job.save()
+        assert save is not None
+        wait_until(lambda: nostall.is_complete(out / f"{_WARM}"))
+        early = early_of(save)
+        wait_until(lambda: dist.get_rank() != 0 or early.committed > 0)
+        barrier("committed")
+        committed_with = dict(seen)
+        polls = job.poll()
+    del stored["check"]  # looks, of which the number depends on the time
+    at_once = dict(stored)
+    with store_operations() as later:
+        for _ in range(3):
+            job.save()
+            job.poll()
+    return {
+        "collectives before": committed_with,
+        "polls": polls,
+        "collectives": dict(seen),
+        "store": at_once,
+        "removed later": later["delete_key"],
+        "whole": [job.is_whole(each) for each in range(job.next)],
+    }
+
+
+def planned_first(out: Path) -> dict[str, Any]:
+    """The saves before the steady state, and those after a change on one rank."""
+    found: dict[str, Any] = {}
+    job = Job(out)
+    with store_operations() as stored, collectives(long_messages=True) as seen:
+        is_changed = dist.get_rank() == 1
+        with patch.object(Job, "state", _wider) if is_changed else nullcontext():
+            job.save()
+            job.queue.wait()
+    found["changed"] = {"collectives": dict(seen), "store": dict(stored)}
+    job.save()
+    job.queue.wait()
+    found["whole"] = [job.is_whole(each) for each in range(job.next)]
+    return found
+
+
+def _wider(_job: Job, value: float) -> dict[str, torch.Tensor]:
+    return {f"rank{_rank()}": torch.full((2000,), float(value))}
+
+
+def given_up_before(out: Path) -> dict[str, Any]:
+    """Rank 1 gives the save up when its files are written, and before those of rank 0 are."""
+    job, number = Job(out), _WARM
+    with Hold("chunk") as hold:
+        with inject(hold.fault) if dist.get_rank() == 0 else nullcontext():
+            save = job.save()
+        early = early_of(save)
+        if dist.get_rank() == 0:
+            hold.wait_reached()
+            barrier("given up")
+            hold.release()
+            wait_until(lambda: early._over is not None and early._over.done())
+        else:
+            wait_until(lambda: early._is_offered)
+            job.queue.close(abort=True)
+            barrier("given up")
+        barrier("over")
+        found: dict[str, Any] = {"complete": nostall.is_complete(out / f"{number}")}
+        job.queue.close(abort=True)
+    barrier("both")
+    found["files"] = job.files(number)
+    job.save()
+    found["polls"] = job.poll()
+    found["whole"] = job.is_whole(number + 1)
+    return found
+
+
+def given_up_too_late(out: Path) -> dict[str, Any]:
+    """Rank 1 gives the save up while rank 0 commits it."""
+    job, number = Job(out), _WARM
+    with Hold("commit") as hold, inject(hold.fault):
+        early = early_of(job.save())
+        if dist.get_rank() == 0:
+            hold.wait_reached()
+        barrier("committing")
+        if dist.get_rank() == 1:
+            job.queue.close(abort=True)
+        barrier("given up")
+        if dist.get_rank() == 0:
+            hold.release()
+            wait_until(lambda: not early.is_committing)
+    barrier("over")
+    job.queue.close(abort=True)
+    return {"whole": job.is_whole(number), "files": len(job.files(number))}
+
+
+def with_a_function_before(out: Path) -> dict[str, Any]:
+    """Something of the user's is part of the checkpoint."""
+    job = Job(out)
+    said: list[bool] = []
+    path = out / f"{job.next}"
+
+    def before() -> None:
+        said.append(nostall.is_complete(path))
+
+    job.save(before)
+    job.poll()
+    return {"complete before": said, "whole": job.is_whole(_WARM)}
+
+
+def refused(out: Path, how: str) -> dict[str, Any]:
+    """The disk is full when the coordinator commits."""
+    job, number, error = Job(out), _WARM, ""
+    with inject(Fault.errno("publish", errno.ENOSPC)) if dist.get_rank() == 0 else nullcontext():
+        save = job.save()
+        early = early_of(save)
+        wait_until(lambda: dist.get_rank() != 0 or early._ending is not None)
+        try:
+            job.poll() if how == "polling" else job.queue.wait()
+        except CheckpointException as raised:
+            error = str(raised)
+    barrier("over")
+    files = job.files(number)
+    job.save()
+    job.queue.wait()
+    return {"error": error, "files": files, "whole": job.is_whole(number + 1)}
+
+
+def without_a_common_count(out: Path) -> dict[str, Any]:
+    """Rank 1 has planned a save that nobody else knows of."""
+    job = Job(out)
+    if dist.get_rank() == 1:
+        job.save(is_scheduled=False)
+        job.next -= 1
+    polls = []
+    for _ in range(5):
+        job.save()
+        polls.append(job.poll() < 10**6)
+    with collectives(long_messages=True) as seen:
+        job.save()
+        wait_until(lambda: nostall.is_complete(out / f"{job.next - 1}"))
+        barrier("committed")
+        again = dict(seen)
+        job.poll()
+    return {"whole": [job.is_whole(each) for each in range(job.next)], "again": again}
+
+
+def without_a_store(out: Path) -> dict[str, Any]:
+    """Rank 1 cannot reach it."""
+    job = Job(out)
+    gone = patch.object(StoredRecords, "put", side_effect=RuntimeError("Broken pipe"))
+    with gone if dist.get_rank() == 1 else nullcontext():
+        job.save()
+        job.poll()
+        job.save()
+        job.queue.wait()
+    return {"whole": [job.is_whole(each) for each in range(job.next)]}
+
+
+def failed_on_one_rank(out: Path, how: str) -> dict[str, Any]:
+    """Its files cannot be written; the other rank has left its record by then."""
+    job, number, error = Job(out), _WARM, ""
+    with inject(Fault.errno("chunk", errno.ENOSPC)) if dist.get_rank() == 1 else nullcontext():
+        job.save()
+        try:
+            job.poll() if how == "polling" else job.queue.wait()
+        except CheckpointException as raised:
+            error = str(raised)
+    barrier("over")
+    files = job.files(number)
+    for _ in range(3):
+        job.save()
+        job.queue.wait()
+    return {"error": error, "files": files, "whole": job.is_whole(job.next - 1)}
+
+
+def killed(out: Path, point: str) -> None:
+    """The coordinator is killed when it commits; nobody polls."""
+    job = Job(out)
+    if dist.get_rank() == 0:
+        with inject(Fault.kill(point, signal.SIGKILL)):
+            job.save()
+            barrier("killed")
+    job.save()
+    with suppress(SaveAbortedError):
+        barrier("killed")
+
+
+def with_functions_on_one_rank(out: Path) -> dict[str, Any]:
+    """As where rank 0 keeps a file that names the newest checkpoint."""
+    job, ran = Job(out), []
+    for _ in range(2):
+        job.save(after=[lambda: ran.append(1)] if dist.get_rank() == 0 else [])
+        job.poll()
+    return {"ran": len(ran), "whole": job.is_whole(_WARM + 1)}
+
+
+def in_groups_of_one(out: Path) -> dict[str, Any]:
+    """One queue for all ranks, each of which saves alone; only rank 0 could commit early."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    job = Job(out / f"of {dist.get_rank()}", groups[dist.get_rank()])
+    is_changed = dist.get_rank() == 1
+    with patch.object(Job, "state", _wider) if is_changed else nullcontext():
+        job.save()
+        polls = job.poll()
+    return {"polls": polls, "whole": job.is_whole(_WARM)}
+
+
+def one_of_the_groups_fails(out: Path) -> dict[str, Any]:
+    """As above; the request fails on all ranks, so nothing of it is committed."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    job, is_raised = Job(out / f"of {dist.get_rank()}", groups[dist.get_rank()]), False
+    with inject(Fault.errno("chunk", errno.ENOSPC)) if dist.get_rank() == 1 else nullcontext():
+        job.save()
+        try:
+            job.poll()
+        except CheckpointException:
+            is_raised = True
+    return {"raised": is_raised, "complete": nostall.is_complete(job.out / f"{_WARM}")}
+
+
+def given_up_in_another_queue(out: Path) -> dict[str, Any]:
+    """Rank 1 gives up what rank 0 has finalised, when rank 0 has begun another save.
+
+    Two queues share the cache; rank 1 polls each of them once.
+    """
+    job, other = Job(out), AsyncCallsQueue()
+    first = early_of(job.save())
+    second = early_of(job.save(queue=other))
+    wait_until(lambda: dist.get_rank() != 0 or bool(first.committed and second.committed))
+    barrier("committed")
+    job.queue.poll()
+    other.poll()
+    barrier("asked")
+    if dist.get_rank() == 0:
+        job.poll()
+        while other.pending:
+            other.poll()
+        third = early_of(job.save())
+        wait_until(lambda: third._is_offered and not third._retired._records)
+        barrier("removed")
+        barrier("given up")
+    else:
+        barrier("removed")
+        job.queue.close(abort=True)
+        barrier("given up")
+    found = {"whole": job.is_whole(_WARM)}
+    barrier("seen")
+    job.queue.close(abort=True)
+    other.close(abort=True)
+    return found
+
+
+def two_to_one_directory(out: Path) -> list[list[float]]:
+    """The later save wins, though rank 1 has written both before anybody polls."""
+    job, found = Job(out), []
+    for number in range(6):
+        with Hold("chunk") as hold:
+            with inject(hold.fault) if dist.get_rank() == 1 else nullcontext():
+                job.save(to=f"twice {number}")
+            last = job.save(to=f"twice {number}")
+            if dist.get_rank() == 1:
+                hold.release()
+            assert last is not None
+            wait_until(last._report.done)
+            barrier(f"written {number}")
+            job.poll()
+        barrier(f"done {number}")
+        found.append([each - job.next + 1 for each in job.values(f"twice {number}")])
+        barrier(f"loaded {number}")
+    return found
+
+
+def counted_differently_in_flight(out: Path) -> dict[str, Any]:
+    """Rank 1 has planned a save that nobody else knows of, and two are in flight."""
+    job = Job(out)
+    if dist.get_rank() == 1:
+        kept = job.save(is_scheduled=False)
+        del kept
+        job.next -= 1
+    saves = [job.save(), job.save()]
+    assert all(saves)
+    for save in saves:
+        assert save is not None
+        wait_until(save._report.done)
+    barrier("written")
+    _let_it_look(saves)
+    job.queue.wait()
+    barrier("done")
+    values = [job.values(f"{number}") for number in (_WARM, _WARM + 1)]
+    barrier("loaded")
+    job.save()
+    job.poll()
+    return {"values": values, "whole": job.is_whole(job.next - 1)}
+
+
+def _let_it_look(saves: Sequence[SplitSave | None]) -> None:
+    """Return when the coordinator has looked twice for the other rank's records of each save."""
+    looks, are_complete = Counter[int](), StoredRecords.are_complete
+
+    def counting(records: StoredRecords) -> bool:
+        looks[id(records)] += 1
+        return are_complete(records)
+
+    with patch.object(StoredRecords, "are_complete", counting):
+        for save in saves:
+            if save is not None and save.early is not None and dist.get_rank() == 0:
+                wait_until(partial(_has_looked, save.early, looks))
+
+
+def _has_looked(early: EarlyCommit, looks: Counter[int]) -> bool:
+    return not early.is_committing or looks[id(early._records)] > 1
+
+
+def beside_a_leftover(out: Path) -> dict[str, Any]:
+    """A killed run has left a file with the name that rank 1 would take."""
+    job = Job(out)
+    (out / f"{_WARM}").mkdir(exist_ok=True)
+    if dist.get_rank() == 1:
+        (out / f"{_WARM}" / "__1_0.distcp").write_bytes(b"x")
+    barrier("made")
+    early = early_of(job.save())
+    wait_until(lambda: dist.get_rank() != 0 or early.committed > 0)
+    job.poll()
+    return {"whole": job.is_whole(_WARM)}
+
+
+def after_a_refused_commit(out: Path) -> dict[str, Any]:
+    """Three saves in flight: one is refused, one is being committed when all wait, one follows."""
+    job = Job(out)
+    job.queue = AsyncCallsQueue(on_error="warn")
+    is_first = dist.get_rank() == 0
+    with inject(Fault.errno("publish", errno.ENOSPC, times=1)) if is_first else nullcontext():
+        early = early_of(job.save())
+        wait_until(lambda: not is_first or early._ending is not None)
+        barrier("refused")
+    with Hold("publish" if is_first else "chunk") as hold:
+        with inject(hold.fault) if is_first else nullcontext():
+            second = early_of(job.save())
+            if is_first:
+                hold.wait_reached()
+        barrier("the second is being committed")
+        with nullcontext() if is_first else inject(hold.fault):
+            job.save()
+        # On rank 0 all wait for the second then; on rank 1 it is finalised.
+        threading.Thread(target=_release_when_stopped, args=(hold, second)).start()
+        job.queue.wait()
+    return {"failures": job.queue.failures, "whole": [job.is_whole(_WARM + n) for n in range(3)]}
+
+
+def _release_when_stopped(hold: Hold, early: EarlyCommit) -> None:
+    early._stopped.wait(60)
+    hold.release()
+
+
+def one_waits_and_the_other_polls(out: Path) -> dict[str, Any]:
+    """While rank 0 commits: as where one rank is about to end."""
+    job = Job(out)
+    with Hold("publish") as hold, inject(hold.fault) if dist.get_rank() == 0 else nullcontext():
+        early = early_of(job.save())
+        if dist.get_rank() == 0:
+            hold.wait_reached()
+            threading.Thread(target=_release_when_stopped, args=(hold, early)).start()
+        barrier("committing")
+        if dist.get_rank() == 0:
+            job.queue.wait()
+        else:
+            job.poll()
+    return {"whole": job.is_whole(_WARM)}
+
+
+def given_up_while_storage_hangs(out: Path) -> dict[str, Any]:
+    """The coordinator cannot publish, and does not wait for that when it gives the save up."""
+    job, is_first = Job(out), dist.get_rank() == 0
+    soon = patch("nostall._save.early_commit.CANCEL_TIMEOUT_S", 0.2)
+    with Hold("publish") as hold, inject(hold.fault) if is_first else nullcontext(), soon:
+        early = early_of(job.save())
+        if dist.get_rank() == 0:
+            hold.wait_reached()
+        barrier("hangs")
+        job.queue.close(abort=True)
+        barrier("given up")
+        if dist.get_rank() == 0:
+            hold.release()
+            wait_until(lambda: not early.is_committing)
+    barrier("over")
+    return {"whole": job.is_whole(_WARM)}
+
+
+def keys_of_failed_saves(out: Path) -> dict[str, Any]:
+    """How many there are after each of several."""
+    job = Job(out)
+    job.queue = AsyncCallsQueue(on_error="warn")
+    store = dist.distributed_c10d._get_default_store()
+    keys = []
+    for number in range(8):
+        is_failing = dist.get_rank() == 1 and number % 2 == 0
+        with inject(Fault.errno("chunk", errno.ENOSPC)) if is_failing else nullcontext():
+            job.save()
+            job.queue.wait()
+        barrier("failed")
+        keys.append(store.num_keys())
+        barrier("counted")
+    return {"keys": keys, "failures": job.queue.failures}
+
+
+def in_a_new_process_group(out: Path) -> list[bool]:
+    """The old one is destroyed, and nothing keeps its store alive."""
+    dist.destroy_process_group()
+    store = weakref.ref(_initialise(out / "store 0"))
+    job = Job(out)
+    job.save()
+    job.poll()
+    dist.destroy_process_group()
+    gc.collect()
+    is_gone = store() is None
+    _initialise(out / "store 1")
+    job.save()
+    job.queue.wait()
+    job.save()
+    job.poll()
+    return [is_gone, job.is_whole(_WARM), job.is_whole(_WARM + 1), job.is_whole(_WARM + 2)]
+
+
+def _initialise(path: Path) -> dist.Store:
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(str(path), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    return store
+
+
+def signalled_before_the_end(out: Path, how: str) -> dict[str, Any]:
+    """SIGTERM before a poll of both, and then no further poll; the job has its own handler."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    job, is_first = Job(out), dist.get_rank() == 0
+    nostall.drain_on_sigterm(60.0)
+    with Hold("chunk") as hold:
+        with inject(hold.fault):
+            job.save()
+        hold.wait_reached()
+        if not is_first:
+            os.kill(os.getpid(), signal.SIGTERM)
+        barrier("signalled")
+        job.queue.poll()
+        hold.release()
+    if how == "one polls" and is_first:
+        job.poll()
+    elif how == "close":
+        job.queue.close()
+    else:
+        job.queue.wait()
+    pending = job.queue.pending
+    barrier("over")
+    return {"pending": pending, "whole": job.is_whole(_WARM)}
+
+
+class Empty(Job):
+    """Rank 0, the coordinator, has nothing to write."""
+
+    def state(self, value: float) -> dict[str, torch.Tensor]:
+        return {} if _rank() == 0 else super().state(value)
+
+
+def nothing_to_write(out: Path) -> dict[str, Any]:
+    """A rank without files takes part, also in giving a save up."""
+    job, is_first = Empty(out), dist.get_rank() == 0
+    _schedule_any(job)
+    wait_until(lambda: nostall.is_complete(out / f"{_WARM}"))
+    barrier("committed")
+    job.poll()
+    with Hold("chunk") as hold:
+        with nullcontext() if is_first else inject(hold.fault):
+            early = _schedule_any(job)
+        if is_first:
+            wait_until(lambda: early is not None and early._is_offered)
+            job.queue.close(abort=True)
+        barrier("given up")
+        if not is_first:
+            hold.release()
+            wait_until(lambda: early is not None and early._over is not None and early._over.done())
+    barrier("written")
+    is_over = not is_first or early is None or is_done(early._over or Future(), 60.0)
+    barrier("over")
+    job.queue.close(abort=True)
+    return {"over": is_over, "complete": nostall.is_complete(out / f"{_WARM + 1}")}
+
+
+def _schedule_any(job: Job) -> EarlyCommit | None:
+    """Schedule a save of a job whose rank may have nothing to write."""
+    job.save()
+    return job.queue._calls[-1].early
+
+
+def late_on_one_rank(out: Path) -> dict[str, Any]:
+    """Its deadline passes while the report is on the way: the report counts, on all ranks."""
+    job, is_first, cancel = Job(out), dist.get_rank() == 0, Engine.cancel
+    with Hold("chunk") as hold:
+        with nullcontext() if is_first else inject(hold.fault):
+            save = job.save()
+        early = early_of(save)
+
+        def crossing(engine: Engine, of_job: str, report: Future[Any]) -> None:
+            hold.release()
+            assert is_done(report, 60.0)
+            cancel(engine, of_job, report)
+
+        if not is_first:
+            hold.wait_reached()
+            with patch.object(Engine, "cancel", crossing):
+                await_or_fail(job.queue._calls[0], longest_s=0.01)
+        wait_until(lambda: early._over is not None and early._over.done())
+        barrier("late")
+        job.queue.wait()
+    return {"whole": job.is_whole(_WARM)}
+
+
+def dropped_plans(out: Path) -> dict[str, Any]:
+    """A plan that is dropped takes its tensors with it, without the garbage collector."""
+    job = Job(out)
+    gc.disable()
+    writer = FileSystemWriterAsync(out / "dropped")
+    state = job.state(0)
+    tensor = weakref.ref(state[f"rank{_rank()}"])
+    planned = save_state_dict_async_plan(
+        state, writer, None, 0, DefaultSavePlanner(), True, job.cache
+    )
+    assert writer._rank_save.split is not None
+    assert writer._rank_save.split.early is not None
+    del writer, state, planned
+    is_gone = tensor() is None
+    gc.enable()
+    return {"gone": is_gone}
+
+
+def forked(out: Path) -> int:
+    """A child that is forked between two polls ends at once; its exit status."""
+    job = Job(out)
+    with Hold("chunk") as hold:
+        with inject(hold.fault):
+            job.save()
+        hold.wait_reached()
+        job.queue.poll()
+        barrier("asked")
+        child = os.fork()
+        if child == 0:
+            job.queue.close()
+            await_answers(unanswered, timeout_s=60.0, status=lambda: 1)
+            os._exit(0 if not unanswered else 1)
+        _, status = os.waitpid(child, 0)
+        hold.release()
+    job.queue.wait()
+    return os.waitstatus_to_exitcode(status)
