@@ -220,10 +220,11 @@ class AsyncCallsQueue:
 
     def _finalize_done(self) -> list[int]:
         """Finalise what is done on all ranks; waits for their answers, but for no file."""
-        return self._finalize(blocking=False, no_dist=False, is_last=True)
+        with preemption.deferred():
+            return self._finalize(blocking=False, no_dist=False, is_last=True)
 
     def _finalize(self, *, blocking: bool, no_dist: bool, is_last: bool = False) -> list[int]:
-        finalized = []
+        finalized: list[int] = []
         coordination = coordination_for(self._process_group)
         while calls := self._calls:  # an abort by another thread replaces the deque
             call = calls[0]
@@ -236,7 +237,9 @@ class AsyncCallsQueue:
             mine = look_at(call, self._first_index, self._next_index - 1, waits=waits)
             agreed: View | None = replace(mine, committing=False, committed=0)
             if not no_dist:
-                agreed = self._ask(call, mine, coordination, timeout_s)
+                # All ranks have finalised a request in this call, so none is late.
+                now = waits or bool(finalized)
+                agreed = self._ask(call, mine, coordination, timeout_s, now=now)
             if agreed is None:
                 break
             if not agreed.is_done:
@@ -252,12 +255,18 @@ class AsyncCallsQueue:
         return finalized
 
     def _ask(
-        self, call: Call, mine: View, coordination: Coordination, timeout_s: float
+        self,
+        call: Call,
+        mine: View,
+        coordination: Coordination,
+        timeout_s: float,
+        *,
+        now: bool,
     ) -> View | None:
         """The view over all ranks of the first request; ``None`` if the next poll has it.
 
-        Unless this rank waits, a poll does not depend on ranks that poll later: it asks, and the
-        next one has the answer.
+        Unless it is wanted ``now``, a poll does not depend on ranks that poll later: it asks, and
+        the next one has the answer.
         """
         asked = self._asked
         if asked is not None and asked[0] is call:
@@ -267,7 +276,7 @@ class AsyncCallsQueue:
                 return answer
         self._drop_question()
         question = Question(mine, coordination)
-        if mine.waits or coordination.world_size == 1:
+        if now or coordination.world_size == 1:
             return question.answer(scheduled, timeout_s=timeout_s)
         self._asked = (call, question)
         return None

@@ -155,7 +155,10 @@ class Saves:
             CheckpointException: A save has failed; raised on every rank.
         """
         with self._removals.after_poll(self._queue):
-            self._queue.maybe_finalize_async_calls(blocking=wait)
+            if wait:
+                self._queue.maybe_finalize_async_calls(blocking=True)
+            else:  # frameworks look for what is committed right after
+                self._queue._finalize_done()
 
     def close(self, error: BaseException | None = None) -> None:
         """Commit all saves and end worker processes.
