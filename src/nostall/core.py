@@ -21,6 +21,7 @@ from typing_extensions import Self
 from nostall._engine import default_engine
 from nostall._model.interrupts import is_done, uninterrupted
 from nostall._model.keywords import also_named
+from nostall._queue.asking import Asking
 from nostall._queue.at_exit import add_note
 from nostall._queue.callers import (
     ActiveCall,
@@ -47,12 +48,11 @@ from nostall._queue.live import (
     finish_after,
     live_queues,
     scheduled,
-    unanswered,
     unfinished_queues,
 )
 from nostall._queue.preemption import preemption
 from nostall._queue.requests import AsyncRequest
-from nostall._ranks.agreement import Question, View
+from nostall._ranks.agreement import View
 from nostall._ranks.group import Coordination, coordination_for
 from nostall._save.warmup import warmup
 from nostall.errors import OptionError, RankLostError, SaveTimeoutError
@@ -125,8 +125,7 @@ class AsyncCallsQueue:
         self._calls: deque[Call] = deque()
         self._moved_s = 0.0
         """Clock reading when the queue's first request last changed."""
-        self._asked: tuple[Call, Question] | None = None
-        """What the last poll has asked about the first request."""
+        self._asking = Asking()
         self._next_index = 0
         self._first_index = 0
         """Index of the first request since the queue was created or aborted, counted from the last
@@ -239,7 +238,7 @@ class AsyncCallsQueue:
             if not no_dist:
                 # All ranks have finalised a request in this call, so none is late.
                 now = waits or bool(finalized)
-                agreed = self._ask(call, mine, coordination, timeout_s, now=now)
+                agreed = self._asking.view_of(call, mine, coordination, now=now)
             if agreed is None:
                 break
             if not agreed.is_done:
@@ -247,39 +246,13 @@ class AsyncCallsQueue:
                     blocking = True
                     continue
                 break
+            # A process is to end: later requests are awaited, too.
             blocking = blocking or (agreed.hurry and not is_last)
             with uninterrupted():
                 self._take(call)
                 if self._finalize_one(call, agreed, coordination, no_dist=no_dist):
                     finalized.append(call.request.call_idx)
         return finalized
-
-    def _ask(
-        self,
-        call: Call,
-        mine: View,
-        coordination: Coordination,
-        timeout_s: float,
-        *,
-        now: bool,
-    ) -> View | None:
-        """The view over all ranks of the first request; ``None`` if the next poll has it.
-
-        Unless it is wanted ``now``, a poll does not depend on ranks that poll later: it asks, and
-        the next one has the answer.
-        """
-        asked = self._asked
-        if asked is not None and asked[0] is call:
-            self._asked = None
-            answer = asked[1].answer(scheduled, timeout_s=timeout_s)
-            if answer.is_done or (answer.hurry and not mine.waits):
-                return answer
-        self._drop_question()
-        question = Question(mine, coordination)
-        if now or coordination.world_size == 1:
-            return question.answer(scheduled, timeout_s=timeout_s)
-        self._asked = (call, question)
-        return None
 
     def _finalize_one(
         self, call: Call, agreed: View, coordination: Coordination, *, no_dist: bool
@@ -392,17 +365,11 @@ class AsyncCallsQueue:
     def _forget_calls(self) -> bool:
         """Forget the scheduled requests; whether there are any."""
         calls, self._calls = self._calls, deque()
-        self._drop_question()
+        self._asking.drop()
         unfinished_queues.pop(self, None)
         if calls:
             self._first_index = self._next_index
         return bool(calls)
-
-    def _drop_question(self) -> None:
-        asked, self._asked = self._asked, None
-        if asked is not None:
-            unanswered[:] = [each for each in unanswered if not each.is_answered()]
-            unanswered.append(asked[1])
 
     def _close(self, *, abort: bool, timeout: float | None = None) -> None:
         try:
@@ -421,7 +388,7 @@ class AsyncCallsQueue:
     def _abandon_after_fork(self) -> None:
         """In a forked child: forget the scheduled requests, which belong to the parent."""
         self._calls.clear()
-        self._asked = None
+        self._asking.forget_after_fork()
         unfinished_queues.pop(self, None)
         self._caller.abandon_after_fork()
 

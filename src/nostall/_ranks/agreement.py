@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nostall._ranks.failures import failure_of, raise_everywhere
-from nostall._ranks.group import Coordination, PendingMaximum
+from nostall._ranks.group import Coordination
+from nostall._ranks.reduction import PendingMaximum
 from nostall.errors import RankLostError, RankMismatchError, SaveTimeoutError
 
 PATIENCE_S = 60.0

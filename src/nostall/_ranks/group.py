@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import logging
 import pickle
-import re
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache
 from typing import Protocol, TypeVar
 
@@ -24,6 +20,7 @@ from nostall import _torch
 from nostall._model.completion import SaveId
 from nostall._ranks.messages import broadcast_message, gather_messages, scatter_messages
 from nostall._ranks.records import LocalRecords, Records, StoredRecords
+from nostall._ranks.reduction import Known, PendingMaximum, Reduction
 from nostall.errors import OptionError, RankLostError
 
 T = TypeVar("T")
@@ -31,25 +28,6 @@ T = TypeVar("T")
 _log = logging.getLogger("nostall")
 
 _KEY = "nostall/"
-_TIMED_OUT = re.compile(r"time(d )?-?out", re.IGNORECASE)
-_LONGEST_S = 1e9
-"""Longest wait, 32 years; within the range of a ``timedelta``."""
-
-
-class PendingMaximum(Protocol):
-    """A maximum over all ranks that may still wait for some of them."""
-
-    def is_done(self) -> bool:
-        """Whether it waits for no rank any more."""
-
-    def wait(self, timeout_s: float | None = None) -> list[int]:
-        """The maximum. Call it once.
-
-        Raises:
-            RankLostError: Another rank has ended, or the group is unusable.
-            TimeoutError: Not all ranks have begun it within ``timeout_s`` seconds; the group is no
-                longer usable.
-        """
 
 
 class Coordination(Protocol):
@@ -101,18 +79,6 @@ class Coordination(Protocol):
         """Every rank's value, in rank order, on every rank. Collective."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    values: list[int]
-
-    def is_done(self) -> bool:
-        return True
-
-    def wait(self, timeout_s: float | None = None) -> list[int]:
-        del timeout_s
-        return self.values
-
-
 class SingleProcess:
     """One process that is its own coordinator."""
 
@@ -128,7 +94,7 @@ class SingleProcess:
 
     def begin_maximum(self, values: Sequence[int]) -> PendingMaximum:
         """The values themselves."""
-        return _Known(list(values))
+        return Known(list(values))
 
     def records(self, save: SaveId) -> Records | None:
         """Of this process, in its memory."""
@@ -202,7 +168,7 @@ class TorchGroup:
         tensor = torch.tensor(list(values), dtype=torch.int64, device=device)
         with self.together():
             work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return _Reduction(self, work, tensor)
+        return Reduction(work, tensor, self.together)
 
     def records(self, save: SaveId) -> Records | None:
         """Entries in the store of the ranks' rendezvous."""
@@ -270,35 +236,6 @@ class TorchGroup:
             messages = gather_messages(message, receiver=None, group=self._group, device=device)
         assert messages is not None
         return [pickle.loads(each) for each in messages]
-
-
-class _Reduction:
-    """An all_reduce in progress."""
-
-    def __init__(self, ranks: TorchGroup, work: dist.Work, tensor: torch.Tensor) -> None:
-        self._ranks = ranks
-        self._work = work
-        self._tensor = tensor
-
-    def is_done(self) -> bool:
-        return self._work.is_completed()
-
-    def wait(self, timeout_s: float | None = None) -> list[int]:
-        began_s = time.monotonic()
-        with self._ranks.together():
-            if timeout_s is None:
-                self._work.wait()
-                return self._values()
-            try:
-                self._work.wait(timedelta(seconds=min(timeout_s, _LONGEST_S)))
-            except RuntimeError as error:
-                if time.monotonic() - began_s < timeout_s and not _TIMED_OUT.search(str(error)):
-                    raise  # not a timeout, ours or the group's: a rank has died
-                raise TimeoutError(str(error)) from error
-            return self._values()
-
-    def _values(self) -> list[int]:
-        return [int(value) for value in self._tensor.tolist()]
 
 
 def require_members(group: dist.ProcessGroup | None, coordinator: int) -> None:
