@@ -203,36 +203,39 @@ def save_state_dict_async_finalize(
 def _finalize(
     writer: FileSystemWriterAsync, metadata: Metadata | None, session: SaveSession
 ) -> None:
-    save, cache, coordination = writer._rank_save, session.cache, coordination_of(session)
+    save = writer._rank_save
     early = None if save.split is None else save.split.early
-    ending = None if early is None else early.agreed
-    outcome = None
-    if ending is None:
-        outcome = _outcome_of(writer, cache)
-    elif save.split is not None:
+    if save.split is not None and early is not None and early.agreed is not None:
         save.split.retrieve_nothing()
-    is_committed = False  # assumed if other ranks are lost now
+        _end(save, session, early.agreed)
+        return
+    outcome = _outcome_of(writer, session.cache)
     try:
-        if outcome is not None:
-            ending = _commit_together(writer, metadata, session, outcome)
-        assert ending is not None
+        ending = _commit_together(writer, metadata, session, outcome)
+    except BaseException:  # passed on; other ranks may be lost
+        save.end(committed=False)
+        raise
+    _end(save, session, ending)
+
+
+def _end(save: RankSave, session: SaveSession, ending: Ending) -> None:
+    """End a save as the coordinator says; raises its failures."""
+    cache, is_coordinator = session.cache, coordination_of(session).is_coordinator
+    try:
         if cache is not None:
             cache.note_finalised(save.split)
             if ending.changed or ending.failures:
                 cache.forget()
             elif ending.series is not None:
                 cache.begin_series(ending.series)
-        is_committed = not ending.failures
         if ending.failures and not ending.published:
             save.discard(is_certain=True)
     finally:
-        save.end(committed=is_committed)
+        save.end(committed=not ending.failures)
     save.slowest_rank = ending.slowest_rank
     if ending.failures:
-        raise exception_for(
-            ending.failures, step="write", on_coordinator=coordination.is_coordinator
-        )
-    if coordination.is_coordinator:
+        raise exception_for(ending.failures, step="write", on_coordinator=is_coordinator)
+    if is_coordinator:
         _log_committed(save)
 
 

@@ -57,6 +57,13 @@ class Call:
         with suppress(InvalidStateError):
             self.outcome.set_result(failure and (self.late or failure))
 
+    def discard(self) -> None:
+        """Remove this rank's files of a save that will not be committed."""
+        if self.native is not None:
+            self.native.discard()
+        elif self.early is not None:  # it has none, but could commit
+            self.early.withdraw()
+
     def failure(self) -> Failure | None:
         """Its failure, if any; call it only when the request is done."""
         return self.outcome.result(0)
@@ -227,11 +234,9 @@ class AsyncCaller(ABC):
                 native.leave()
                 path = native.progress.path
                 _log.warning("left to its writer process; nostall.recover commits it: %s", path)
-            elif native is not None:
-                native.discard()
-            else:
-                if call.early is not None:
-                    call.early.withdraw()
+                continue
+            call.discard()
+            if native is None:
                 self._call_is_done(call)
 
 

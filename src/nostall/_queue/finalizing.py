@@ -168,10 +168,7 @@ def _raise_failure(call: Call, coordination: Coordination, *, no_dist: bool) -> 
     if no_dist and call.native is not None:
         # Other ranks finalise, too; there all ranks learn of this rank's failure.
         call.request.execute_finalize_fns(validate_matching_call_idx=False)
-    if call.native is not None:
-        call.native.discard()
-    elif call.early is not None:
-        call.early.withdraw()
+    call.discard()
     raise_everywhere(call.failure(), coordination, only_here=no_dist)
 
 

@@ -154,6 +154,7 @@ def publish(
                     "a later save to the directory has removed the files of this one",
                     phase="commit",
                     path=path,
+                    hint="the later save's checkpoint stays",
                 )
             replaced = files_of(storage, name)
             left_over = unused(storage, name, publication, replaced, finished.left, timeout_s)

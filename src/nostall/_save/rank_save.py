@@ -372,17 +372,9 @@ class RankSave:
         return self._state.visit if isinstance(self._state, SplitSave | Written) else None
 
     def discard(self, *, is_certain: bool) -> None:
-        """Remove this rank's files of a split save that will not be committed.
-
-        Args:
-            is_certain: Whether the coordinator has said so.
-        """
+        """As :meth:`SplitSave.discard`."""
         if isinstance(self._state, SplitSave):
-            early = self._state.early
-            if early is not None and is_certain:
-                early.retire()
-                self._state.early = None
-            self._state.discard()
+            self._state.discard(is_certain=is_certain)
 
     def allow_early_commit(self) -> EarlyCommit | None:
         """The early commit of the split save, if it can be committed early, which is allowed now.

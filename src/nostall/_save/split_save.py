@@ -188,15 +188,21 @@ class SplitSave(BackgroundSave):
         finally:  # also if removing a file fails, for lack of memory, say
             super()._settle(report)
 
-    def discard(self) -> None:
+    def discard(self, *, is_certain: bool = False) -> None:
         """Remove this rank's files of a save that will not be committed.
 
         No effect on a save that has ended. The files stay if it may have been committed early.
+
+        Args:
+            is_certain: Whether the coordinator has said that it is not committed.
         """
         if self._is_over:
             return
         self.engine.stop_threads(self.job)
-        if (early := self.early) is None or early.withdraw():
+        early = self.early
+        if early is not None and is_certain:
+            early.retire()
+        if is_certain or early is None or early.withdraw():
             # Slow removals finish when storage answers; no other save uses these names.
             remove_in_time(sorted(self.progress.created))
         self.end(committed=False)
