@@ -35,6 +35,8 @@ from nostall._save.split_save import SplitSave
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import SaveAbortedError
 from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.integrations._saves import Saves
+from nostall.removal import remove_checkpoint
 from nostall.state_dict_saver import (
     CheckpointMetadataCache,
     save_state_dict_async_finalize,
@@ -722,3 +724,32 @@ def forked(out: Path) -> int:
         hold.release()
     job.queue.wait()
     return os.waitstatus_to_exitcode(status)
+
+
+def several_in_one_poll(out: Path) -> list[list[int]]:
+    """All that is done is finalised with the first request."""
+    job = Job(out)
+    for early in [early_of(job.save()) for _ in range(3)]:
+        wait_until(partial(_is_committed, early))
+    barrier("committed")
+    return [job.queue.poll(), job.queue.poll()]
+
+
+def _is_committed(early: EarlyCommit) -> bool:
+    return _rank() != 0 or early.committed > 0
+
+
+def an_adapters_poll(out: Path) -> list[bool]:
+    """What is written is committed by one poll of an adapter: frameworks look for it then."""
+    saves = Saves(remove_checkpoint)
+    found = []
+    for number in range(6):
+        saves.save({f"rank{_rank()}": torch.ones(1000)}, str(out / f"{number}"))
+        call = saves._queue._calls[0]
+        wait_until(partial(is_done, call.outcome))
+        barrier("written")
+        saves.poll()
+        found.append(nostall.verify(out / f"{number}").ok)
+        barrier("seen")
+    saves.close()
+    return found

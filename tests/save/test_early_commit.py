@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from programs.early import Job, early_of
@@ -208,3 +209,29 @@ def test_a_plan_that_is_dropped_holds_no_tensors(tmp_path: Path) -> None:
 def test_a_forked_child_waits_for_no_answer(tmp_path: Path) -> None:
     """Its parent has asked."""
     assert run_ranks(2, "early:forked", tmp_path) == [0, 0]
+
+
+# --- what one poll does ---------------------------------------------------------------------------
+
+
+def test_the_poll_that_finalises_one_finalises_all_that_are_done(tmp_path: Path) -> None:
+    """The first one only asks."""
+    for found in run_ranks(2, "early:several_in_one_poll", tmp_path):
+        assert found == [[], [4, 5, 6]]
+
+
+def test_an_adapters_poll_commits_at_once(tmp_path: Path) -> None:
+    """Saves of every kind, those before the steady state too."""
+    for found in run_ranks(2, "early:an_adapters_poll", tmp_path):
+        assert found == [True] * 6
+
+
+def test_what_a_later_save_has_removed_is_not_published(tmp_path: Path) -> None:
+    """The commit of an earlier save may have stood still meanwhile."""
+    job = Job(tmp_path)
+    save = job.save(lambda: None)  # not early
+    assert save is not None
+    save.visit.is_removed = True
+    with pytest.raises(CheckpointException, match="a later save to the directory has removed"):
+        job.queue.wait()
+    assert not nostall.is_complete(tmp_path / "4")
