@@ -29,6 +29,7 @@ from nostall._model.interrupts import is_done
 from nostall._model.jobs import RankReport, WriteJob
 from nostall._model.progress import SaveStatus, UnderWay
 from nostall._model.reads import LoadStatus, load_statuses
+from nostall._model.torch_threads import TorchThread
 from nostall._model.values import ItemShape, KeptFile, Layout
 from nostall._plan.layout import FileNaming, Packing, lay_out, renamed
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, joined, when_done
@@ -125,7 +126,7 @@ class Engine:
             self._await_reservation(earlier, self.options.save_timeout_s)
             reserve()
 
-        self._reserving = threading.Thread(target=run, name="nostall-warmup", daemon=True)
+        self._reserving = TorchThread("nostall-warmup", run)
         self._reserving.start()
 
     def _await_reservation(self, thread: threading.Thread | None, timeout_s: float) -> None:

@@ -6,7 +6,7 @@ import errno
 import gc
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +20,7 @@ import nostall
 from nostall._commit import ahead as _ahead
 from nostall._commit.ahead import WrittenAhead
 from nostall._commit.publication import Publication, complete_metadata, publication_of
+from nostall._model.interrupts import is_done
 from nostall._storage import posix
 from nostall._storage.port import Draft
 from nostall.core import AsyncCallsQueue
@@ -79,7 +80,7 @@ def temporary(path: Path) -> list[Path]:
 def is_written(path: Path) -> bool:
     """Whether something is written ahead, or was."""
     for ahead in [each for each in gc.get_objects() if isinstance(each, WrittenAhead)]:
-        assert ahead.settled.wait(DEADLINE_S)
+        assert is_done(ahead.settled, DEADLINE_S)
     return bool(temporary(path)) and temporary(path)[0].stat().st_size > 0
 
 
@@ -379,6 +380,24 @@ def test_one_that_is_over_is_not_started_any_more(tmp_path: Path) -> None:
     assert temporary(tmp_path) == []
 
 
+def test_one_that_is_dropped_before_its_file_is_made_leaves_nothing(tmp_path: Path) -> None:
+    """An aborted save returns when the thread can make no file any more."""
+    ahead = written_ahead(tmp_path, a_publication())
+    begins, append = threading.Event(), ahead._draft.append
+
+    def late(content: Sequence[bytes]) -> None:
+        begins.set()
+        wait_until(lambda: ahead._state is _ahead._State.OVER)
+        append(content)
+
+    with patch.object(ahead._draft, "append", late):
+        ahead.start()
+        assert begins.wait(DEADLINE_S)
+        ahead.drop()
+    assert temporary(tmp_path) == []
+    assert is_done(ahead.settled)
+
+
 def test_another_publication_is_not_taken_for_the_expected_one(tmp_path: Path) -> None:
     """However alike they are."""
     ahead = written_ahead(tmp_path, a_publication())
@@ -441,7 +460,7 @@ def test_storage_that_hangs_is_waited_for_up_to_a_deadline(tmp_path: Path) -> No
         assert take(ahead, publication, timeout_s=0.01) is None
         assert temporary(tmp_path) == []  # already: the process may end before storage lets go
         storage.go.set()
-        assert ahead.settled.wait(DEADLINE_S)
+        assert is_done(ahead.settled, DEADLINE_S)
     assert temporary(tmp_path) == []
     assert os.listdir("/proc/self/fd") == before
 

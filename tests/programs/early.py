@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import gc
 import os
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -753,3 +755,24 @@ def an_adapters_poll(out: Path) -> list[bool]:
         barrier("seen")
     saves.close()
     return found
+
+
+def ended(out: Path) -> bool:
+    """A rank ends while its thread calls the store, for a second; all is finalised without it."""
+    job = Job(out)
+    is_in_store, ends = threading.Event(), threading.Event()
+
+    def put(records: StoredRecords, record: bytes) -> None:
+        del records, record
+        is_in_store.set()
+        ends.wait()
+        for _ in range(100):
+            with suppress(dist.DistStoreError):
+                dist.HashStore().wait(["what nobody sets"], timedelta(seconds=0.01))
+
+    with patch.object(StoredRecords, "put", put):
+        job.save()
+        assert is_in_store.wait(60)
+        job.queue.wait()
+    atexit.register(ends.set)
+    return job.is_whole(_WARM)

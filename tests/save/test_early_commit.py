@@ -211,6 +211,11 @@ def test_a_forked_child_waits_for_no_answer(tmp_path: Path) -> None:
     assert run_ranks(2, "early:forked", tmp_path) == [0, 0]
 
 
+def test_a_process_ends_though_a_thread_is_in_the_store(tmp_path: Path) -> None:
+    """With its own exit status: torch aborts a process whose thread returns too late."""
+    assert run_ranks(2, "early:ended", tmp_path) == [True, True]
+
+
 # --- what one poll does ---------------------------------------------------------------------------
 
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from enum import Enum, auto
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from nostall._commit.publication import Publication
+from nostall._model.interrupts import is_done
 from nostall._storage.places import storage_at
 from nostall._storage.port import Draft
 from nostall._storage.unused_files import remove_in_time
@@ -68,8 +70,8 @@ class WrittenAhead:
         self._content = publication.content_before_files(storage_meta)
         self._lock = threading.Lock()
         self._state = _State.WAITING
-        self.settled = threading.Event()
-        """Set when no thread works on the draft any more."""
+        self.settled: Future[None] = Future()
+        """Done when no thread works on the draft any more."""
 
     def start(self) -> None:
         """Begin to write; at most once, and not after the end of the save."""
@@ -81,7 +83,7 @@ class WrittenAhead:
             thread.start()
         except RuntimeError:  # the system cannot start a thread
             self._end()
-            self.settled.set()
+            self.settled.set_result(None)
 
     def take(
         self, publication: Publication, content: Sequence[bytes], *, timeout_s: float
@@ -96,7 +98,7 @@ class WrittenAhead:
         """
         if publication is self._publication and self._begins(content):
             if self._state is _State.WRITING:
-                self.settled.wait(timeout_s)
+                is_done(self.settled, timeout_s)
             if self._move(_State.WRITTEN, _State.OVER):
                 if self._draft.is_untouched():
                     return self._draft
@@ -111,9 +113,10 @@ class WrittenAhead:
         """Remove the draft. Idempotent; if storage hangs, the removal ends in the background."""
         match self._end():
             case _State.WAITING:
-                self.settled.set()
+                self.settled.set_result(None)
             case _State.WRITING:
-                self._remove_in_time(self._draft.remove)  # the thread closes it
+                if not is_done(self.settled, _REMOVAL_TIMEOUT_S):  # the thread removes it
+                    self._remove_in_time(self._draft.remove)  # the thread closes it
             case _State.WRITTEN:
                 self._remove_in_time(self._discard)
 
@@ -144,7 +147,7 @@ class WrittenAhead:
             if not is_whole or not self._move(_State.WRITING, _State.WRITTEN):
                 self._end()
                 self._discard()
-            self.settled.set()
+            self.settled.set_result(None)
 
     def _discard(self) -> None:
         self._draft.remove()

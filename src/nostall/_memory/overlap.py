@@ -20,8 +20,6 @@ long as the copy took and 0.1 s at most; only then may tensors change.
 
 from __future__ import annotations
 
-import atexit
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,20 +34,16 @@ from nostall import _torch
 from nostall._memory import devices
 from nostall._memory.copying import Copies, Source, detach_all
 from nostall._memory.fence import SnapshotFence
+from nostall._model.torch_threads import TorchThread
 from nostall.errors import StagingError
-
-_log = logging.getLogger("nostall")
 
 T = TypeVar("T")
 
 Marks = Mapping[torch.device, Any]
 """Per accelerator: the position of its stream when the save was requested."""
 
-_THREAD_NAME = "nostall-staging"
 _SECOND_LOOK_S = 0.1
 """An operation on one tensor ends within this time; waits for the snapshot include it."""
-_AT_EXIT_TIMEOUT_S = 20.0
-"""Enough to copy 100 GB and more; a thread that still waits for memory by then is left behind."""
 
 
 def changed_too_early(names: Sequence[str]) -> StagingError:
@@ -159,7 +153,7 @@ def _run_apart(run: Callable[[], None], fence: SnapshotFence) -> None:
 
     fence.enter()
     try:
-        threading.Thread(target=run_when_wanted, name=_THREAD_NAME, daemon=True).start()
+        TorchThread("nostall-staging", run_when_wanted).start()
     except RuntimeError:  # no more threads
         run()
     except BaseException:  # an interrupt: no caller receives this fence; a started thread ends
@@ -168,16 +162,3 @@ def _run_apart(run: Callable[[], None], fence: SnapshotFence) -> None:
         raise
     finally:
         is_wanted.set()
-
-
-def _finish_at_exit() -> None:
-    """Wait for copying threads: returning from torch to an ended interpreter aborts it."""
-    threads = [thread for thread in threading.enumerate() if thread.name == _THREAD_NAME]
-    deadline_s = time.monotonic() + _AT_EXIT_TIMEOUT_S
-    for thread in threads:
-        thread.join(max(0.0, deadline_s - time.monotonic()))
-    if any(thread.is_alive() for thread in threads):
-        _log.warning("a snapshot is still being taken %g s after exit began", _AT_EXIT_TIMEOUT_S)
-
-
-atexit.register(_finish_at_exit)

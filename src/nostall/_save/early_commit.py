@@ -18,10 +18,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from nostall import _torch
 from nostall._model.completion import MOST_SERIES, SaveId
 from nostall._model.interrupts import is_done, uninterruptible
+from nostall._model.torch_threads import TorchThread
 from nostall._ranks.agreement import PATIENCE_S
 from nostall._ranks.records import Records
 from nostall._ranks.reports import CANCEL_TIMEOUT_S
@@ -138,10 +140,7 @@ class EarlyCommit:
         over: Future[None] = Future()
         self._over = over
         try:
-            run = threading.Thread(
-                target=self._run, args=(over,), name="nostall-early", daemon=True
-            )
-            run.start()
+            TorchThread("nostall-early", partial(self._run, over)).start()
         except RuntimeError:  # the interpreter is ending, or no thread can be started
             self._is_allowed = False
             over.set_result(None)
