@@ -1,0 +1,201 @@
+"""Saves to a loopback S3 server by several writers in turns: blocked, durable, memory.
+
+Each writer has a process of its own, with the same state. Prints medians without the first round:
+how long ``dcp.async_save`` takes to return, and until the checkpoint is durable; and the most that
+the process and its children have beyond what they had before the first save, by their proportional
+shares of memory. The server runs on the same cores.
+
+    python tests/stress/object_bench.py --mib 1024 --rounds 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import psutil
+import torch
+import torch.distributed.checkpoint as dcp
+
+import nostall
+from nostall._storage.objects.s3 import S3Client
+from support.object_store import s3_server
+
+TENSORS = 256
+_LOOK_AGAIN_S = 0.1
+NEEDS = {
+    "nostall": "nostall",
+    "FsspecWriter": "s3fs",
+    "multi-storage client": "multistorageclient",
+    "s3torchconnector": "s3torchconnector",
+}
+"""The writers, and the package of each."""
+
+
+def writer_of(name: str, bucket: str, key: str) -> Any:
+    """A writer for one checkpoint."""
+    address = f"s3://{bucket}/{key}"
+    if name == "nostall":
+        return nostall.FileSystemWriterAsync(address)
+    if name == "FsspecWriter":
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+        return FsspecWriter(address)
+    if name == "multi-storage client":
+        from multistorageclient.contrib.torch import MultiStorageFileSystemWriter
+
+        return MultiStorageFileSystemWriter(f"msc://store/{key}")
+    from s3torchconnector import S3ClientConfig
+    from s3torchconnector.dcp import S3StorageWriter
+
+    config = S3ClientConfig(force_path_style=True)
+    return S3StorageWriter("us-east-1", address, s3client_config=config)
+
+
+def save_as_told(name: str, bucket: str, nbytes: int) -> None:
+    """In a process of its own: make the state; for each key on standard input, save it."""
+    state = {f"w{number}": torch.randn(nbytes // TENSORS // 4) for number in range(TENSORS)}
+    print("ready", flush=True)
+    for line in sys.stdin:
+        began_s = time.perf_counter()
+        saving = dcp.async_save(state, storage_writer=writer_of(name, bucket, line.strip()))
+        blocked_s = time.perf_counter() - began_s
+        (saving if isinstance(saving, Future) else saving.upload_completion).result()
+        print(json.dumps([blocked_s, time.perf_counter() - began_s]), flush=True)
+
+
+@dataclass
+class Contender:
+    """A writer's process."""
+
+    process: subprocess.Popen[str]
+    before_nbytes: int = 0
+    peak_nbytes: int = 0
+
+    def nbytes(self) -> int:
+        """The present memory of the process and its children."""
+        total = 0
+        root = psutil.Process(self.process.pid)
+        for each in [root, *root.children(recursive=True)]:
+            with suppress(psutil.Error):
+                total += each.memory_full_info().pss
+        return total
+
+    def answer(self) -> Any:
+        """What it says next."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "a writer has failed"
+        return line if line.startswith("ready") else json.loads(line)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note its highest memory during the block."""
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(_LOOK_AGAIN_S):
+                self.peak_nbytes = max(self.peak_nbytes, self.nbytes())
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def save(self, key: str) -> tuple[float, float]:
+        """Save once; seconds until it returns, and until it is durable."""
+        assert self.process.stdin is not None
+        with self.watched():
+            self.process.stdin.write(key + "\n")
+            self.process.stdin.flush()
+            blocked_s, durable_s = self.answer()
+        return blocked_s, durable_s
+
+
+def started(name: str, bucket: str, nbytes: int, on_end: Callable[..., object]) -> Contender:
+    """A writer's process, with its state."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", __file__, name, bucket, str(nbytes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    on_end(process.kill)
+    contender = Contender(process)
+    contender.answer()
+    contender.before_nbytes = contender.nbytes()
+    return contender
+
+
+def profile(bucket: str, endpoint: str) -> dict[str, Any]:
+    """The configuration of the multi-storage client."""
+    keys = {
+        "access_key": os.environ["AWS_ACCESS_KEY_ID"],
+        "secret_key": os.environ["AWS_SECRET_ACCESS_KEY"],
+    }
+    options = {"base_path": bucket, "endpoint_url": endpoint, "region_name": "us-east-1"}
+    store = {
+        "storage_provider": {"type": "s3", "options": options},
+        "credentials_provider": {"type": "S3Credentials", "options": keys},
+    }
+    return {"profiles": {"store": store}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    nbytes = arguments.mib << 20
+    with ExitStack() as stack:
+        server = stack.enter_context(s3_server())
+        bucket = server.new_bucket()
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (directory / "msc.json").write_text(json.dumps(profile(bucket, server.endpoint)))
+        os.environ["MSC_CONFIG"] = str(directory / "msc.json")
+        contenders = {
+            name: started(name, bucket, nbytes, stack.callback)
+            for name, package in NEEDS.items()
+            if importlib.util.find_spec(package) is not None
+        }
+        took: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+        for number in range(arguments.rounds + 1):
+            for name, contender in contenders.items():
+                key = f"{name.replace(' ', '-')}-{number}"
+                took[name].append(contender.save(key))
+                for left in server.keys(bucket):
+                    S3Client(bucket)._s3.delete_object(Bucket=bucket, Key=left)
+        for name, contender in contenders.items():
+            blocked_s, durable_s = map(statistics.median, zip(*took[name][1:], strict=True))
+            more = (contender.peak_nbytes - contender.before_nbytes) / nbytes
+            print(
+                f"{name:21} blocked {1e3 * blocked_s:5.0f} ms  durable {durable_s:5.1f} s"
+                f"  memory {more:.2f} of the state",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 4 and sys.argv[1] in NEEDS:
+        save_as_told(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    else:
+        main()
