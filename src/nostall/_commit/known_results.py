@@ -79,6 +79,11 @@ class KnownResults:
         self._of_rank: dict[int, Results] = {}
         self._published: _Published | None = None
 
+    def token(self, rank: int) -> str | None:
+        """The token of a rank's results, if they are kept."""
+        kept = self._of_rank.get(rank)
+        return None if kept is None else kept.token
+
     def fill_in(
         self, outcomes: Sequence[RankOutcome]
     ) -> list[list[WriteResult] | _torch.WrappedException]:

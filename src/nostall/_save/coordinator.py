@@ -5,6 +5,7 @@ Runs on the coordinator. Every refusal comes before the commit, and nothing is p
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
 from nostall._commit.collect import collect, require_one_directory
-from nostall._commit.known_results import KnownResults
+from nostall._commit.known_results import KnownResults, RankOutcome
 from nostall._commit.publication import Publication
 from nostall._engine import default_engine
 from nostall._model.values import Abort, RankFiles
@@ -30,6 +31,8 @@ from nostall._save.finalize import (
 from nostall._save.leftovers import remove_unpublished
 from nostall._save.messages import Ending, RankMessage
 from nostall._save.rank_save import RankSave
+from nostall._save.sent_metadata import PlannedMetadata
+from nostall._save.session import WrittenItems
 from nostall._save.split_plan import SaveSession
 from nostall._storage.deadlines import in_time
 from nostall._storage.places import is_same
@@ -73,9 +76,7 @@ def commit_split_save(
         metadata = _metadata_to_publish(planned, session, changed)
         publication = None if changed else known.publication(outcomes, metadata)
         if publication is None:
-            everything = known.under_new_names(outcomes, verdict.results)
-            publication = publication_of_results(metadata, everything)
-            known.note_published(outcomes, metadata, publication)
+            publication = _publication(metadata, outcomes, verdict.results, known)
         finished = finish_metadata(publication, written, storage_meta())
         is_published = True  # assumed until an error rules it out
         _publish(save, publication, metadata, finished)
@@ -86,6 +87,18 @@ def commit_split_save(
         )
     slowest = max(range(len(messages)), key=lambda each: messages[each].took_s)
     return end(failures={}, published=True, slowest_rank=slowest)
+
+
+def _publication(
+    metadata: Metadata,
+    outcomes: Sequence[RankOutcome],
+    results: Sequence[list[WriteResult]],
+    known: KnownResults,
+) -> Publication:
+    everything = known.under_new_names(outcomes, results)
+    publication = publication_of_results(metadata, everything)
+    known.note_published(outcomes, metadata, publication)
+    return publication
 
 
 def _metadata_to_publish(
@@ -114,11 +127,13 @@ def commit_results(
         WriteError: The metadata could not be published.
     """
     written = [getattr(of_rank, "written", None) for of_rank in results]
+    names = [_files_in(of_rank) for of_rank in results]
+    planned = metadata.plain() if isinstance(metadata, PlannedMetadata) else metadata
     is_published = is_committed = False
     _require_files(save)
     try:
         _require_written_here(save, written)
-        publication = publication_of_results(metadata, results)
+        publication = _publication_by_dcp(planned, results, save.known_results)
         finished = finish_metadata(publication, written, storage_meta())
         is_published = True  # assumed until an error rules it out
         _publish(save, publication, metadata, finished)
@@ -127,10 +142,39 @@ def commit_results(
         if not is_published or is_unpublished(error):
             if save.visit is not None:
                 save.visit.is_removed = True
-            remove_unpublished(save.settings.metadata_path, results, written)
+            remove_unpublished(save.settings.metadata_path, names, written)
         raise
     finally:
         save.end(committed=is_committed)
+    settings, storage_meta_now = save.settings, finished.storage_meta
+    # Other hosts may not see a local tier.
+    if isinstance(metadata, PlannedMetadata) and storage_meta_now and settings.tier is None:
+        name = os.path.basename(settings.metadata_path)
+        metadata.note_published(settings.directory, name, storage_meta_now.save_id)
+
+
+def _files_in(results: list[WriteResult]) -> set[str]:
+    """Names of the files of a rank's results."""
+    if isinstance(results, WrittenItems) and results.outcome is not None:
+        return set(results.outcome.files)
+    return {each.storage_data.relative_path for each in results}
+
+
+def _publication_by_dcp(
+    planned: Metadata, results: Sequence[list[WriteResult]], known: KnownResults | None
+) -> Publication:
+    """The publication of results that DCP has collected; ranks may refer to earlier ones."""
+    outcomes = [of_rank.outcome for of_rank in results if isinstance(of_rank, WrittenItems)]
+    told = [each for each in outcomes if each is not None]
+    if known is None or len(told) != len(results):
+        return publication_of_results(planned, list(results))
+    publication = known.publication(told, planned)
+    if publication is None:
+        verdict = collect(known.fill_in(told))
+        if isinstance(verdict, Abort):
+            raise next(iter(verdict.failures.values()))[0]
+        publication = _publication(planned, told, verdict.results, known)
+    return publication
 
 
 def _require_files(save: RankSave) -> None:

@@ -14,7 +14,6 @@ from contextlib import suppress
 from functools import lru_cache
 
 import psutil
-from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall._commit.manifest import manifest_alone
 from nostall._commit.metadata import referenced_files
@@ -121,21 +120,21 @@ def _old_ones(files: Files, own: str, names: Set[str], save_timeout_s: float) ->
 
 
 def remove_unpublished(
-    path: str, results: Sequence[Sequence[WriteResult]], written: Sequence[RankFiles | None]
+    path: str, names: Sequence[Set[str]], written: Sequence[RankFiles | None]
 ) -> None:
     """Remove all ranks' files of a save whose metadata was certainly not published.
 
     Args:
         path: The metadata file.
-        results: The results of all ranks.
+        names: Those of each rank's files.
         written: The files and directory of each rank; files elsewhere, or unknown, stay.
     """
     directory = os.path.dirname(path)
-    names = {
-        result.storage_data.relative_path
-        for of_rank, each in zip(results, written, strict=True)
+    here = {
+        name
+        for of_rank, each in zip(names, written, strict=True)
         if each is not None and each.directory == directory
-        for result in of_rank
+        for name in of_rank
     }
 
     def remove(paths: Sequence[str]) -> None:
@@ -146,7 +145,7 @@ def remove_unpublished(
             return  # it cannot be read at present, and may name them
         remove_files(each for each in paths if os.path.basename(each) not in committed)
 
-    paths = [os.path.join(directory, name) for name in sorted(filter(is_ours_to_remove, names))]
+    paths = [os.path.join(directory, name) for name in sorted(filter(is_ours_to_remove, here))]
     remove_in_time(paths, remove=remove)
 
 

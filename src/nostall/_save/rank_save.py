@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
 from nostall._commit.ahead import WrittenAhead, is_worth_it
+from nostall._commit.known_results import KnownResults
 from nostall._commit.publication import Publication
 from nostall._engine import Engine, default_engine
 from nostall._memory.fence import SnapshotFence
@@ -32,6 +33,7 @@ from nostall._save import session, write, write_directly
 from nostall._save.copies import with_copied
 from nostall._save.early_commit import EarlyCommit
 from nostall._save.outliving import Outliving
+from nostall._save.save_planner import SavePlanner, prepare
 from nostall._save.settings import SaveTarget, WriterSettings
 from nostall._save.split_save import SplitSave
 from nostall._save.stager import stage_for_later, take_over
@@ -94,6 +96,8 @@ class RankSave:
         """The rank whose files were durable last, once it is known."""
         self._may_replace: bool | None = None
         self._has_begun_part = False
+        self.known_results: KnownResults | None = None
+        """On the coordinator, those of the plan of a nostall planner."""
         self.promotion: Promotion | None = None
         """On the coordinator, once the checkpoint is committed in a local tier."""
 
@@ -195,7 +199,12 @@ class RankSave:
         """
         self._take_staging()
         self.settings.require_ending_with_process()
-        prepared = self._prepared(plan, resolver)
+        planner = resolver if isinstance(resolver, SavePlanner) else None
+        try:
+            prepared = self._prepared(plan, resolver)
+        finally:
+            if planner is not None:
+                planner.let_go()
         visit = prepared.target.visit
         try:
             prepared, report = _write(prepared, default_engine())
@@ -211,7 +220,11 @@ class RankSave:
         self._state = Written(visit=visit, receipts=receipts)
         written = session.written_files(prepared, report)
         self._begin_part(written)
-        return session.WrittenItems(results, written)
+        items = session.WrittenItems(results, written)
+        if planner is not None:
+            self.known_results = planner.known_results
+            items.keep_at_coordinator(prepared, planner.token_there)
+        return items
 
     def _begin_part(self, written: RankFiles) -> None:
         """Begin to bring this rank's files from a local tier, once."""
@@ -239,7 +252,7 @@ class RankSave:
 
     def _prepared(self, plan: SavePlan, resolver: Resolver) -> session.PreparedSave:
         with self._target(plan) as target:
-            return session.prepare(plan, resolver, target=target, engine=default_engine())
+            return prepare(plan, resolver, target=target, engine=default_engine())
 
     @contextmanager
     def _target(self, plan: SavePlan, *, replaces: bool | None = None) -> Iterator[SaveTarget]:

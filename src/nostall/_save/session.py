@@ -22,7 +22,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
 from nostall._commit.collect import require_one_result_each
+from nostall._commit.known_results import Results, ResultsReference
 from nostall._commit.publication import end_of_program, program_of
 from nostall._engine import Engine
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
@@ -316,6 +317,27 @@ class WrittenItems(list[WriteResult]):
     ) -> None:
         super().__init__(results)
         self.written = written
+        self.outcome: Results | ResultsReference | None = None
+        """If the coordinator keeps results; a reference is sent without them."""
+
+    def keep_at_coordinator(self, prepared: PreparedSave, token_there: str | None) -> None:
+        """Let the coordinator keep these results, or refer to those that it has."""
+        token = None if prepared.known is None else prepared.known.token
+        if token is not None and token == token_there:
+            self.outcome = ResultsReference(token=token, files=prepared.files)
+        else:
+            self.outcome = Results(items=list(self), files=prepared.files, token=token)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.outcome is None:
+            return WrittenItems, (list(self), self.written)
+        return _with_outcome, (self.written, self.outcome)
+
+
+def _with_outcome(written: RankFiles, outcome: Results | ResultsReference) -> WrittenItems:
+    items = WrittenItems(outcome.items if isinstance(outcome, Results) else (), written)
+    items.outcome = outcome
+    return items
 
 
 def written_files(prepared: PreparedSave, report: RankReport | None) -> RankFiles:

@@ -38,6 +38,7 @@ from nostall._plan.together import (
 from nostall._ranks.group import Coordination, coordination_of
 from nostall._save.metadata_cache import CheckpointMetadataCache
 from nostall._save.rank_save import RankSave
+from nostall._save.save_planner import for_split_saves
 from nostall._save.session import KnownSave
 
 _log = logging.getLogger("nostall")
@@ -124,6 +125,7 @@ def plan_save(
     use_dist = dist.is_available() and dist.is_initialized()
     session = SaveSession(process_group, use_dist, coordinator_rank)
     session.cache = cache
+    planner = for_split_saves(planner)
     coordination = coordination_of(session)
     group = (
         group_identity(process_group, use_dist=use_dist),

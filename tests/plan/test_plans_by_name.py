@@ -1,0 +1,201 @@
+"""``nostall.SavePlanner``: what is planned and sent, and that no save differs from stock's plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+import nostall
+from nostall._save.known_plans import KnownPlans
+from programs.plans_by_name import plannings
+from support.ranks import run_ranks
+from support.states import blobs, read_metadata, schedule, small_state
+
+SENT_NBYTES = 4096
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nostall._save.known_plans._alone", KnownPlans())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_structure_is_planned_once(tmp_path: Path, ranks: int) -> None:
+    """After that ranks send names; ``dcp.save`` returns the metadata on all of them."""
+    for rank, (first, *later) in enumerate(run_ranks(ranks, "plans_by_name:steady", tmp_path)):
+        assert first["planned"] == (2 if rank == 0 else 1)
+        assert first["sent"] > 10 * SENT_NBYTES
+        for found in later:
+            assert found["planned"] == 0
+            assert found["sent"] < SENT_NBYTES
+        for found in (first, *later):
+            assert found["said"] == first["said"]
+            assert found["returned"]
+            assert found["is right"]
+
+
+def test_a_change_on_any_rank_is_noticed_by_all(tmp_path: Path) -> None:
+    """In the save in which it happens."""
+    for found in run_ranks(2, "plans_by_name:changes", tmp_path):
+        assert [name for name, is_right in found.items() if not is_right] == []
+
+
+def test_structures_may_take_turns(tmp_path: Path) -> None:
+    """Each is planned once."""
+    for rank, found in enumerate(run_ranks(2, "plans_by_name:alternating", tmp_path)):
+        assert found["right"] == [True] * 9
+        assert found["planned"] == [2 - rank] * 3 + [0] * 6
+
+
+def test_a_failure_is_raised_on_all_ranks_and_spoils_no_later_save(tmp_path: Path) -> None:
+    """Nothing of the failed saves is committed."""
+    for found in run_ranks(2, "plans_by_name:failing", tmp_path):
+        assert found["errors"] == [True, True, True]
+        assert found["complete"] == [True, True, False, True, False, True, False, True]
+        assert found["right"]
+
+
+def test_groups_are_kept_apart(tmp_path: Path) -> None:
+    """A planner that is told its group."""
+    for found in run_ranks(3, "plans_by_name:other_groups", tmp_path, "told"):
+        assert found == {"errors": [], "right": True}
+
+
+def test_a_planner_of_another_group_fails_clearly(tmp_path: Path) -> None:
+    """With the next step, on all ranks of the group; no save is wrong."""
+    first, *others = run_ranks(3, "plans_by_name:other_groups", tmp_path, "not told")
+    assert first == {"errors": [], "right": True}
+    for found in others:
+        assert found["right"]
+        assert found["errors"]
+        assert all(found["errors"])
+
+
+def test_a_checkpoint_may_be_replaced(tmp_path: Path) -> None:
+    """Files have new names then; metadata that nobody has looked at goes with its checkpoint."""
+    coordinator, other = run_ranks(2, "plans_by_name:replaced", tmp_path)
+    assert coordinator["right"] == other["right"] == [True] * 4
+    assert coordinator["first"] == coordinator["last"] == other["last"]
+    assert other["first"] == (
+        "the checkpoint whose metadata dcp.save returned was replaced by a later save"
+    )
+
+
+@pytest.mark.parametrize("staging", ["blocking", "overlapped"])
+def test_saves_in_the_background_plan_once(tmp_path: Path, staging: str) -> None:
+    """With one planner for all of them, which keeps no copy alive."""
+    for rank, found in enumerate(run_ranks(2, "plans_by_name:in_background", tmp_path, staging)):
+        assert found["right"] == [True] * 4
+        assert found["planned"][1:] == [0] * 3 or rank == 0
+        assert found["planned"][2:] == [0] * 2
+
+
+def test_another_writer_gets_whole_plans(tmp_path: Path) -> None:
+    """Stock's, say."""
+    assert run_ranks(2, "plans_by_name:with_stocks_writer", tmp_path) == [[True] * 3] * 2
+
+
+# --- one process ----------------------------------------------------------------------------------
+
+
+def _save(path: Path, state: dict[str, Any], planner: Any, options: Mapping[str, Any]) -> None:
+    writer = nostall.FileSystemWriterAsync(path, **options)
+    dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+
+
+def test_other_options_of_the_writer_are_followed(tmp_path: Path) -> None:
+    """From save to save of one structure: each has the files of a save that was planned anew."""
+    everything: list[dict[str, Any]] = [
+        {},
+        {"thread_count": 3},
+        {"serialization_format": SerializationFormat.SAFETENSORS},
+        {"single_file_per_rank": False},
+        {},
+        {"separation_hint": "w1", "thread_count": 2},
+        {"serialization_format": SerializationFormat.SAFETENSORS, "thread_count": 2},
+        {"frozen": ["w2"]},
+        {"sync_files": False, "is_multiproc_io": True},
+    ]
+    for number, options in enumerate(everything):
+        state = {f"w{n}": torch.full((n, 3), float(number)) for n in range(5)}
+        _save(tmp_path / f"{number}", state, nostall.SavePlanner(), options)
+        _save(tmp_path / f"{number}p", state, dcp.DefaultSavePlanner(), options)
+        one, other = tmp_path / f"{number}", tmp_path / f"{number}p"
+        assert blobs(one) == blobs(other)
+        assert read_metadata(one).storage_data == read_metadata(other).storage_data
+        assert nostall.verify(one).ok
+
+
+def test_what_a_file_format_cannot_have_is_refused_though_the_structure_is_known(
+    tmp_path: Path,
+) -> None:
+    """The same error as of a first save."""
+    state = small_state()
+    for number in range(2):
+        _save(tmp_path / f"{number}", state, nostall.SavePlanner(), {})
+    options = {"serialization_format": SerializationFormat.SAFETENSORS}
+    with pytest.raises(CheckpointException, match="files of safetensors cannot have"):
+        _save(tmp_path / "2", state, nostall.SavePlanner(), options)
+    assert not nostall.is_complete(tmp_path / "2")
+
+
+def test_values_of_objects_are_read_anew(tmp_path: Path) -> None:
+    """Also if they are longer than before."""
+    for number, note in enumerate(("a", "b", "c" * 1000, "d")):
+        state = {"weight": torch.ones(3), "note": note, "list": [number]}
+        _save(tmp_path / f"{number}", state, nostall.SavePlanner(), {})
+        _save(tmp_path / f"{number}p", state, dcp.DefaultSavePlanner(), {})
+        assert blobs(tmp_path / f"{number}") == blobs(tmp_path / f"{number}p")
+
+
+class _Halved(nostall.SavePlanner):
+    """A planner that changes what is written."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002  # DCP's
+        found = super().transform_object(write_item, object)
+        return found / 2 if isinstance(found, torch.Tensor) else found
+
+
+def test_a_subclass_plans_every_save(tmp_path: Path) -> None:
+    """What it changes may depend on more than the structure."""
+    for number in range(3):
+        with plannings() as made:
+            _save(tmp_path / f"{number}", {"w": torch.full((3,), 4.0)}, _Halved(), {})
+        assert len(made) == 2
+        found = {"w": torch.zeros(3)}
+        nostall.load(found, tmp_path / f"{number}")
+        assert found["w"].tolist() == [2.0] * 3
+
+
+def test_a_kept_planner_keeps_no_tensor(tmp_path: Path) -> None:
+    """Neither of a recognised state dict nor of a planned one, nor after a failure."""
+    planner = nostall.SavePlanner()
+    for number in range(3):
+        _save(tmp_path / f"{number}", small_state(number), planner, {})
+        assert planner.state_dict == {}
+        assert planner._given == {}
+    options = {"serialization_format": SerializationFormat.SAFETENSORS}
+    with pytest.raises(CheckpointException, match="safetensors"):
+        _save(tmp_path / "failed", small_state(), planner, options)
+    assert planner.state_dict == {}
+
+
+def test_split_saves_use_their_own_cache(tmp_path: Path) -> None:
+    """The planner is accepted there, as stock's."""
+    with nostall.AsyncCallsQueue() as queue:
+        cache = nostall.state_dict_saver.CheckpointMetadataCache()
+        for number in range(4):
+            planner = nostall.SavePlanner()
+            state = small_state(number)
+            schedule(queue, tmp_path / f"{number}", state, planner=planner, cache=cache)
+            queue.wait()
+            _save(tmp_path / f"{number}p", state, dcp.DefaultSavePlanner(), {})
+            assert blobs(tmp_path / f"{number}") == blobs(tmp_path / f"{number}p")
+    assert cache.known is not None

@@ -1,0 +1,257 @@
+"""Saves by ``dcp.save`` and ``dcp.async_save`` with ``nostall.SavePlanner``, on real ranks."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import default_planner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+import nostall
+from nostall.errors import ReadError
+from nostall.testing import Fault, inject
+from programs.entry_points import State
+from programs.planning import CHANGES, WHERE, changed, collectives, make_state
+from support.states import blobs, read_metadata
+
+
+@contextmanager
+def messages() -> Iterator[list[int]]:
+    """Lengths of what this rank sends to others."""
+    sent: list[int] = []
+    scatter, gather = dist.scatter_object_list, dist.gather_object
+
+    def gathering(**options: Any) -> Any:
+        sent.append(len(pickle.dumps(options["obj"])))
+        return gather(**options)
+
+    def scattering(**options: Any) -> Any:
+        given = options["scatter_object_input_list"] or [None]
+        sent.append(max(len(pickle.dumps(each)) for each in given))
+        return scatter(**options)
+
+    with (
+        patch.object(dist, "gather_object", gathering),
+        patch.object(dist, "scatter_object_list", scattering),
+    ):
+        yield sent
+
+
+@contextmanager
+def plannings() -> Iterator[list[int]]:
+    """One entry for each rank's plan and each global plan that this rank makes in full."""
+    made: list[int] = []
+    local = default_planner.create_default_local_save_plan
+    whole = default_planner.create_default_global_save_plan
+
+    def plan_local(*args: Any, **options: Any) -> Any:
+        made.append(1)
+        return local(*args, **options)
+
+    def plan_all(*args: Any, **options: Any) -> Any:
+        made.append(2)
+        return whole(*args, **options)
+
+    with (
+        patch.object(default_planner, "create_default_local_save_plan", plan_local),
+        patch.object(default_planner, "create_default_global_save_plan", plan_all),
+    ):
+        yield made
+
+
+def save(path: Path, state: State, **options: Any) -> Metadata:
+    """One save with a planner of its own."""
+    options.setdefault("planner", nostall.SavePlanner())
+    writer = nostall.FileSystemWriterAsync(path)
+    saved: Metadata = dcp.save(state, storage_writer=writer, **options)
+    return saved
+
+
+def is_as_by_stocks(path: Path, state: State, **options: Any) -> bool:
+    """Whether a checkpoint is what ``DefaultSavePlanner`` makes of the state. Collective."""
+    other = path.with_name(f"{path.name} planned by stock")
+    save(other, state, planner=dcp.DefaultSavePlanner(), **options)
+    mine, stocks = read_metadata(path), read_metadata(other)
+    return (
+        blobs(path) == blobs(other)
+        and nostall.verify(path).ok
+        and mine.state_dict_metadata == stocks.state_dict_metadata
+        and mine.planner_data == stocks.planner_data
+        and mine.storage_data.keys() == stocks.storage_data.keys()
+        and type(mine) is Metadata
+    )
+
+
+def wide_state(seed: int) -> State:
+    """Many small tensors of each rank, so that plans and results are long."""
+    return {
+        **make_state(seed),
+        **{f"{dist.get_rank()} {n}": torch.full((4,), seed + n) for n in range(500)},
+    }
+
+
+def steady(out: Path) -> list[dict[str, Any]]:
+    """Three saves with new values: what is planned, sent and written."""
+    found = []
+    for number in range(3):
+        with messages() as sent, plannings() as made, collectives() as said:
+            metadata = save(out / f"{number}", wide_state(number))
+        kind = type(metadata).__name__
+        found.append(
+            {
+                "sent": max(sent),
+                "planned": len(made),
+                "said": dict(said),
+                "kind": kind,
+                "returned": metadata == read_metadata(out / f"{number}"),
+                "is right": is_as_by_stocks(out / f"{number}", wide_state(number)),
+            }
+        )
+    return found
+
+
+def changes(out: Path) -> dict[str, bool]:
+    """After each change on some ranks, and back: every save is right."""
+    found = {}
+    for where in WHERE:
+        for kind in CHANGES:
+            for number, state in enumerate(
+                (make_state(1), make_state(2), changed(make_state(3), kind, where), make_state(4))
+            ):
+                path = out / f"{where} {kind} {number}"
+                save(path, state)
+                found[path.name] = is_as_by_stocks(path, state)
+    return found
+
+
+def alternating(out: Path) -> dict[str, Any]:
+    """Three structures in turns: each is planned once."""
+    planned, right = [], []
+    for number in range(9):
+        state = make_state(number)
+        for more in range(number % 3):
+            state[f"more {more}"] = torch.full((2,), number)
+        with plannings() as made:
+            save(out / f"{number}", state)
+        planned.append(len(made))
+        right.append(is_as_by_stocks(out / f"{number}", state))
+    return {"planned": planned, "right": right}
+
+
+class _Unserialisable:
+    def __init__(self, *, is_refused: bool) -> None:
+        self.is_refused = is_refused
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.is_refused:
+            raise ValueError("an object that refuses")
+        return vars(self)
+
+
+def failing(out: Path) -> dict[str, Any]:
+    """A rank fails when it plans, or writes; all learn it, and later saves are right."""
+    errors = []
+
+    def state_of(number: int, *, is_refused: bool) -> State:
+        refused = is_refused and dist.get_rank() == 1
+        return {**make_state(number), f"of {dist.get_rank()}": _Unserialisable(is_refused=refused)}
+
+    def full_disk(*, is_full: bool) -> AbstractContextManager[None]:
+        if not is_full or dist.get_rank() == 0:
+            return nullcontext()
+        return inject(Fault.errno("chunk", errno.ENOSPC))
+
+    for number in range(8):
+        state = state_of(number, is_refused=number in (2, 4))
+        with full_disk(is_full=number == 6):
+            try:
+                save(out / f"{number}", state)
+            except CheckpointException as error:
+                why = "No space left" if number == 6 else "an object that refuses"
+                errors.append(why in str(error))
+    state = make_state(9)
+    save(out / "9", state)
+    return {
+        "errors": errors,
+        "complete": [nostall.is_complete(out / f"{number}") for number in range(8)],
+        "right": is_as_by_stocks(out / "9", state),
+    }
+
+
+def other_groups(out: Path, is_told: str) -> dict[str, Any]:
+    """All ranks save, then some of them without the first one, and so on. Three ranks."""
+    some = dist.new_group([1, 2])
+    errors, right = [], []
+    for number in range(4):
+        state = {"shared": torch.full((5,), number), "own": {"number": number}}
+        save(out / f"all {number}", state)
+        right.append(is_as_by_stocks(out / f"all {number}", state))
+        if dist.get_rank() == 0:
+            continue
+        group = some if is_told == "told" else None
+        path = out / f"some {number}"
+        options = {"process_group": some}
+        try:
+            planner = nostall.SavePlanner(process_group=group)
+            save(path, state, planner=planner, **options)
+        except CheckpointException as error:
+            errors.append("give SavePlanner the process_group" in str(error))
+        else:
+            right.append(is_as_by_stocks(path, state, **options))
+    return {"errors": errors, "right": all(right)}
+
+
+def replaced(out: Path) -> dict[str, Any]:
+    """Several saves to one directory, and what an earlier one has returned."""
+    returned, right = [], []
+    for number in range(4):
+        returned.append(save(out / "one", make_state(number)))
+        right.append(is_as_by_stocks(out / "one", make_state(number)))
+    last = list(returned[-1].state_dict_metadata)
+    try:
+        keys = list(returned[0].state_dict_metadata)
+    except ReadError as error:
+        return {"right": right, "last": len(last), "first": error.message}
+    return {"right": right, "last": len(last), "first": len(keys)}
+
+
+def in_background(out: Path, staging: str) -> dict[str, Any]:
+    """``dcp.async_save`` with one planner for all saves."""
+    planner, planned, right = nostall.SavePlanner(), [], []
+    for number in range(4):
+        path = out / f"{number}"
+        writer = nostall.FileSystemWriterAsync(path, staging=staging)  # type: ignore[arg-type]
+        with plannings() as made:
+            saving = dcp.async_save(make_state(number), storage_writer=writer, planner=planner)
+            upload = saving if isinstance(saving, Future) else saving.upload_completion
+            upload.result()
+        planned.append(len(made))
+        right.append(is_as_by_stocks(path, make_state(number)))
+    return {"planned": planned, "right": right}
+
+
+def with_stocks_writer(out: Path) -> list[bool]:
+    """Another writer gets whole plans."""
+    right = []
+    for number in range(3):
+        state, path = make_state(number), out / f"{number}"
+        dcp.save(
+            state,
+            storage_writer=dcp.FileSystemWriter(path, sync_files=False),
+            planner=nostall.SavePlanner(),
+        )
+        other = out / f"{number} by nostall"
+        save(other, state, planner=dcp.DefaultSavePlanner())
+        right.append(blobs(path) == blobs(other))
+    return right
