@@ -62,6 +62,11 @@ def test_a_failure_is_raised_on_all_ranks_and_spoils_no_later_save(tmp_path: Pat
         assert found["right"]
 
 
+def test_ranks_forget_together(tmp_path: Path) -> None:
+    """No rank refers to a plan that the coordinator has forgotten."""
+    assert run_ranks(2, "plans_by_name:forgetting", tmp_path) == [[True] * 4] * 2
+
+
 def test_groups_are_kept_apart(tmp_path: Path) -> None:
     """A planner that is told its group."""
     for found in run_ranks(3, "plans_by_name:other_groups", tmp_path, "told"):

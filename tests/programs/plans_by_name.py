@@ -189,6 +189,32 @@ def failing(out: Path) -> dict[str, Any]:
     }
 
 
+def forgetting(out: Path) -> list[bool]:
+    """A structure comes back after more saves than are remembered, by all ranks or by one."""
+    right: list[bool] = []
+
+    def save_known() -> None:
+        path, state = out / f"known {len(right)}", make_state(len(right))
+        save(path, state)
+        right.append(is_as_by_stocks(path, state))
+
+    save_known()
+    for number in range(10):
+        if dist.get_rank() == 0:
+            save(out / f"alone {number}", {f"{number}": torch.ones(2)}, no_dist=True)
+    save_known()
+    for number in range(10):  # of a structure that cannot be recognised
+        save(out / f"sparse {number}", {"sparse": torch.eye(3).to_sparse()})
+    save_known()
+    for number in range(10):  # of one that changes on one rank only
+        state = make_state(0)
+        if dist.get_rank() == 0:
+            state[f"{number}"] = torch.ones(2)
+        save(out / f"changing {number}", state)
+    save_known()
+    return right
+
+
 def other_groups(out: Path, is_told: str) -> dict[str, Any]:
     """All ranks save, then some of them without the first one, and so on. Three ranks."""
     some = dist.new_group([1, 2])

@@ -147,9 +147,13 @@ class OwnAsyncSave:
     description = "dcp.async_save with FileSystemWriterAsync as writer and stager"
     warmups = 3
 
-    def __init__(self, *, warmed_up: bool = True) -> None:
+    def __init__(self, *, warmed_up: bool = True, plans_once: bool = False) -> None:
         self._warmed_up = warmed_up
+        self._planner_type = nostall.SavePlanner if plans_once else DefaultSavePlanner
         self._no_dist = True
+        if plans_once:
+            self.name += " planned once"
+            self.description += ", with SavePlanner"
 
     def available(self) -> str | None:
         return None
@@ -161,7 +165,10 @@ class OwnAsyncSave:
 
     def save(self, state: State, path: Path) -> Pending:
         saved = dcp.async_save(
-            state, storage_writer=FileSystemWriterAsync(path), no_dist=self._no_dist
+            state,
+            storage_writer=FileSystemWriterAsync(path),
+            planner=self._planner_type(),
+            no_dist=self._no_dist,
         )
         assert isinstance(saved, Future)
         return PendingFuture(saved)
@@ -183,13 +190,21 @@ class OwnSyncSave(OwnAsyncSave):
         self._no_dist = not setting.ranks.distributed
 
     def save(self, state: State, path: Path) -> Pending:
-        dcp.save(state, storage_writer=FileSystemWriterAsync(path), no_dist=self._no_dist)
+        dcp.save(
+            state,
+            storage_writer=FileSystemWriterAsync(path),
+            planner=self._planner_type(),
+            no_dist=self._no_dist,
+        )
         return Durable()
 
 
 def own_contenders(shape: str = "large") -> list[Contender]:
     """All of nostall's for a shape, the main one first."""
     frozen: list[Contender] = [FrozenSave()] if shape == "lora" else []
+    known: list[Contender] = []
+    if shape == "many":
+        known = [OwnAsyncSave(plans_once=True), OwnSyncSave(plans_once=True)]
     return [
         SplitSave("nostall", "split plan/schedule/finalise with AsyncCallsQueue and plan cache"),
         SplitSave(
@@ -201,4 +216,5 @@ def own_contenders(shape: str = "large") -> list[Contender]:
         CompressedSave(),
         OwnAsyncSave(),
         OwnSyncSave(),
+        *known,
     ]

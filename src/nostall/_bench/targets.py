@@ -17,6 +17,7 @@ from nostall._bench.results import BenchReport, ContenderReport, TargetReport
 R = TypeVar("R")
 
 MAIN, SYNCHRONOUS = "nostall", "nostall dcp.save"
+PLANNED_ONCE = "nostall dcp.save planned once"
 LARGE, MANY = ("large",), ("many",)
 Measure = Callable[[BenchReport], "float | None"]
 _COMPARE = {"<=": operator.le, ">=": operator.ge}
@@ -174,6 +175,13 @@ TARGETS: tuple[Target[BenchReport], ...] = (
         shapes=MANY,
     ),
     Target("durable: dcp.save / nostall", ">=", 25, _faster_than_dcp_save(MAIN), shapes=MANY),
+    Target(
+        "synchronous: dcp.save / with nostall's writer and SavePlanner",
+        ">=",
+        20,
+        _faster_than_dcp_save(PLANNED_ONCE),
+        shapes=MANY,
+    ),
     Target(
         "synchronous: dcp.save / with nostall's writer",
         ">=",

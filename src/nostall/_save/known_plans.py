@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import uuid
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -28,8 +28,8 @@ from nostall._save.session import KnownSave
 from nostall.errors import SaveError
 
 _MOST = 4
-"""Structures that a rank remembers; the coordinator has twice as many plans, so that it has the
-plan of each of them also after failed saves."""
+"""Global plans, the last used ones, of which a rank remembers its part. The coordinator has twice
+as many: a failed save may have got a plan that other ranks have not heard of."""
 
 T = TypeVar("T")
 
@@ -84,8 +84,10 @@ class KnownPlans:
     """Those of one process group. Thread-safe."""
 
     def __init__(self) -> None:
-        self._mine: OrderedDict[str, KnownPlan] = OrderedDict()
-        self._of_all: OrderedDict[str, GlobalPlan] = OrderedDict()
+        self._mine: OrderedDict[str, KnownPlan | None] = OrderedDict()
+        """With those of which this rank cannot recognise its part: the ranks forget together."""
+        self._of_all: dict[int, OrderedDict[str, GlobalPlan]] = defaultdict(OrderedDict)
+        """By the number of ranks: this process may also save alone, as its own coordinator."""
         self._unanswered: set[str] = set()
         self._lock = threading.Lock()
 
@@ -101,7 +103,7 @@ class KnownPlans:
             self._unanswered.clear()
             candidates = list(reversed(self._mine.values()))
         for known in candidates:
-            if known.configuration == configuration:
+            if known is not None and known.configuration == configuration:
                 sources = known.save.structure.find(state_dict, serialize)
                 if sources is not None:
                     return known, sources
@@ -113,13 +115,15 @@ class KnownPlans:
             self._unanswered.add(known.name)
         return NamedPlan([], name=known.name, position=known.position, is_known=True)
 
-    def note_answer(self, known: KnownPlan) -> None:
-        """Note that the coordinator has answered."""
+    def note_answer(self, answer: NamedPlan, asked: KnownPlan | None) -> None:
+        """Note the plan by which all ranks save, and that it is the answer to a question."""
         with self._lock:
-            self._unanswered.discard(known.name)
+            if asked is not None:
+                self._unanswered.discard(asked.name)
+            _keep(self._mine, answer.name, self._mine.get(answer.name), _MOST)
 
     def remember(self, known: KnownPlan) -> None:
-        """Remember a plan by which this rank saves."""
+        """Remember this rank's part of a plan, by which it saves."""
         with self._lock:
             _keep(self._mine, known.name, known, _MOST)
 
@@ -150,7 +154,7 @@ class KnownPlans:
         finals, metadata = make(local)
         made = GlobalPlan(name=uuid.uuid4().hex, local=local, metadata=metadata)
         with self._lock:
-            _keep(self._of_all, made.name, made, 2 * _MOST)
+            _keep(self._of_all[len(plans)], made.name, made, 2 * _MOST)
         return [
             NamedPlan(**vars(final), name=made.name, position=position)
             for position, final in enumerate(finals)
@@ -164,17 +168,16 @@ class KnownPlans:
         if [plan.position for plan in named] != list(range(len(plans))):
             return None
         with self._lock:
-            known = self._of_all.get(named[0].name)
-            if known is None or len(known.local) != len(plans):
-                return None
-            _keep(self._of_all, known.name, known, 2 * _MOST)
+            known = self._of_all[len(plans)].get(named[0].name)
+            if known is not None:
+                _keep(self._of_all[len(plans)], known.name, known, 2 * _MOST)
         return known
 
     def _whole(self, plan: SavePlan) -> SavePlan:
         if not isinstance(plan, NamedPlan):
             return plan
         with self._lock:
-            known = self._of_all.get(plan.name)
+            known = next((of[plan.name] for of in self._of_all.values() if plan.name in of), None)
         if known is None:
             raise SaveError(
                 "a rank refers to a plan that the coordinator does not have",

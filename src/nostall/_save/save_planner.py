@@ -104,13 +104,14 @@ class SavePlanner(DefaultSavePlanner):
         """This rank's final plan, with all its items."""
         if not isinstance(new_plan, NamedPlan):  # of a coordinator with another planner
             return super().finish_plan(new_plan)
+        known = None if self._recognised is None else self._recognised[0]
+        if self._plans is not None:
+            self._plans.note_answer(new_plan, known)
         self._answer = new_plan
-        if self._plans is not None and self._recognised is not None:
-            known, _ = self._recognised
-            self._plans.note_answer(known)
-            if new_plan.is_known:
-                return replace(known.final, storage_data=new_plan.storage_data)
-            self._recognised = None  # another rank's structure has changed
+        if known is not None and new_plan.is_known:
+            return replace(known.final, storage_data=new_plan.storage_data)
+        if known is not None:  # another rank's structure has changed
+            self._recognised = None
             self._flatten()
         return super().finish_plan(new_plan)
 
