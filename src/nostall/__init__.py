@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from nostall._memory.fence import wait_staged as wait_staged
     from nostall._model.progress import SaveStatus as SaveStatus
     from nostall._model.reads import LoadStatus as LoadStatus
-    from nostall._save.save_planner import SavePlanner as SavePlanner
+    from nostall._save.by_name.planner import SavePlanner as SavePlanner
     from nostall._save.warmup import warmup as warmup
     from nostall.cached_metadata_filesystem_reader import (
         CachedMetadataFileSystemReader as CachedMetadataFileSystemReader,
@@ -89,7 +89,7 @@ _HOME = {
     "PromotionStatus": "local_tier",
     "Recovery": "recovery",
     "RecoveryState": "recovery",
-    "SavePlanner": "_save.save_planner",
+    "SavePlanner": "_save.by_name.planner",
     "SaveStats": "stats",
     "SaveStatus": "_model.progress",
     "TorchAsyncCheckpoint": "torch_ckpt",

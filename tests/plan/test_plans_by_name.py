@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import nostall
-from nostall._save.known_plans import KnownPlans
+from nostall._save.by_name.plans import GroupPlans
 from programs.plans_by_name import plannings
 from support.ranks import run_ranks
 from support.states import blobs, read_metadata, schedule, small_state
@@ -23,12 +24,12 @@ SENT_NBYTES = 4096
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nostall._save.known_plans._alone", KnownPlans())
+    monkeypatch.setattr("nostall._save.by_name.plans._alone", GroupPlans())
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_structure_is_planned_once(tmp_path: Path, ranks: int) -> None:
-    """After that ranks send names; ``dcp.save`` returns the metadata on all of them."""
+    """After that ranks send its name; ``dcp.save`` returns the metadata on all of them."""
     for rank, (first, *later) in enumerate(run_ranks(ranks, "plans_by_name:steady", tmp_path)):
         assert first["planned"] == (2 if rank == 0 else 1)
         assert first["sent"] > 10 * SENT_NBYTES
@@ -103,8 +104,53 @@ def test_saves_in_the_background_plan_once(tmp_path: Path, staging: str) -> None
 
 
 def test_another_writer_gets_whole_plans(tmp_path: Path) -> None:
-    """Stock's, say."""
-    assert run_ranks(2, "plans_by_name:with_stocks_writer", tmp_path) == [[True] * 3] * 2
+    """Stock's, say; its metadata can be read without nostall."""
+    assert run_ranks(2, "plans_by_name:with_stocks_writer", tmp_path) == [[True] * 8] * 2
+
+
+def test_ranks_may_save_without_collectives(tmp_path: Path) -> None:
+    """Between saves together; each has its own files then."""
+    assert run_ranks(2, "plans_by_name:without_collectives", tmp_path) == [[True] * 10] * 2
+
+
+def test_a_combination_of_structures_is_planned_once(tmp_path: Path) -> None:
+    """If that of one rank alternates, too."""
+    for rank, found in enumerate(run_ranks(2, "plans_by_name:one_alternates", tmp_path)):
+        assert found["right"] == [True] * 8
+        assert found["planned"][3:] == [0] * 5, (rank, found["planned"])
+
+
+def test_another_planner_on_the_coordinator_fails_clearly(tmp_path: Path) -> None:
+    """And no rank's items are left out of a checkpoint."""
+    for found in run_ranks(2, "plans_by_name:other_planners", tmp_path):
+        assert found == {"errors": [True], "right": [True] * 5}
+
+
+def test_a_commit_that_fails_and_changed_metadata_spoil_no_later_save(tmp_path: Path) -> None:
+    """All ranks' files of the failed save are removed, though ranks only referred to them."""
+    for found in run_ranks(2, "plans_by_name:refused_commit", tmp_path):
+        assert found == {"errors": 1, "left": [], "right": [True] * 5}
+
+
+def test_an_object_may_grow_on_one_rank(tmp_path: Path) -> None:
+    """The others still refer to their results."""
+    assert run_ranks(2, "plans_by_name:one_object_grows", tmp_path) == [[True] * 5] * 2
+
+
+def test_saves_through_a_local_tier(tmp_path: Path) -> None:
+    """They send metadata in full."""
+    assert run_ranks(2, "plans_by_name:through_a_tier", tmp_path) == [[True] * 6] * 2
+
+
+def test_returned_metadata_can_be_copied_compared_and_pickled(tmp_path: Path) -> None:
+    """On all ranks, whether or not somebody has looked at it."""
+    for found in run_ranks(2, "plans_by_name:returned", tmp_path):
+        assert all(found.values()), found
+
+
+def test_process_groups_come_and_go(tmp_path: Path) -> None:
+    """What is known goes with them."""
+    assert run_ranks(2, "plans_by_name:groups_come_and_go", tmp_path) == [[True] * 8] * 2
 
 
 # --- one process ----------------------------------------------------------------------------------
@@ -184,12 +230,24 @@ def test_a_kept_planner_keeps_no_tensor(tmp_path: Path) -> None:
     planner = nostall.SavePlanner()
     for number in range(3):
         _save(tmp_path / f"{number}", small_state(number), planner, {})
-        assert planner.state_dict == {}
-        assert planner._given == {}
+        assert "state_dict" not in vars(planner)
+        assert planner._given is None
+        assert planner._recognised == {}
     options = {"serialization_format": SerializationFormat.SAFETENSORS}
     with pytest.raises(CheckpointException, match="safetensors"):
         _save(tmp_path / "failed", small_state(), planner, options)
-    assert planner.state_dict == {}
+    assert "state_dict" not in vars(planner)
+
+
+def test_a_used_planner_can_be_pickled(tmp_path: Path) -> None:
+    """For another process; nothing is known there, and no tensor goes along."""
+    planner = nostall.SavePlanner(dedup_save_to_lowest_rank=True)
+    state = {"w": torch.ones(100_000)}
+    for number in range(2):
+        _save(tmp_path / f"{number}", state, planner, {})
+        assert len(pickle.dumps(planner)) < 10_000
+    _save(tmp_path / "other", state, pickle.loads(pickle.dumps(planner)), {})
+    assert blobs(tmp_path / "other") == blobs(tmp_path / "0")
 
 
 def test_split_saves_use_their_own_cache(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -72,7 +74,7 @@ def plannings() -> Iterator[list[int]]:
 
 def save(path: Path, state: State, **options: Any) -> Metadata:
     """One save with a planner of its own."""
-    options.setdefault("planner", nostall.SavePlanner())
+    options["planner"] = options.get("planner") or nostall.SavePlanner()
     writer = nostall.FileSystemWriterAsync(path)
     saved: Metadata = dcp.save(state, storage_writer=writer, **options)
     return saved
@@ -268,10 +270,12 @@ def in_background(out: Path, staging: str) -> dict[str, Any]:
 
 
 def with_stocks_writer(out: Path) -> list[bool]:
-    """Another writer gets whole plans."""
+    """Another writer gets whole plans, and pickles stock's metadata, before and after nostall's."""
     right = []
-    for number in range(3):
+    for number in range(4):
         state, path = make_state(number), out / f"{number}"
+        if number % 2:
+            save(out / f"{number} too", state)
         dcp.save(
             state,
             storage_writer=dcp.FileSystemWriter(path, sync_files=False),
@@ -280,4 +284,133 @@ def with_stocks_writer(out: Path) -> list[bool]:
         other = out / f"{number} by nostall"
         save(other, state, planner=dcp.DefaultSavePlanner())
         right.append(blobs(path) == blobs(other))
+        right.append(b"nostall" not in (path / ".metadata").read_bytes())
+    return right
+
+
+def without_collectives(out: Path) -> list[bool]:
+    """Each rank makes a checkpoint of its own, between saves of all of them."""
+    right = []
+    rank = dist.get_rank()
+    for number in range(6):
+        state, path = make_state(number), out / f"{number}"
+        if number in (0, 3):
+            save(path, state)
+            right.append(is_as_by_stocks(path, state))
+            continue
+        options = {"use_collectives": False}
+        save(path, state, **options)
+        other = out / f"{number} planned by stock"
+        save(other, state, planner=dcp.DefaultSavePlanner(), **options)
+        name = f"__{rank}.metadata"
+        mine, stocks = (pickle.loads((each / name).read_bytes()) for each in (path, other))
+        right.append(mine.state_dict_metadata == stocks.state_dict_metadata)
+        right.append(mine.storage_data == stocks.storage_data)
+    return right
+
+
+def one_alternates(out: Path) -> dict[str, Any]:
+    """The structure of one rank alternates: both combinations are planned once."""
+    planned, right = [], []
+    for number in range(8):
+        state, path = make_state(number), out / f"{number}"
+        if dist.get_rank() == 1 and number % 2:
+            state["more"] = torch.full((2,), number)
+        with plannings() as made:
+            save(path, state)
+        planned.append(len(made))
+        right.append(is_as_by_stocks(path, state))
+    return {"planned": planned, "right": right}
+
+
+def other_planners(out: Path) -> dict[str, Any]:
+    """The coordinator has another planner than a rank that knows a plan."""
+    errors, right = [], []
+    for number in range(6):
+        state, path = make_state(number), out / f"{number}"
+        del state["sharded"]  # stock's planner itself misses a part of it
+        is_stocks = number == 2 and dist.get_rank() == 0
+        try:
+            save(path, state, planner=dcp.DefaultSavePlanner() if is_stocks else None)
+        except CheckpointException as error:
+            errors.append("use nostall.SavePlanner on all ranks" in str(error))
+        else:
+            right.append(is_as_by_stocks(path, state))
+    return {"errors": errors, "right": right}
+
+
+def refused_commit(out: Path) -> dict[str, Any]:
+    """The publication fails where ranks only refer to their results; a caller changes metadata."""
+    found: dict[str, Any] = {"errors": 0, "right": []}
+    for number in range(6):
+        state, path = make_state(number), out / f"{number}"
+        is_failing = number == 3 and dist.get_rank() == 0
+        failing = inject(Fault.errno("publish", errno.EIO)) if is_failing else nullcontext()
+        with failing:
+            try:
+                metadata = save(path, state)
+            except CheckpointException:
+                found["errors"] += 1
+                found["left"] = sorted(os.listdir(path))
+                continue
+        found["right"].append(is_as_by_stocks(path, state))
+        metadata.state_dict_metadata.clear()
+        metadata.storage_data.clear()
+        metadata.planner_data.clear()
+    return found
+
+
+def one_object_grows(out: Path) -> list[bool]:
+    """The pickle of an object becomes longer on one rank, and shorter again."""
+    right = []
+    for number in range(5):
+        state, path = make_state(number), out / f"{number}"
+        text = "x" * (1000 if number == 2 and dist.get_rank() == 1 else 5)
+        state[f"text of {dist.get_rank()}"] = text
+        save(path, state)
+        right.append(is_as_by_stocks(path, state))
+    return right
+
+
+def through_a_tier(out: Path) -> list[bool]:
+    """Metadata is sent in full: other hosts may not see the tier."""
+    right = []
+    for number in range(3):
+        state, path = make_state(number), out / f"{number}"
+        writer = nostall.FileSystemWriterAsync(path, local_staging_dir=out / "tier")
+        metadata = dcp.save(state, storage_writer=writer, planner=nostall.SavePlanner())
+        right.append(type(metadata) is Metadata)
+        if writer.promotion is not None:
+            writer.promotion.result(60)
+        dist.barrier()
+        right.append(is_as_by_stocks(path, state))
+    return right
+
+
+def returned(out: Path) -> dict[str, Any]:
+    """What ranks can do with the metadata that nobody has looked at."""
+    state = make_state(1)
+    first, second, third = (save(out / f"{number}", state) for number in range(3))
+    on_disk = [read_metadata(out / f"{number}") for number in range(3)]
+    copied, deep = copy(first), deepcopy(second)
+    pickled = pickle.loads(pickle.dumps(third))
+    return {
+        "copied": copied == on_disk[0] and on_disk[0] == first,
+        "deep": deep == on_disk[1] and on_disk[1] == second,
+        "pickled": pickled == on_disk[2],
+        "type": type(first) is Metadata,
+        "said": "state_dict_metadata" in repr(first),
+    }
+
+
+def groups_come_and_go(out: Path) -> list[bool]:
+    """A process group is destroyed and made again."""
+    right = []
+    for number in range(4):
+        group = dist.new_group(backend="gloo")
+        for more in range(2):
+            state, path = make_state(number), out / f"{number} {more}"
+            save(path, state, planner=nostall.SavePlanner(process_group=group), process_group=group)
+            right.append(is_as_by_stocks(path, state))
+        dist.destroy_process_group(group)
     return right

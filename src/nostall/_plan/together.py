@@ -85,10 +85,7 @@ class PlanMemory:
 
     def reusable_metadata(self) -> Metadata | None:
         """Metadata for one more save of the same structure: without parts of one checkpoint."""
-        twin = copy(self._metadata)
-        if twin is not None:
-            twin.storage_data = twin.storage_meta = None
-        return twin
+        return None if self._metadata is None else reusable_metadata(self._metadata)
 
     def reusable_program(self) -> bytes:
         """The same as a pickle without its end, see ``program_of``; empty without metadata."""
@@ -98,6 +95,15 @@ class PlanMemory:
         if self._pickled is None or self._pickled[0] is not metadata:
             self._pickled = metadata, program_of(twin)
         return self._pickled[1]
+
+
+def reusable_metadata(metadata: Metadata) -> Metadata:
+    """Metadata for one more save of the same structure: the same objects, without the parts of one
+    checkpoint.
+    """
+    twin = copy(metadata)
+    twin.storage_data = twin.storage_meta = None
+    return twin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,8 @@ from nostall._model.values import Abort, RankFiles
 from nostall._plan.together import new_series, replanned_metadata
 from nostall._ranks.failures import sendable
 from nostall._save import finalize
+from nostall._save.by_name.metadata import send_as_note
+from nostall._save.by_name.plans import NamedGlobalPlan
 from nostall._save.finalize import (
     FinishedMetadata,
     finish_metadata,
@@ -31,7 +33,6 @@ from nostall._save.finalize import (
 from nostall._save.leftovers import remove_unpublished
 from nostall._save.messages import Ending, RankMessage
 from nostall._save.rank_save import RankSave
-from nostall._save.sent_metadata import PlannedMetadata
 from nostall._save.session import WrittenItems
 from nostall._save.split_plan import SaveSession
 from nostall._storage.deadlines import in_time
@@ -128,12 +129,12 @@ def commit_results(
     """
     written = [getattr(of_rank, "written", None) for of_rank in results]
     names = [_files_in(of_rank) for of_rank in results]
-    planned = metadata.plain() if isinstance(metadata, PlannedMetadata) else metadata
+    plan = save.named_plan
     is_published = is_committed = False
     _require_files(save)
     try:
         _require_written_here(save, written)
-        publication = _publication_by_dcp(planned, results, save.known_results)
+        publication = _publication_by_dcp(metadata, results, plan)
         finished = finish_metadata(publication, written, storage_meta())
         is_published = True  # assumed until an error rules it out
         _publish(save, publication, metadata, finished)
@@ -146,35 +147,46 @@ def commit_results(
         raise
     finally:
         save.end(committed=is_committed)
-    settings, storage_meta_now = save.settings, finished.storage_meta
-    # Other hosts may not see a local tier.
-    if isinstance(metadata, PlannedMetadata) and storage_meta_now and settings.tier is None:
-        name = os.path.basename(settings.metadata_path)
-        metadata.note_published(settings.directory, name, storage_meta_now.save_id)
+        if plan is not None:
+            plan.is_over, plan.has_failed = True, not is_committed
+    if plan is not None:
+        _give_away(metadata, save, ranks=len(results))
 
 
 def _files_in(results: list[WriteResult]) -> set[str]:
     """Names of the files of a rank's results."""
-    if isinstance(results, WrittenItems) and results.outcome is not None:
-        return set(results.outcome.files)
-    return {each.storage_data.relative_path for each in results}
+    named = results.files if isinstance(results, WrittenItems) else ()
+    return {*named, *(each.storage_data.relative_path for each in results)}
 
 
 def _publication_by_dcp(
-    planned: Metadata, results: Sequence[list[WriteResult]], known: KnownResults | None
+    planned: Metadata, results: Sequence[list[WriteResult]], plan: NamedGlobalPlan | None
 ) -> Publication:
     """The publication of results that DCP has collected; ranks may refer to earlier ones."""
-    outcomes = [of_rank.outcome for of_rank in results if isinstance(of_rank, WrittenItems)]
-    told = [each for each in outcomes if each is not None]
-    if known is None or len(told) != len(results):
+    items = [of_rank for of_rank in results if isinstance(of_rank, WrittenItems)]
+    if plan is None or len(items) != len(results):
         return publication_of_results(planned, list(results))
-    publication = known.publication(told, planned)
-    if publication is None:
-        verdict = collect(known.fill_in(told))
-        if isinstance(verdict, Abort):
-            raise next(iter(verdict.failures.values()))[0]
-        publication = _publication(planned, told, verdict.results, known)
+    outcomes = [each.outcome for each in items]
+    with plan.lock:
+        publication = plan.results.publication(outcomes, planned)
+        if publication is None:
+            verdict = collect(plan.results.fill_in(outcomes))
+            if isinstance(verdict, Abort):
+                raise next(iter(verdict.failures.values()))[0]
+            publication = _publication(planned, outcomes, verdict.results, plan.results)
     return publication
+
+
+def _give_away(metadata: Metadata, save: RankSave, *, ranks: int) -> None:
+    """Make the metadata that ``dcp.save`` returns its caller's, and short to send."""
+    for name, value in vars(metadata).items():
+        if type(value) is dict:  # the next save uses the entries again
+            setattr(metadata, name, dict(value))
+    settings, storage_meta = save.settings, metadata.storage_meta
+    # Other hosts may not see a local tier.
+    if ranks > 1 and settings.tier is None and storage_meta is not None:
+        name = os.path.basename(settings.metadata_path)
+        send_as_note(metadata, settings.directory, name, storage_meta.save_id)
 
 
 def _require_files(save: RankSave) -> None:

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
 from nostall._commit.ahead import WrittenAhead, is_worth_it
-from nostall._commit.known_results import KnownResults
 from nostall._commit.publication import Publication
 from nostall._engine import Engine, default_engine
 from nostall._memory.fence import SnapshotFence
@@ -28,12 +27,12 @@ from nostall._model.completion import RecordName
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._model.values import RankFiles
 from nostall._plan.items import Resolver
-from nostall._plan.structure import learn
 from nostall._save import session, write, write_directly
+from nostall._save.by_name.planner import SavePlanner
+from nostall._save.by_name.plans import NamedGlobalPlan
 from nostall._save.copies import with_copied
 from nostall._save.early_commit import EarlyCommit
 from nostall._save.outliving import Outliving
-from nostall._save.save_planner import SavePlanner, prepare
 from nostall._save.settings import SaveTarget, WriterSettings
 from nostall._save.split_save import SplitSave
 from nostall._save.stager import stage_for_later, take_over
@@ -96,8 +95,8 @@ class RankSave:
         """The rank whose files were durable last, once it is known."""
         self._may_replace: bool | None = None
         self._has_begun_part = False
-        self.known_results: KnownResults | None = None
-        """On the coordinator, those of the plan of a nostall planner."""
+        self.named_plan: NamedGlobalPlan | None = None
+        """On the coordinator, if ``SavePlanner`` has made or found it."""
         self.promotion: Promotion | None = None
         """On the coordinator, once the checkpoint is committed in a local tier."""
 
@@ -183,9 +182,7 @@ class RankSave:
         """
         if not isinstance(self._state, SplitSave):
             return None
-        prepared = self._state.prepared
-        structure = learn(state_dict, flat, prepared.planned)
-        return None if structure is None else session.known(prepared, structure, default_engine())
+        return session.learn(self._state.prepared, state_dict, flat, default_engine())
 
     def fail_later(self, error: NostallError) -> None:
         """Record that planning failed on this rank; reported when the save is finalised."""
@@ -199,12 +196,7 @@ class RankSave:
         """
         self._take_staging()
         self.settings.require_ending_with_process()
-        planner = resolver if isinstance(resolver, SavePlanner) else None
-        try:
-            prepared = self._prepared(plan, resolver)
-        finally:
-            if planner is not None:
-                planner.let_go()
+        prepared, sent_token = self._prepared_by_name(plan, resolver)
         visit = prepared.target.visit
         try:
             prepared, report = _write(prepared, default_engine())
@@ -220,11 +212,21 @@ class RankSave:
         self._state = Written(visit=visit, receipts=receipts)
         written = session.written_files(prepared, report)
         self._begin_part(written)
-        items = session.WrittenItems(results, written)
-        if planner is not None:
-            self.known_results = planner.known_results
-            items.keep_at_coordinator(prepared, planner.token_there)
-        return items
+        return session.written_items(results, written, prepared, sent_token)
+
+    def _prepared_by_name(
+        self, plan: SavePlan, resolver: Resolver
+    ) -> tuple[session.PreparedSave, str | None]:
+        """The prepared save, and the token of its results that the coordinator has."""
+        if not isinstance(resolver, SavePlanner):
+            return self._prepared(plan, resolver), None
+        self.named_plan = resolver.named_plan
+        try:
+            with self._target(plan) as target:
+                prepared = resolver.prepare(plan, target, default_engine())
+        finally:
+            resolver.forget_state()
+        return prepared, resolver.sent_token
 
     def _begin_part(self, written: RankFiles) -> None:
         """Begin to bring this rank's files from a local tier, once."""
@@ -252,7 +254,7 @@ class RankSave:
 
     def _prepared(self, plan: SavePlan, resolver: Resolver) -> session.PreparedSave:
         with self._target(plan) as target:
-            return prepare(plan, resolver, target=target, engine=default_engine())
+            return session.prepare(plan, resolver, target=target, engine=default_engine())
 
     @contextmanager
     def _target(self, plan: SavePlan, *, replaces: bool | None = None) -> Iterator[SaveTarget]:

@@ -40,8 +40,9 @@ from nostall._model.values import ItemShape, Layout, PlannedSave, RankFiles, Sha
 from nostall._plan.items import Resolver, plan_rank
 from nostall._plan.layout import FileNaming, Packing, renamed, without
 from nostall._plan.structure import KnownStructure
+from nostall._plan.structure import learn as learn_structure
 from nostall._ranks.failures import error_of
-from nostall._save.settings import SaveTarget
+from nostall._save.settings import SaveTarget, WriterSettings
 from nostall._storage.deadlines import in_time
 from nostall._storage.places import storage_at
 from nostall._storage.port import require_file
@@ -138,6 +139,10 @@ class KnownSave:
     token: str
     """Identifies this structure among all known to ranks."""
 
+    def fits(self, settings: WriterSettings) -> bool:
+        """Whether a writer with these settings can use it, whose containers have its format."""
+        return self.naming.file_format is settings.options.file_format
+
     @cached_property
     def runs(self) -> list[int]:
         """Items that are bytes."""
@@ -156,6 +161,12 @@ class KnownSave:
 
 def known(prepared: PreparedSave, structure: KnownStructure, engine: Engine) -> KnownSave:
     """The part of a prepared save that the next one of this structure can reuse."""
+    items = prepared.plan.items
+    require_one_result_each(
+        (item.index for item in items),
+        (items[slot.item].index for file in prepared.layout.files for slot in file.slots),
+        rank=prepared.rank,
+    )
     return KnownSave(
         structure=structure,
         share=prepared.planned.share,
@@ -164,6 +175,25 @@ def known(prepared: PreparedSave, structure: KnownStructure, engine: Engine) -> 
         packing=prepared.target.settings.packing(engine),
         token=uuid.uuid4().hex,
     )
+
+
+def learn(
+    prepared: PreparedSave, state_dict: dict[str, Any], flat: dict[str, Any], engine: Engine
+) -> KnownSave | None:
+    """The reusable part of a prepared save, before staging; ``None`` if nothing is safe.
+
+    Args:
+        prepared: The save.
+        state_dict: The planned state dict.
+        flat: The same, flattened by the planner.
+        engine: The engine of the save.
+    """
+    try:
+        structure = learn_structure(state_dict, flat, prepared.planned)
+        return None if structure is None else known(prepared, structure, engine)
+    except Exception:  # this save is not affected; the next one is planned
+        _log.debug("the structure was not learned", exc_info=True)
+        return None
 
 
 def prepare_known(
@@ -310,34 +340,60 @@ def _require_file(target: SaveTarget, receipt: FileReceipt) -> None:
 
 
 class WrittenItems(list[WriteResult]):
-    """DCP's results of one rank and its files, sent to the coordinator together."""
+    """DCP's results of one rank and its files, sent to the coordinator together.
+
+    Args:
+        results: The results.
+        written: The rank's files.
+        token: Identifies results that a later save may refer to.
+        files: Names of the files of the items.
+        are_sent: Whether the coordinator has received the results before: then a reference to them
+            is sent.
+    """
 
     def __init__(
-        self, results: Iterable[WriteResult] = (), written: RankFiles | None = None
+        self,
+        results: Iterable[WriteResult] = (),
+        written: RankFiles | None = None,
+        token: str | None = None,
+        files: tuple[str, ...] = (),
+        are_sent: bool = False,  # noqa: FBT001, FBT002  # pickled by position
     ) -> None:
         super().__init__(results)
         self.written = written
-        self.outcome: Results | ResultsReference | None = None
-        """If the coordinator keeps results; a reference is sent without them."""
+        self._token = token
+        self.files = files
+        self._are_sent = are_sent
 
-    def keep_at_coordinator(self, prepared: PreparedSave, token_there: str | None) -> None:
-        """Let the coordinator keep these results, or refer to those that it has."""
-        token = None if prepared.known is None else prepared.known.token
-        if token is not None and token == token_there:
-            self.outcome = ResultsReference(token=token, files=prepared.files)
-        else:
-            self.outcome = Results(items=list(self), files=prepared.files, token=token)
+    @property
+    def outcome(self) -> Results | ResultsReference:
+        """What the coordinator keeps, or a reference to it."""
+        if self._are_sent and self._token is not None:
+            return ResultsReference(token=self._token, files=self.files)
+        return Results(items=list(self), files=self.files, token=self._token)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.outcome is None:
-            return WrittenItems, (list(self), self.written)
-        return _with_outcome, (self.written, self.outcome)
+        items = () if self._are_sent else list(self)
+        return WrittenItems, (items, self.written, self._token, self.files, self._are_sent)
 
 
-def _with_outcome(written: RankFiles, outcome: Results | ResultsReference) -> WrittenItems:
-    items = WrittenItems(outcome.items if isinstance(outcome, Results) else (), written)
-    items.outcome = outcome
-    return items
+def written_items(
+    results: Iterable[WriteResult],
+    written: RankFiles,
+    prepared: PreparedSave,
+    sent_token: str | None,
+) -> WrittenItems:
+    """Results that the coordinator keeps.
+
+    Args:
+        results: The results.
+        written: The rank's files.
+        prepared: The save.
+        sent_token: The token of this rank's results that the coordinator has.
+    """
+    token = None if prepared.known is None else prepared.known.token
+    are_sent = token is not None and token == sent_token
+    return WrittenItems(results, written, token, prepared.files, are_sent)
 
 
 def written_files(prepared: PreparedSave, report: RankReport | None) -> RankFiles:

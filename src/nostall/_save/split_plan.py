@@ -36,10 +36,9 @@ from nostall._plan.together import (
     set_up_writer,
 )
 from nostall._ranks.group import Coordination, coordination_of
+from nostall._save.by_name.planner import for_split_saves
 from nostall._save.metadata_cache import CheckpointMetadataCache
 from nostall._save.rank_save import RankSave
-from nostall._save.save_planner import for_split_saves
-from nostall._save.session import KnownSave
 
 _log = logging.getLogger("nostall")
 
@@ -207,8 +206,8 @@ def _prepare_known(
         return False
     if not is_stocks_own(arguments.planner):
         return False
-    if known.naming.file_format is not writer._rank_save.settings.options.file_format:
-        return False  # its containers are of the other format
+    if not known.fits(writer._rank_save.settings):
+        return False
     session.planner = arguments.planner
     try:
         sources = known.structure.find(arguments.state_dict, serialize)
@@ -257,16 +256,9 @@ def _plan(arguments: _SaveArguments, session: SaveSession, *, alone: bool) -> Me
         with planner_failures():
             writer.prepare_write_data(planner.finish_plan(final), planner)
         if cache is not None and isinstance(route, Reuse) and is_stocks_own(planner):
-            cache.known = _learn(writer._rank_save, arguments.state_dict, planner)
+            flat = vars(planner)["state_dict"]
+            cache.known = writer._rank_save.learn(arguments.state_dict, flat)
     except Exception as error:  # finalising reports it to every rank
         arguments.fail_later(error)
     session.planner = without_state(planner)
     return metadata
-
-
-def _learn(save: RankSave, state_dict: dict[str, Any], planner: SavePlanner) -> KnownSave | None:
-    try:
-        return save.learn(state_dict, vars(planner)["state_dict"])
-    except Exception:  # this save is not affected; the next one is planned
-        _log.debug("the structure was not learned", exc_info=True)
-        return None

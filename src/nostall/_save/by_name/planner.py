@@ -1,0 +1,245 @@
+"""``SavePlanner``: DCP's planner for ``dcp.save`` and ``dcp.async_save``, which plans once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlanner as DCPSavePlanner
+
+from nostall._engine import Engine
+from nostall._plan.items import require_representable
+from nostall._plan.together import reusable_metadata
+from nostall._save import session
+from nostall._save.by_name.plans import (
+    GroupPlans,
+    KnownPlan,
+    NamedGlobalPlan,
+    PlanAnswer,
+    PlanQuestion,
+    Recognised,
+    plans_of,
+)
+from nostall._save.settings import SaveTarget
+from nostall.errors import SaveError
+
+
+class SavePlanner(DefaultSavePlanner):
+    """DCP's default planner, which recognises a state dict whose structure was saved before.
+
+    With a :class:`~nostall.FileSystemWriterAsync`, a save plans nothing if its ranks have saved the
+    same structures together before: they exchange names of plans and of results instead of all
+    items. Every change of structure, on any rank, is noticed. ``dcp.save`` returns the metadata on
+    all ranks; other ranks than the coordinator read it from the checkpoint when they look at it.
+
+    What is known about a structure belongs to the process group, so a planner may be made for each
+    save. The plans and the files are those of ``DefaultSavePlanner``. A subclass plans every save.
+
+    Args:
+        flatten_state_dict: As of ``DefaultSavePlanner``; ``False`` plans every save.
+        flatten_sharded_tensors: As of ``DefaultSavePlanner``; ``False`` plans every save.
+        dedup_save_to_lowest_rank: Whether replicated tensors are written by the lowest rank.
+        process_group: That of ``dcp.save``; the default group if ``None``.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,  # noqa: FBT001, FBT002  # DCP's
+        flatten_sharded_tensors: bool = True,  # noqa: FBT001, FBT002  # DCP's
+        *,
+        dedup_save_to_lowest_rank: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(
+            flatten_state_dict,
+            flatten_sharded_tensors,
+            dedup_save_to_lowest_rank=dedup_save_to_lowest_rank,
+        )
+        self._group = process_group
+        self._begin(None)
+
+    def _begin(self, state_dict: dict[str, Any] | None) -> None:
+        self._plans: GroupPlans | None = None
+        """``None`` if every save is planned."""
+        self._given = state_dict
+        """The state dict, until the save is prepared."""
+        self._recognised: dict[str, Recognised] = {}
+        self._answer: PlanAnswer | None = None
+        self.named_plan: NamedGlobalPlan | None = None
+        """On the coordinator, that of the present save."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        twin = SavePlanner.__new__(type(self))
+        vars(twin).update(vars(self))
+        if self._plans is not None:  # in another process, nothing is known
+            vars(twin).pop("state_dict", None)
+            twin._begin(None)
+        return vars(twin)
+
+    # --- DCP's planner --------------------------------------------------------------------------
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002  # DCP's
+    ) -> None:
+        """Recognise the state dict, or flatten it."""
+        self._begin(None)
+        if not self._plans_once:
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+            return
+        self._begin(state_dict)
+        vars(self).pop("state_dict", None)
+        self.is_coordinator = is_coordinator
+        self._plans = plans_of(self._group)
+        self._recognised = self._plans.of_rank.recognise(state_dict, self._configuration)
+        if not self._recognised:
+            self._flatten()
+
+    def create_local_plan(self) -> SavePlan:
+        """This rank's plan; a question if it is known."""
+        if self._plans is not None and self._recognised:
+            return self._plans.of_rank.ask(self._recognised)
+        return super().create_local_plan()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The answers to the ranks, and the metadata.
+
+        Raises:
+            SaveError: A rank asks for a plan of another process group.
+        """
+        if self._plans is None:
+            return super().create_global_plan(all_plans)
+        make = super().create_global_plan
+        if not self.is_coordinator:  # use_collectives=False: each rank plans alone
+            return make(list(map(self._planned_here, all_plans)))
+        answers, self.named_plan = self._plans.of_coordinator.answer(all_plans, make)
+        return answers, reusable_metadata(self.named_plan.metadata)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """This rank's final plan, with all its items.
+
+        Raises:
+            SaveError: The coordinator has another planner.
+        """
+        if isinstance(new_plan, PlanQuestion):
+            raise SaveError(
+                "the coordinator has another planner, which cannot answer this rank",
+                phase="plan",
+                hint="use nostall.SavePlanner on all ranks, or on none",
+            )
+        if self._plans is None or not isinstance(new_plan, PlanAnswer):
+            return super().finish_plan(new_plan)
+        self._answer = new_plan
+        self._plans.of_rank.note_answer(new_plan.name, self._recognised)
+        known = self._recognised.get(new_plan.name)
+        if known is not None and new_plan.is_known:
+            self._recognised = {new_plan.name: known}
+            return replace(known.plan.final, storage_data=new_plan.storage_data)
+        if self._recognised:  # the structure of another rank has changed
+            self._recognised = {}
+            self._flatten()
+        return super().finish_plan(new_plan)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The object behind an item.
+
+        Raises:
+            SaveError: The save is over.
+        """
+        if "state_dict" not in vars(self):  # for another writer, or one with other options
+            self._flatten()
+        return super().lookup_object(index)
+
+    # --- the part of nostall's writer -----------------------------------------------------------
+
+    def prepare(self, plan: SavePlan, target: SaveTarget, engine: Engine) -> session.PreparedSave:
+        """As :func:`~nostall._save.session.prepare`, and remember the structure.
+
+        Raises:
+            StagingError: An item could not be resolved.
+        """
+        for known in self._recognised.values():
+            save = known.plan.save
+            if save.fits(target.settings):
+                return session.prepare_known(save, known.sources, target=target, engine=engine)
+            file_format = target.settings.options.file_format
+            require_representable(plan, file_format, rank=target.settings.rank)
+        prepared = session.prepare(plan, self, target=target, engine=engine)
+        return prepared if self._plans is None else self._remembered(prepared, engine)
+
+    @property
+    def sent_token(self) -> str | None:
+        """The token of this rank's results, if the coordinator has them."""
+        return None if self._answer is None else self._answer.sent_token
+
+    def forget_state(self) -> None:
+        """Keep no tensor of the save alive."""
+        if self._plans is not None:
+            self._given, self._recognised = None, {}
+            vars(self).pop("state_dict", None)
+
+    # --- details --------------------------------------------------------------------------------
+
+    @property
+    def _plans_once(self) -> bool:
+        is_usual = self.flatten_state_dict and self.flatten_sharded_tensors
+        return is_usual and type(self) is SavePlanner
+
+    @property
+    def _configuration(self) -> Hashable:
+        return self.is_coordinator, self.dedup_save_to_lowest_rank
+
+    def _flatten(self) -> None:
+        if self._given is None:
+            raise SaveError(
+                "the save of this planner is over",
+                phase="plan",
+                hint="call set_up_planner for another one",
+            )
+        super().set_up_planner(self._given, is_coordinator=self.is_coordinator)
+
+    def _planned_here(self, plan: SavePlan) -> SavePlan:
+        if not isinstance(plan, PlanQuestion):
+            return plan
+        self._recognised = {}
+        self._flatten()
+        return replace(super().create_local_plan(), storage_data=plan.storage_data)
+
+    def _remembered(self, prepared: session.PreparedSave, engine: Engine) -> session.PreparedSave:
+        """The prepared save, known from now on if it can be recognised safely."""
+        answer, given = self._answer, self._given
+        has_streams = prepared.target.settings.transform_descriptors is not None
+        if has_streams or answer is None or given is None:
+            return prepared
+        if "state_dict" not in vars(self):
+            self._flatten()
+        save = session.learn(prepared, given, self.state_dict, engine)
+        if save is None or self._plans is None:
+            return prepared
+        plan = KnownPlan(
+            name=answer.name,
+            rank=answer.rank,
+            configuration=self._configuration,
+            final=prepared.plan,
+            save=save,
+        )
+        self._plans.of_rank.remember(plan)
+        return replace(prepared, known=save)
+
+
+def for_split_saves(planner: DCPSavePlanner) -> DCPSavePlanner:
+    """Stock's planner in place of a :class:`SavePlanner`: split saves have a cache of their own."""
+    if type(planner) is not SavePlanner:
+        return planner
+    return DefaultSavePlanner(
+        planner.flatten_state_dict,
+        planner.flatten_sharded_tensors,
+        dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
+    )

@@ -1,0 +1,257 @@
+"""Plans that ranks have made together, and the names by which they ask for them in later saves.
+
+Stock DCP gathers the plans of all ranks and scatters the global plan in every save. Here the
+coordinator gives each global plan a name. A rank that recognises a state dict asks for the plan by
+its name, so a change on any rank reaches the coordinator in the exchange that takes place anyway.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from nostall._commit.known_results import KnownResults
+from nostall._plan.planner import serialize
+from nostall._save.session import KnownSave
+from nostall.errors import SaveError
+
+_MOST = 4
+"""Global plans, the last used ones, of which a rank remembers its part. The coordinator has twice
+as many: a failed save may have made a plan that other ranks have not heard of."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PlanQuestion(SavePlan):
+    """A rank's plan without its items, sent to the coordinator, which may have it."""
+
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """By the name of a global plan: the rank whose plan this is."""
+
+
+@dataclass(frozen=True)
+class PlanAnswer(SavePlan):
+    """A rank's part of a global plan, sent by the coordinator; without its items if it is known."""
+
+    name: str = ""
+    rank: int = 0
+    is_known: bool = False
+    sent_token: str | None = None
+    """The token of this rank's results, if the coordinator has them."""
+
+
+# --- a rank ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownPlan:
+    """A rank's part of a global plan, and how to recognise its state dict."""
+
+    name: str
+    rank: int
+    configuration: Hashable
+    """Identifies the planner's settings and this rank's role."""
+    final: SavePlan
+    save: KnownSave
+
+
+@dataclass(frozen=True, slots=True)
+class Recognised:
+    """A known plan, and what it has to write this time."""
+
+    plan: KnownPlan
+    sources: list[torch.Tensor | bytes]
+
+
+class RankPlans:
+    """The plans that a rank can ask for. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, KnownPlan | None] = OrderedDict()
+        """With those that this rank cannot recognise: ranks and coordinator forget together."""
+        self._unanswered: set[str] = set()
+        self._lock = threading.Lock()
+
+    def recognise(
+        self, state_dict: Mapping[str, Any], configuration: Hashable
+    ) -> dict[str, Recognised]:
+        """The known plans of this state dict, by name."""
+        with self._lock:
+            for name in self._unanswered:  # the save failed; the coordinator may not have the plan
+                self._kept.pop(name, None)
+            self._unanswered.clear()
+            candidates = [plan for plan in self._kept.values() if plan is not None]
+        found = {}
+        for plan in candidates:
+            if plan.configuration == configuration:
+                sources = plan.save.structure.find(state_dict, serialize)
+                if sources is not None:
+                    found[plan.name] = Recognised(plan, sources)
+        return found
+
+    def ask(self, found: Mapping[str, Recognised]) -> PlanQuestion:
+        """What this rank sends in place of its plan."""
+        with self._lock:
+            self._unanswered.update(found)
+        ranks = {name: each.plan.rank for name, each in found.items()}
+        return PlanQuestion([], planner_data={}, ranks=ranks)
+
+    def note_answer(self, name: str, asked: Collection[str]) -> None:
+        """Note the plan by which all ranks save, and that this rank's question is answered."""
+        with self._lock:
+            self._unanswered.difference_update(asked)
+            _keep(self._kept, name, self._kept.get(name), _MOST)
+
+    def remember(self, plan: KnownPlan) -> None:
+        """Remember this rank's part of a plan, by which it saves."""
+        with self._lock:
+            _keep(self._kept, plan.name, plan, _MOST)
+
+
+# --- the coordinator ------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class NamedGlobalPlan:
+    """On the coordinator: the plans of all ranks, and what they have written by them."""
+
+    name: str
+    local: Sequence[SavePlan]
+    metadata: Metadata
+    results: KnownResults = field(default_factory=KnownResults)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Of the results."""
+    is_over: bool = False
+    """Whether a save by it has ended."""
+    has_failed: bool = False
+    """Whether one could not be committed: the next one is planned anew."""
+
+    @property
+    def is_of_use(self) -> bool:
+        """Whether a rank may ask for it: not if no rank could learn its part."""
+        ranks = range(len(self.local))
+        return not self.is_over or any(self.results.token(rank) for rank in ranks)
+
+
+class CoordinatorPlans:
+    """The global plans that the ranks of a group may ask for. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, OrderedDict[str, NamedGlobalPlan]] = defaultdict(OrderedDict)
+        """By the number of ranks: this process may also save alone, as its own coordinator."""
+        self._lock = threading.Lock()
+
+    def answer(
+        self,
+        plans: Sequence[SavePlan],
+        make: Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]],
+    ) -> tuple[list[SavePlan], NamedGlobalPlan]:
+        """The answers to all ranks, and the global plan that they belong to.
+
+        Args:
+            plans: The plans and questions of all ranks.
+            make: Makes the global plan and its metadata from whole plans.
+
+        Raises:
+            SaveError: A rank asks for a plan that is not known here.
+        """
+        known = self._common(plans)
+        if known is not None:
+            return [
+                PlanAnswer(
+                    [],
+                    storage_data=plan.storage_data,
+                    name=known.name,
+                    rank=rank,
+                    is_known=True,
+                    sent_token=known.results.token(rank),
+                )
+                for rank, plan in enumerate(plans)
+            ], known
+        local = [self._whole(plan, rank) for rank, plan in enumerate(plans)]
+        finals, metadata = make(local)
+        made = NamedGlobalPlan(name=uuid.uuid4().hex, local=local, metadata=metadata)
+        with self._lock:
+            kept = self._kept[len(plans)]
+            for useless in [each for each in kept.values() if not each.is_of_use]:
+                del kept[useless.name]
+            _keep(kept, made.name, made, 2 * _MOST)
+        return [
+            PlanAnswer(**vars(final), name=made.name, rank=rank)
+            for rank, final in enumerate(finals)
+        ], made
+
+    def _common(self, plans: Sequence[SavePlan]) -> NamedGlobalPlan | None:
+        """The last used global plan that all ranks have asked for, each for its part."""
+        questions = [plan for plan in plans if isinstance(plan, PlanQuestion)]
+        if len(questions) != len(plans):
+            return None
+        with self._lock:
+            kept = self._kept[len(plans)]
+            for name, known in reversed(kept.items()):
+                ranks = [question.ranks.get(name) for question in questions]
+                if ranks == list(range(len(plans))) and not known.has_failed:
+                    kept.move_to_end(name)
+                    return known
+        return None
+
+    def _whole(self, plan: SavePlan, rank: int) -> SavePlan:
+        if not isinstance(plan, PlanQuestion):
+            return plan
+        with self._lock:
+            for name, of_rank in plan.ranks.items():
+                for kept in self._kept.values():
+                    if name in kept:
+                        local = kept[name].local[of_rank]
+                        return replace(local, storage_data=plan.storage_data)
+        raise SaveError(
+            "this rank asks for a plan that the coordinator does not have",
+            rank=rank,
+            phase="plan",
+            hint="give SavePlanner the process_group of dcp.save; the next save plans anew",
+        )
+
+
+def _keep(kept: OrderedDict[str, T], name: str, value: T, most: int) -> None:
+    """Put a value last, and drop the first ones of too many."""
+    kept[name] = value
+    kept.move_to_end(name)
+    while len(kept) > most:
+        kept.popitem(last=False)
+
+
+# --- process groups -------------------------------------------------------------------------------
+
+
+class GroupPlans:
+    """What this process knows of the plans of a process group."""
+
+    def __init__(self) -> None:
+        self.of_rank = RankPlans()
+        self.of_coordinator = CoordinatorPlans()
+
+
+_of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupPlans] = weakref.WeakKeyDictionary()
+_alone = GroupPlans()
+"""Without any process group."""
+_lock = threading.Lock()
+
+
+def plans_of(group: dist.ProcessGroup | None) -> GroupPlans:
+    """What is known of the plans of a process group; of the default one for ``None``."""
+    group = group or (dist.group.WORLD if dist.is_available() else None)
+    if group is None:
+        return _alone
+    with _lock:
+        return _of_groups.setdefault(group, GroupPlans())
