@@ -65,7 +65,7 @@ def test_a_failure_is_raised_on_all_ranks_and_spoils_no_later_save(tmp_path: Pat
 
 def test_ranks_forget_together(tmp_path: Path) -> None:
     """No rank refers to a plan that the coordinator has forgotten."""
-    assert run_ranks(2, "plans_by_name:forgetting", tmp_path) == [[True] * 4] * 2
+    assert run_ranks(2, "plans_by_name:forgetting", tmp_path) == [[True] * 5] * 2
 
 
 def test_groups_are_kept_apart(tmp_path: Path) -> None:
@@ -223,6 +223,23 @@ def test_a_subclass_plans_every_save(tmp_path: Path) -> None:
         found = {"w": torch.zeros(3)}
         nostall.load(found, tmp_path / f"{number}")
         assert found["w"].tolist() == [2.0] * 3
+
+
+class _Noting(nostall.FileSystemWriterAsync):
+    """A writer that adds to the metadata."""
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        metadata.planner_data["note"] = Path(self.path).name
+        super().finish(metadata, results)
+
+
+def test_what_a_writer_adds_to_the_metadata_is_published(tmp_path: Path) -> None:
+    """In each save anew."""
+    for number in range(4):
+        writer = _Noting(tmp_path / f"{number}")
+        planner = nostall.SavePlanner()
+        dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=planner, no_dist=True)
+        assert read_metadata(tmp_path / f"{number}").planner_data["note"] == f"{number}"
 
 
 def test_a_kept_planner_keeps_no_tensor(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 import nostall
 from nostall.errors import ReadError
@@ -214,7 +215,18 @@ def forgetting(out: Path) -> list[bool]:
             state[f"{number}"] = torch.ones(2)
         save(out / f"changing {number}", state)
     save_known()
+    for number in range(10):  # of some that the coordinator's writer refuses
+        with suppress(CheckpointException):
+            writer = _Refusing(out / f"refused {number}")
+            state = {**make_state(0), f"{number}": torch.ones(2)}
+            dcp.save(state, storage_writer=writer, planner=nostall.SavePlanner())
+    save_known()
     return right
+
+
+class _Refusing(nostall.FileSystemWriterAsync):
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        raise OSError(len(plans), "the plans are refused")
 
 
 def other_groups(out: Path, is_told: str) -> dict[str, Any]:
@@ -400,7 +412,13 @@ def returned(out: Path) -> dict[str, Any]:
         "pickled": pickled == on_disk[2],
         "type": type(first) is Metadata,
         "said": "state_dict_metadata" in repr(first),
+        "set": _is_set(save(out / "4", state)),
     }
+
+
+def _is_set(metadata: Metadata) -> bool:
+    metadata.planner_data = "of the caller"
+    return bool(metadata.state_dict_metadata) and metadata.planner_data == "of the caller"
 
 
 def groups_come_and_go(out: Path) -> list[bool]:

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 import nostall
-from nostall._bench.options import BenchOptions, LoadOptions, RestartOptions, as_stored
+from nostall._bench.options import Options, as_stored
 from nostall._model.checksum import use_fastest
 
 _PEERS = (
@@ -23,9 +23,7 @@ _PEERS = (
 )
 
 
-def about_run(
-    command: Sequence[str], options: BenchOptions | LoadOptions | RestartOptions, directory: Path
-) -> dict[str, Any]:
+def about_run(command: Sequence[str], options: Options, directory: Path) -> dict[str, Any]:
     """What a report of any kind says of a run itself."""
     return {
         "command": tuple(command),

@@ -17,14 +17,21 @@ from nostall._bench.loading.contender import LoadContender
 from nostall._bench.loading.report import render_loads
 from nostall._bench.loading.results import LoadReport
 from nostall._bench.loading.run import run_loads
-from nostall._bench.options import BenchOptions, LoadOptions, RestartOptions, chosen
+from nostall._bench.options import (
+    BenchOptions,
+    LoadOptions,
+    RestartOptions,
+    SimulationOptions,
+    chosen,
+)
 from nostall._bench.ours import own_contenders
 from nostall._bench.peers import peer_contenders
 from nostall._bench.plot import PlotUnavailable, draw, require_matplotlib
 from nostall._bench.ranks import joined_ranks, launch, started_by_launcher
 from nostall._bench.report import render
 from nostall._bench.restarting.report import RestartReport, render_restarts
-from nostall._bench.restarting.run import Way, run_restarts
+from nostall._bench.restarting.run import Way as RestartWay
+from nostall._bench.restarting.run import run_restarts
 from nostall._bench.results import BenchReport, C, RunReport
 from nostall._bench.room import (
     nbytes_of_loads,
@@ -34,6 +41,8 @@ from nostall._bench.room import (
     why_no_room,
 )
 from nostall._bench.run import run
+from nostall._bench.simulating.run import SimulationReport, render_simulation, simulate
+from nostall._bench.simulating.ways import Way
 from nostall._bench.tables import failed
 
 
@@ -135,7 +144,9 @@ def bench_loads(
     return _bench_alone(options, contenders, arguments, run_loads, render_loads)
 
 
-def bench_restarts(options: RestartOptions, ways: Sequence[Way], arguments: Sequence[str]) -> int:
+def bench_restarts(
+    options: RestartOptions, ways: Sequence[RestartWay], arguments: Sequence[str]
+) -> int:
     """The same for restarts, in processes of their own.
 
     Raises:
@@ -143,6 +154,23 @@ def bench_restarts(options: RestartOptions, ways: Sequence[Way], arguments: Sequ
     """
     require_room(nbytes_of_restarts(options.nbytes))
     return _bench_alone(options, ways, arguments, run_restarts, render_restarts)
+
+
+def simulate_ranks(
+    options: SimulationOptions, ways: Sequence[type[Way]], arguments: Sequence[str]
+) -> int:
+    """The coordinator's part of saves of many ranks, in this process.
+
+    Raises:
+        ValueError: The arguments do not fit what is there.
+    """
+    names = chosen([way.name for way in ways], options.contenders)
+    taking_part = [way for way in ways if way.name in names]
+    _ignore_warnings_of_torch()
+    report = simulate(options, taking_part, ["python", "-m", "nostall", *arguments])
+    print(render_simulation(report))
+    _store_json(report, options.json)
+    return 0
 
 
 def _bench_alone(
@@ -174,7 +202,7 @@ def _store(report: BenchReport, options: BenchOptions) -> None:
         print(f"picture: {options.plot}", file=sys.stderr)
 
 
-def _store_json(report: RunReport[C], file: Path | None) -> None:
+def _store_json(report: RunReport[C] | SimulationReport, file: Path | None) -> None:
     if file is not None:
         file.write_text(json.dumps(asdict(report), indent=1) + "\n")
         print(f"samples: {file}", file=sys.stderr)

@@ -79,7 +79,26 @@ class RestartOptions:
     json: Path | None
 
 
-def as_stored(options: BenchOptions | LoadOptions | RestartOptions) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationOptions:
+    """The command line of a run that simulates ranks, checked."""
+
+    simulate_ranks: int
+    simulate_items: int
+    """Unique shards of each."""
+    rounds: int
+    """Saves in the steady state."""
+    contenders: tuple[str, ...]
+    """As of :class:`BenchOptions`."""
+    directory: Path | None
+    """The same; metadata goes there."""
+    json: Path | None
+
+
+Options = BenchOptions | LoadOptions | RestartOptions | SimulationOptions
+
+
+def as_stored(options: Options) -> dict[str, Any]:
     """The options as JSON has them."""
     return {
         name: str(value) if isinstance(value, Path) else value

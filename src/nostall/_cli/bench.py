@@ -14,6 +14,7 @@ from nostall._bench.options import (
     BenchOptions,
     LoadOptions,
     RestartOptions,
+    SimulationOptions,
 )
 from nostall._bench.quantities import format_nbytes, parse_nbytes
 from nostall._cli.arguments import at_least, checked, not_empty
@@ -23,7 +24,7 @@ DESCRIPTION = (
     "Measure nostall, its peers and the machine's limits on the same state dict, in turns."
 )
 
-Options = TypeVar("Options", BenchOptions, LoadOptions, RestartOptions)
+Options = TypeVar("Options", BenchOptions, LoadOptions, RestartOptions, SimulationOptions)
 
 _DEFAULTS: dict[str, Any] = {
     "ranks": 1,
@@ -52,6 +53,7 @@ _UNUSED: dict[str, dict[str, str]] = {
     "save": {},
     "load": _OF_SAVES_ONLY,
     "restart": {**_OF_SAVES_ONLY, **_IDLE},
+    "simulate": {**_OF_SAVES_ONLY, **_IDLE, "ranks": "--ranks", "nbytes": "--bytes"},
 }
 
 
@@ -101,6 +103,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how many" + _default("idle_s"),
     )
+    add(
+        "--simulate-items",
+        type=at_least(1),
+        metavar="ITEMS",
+        default=100,
+        help="unique shards of each simulated rank (default: %(default)s)",
+    )
     _add_options_of_saves(parser)
     add("--list", action="store_true", help="list the contenders and exit")
 
@@ -116,6 +125,12 @@ def _add_kinds(parser: argparse.ArgumentParser) -> None:
         const="restart",
         dest="kind",
         help="measure fresh processes, from their start until a checkpoint is loaded",
+    )
+    add(
+        "--simulate-ranks",
+        type=at_least(2),
+        metavar="RANKS",
+        help="what a save of so many ranks costs its coordinator, in this process",
     )
 
 
@@ -185,8 +200,11 @@ def _names(text: str) -> tuple[str, ...]:
 def run(parsed: argparse.Namespace) -> int:
     """Measure and print a report."""
     try:
+        if parsed.simulate_ranks is not None:
+            parsed.kind = "simulate"
         _refuse_unused(parsed)
-        return {"save": _saves, "load": _loads, "restart": _restarts}[parsed.kind](parsed)
+        kinds = {"save": _saves, "load": _loads, "restart": _restarts, "simulate": _simulation}
+        return kinds[parsed.kind](parsed)
     except ValueError as error:  # options that exclude each other
         parsed.refuse(str(error))
         raise
@@ -200,7 +218,8 @@ def _refuse_unused(parsed: argparse.Namespace) -> None:
     """
     for name, option in _UNUSED[parsed.kind].items():
         if getattr(parsed, name) is not None:
-            raise ValueError(f"{option} has no meaning with --{parsed.kind}; leave it out")
+            kind = parsed.kind.replace("simulate", "simulate-ranks")
+            raise ValueError(f"{option} has no meaning with --{kind}; leave it out")
     launched = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
     parsed.ranks = parsed.ranks or launched
     if parsed.kind != "save" and parsed.ranks > 1:
@@ -215,7 +234,8 @@ def _options(kind: type[Options], parsed: argparse.Namespace) -> Options:
     values = {field.name: getattr(parsed, field.name) for field in fields(kind)}
     given = {name: value for name, value in values.items() if value is not None}
     default = {name: _DEFAULTS.get(name) for name in values}
-    default["nbytes"] = DEFAULT_NBYTES[parsed.shape]
+    if "nbytes" in values:
+        default["nbytes"] = DEFAULT_NBYTES[parsed.shape]
     return kind(**{**default, **given})
 
 
@@ -243,3 +263,14 @@ def _restarts(parsed: argparse.Namespace) -> int:
     if parsed.list:
         return list_contenders(restart_ways(), parsed.contenders)
     return bench_restarts(_options(RestartOptions, parsed), restart_ways(), parsed.given)
+
+
+def _simulation(parsed: argparse.Namespace) -> int:
+    from nostall._bench.main import simulate_ranks
+    from nostall._bench.simulating.ways import WAYS
+
+    if parsed.list:
+        print("\n".join(way.name for way in WAYS))
+        return 0
+    parsed.rounds = parsed.rounds or 3
+    return simulate_ranks(_options(SimulationOptions, parsed), WAYS, parsed.given)

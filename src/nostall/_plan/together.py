@@ -179,7 +179,7 @@ def plan_together(
     if loaded is not None and isinstance(local, SavePlan) and memory is not None:
         assert memory.last_save is not None  # agreed on, too
         try:
-            made = _global_plan(loaded, writer, planner)
+            made = global_plan_of(loaded, writer, planner)
         except Exception:  # all ranks agreed to plan alone, so this one must, too
             # Finalising reports the failure.
             _keep(memory, identity, local, local, None, validated=True)
@@ -224,7 +224,7 @@ def _decide_centrally(
     if not failures:
         try:
             validated = memory is not None and _same_plans(memory.all_plans, plans)
-            made = _global_plan(plans, writer, planner)
+            made = global_plan_of(plans, writer, planner)
         except Exception as error:  # sent to every rank
             failures = {coordination.rank: sendable(_torch.wrap_exception(error))}
     save = SaveId(new_series(), 0)
@@ -246,7 +246,9 @@ def _same_plans(before: list[SavePlan] | None, plans: list[SavePlan]) -> bool:
 
 
 @planner_failures()
-def _global_plan(plans: list[SavePlan], writer: PlanningWriter, planner: SavePlanner) -> GlobalPlan:
+def global_plan_of(
+    plans: list[SavePlan], writer: PlanningWriter, planner: SavePlanner
+) -> GlobalPlan:
     """The global plan; every rank computes the same one."""
     finals, metadata = planner.create_global_plan(list(plans))
     if getattr(planner, "can_run_decentralized_global_plan", False):

@@ -150,7 +150,10 @@ def commit_results(
         if plan is not None:
             plan.is_over, plan.has_failed = True, not is_committed
     if plan is not None:
-        _give_away(metadata, save, ranks=len(results))
+        if type(metadata.storage_data) is dict:  # the next save uses it again
+            metadata.storage_data = dict(metadata.storage_data)
+        if len(results) > 1:
+            _send_as_note(metadata, save)
 
 
 def _files_in(results: list[WriteResult]) -> set[str]:
@@ -166,7 +169,7 @@ def _publication_by_dcp(
     items = [of_rank for of_rank in results if isinstance(of_rank, WrittenItems)]
     if plan is None or len(items) != len(results):
         return publication_of_results(planned, list(results))
-    outcomes = [each.outcome for each in items]
+    outcomes, planned = [each.outcome for each in items], plan.as_planned(planned)
     with plan.lock:
         publication = plan.results.publication(outcomes, planned)
         if publication is None:
@@ -177,14 +180,11 @@ def _publication_by_dcp(
     return publication
 
 
-def _give_away(metadata: Metadata, save: RankSave, *, ranks: int) -> None:
-    """Make the metadata that ``dcp.save`` returns its caller's, and short to send."""
-    for name, value in vars(metadata).items():
-        if type(value) is dict:  # the next save uses the entries again
-            setattr(metadata, name, dict(value))
+def _send_as_note(metadata: Metadata, save: RankSave) -> None:
+    """Let ``dcp.save`` send a note of where the metadata is, if other ranks can read it there."""
     settings, storage_meta = save.settings, metadata.storage_meta
     # Other hosts may not see a local tier.
-    if ranks > 1 and settings.tier is None and storage_meta is not None:
+    if settings.tier is None and storage_meta is not None and storage_meta.save_id is not None:
         name = os.path.basename(settings.metadata_path)
         send_as_note(metadata, settings.directory, name, storage_meta.save_id)
 

@@ -29,13 +29,13 @@ _lock = threading.Lock()
 class PublishedMetadata(Metadata):
     """On the coordinator, until ``dcp.save`` has sent it: pickled once, as a note."""
 
-    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        where = vars(self).pop(_WHERE)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        where = vars(self).pop(_WHERE, None)
         self.__class__ = Metadata  # type: ignore[assignment]  # what dcp.save returns
-        return SentMetadata, where
+        return self.__reduce_ex__(protocol) if where is None else (SentMetadata, where)
 
 
-def send_as_note(metadata: Metadata, directory: str, name: str, save_id: str | None) -> None:
+def send_as_note(metadata: Metadata, directory: str, name: str, save_id: str) -> None:
     """Let published metadata be sent as a note.
 
     Args:
@@ -61,13 +61,18 @@ class SentMetadata(Metadata):
         SaveTimeoutError: From a field: storage did not answer in time.
     """
 
-    def __init__(self, directory: str, name: str, save_id: str | None) -> None:
+    def __init__(self, directory: str, name: str, save_id: str) -> None:
         object.__setattr__(self, _WHERE, (directory, name, save_id))
 
     def __getattribute__(self, name: str) -> Any:
         if name in _FIELDS:
             _read(self)
         return object.__getattribute__(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIELDS:
+            _read(self)
+        object.__setattr__(self, name, value)
 
     def __eq__(self, other: object) -> bool:
         _read(self)

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.planner import SavePlanner as DCPSavePlanner
 
 from nostall._engine import Engine
 from nostall._plan.items import require_representable
-from nostall._plan.together import reusable_metadata
 from nostall._save import session
 from nostall._save.by_name.plans import (
     GroupPlans,
@@ -74,12 +73,12 @@ class SavePlanner(DefaultSavePlanner):
         """On the coordinator, that of the present save."""
 
     def __getstate__(self) -> dict[str, Any]:
-        twin = SavePlanner.__new__(type(self))
-        vars(twin).update(vars(self))
-        if self._plans is not None:  # in another process, nothing is known
-            vars(twin).pop("state_dict", None)
-            twin._begin(None)
-        return vars(twin)
+        state = {**vars(self), "_group": None}  # another process has its own groups
+        if self._plans is not None:
+            state.pop("state_dict", None)
+            state.update(dict.fromkeys(("_plans", "_given", "_answer", "named_plan")))
+            state["_recognised"] = {}
+        return state
 
     # --- DCP's planner --------------------------------------------------------------------------
 
@@ -120,7 +119,7 @@ class SavePlanner(DefaultSavePlanner):
         if not self.is_coordinator:  # use_collectives=False: each rank plans alone
             return make(list(map(self._planned_here, all_plans)))
         answers, self.named_plan = self._plans.of_coordinator.answer(all_plans, make)
-        return answers, reusable_metadata(self.named_plan.metadata)
+        return answers, self.named_plan.metadata_to_complete()
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """This rank's final plan, with all its items.
@@ -137,6 +136,8 @@ class SavePlanner(DefaultSavePlanner):
         if self._plans is None or not isinstance(new_plan, PlanAnswer):
             return super().finish_plan(new_plan)
         self._answer = new_plan
+        if self.named_plan is not None:
+            self._plans.of_coordinator.keep(self.named_plan)
         self._plans.of_rank.note_answer(new_plan.name, self._recognised)
         known = self._recognised.get(new_plan.name)
         if known is not None and new_plan.is_known:

@@ -22,12 +22,13 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from nostall._commit.known_results import KnownResults
 from nostall._plan.planner import serialize
+from nostall._plan.together import reusable_metadata
 from nostall._save.session import KnownSave
 from nostall.errors import SaveError
 
 _MOST = 4
 """Global plans, the last used ones, of which a rank remembers its part. The coordinator has twice
-as many: a failed save may have made a plan that other ranks have not heard of."""
+as many: a save may fail after some of the ranks have got their plans."""
 
 T = TypeVar("T")
 
@@ -137,11 +138,28 @@ class NamedGlobalPlan:
     has_failed: bool = False
     """Whether one could not be committed: the next one is planned anew."""
 
+    def metadata_to_complete(self) -> Metadata:
+        """Metadata for a save by this plan, of which others may change the entries."""
+        return _with_own_entries(reusable_metadata(self.metadata))
+
+    def as_planned(self, metadata: Metadata) -> Metadata:
+        """The metadata; as objects that are known to be unchanged, if nobody has changed it."""
+        again = reusable_metadata(self.metadata)
+        same = vars(metadata).keys() == vars(again).keys() and metadata == again
+        return again if same else metadata
+
     @property
     def is_of_use(self) -> bool:
         """Whether a rank may ask for it: not if no rank could learn its part."""
         ranks = range(len(self.local))
         return not self.is_over or any(self.results.token(rank) for rank in ranks)
+
+
+def _with_own_entries(metadata: Metadata) -> Metadata:
+    for name, value in vars(metadata).items():
+        if type(value) is dict:
+            setattr(metadata, name, dict(value))
+    return metadata
 
 
 class CoordinatorPlans:
@@ -157,7 +175,7 @@ class CoordinatorPlans:
         plans: Sequence[SavePlan],
         make: Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]],
     ) -> tuple[list[SavePlan], NamedGlobalPlan]:
-        """The answers to all ranks, and the global plan that they belong to.
+        """The answers to all ranks, and the global plan that they belong to; see :meth:`keep`.
 
         Args:
             plans: The plans and questions of all ranks.
@@ -182,15 +200,18 @@ class CoordinatorPlans:
         local = [self._whole(plan, rank) for rank, plan in enumerate(plans)]
         finals, metadata = make(local)
         made = NamedGlobalPlan(name=uuid.uuid4().hex, local=local, metadata=metadata)
-        with self._lock:
-            kept = self._kept[len(plans)]
-            for useless in [each for each in kept.values() if not each.is_of_use]:
-                del kept[useless.name]
-            _keep(kept, made.name, made, 2 * _MOST)
         return [
             PlanAnswer(**vars(final), name=made.name, rank=rank)
             for rank, final in enumerate(finals)
         ], made
+
+    def keep(self, plan: NamedGlobalPlan) -> None:
+        """Keep a plan that was sent to the ranks: from now on they may ask for it."""
+        with self._lock:
+            kept = self._kept[len(plan.local)]
+            for useless in [each for each in kept.values() if not each.is_of_use]:
+                del kept[useless.name]
+            _keep(kept, plan.name, plan, 2 * _MOST)
 
     def _common(self, plans: Sequence[SavePlan]) -> NamedGlobalPlan | None:
         """The last used global plan that all ranks have asked for, each for its part."""
@@ -202,7 +223,6 @@ class CoordinatorPlans:
             for name, known in reversed(kept.items()):
                 ranks = [question.ranks.get(name) for question in questions]
                 if ranks == list(range(len(plans))) and not known.has_failed:
-                    kept.move_to_end(name)
                     return known
         return None
 
@@ -219,7 +239,8 @@ class CoordinatorPlans:
             "this rank asks for a plan that the coordinator does not have",
             rank=rank,
             phase="plan",
-            hint="give SavePlanner the process_group of dcp.save; the next save plans anew",
+            hint="give SavePlanner the process_group of dcp.save, whose coordinator has to stay the"
+            " same; the next save plans anew",
         )
 
 
