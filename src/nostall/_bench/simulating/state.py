@@ -40,20 +40,24 @@ class ShardedState:
 
     def plan(self, rank: int) -> SavePlan:
         """A rank's local plan."""
-        properties = TensorProperties(dtype=torch.float32)
-        size = torch.Size([_ROWS * self.ranks, _COLUMNS])
+        return SavePlan(
+            [self._item(name, rank) for name in self._names], planner_data=self._mappings
+        )
+
+    def _item(self, name: str, rank: int) -> WriteItem:
+        # Objects of its own, as stock's planner makes them: pickle shares the same object only.
         chunk = ChunkStorageMetadata(
             offsets=torch.Size([_ROWS * rank, 0]), sizes=torch.Size([_ROWS, _COLUMNS])
         )
-        items = [
-            WriteItem(
-                index=MetadataIndex(name, chunk.offsets, rank),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
-            )
-            for name in self._names
-        ]
-        return SavePlan(items, planner_data=self._mappings)
+        return WriteItem(
+            index=MetadataIndex(name, torch.Size([_ROWS * rank, 0])),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=chunk,
+                properties=TensorProperties(dtype=torch.float32),
+                size=torch.Size([_ROWS * self.ranks, _COLUMNS]),
+            ),
+        )
 
     @property
     def nbytes(self) -> int:
