@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
@@ -17,8 +18,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from nostall import _torch
-from nostall._commit.metadata_pickle import no_collection
 from nostall._describe.description import Description, describe
+from nostall._model.collection import no_collection
 from nostall._model.interrupts import uninterrupted
 from nostall._model.names import AS_SAFETENSORS
 from nostall._model.reads import ReadCounter, listed
@@ -34,7 +35,7 @@ from nostall._storage.places import identity, is_address, storage_at
 from nostall._storage.port import ReadableFiles, Source
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.uncached import UncachedFiles
-from nostall.errors import DamagedCheckpointError, OptionError
+from nostall.errors import DamagedCheckpointError, OptionError, ReadError
 from nostall.options import require_integer
 
 __all__ = ["FileSystemReader"]
@@ -284,6 +285,7 @@ class FileSystemReader(dcp.FileSystemReader):
             form = bare_form(entry.properties.dtype, chunk.sizes, nbytes)
             if form is not None:
                 return form
+            _require_copies(entry.properties.dtype, item.storage_index.fqn)
         raise DamagedCheckpointError(
             f"{item.storage_index.fqn} has {nbytes} bytes, not those of its dtype and shape",
             phase="read",
@@ -303,3 +305,12 @@ def _place_of_this_rank() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
+
+
+def _require_copies(dtype: torch.dtype, fqn: str) -> None:
+    if not _torch.can_be_viewed(dtype):
+        raise ReadError(
+            f"torch {torch.__version__} cannot copy {fqn}, which is {dtype}",
+            phase="read",
+            hint="load it with a later torch",
+        )

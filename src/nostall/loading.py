@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-from nostall._commit.metadata_pickle import no_collection
+from nostall._model.collection import no_collection
 from nostall._read.planner import Planner, outer_names
 from nostall._storage.destination import place_of
 from nostall._storage.places import identity, is_address

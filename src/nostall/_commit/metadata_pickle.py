@@ -9,14 +9,11 @@ attributes of their declared types.
 
 from __future__ import annotations
 
-import gc
 import io
-import os
 import pathlib
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from enum import Enum
 from types import FunctionType, MappingProxyType, NoneType
 from typing import Any, Final, NoReturn
@@ -26,6 +23,7 @@ from torch.distributed.checkpoint import metadata, planner
 
 from nostall import _torch
 from nostall._commit.guarded_program import HINT, Check, guarded
+from nostall._model.collection import no_collection
 from nostall._model.jobs import MOST_NBYTES
 from nostall.errors import UnknownMetadataError
 
@@ -49,37 +47,6 @@ def unpickle(content: bytes) -> Any:
     program = guarded(content)
     with no_collection():
         return _Unpickler(io.BytesIO(program)).load()
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Pause garbage collection, which would take most of the time while many objects are made.
-
-    Concurrent readers may resume it for each other, which is harmless.
-    """
-    was_enabled = gc.isenabled()
-    if was_enabled:
-        _pauses.append(None)
-        gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-            _pauses.pop()
-
-
-_pauses: list[None] = []
-"""One entry per thread that has disabled garbage collection and will enable it."""
-
-
-def _after_fork_in_child() -> None:
-    if _pauses:  # by threads that the child does not have
-        _pauses.clear()
-        gc.enable()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _refuse(what: str) -> NoReturn:

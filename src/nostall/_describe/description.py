@@ -13,10 +13,10 @@ from nostall._commit.index.columns import ItemIndex
 from nostall._commit.index.items import entries_and_places, read_index
 from nostall._commit.manifest import DAMAGED_HINT, Manifest
 from nostall._commit.metadata import extents_of, load_metadata
-from nostall._commit.metadata_pickle import no_collection
 from nostall._describe.indexed import indexed_metadata
 from nostall._describe.on_demand import on_demand
 from nostall._model import checksum
+from nostall._model.collection import no_collection
 from nostall._storage.port import Source
 from nostall._storage.reading import as_stream, part_as_stream, read_metadata
 from nostall.errors import DamagedCheckpointError, UntrustedMetadataError

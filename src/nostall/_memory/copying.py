@@ -114,6 +114,10 @@ class Copies(list[DeviceCopy]):
             copy.wait()
 
 
+_ODD = {torch.complex128, torch.float4_e2m1fn_x2}
+"""Dtypes that are not copied as they are: see :func:`_as_copyable`."""
+
+
 class Places:
     """Views of host memory that tensors are copied into."""
 
@@ -127,7 +131,7 @@ class Places:
         large = {position for position, _, _ in self._large}
         self._small = [position for position in range(len(self._views)) if position not in large]
         self._small_views = [_as_copyable(self._views[position]) for position in self._small]
-        self._any_odd = any(view.dtype is torch.complex128 for view in self._views)
+        self._any_odd = any(view.dtype in _ODD for view in self._views)
 
     def fill(
         self,
@@ -208,7 +212,8 @@ def in_payload_order(source: torch.Tensor, form: TensorForm) -> torch.Tensor:
         _require_unchanged(source, form.dtype, form.size)
         return source
     payload = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device="cpu")
-    return payload.copy_(source.detach())
+    _as_bytes(payload).copy_(_as_bytes(source.detach()))
+    return payload
 
 
 def copied_at_once(sizes: Sequence[int]) -> set[int]:
@@ -252,7 +257,7 @@ def _duplicate(tensor: torch.Tensor) -> torch.Tensor:
     """A private copy on the same device."""
     # Not by torch's threads, which take longer when cores are busy.
     if not tensor.is_cpu or tensor.nbytes < _LARGE_NBYTES or not tensor.is_contiguous():
-        return tensor.clone()
+        return _as_bytes(tensor).clone().view(tensor.dtype)
     _require_unchanged(tensor, tensor.dtype, tensor.shape)
     twin = torch.empty_like(tensor)
     copy_bytes(twin.data_ptr(), tensor.data_ptr(), tensor.nbytes)
@@ -294,4 +299,9 @@ def _take_turns(copy: Copy, pieces: list[_Piece]) -> None:
 
 def _as_copyable(tensor: torch.Tensor) -> torch.Tensor:
     # Only complex128 is copied with instructions that fault unless the address is a multiple of 16.
-    return torch.view_as_real(tensor) if tensor.dtype is torch.complex128 else tensor
+    return torch.view_as_real(tensor) if tensor.dtype is torch.complex128 else _as_bytes(tensor)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; its bytes if it is of a dtype that torch before 2.10 cannot copy."""
+    return tensor.view(torch.uint8) if tensor.dtype is torch.float4_e2m1fn_x2 else tensor

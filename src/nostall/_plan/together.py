@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from nostall import _torch
 from nostall._commit.metadata import local_plans_in
 from nostall._commit.publication import program_of
+from nostall._model.collection import no_collection
 from nostall._model.completion import MOST_SERIES, SaveId
 from nostall._plan.cache import CachedPlans, matches_loaded, same_plan
 from nostall._plan.planner import planner_failures
@@ -116,6 +117,7 @@ class _FinalPlan:
     failures: dict[int, _torch.WrappedException]
 
 
+@no_collection()
 @planner_failures()
 def local_plan(
     state_dict: dict[str, Any],
@@ -210,6 +212,7 @@ def _kept(final: SavePlan) -> SavePlan:
     return replace(final, storage_data=_torch.StoragePrefix(final.storage_data.prefix))
 
 
+@no_collection()
 def _decide_centrally(
     gathered: list[SavePlan | _torch.WrappedException],
     writer: PlanningWriter,
@@ -245,6 +248,7 @@ def _same_plans(before: list[SavePlan] | None, plans: list[SavePlan]) -> bool:
     return before is not None and len(before) == len(plans) and all(map(same_plan, before, plans))
 
 
+@no_collection()
 @planner_failures()
 def global_plan_of(
     plans: list[SavePlan], writer: PlanningWriter, planner: SavePlanner
@@ -295,6 +299,7 @@ def _keep(
     return None if made is None else memory.reusable_metadata()
 
 
+@no_collection()
 @planner_failures()
 def replanned_metadata(
     changed: dict[int, SavePlan], before: list[SavePlan] | None, planner: SavePlanner | None

@@ -18,7 +18,13 @@ import torch.distributed as dist
 
 from nostall import _torch
 from nostall._model.completion import SaveId
-from nostall._ranks.messages import broadcast_message, gather_messages, scatter_messages
+from nostall._ranks.messages import (
+    broadcast_message,
+    gather_messages,
+    pickled,
+    scatter_messages,
+    unpickled,
+)
 from nostall._ranks.records import LocalRecords, Records, StoredRecords
 from nostall._ranks.reduction import Known, PendingMaximum, Reduction
 from nostall.errors import OptionError, RankLostError
@@ -200,12 +206,12 @@ class TorchGroup:
 
     def gather(self, value: T) -> list[T] | None:
         """One all_gather of short messages, then one gather if any message is long."""
-        message, device = pickle.dumps(value), _torch.device_for_collectives(self._group)
+        (message,), device = pickled([value]), _torch.device_for_collectives(self._group)
         with self.together():
             messages = gather_messages(
                 message, receiver=self._coordinator_global, group=self._group, device=device
             )
-        return None if messages is None else [pickle.loads(each) for each in messages]
+        return None if messages is None else unpickled(messages)
 
     def broadcast(self, value: T | None) -> T:
         """One broadcast of a short message, then another one if it is long."""
@@ -221,13 +227,14 @@ class TorchGroup:
 
     def scatter(self, values: list[T] | None) -> T:
         """One broadcast of the longest message's length, then one scatter."""
-        messages = None if values is None else [pickle.dumps(value) for value in values]
+        messages = None if values is None else pickled(values)
         device = _torch.device_for_collectives(self._group)
         with self.together():
             message = scatter_messages(
                 messages, sender=self._coordinator_global, group=self._group, device=device
             )
-        return pickle.loads(message)  # type: ignore[no-any-return]  # of type T
+        (value,) = unpickled([message])
+        return value  # type: ignore[no-any-return]  # of type T
 
     def all_gather(self, value: T) -> list[T]:
         """One all_gather of short messages, then another one if any message is long."""

@@ -8,11 +8,15 @@ for a short message. A long message follows in a second collective.
 
 from __future__ import annotations
 
+import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from nostall._model.collection import no_collection
 
 BLOCK_NBYTES = 1024
 """Bytes that every rank sends to every rank; with 10,000 ranks, each receives 10 MB."""
@@ -148,3 +152,15 @@ def _length(block: memoryview) -> int:
 
 def _short(block: memoryview) -> memoryview:
     return block[_LENGTH.size :][: _length(block)]
+
+
+@no_collection()
+def pickled(values: Iterable[object]) -> list[bytes]:
+    """A message for each value."""
+    return [pickle.dumps(each) for each in values]
+
+
+@no_collection()
+def unpickled(messages: Iterable[bytes | memoryview]) -> list[Any]:
+    """The values in messages."""
+    return [pickle.loads(each) for each in messages]

@@ -18,6 +18,7 @@ from nostall._commit.collect import collect, require_one_directory
 from nostall._commit.known_results import KnownResults, RankOutcome
 from nostall._commit.publication import Publication
 from nostall._engine import default_engine
+from nostall._model.collection import no_collection
 from nostall._model.values import Abort, RankFiles
 from nostall._plan.together import new_series, replanned_metadata
 from nostall._ranks.failures import sendable
@@ -90,6 +91,7 @@ def commit_split_save(
     return end(failures={}, published=True, slowest_rank=slowest)
 
 
+@no_collection()
 def _publication(
     metadata: Metadata,
     outcomes: Sequence[RankOutcome],
@@ -162,6 +164,7 @@ def _files_in(results: list[WriteResult]) -> set[str]:
     return {*named, *(each.storage_data.relative_path for each in results)}
 
 
+@no_collection()
 def _publication_by_dcp(
     planned: Metadata, results: Sequence[list[WriteResult]], plan: NamedGlobalPlan | None
 ) -> Publication:

@@ -34,6 +34,7 @@ from nostall._commit.collect import require_one_result_each
 from nostall._commit.known_results import Results, ResultsReference
 from nostall._commit.publication import end_of_program, program_of
 from nostall._engine import Engine
+from nostall._model.collection import no_collection
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._model.names import AS_SAFETENSORS
 from nostall._model.values import ItemShape, Layout, PlannedSave, RankFiles, Share, WrittenFile
@@ -108,6 +109,7 @@ class PreparedSave:
         return tuple(file.name for file in self.layout.files)
 
 
+@no_collection()
 def prepare(
     plan: SavePlan, resolver: Resolver, *, target: SaveTarget, engine: Engine
 ) -> PreparedSave:
@@ -177,6 +179,7 @@ def known(prepared: PreparedSave, structure: KnownStructure, engine: Engine) -> 
     )
 
 
+@no_collection()
 def learn(
     prepared: PreparedSave, state_dict: dict[str, Any], flat: dict[str, Any], engine: Engine
 ) -> KnownSave | None:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from nostall._ranks.messages import pickled, unpickled
+
 T = TypeVar("T")
 
 
@@ -16,6 +18,8 @@ T = TypeVar("T")
 class Exchange:
     """The coordinator's exchanges in one save, and the time that it spends."""
 
+    is_ours: bool = False
+    """Whether nostall exchanges, or torch does it for stock's calls."""
     collectives: int = 0
     store_operations: int = 0
     """Of the coordinator, in the process group's store."""
@@ -41,18 +45,24 @@ class Exchange:
     def gather(self, step: str, message_of: Callable[[int], T], ranks: int) -> list[T]:
         """Gather one message of each rank; unpickling them is the coordinator's work."""
         self.collectives += 1
-        pickled = [pickle.dumps(message_of(rank)) for rank in range(ranks)]
-        self.up_nbytes += sum(map(len, pickled))
+        messages = pickled(message_of(rank) for rank in range(ranks))
+        self.up_nbytes += sum(map(len, messages))
         with self.coordinator(step):
-            return [pickle.loads(each) for each in pickled]
+            return self._unpickled(messages)
 
-    def scatter(self, step: str, messages: Sequence[T]) -> list[T]:
+    def scatter(self, step: str, values: Sequence[T]) -> list[T]:
         """Scatter one message to each rank; returns what they get."""
         self.collectives += 1
         with self.coordinator(step):
-            pickled = [pickle.dumps(each) for each in messages]
-        self.down_nbytes += sum(map(len, pickled))
-        return [pickle.loads(each) for each in pickled]
+            messages = self._pickled(values)
+        self.down_nbytes += sum(map(len, messages))
+        return unpickled(messages)
+
+    def _pickled(self, values: Sequence[object]) -> list[bytes]:
+        return pickled(values) if self.is_ours else [pickle.dumps(each) for each in values]
+
+    def _unpickled(self, messages: Sequence[bytes]) -> list[Any]:
+        return unpickled(messages) if self.is_ours else [pickle.loads(each) for each in messages]
 
     def broadcast(self, step: str, message: Any, ranks: int) -> None:
         """Broadcast one message."""

@@ -138,7 +138,7 @@ class SplitFunctions:
         self._saves = 0
 
     def save(self, exchange: Exchange, path: Path) -> None:
-        state = self._state
+        state, exchange.is_ours = self._state, True
         writer = FileSystemWriterAsync(path, sync_files=False)
         writer.set_up_storage_writer(True, rank=0, use_collectives=True)
         with exchange.coordinator("directory"):

@@ -23,7 +23,7 @@ from nostall._commit.index.columns import (
     Properties,
 )
 from nostall._commit.index.writing import WrittenIndex, written
-from nostall._commit.metadata_pickle import no_collection
+from nostall._model.collection import no_collection
 
 
 class _NotRepresentableError(Exception):

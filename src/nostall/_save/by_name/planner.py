@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as DCPSavePlanner
 
 from nostall._engine import Engine
+from nostall._model.collection import no_collection
 from nostall._plan.items import require_representable
 from nostall._save import session
 from nostall._save.by_name.plans import (
@@ -101,12 +102,14 @@ class SavePlanner(DefaultSavePlanner):
         if not self._recognised:
             self._flatten()
 
+    @no_collection()
     def create_local_plan(self) -> SavePlan:
         """This rank's plan; a question if it is known."""
         if self._plans is not None and self._recognised:
             return self._plans.of_rank.ask(self._recognised)
         return super().create_local_plan()
 
+    @no_collection()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """The answers to the ranks, and the metadata.
 
@@ -197,6 +200,7 @@ class SavePlanner(DefaultSavePlanner):
     def _configuration(self) -> Hashable:
         return self.is_coordinator, self.dedup_save_to_lowest_rank
 
+    @no_collection()
     def _flatten(self) -> None:
         if self._given is None:
             raise SaveError(
