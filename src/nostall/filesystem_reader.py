@@ -308,7 +308,7 @@ def _place_of_this_rank() -> tuple[int, int]:
 
 
 def _require_copies(dtype: torch.dtype, fqn: str) -> None:
-    if not _torch.can_be_viewed(dtype):
+    if dtype is torch.float4_e2m1fn_x2 and not _torch.can_be_viewed(dtype):
         raise ReadError(
             f"torch {torch.__version__} cannot copy {fqn}, which is {dtype}",
             phase="read",
