@@ -60,7 +60,7 @@ def exchanged(out: Path, items: str) -> dict[str, Any]:
         for number in range(int(items))
     }
     found: dict[str, Any] = {}
-    for way in ("stock", "nostall, SavePlanner"):
+    for way in ("stock", "nostall SavePlanner"):
         for number in range(3):
             path = out / f"{way} {number}"
             writer: dcp.StorageWriter

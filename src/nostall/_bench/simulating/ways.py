@@ -80,7 +80,7 @@ def _stocks_writer(path: Path) -> dcp.FileSystemWriter:
 class StockCachingPlanner(StockPlanner):
     """The same with ``enable_plan_caching``: plans are exchanged once."""
 
-    name = "stock, plans cached"
+    name = "stock with cached plans"
 
     def __init__(self, state: ShardedState) -> None:
         super().__init__(state)
@@ -129,7 +129,7 @@ class GatheredResults(StockPlanner):
 class SplitFunctions:
     """nostall's plan and finalize functions, with the plan cache on."""
 
-    name = "nostall, split functions"
+    name = "nostall split functions"
 
     def __init__(self, state: ShardedState) -> None:
         self._state = state
@@ -182,7 +182,7 @@ class SplitFunctions:
 class PlansByName:
     """``dcp.save`` with nostall's writer and planner."""
 
-    name = "nostall, SavePlanner"
+    name = "nostall SavePlanner"
 
     def __init__(self, state: ShardedState) -> None:
         self._state = state
