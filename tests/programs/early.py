@@ -321,6 +321,37 @@ def without_a_common_count(out: Path) -> dict[str, Any]:
     return {"whole": [job.is_whole(each) for each in range(job.next)], "again": again}
 
 
+def one_rank_is_slow(out: Path) -> dict[str, Any]:
+    """The others poll while the last rank writes; then the save is committed, as any other."""
+    job = Job(out)
+    is_slow = dist.get_rank() == dist.get_world_size() - 1
+    with (
+        store_operations() as stored,
+        collectives(long_messages=True) as seen,
+        Hold("chunk") as hold,
+        inject(hold.fault) if is_slow else nullcontext(),
+    ):
+        job.save()
+        if is_slow:
+            hold.wait_reached()
+        finalised = [job.queue.poll() for _ in range(5)]
+        is_early = nostall.is_complete(out / f"{_WARM}")
+        barrier("polled")
+        if is_slow:
+            hold.release()
+        wait_until(lambda: nostall.is_complete(out / f"{_WARM}"))
+        polls = job.poll()
+    del stored["check"]  # looks, of which the number depends on the time
+    return {
+        "finalised": finalised,
+        "early": is_early,
+        "collectives": dict(seen),
+        "polls": 5 + polls,
+        "store": dict(stored),
+        "whole": job.is_whole(_WARM),
+    }
+
+
 def without_a_store(out: Path) -> dict[str, Any]:
     """Rank 1 cannot reach it."""
     job = Job(out)

@@ -32,6 +32,20 @@ def test_a_save_is_committed_though_nobody_polls(tmp_path: Path, ranks: int) -> 
         assert found["removed later"] == 3
 
 
+def test_a_slow_rank_costs_the_others_no_more(tmp_path: Path) -> None:
+    """They poll meanwhile, at a reduction each, and use the store as often as for any save."""
+    for rank, found in enumerate(run_ranks(4, "early:one_rank_is_slow", tmp_path)):
+        assert found["finalised"] == [[]] * 5
+        assert found["early"] is False
+        assert found["whole"] is True
+        assert set(found["collectives"]) == {"all_reduce"}
+        assert found["collectives"]["all_reduce"] <= found["polls"]
+        expected = {"set": 2}
+        if rank == 0:
+            expected |= {"compare_set": 1, "multi_get": 1}
+        assert found["store"] == expected
+
+
 def test_saves_of_other_structures_are_committed_together(tmp_path: Path) -> None:
     """Also if one rank's structure has changed without the others' knowledge."""
     for found in run_ranks(2, "early:planned_first", tmp_path):
