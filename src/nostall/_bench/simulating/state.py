@@ -66,7 +66,7 @@ class ShardedState:
 
     def file(self, rank: int) -> str:
         """The name of a rank's file."""
-        return f"__{rank}_0.distcp"
+        return f"__{rank}_{0}.distcp"
 
     def results(self, rank: int) -> list[WriteResult]:
         """A rank's write results."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Protocol
+from uuid import uuid4
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
@@ -85,22 +86,20 @@ class StockCachingPlanner(StockPlanner):
     def __init__(self, state: ShardedState) -> None:
         super().__init__(state)
         self._saves = 0
+        # A class of its own: stock keeps what it caches by the name of the class.
+        self._kind = type(f"Caching{uuid4().hex}", (dcp.DefaultSavePlanner,), {})
 
     def save(self, exchange: Exchange, path: Path) -> None:
         super().save(exchange, path)
         self._saves += 1
 
     def _planner(self) -> DCPSavePlanner:
-        planner = _CachingPlanner(enable_plan_caching=True)
+        planner: dcp.DefaultSavePlanner = self._kind(enable_plan_caching=True)
         planner.is_coordinator = True
         return planner
 
     def _plan_of(self, rank: int) -> SavePlan:
         return SavePlan([], usable=False) if self._saves else super()._plan_of(rank)
-
-
-class _CachingPlanner(dcp.DefaultSavePlanner):
-    """A class of its own: stock's cache is one per name of a class."""
 
 
 class GatheredResults(StockPlanner):
