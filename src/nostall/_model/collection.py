@@ -1,7 +1,7 @@
 """Pauses of the garbage collector, while many objects are made that all stay.
 
-It looks at every object again and again as their number grows: planning 50,000 items takes five
-times as long with it.
+It looks at every object again and again as their number grows: planning 50,000 items of 512 ranks
+takes twice as long with it.
 """
 
 from __future__ import annotations
