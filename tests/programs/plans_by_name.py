@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 import nostall
+from nostall._save.by_name import plans
 from nostall.errors import ReadError
 from nostall.testing import Fault, inject
 from programs.entry_points import State
@@ -192,8 +193,9 @@ def failing(out: Path) -> dict[str, Any]:
     }
 
 
-def forgetting(out: Path) -> list[bool]:
+def forgetting(out: Path, most_items: str) -> list[bool]:
     """A structure comes back after more saves than are remembered, by all ranks or by one."""
+    plans._MOST_ITEMS = int(most_items)
     right: list[bool] = []
 
     def save_known() -> None:

@@ -141,7 +141,7 @@ class SavePlanner(DefaultSavePlanner):
         self._answer = new_plan
         if self.named_plan is not None:
             self._plans.of_coordinator.keep(self.named_plan)
-        self._plans.of_rank.note_answer(new_plan.name, self._recognised)
+        self._plans.of_rank.note_answer(new_plan, self._recognised)
         known = self._recognised.get(new_plan.name)
         if known is not None and new_plan.is_known:
             self._recognised = {new_plan.name: known}

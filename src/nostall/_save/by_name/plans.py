@@ -29,6 +29,8 @@ from nostall.errors import SaveError
 _MOST = 4
 """Global plans, the last used ones, of which a rank remembers its part. The coordinator has twice
 as many: a save may fail after some of the ranks have got their plans."""
+_MOST_ITEMS = 400_000
+"""Fewer plans are remembered if they would have more items, which take 3 kB each."""
 
 T = TypeVar("T")
 
@@ -48,6 +50,8 @@ class PlanAnswer(SavePlan):
     name: str = ""
     rank: int = 0
     is_known: bool = False
+    most: int = _MOST
+    """How many plans to remember, with this one."""
     sent_token: str | None = None
     """The token of this rank's results, if the coordinator has them."""
 
@@ -108,16 +112,17 @@ class RankPlans:
         ranks = {name: each.plan.rank for name, each in found.items()}
         return PlanQuestion([], planner_data={}, ranks=ranks)
 
-    def note_answer(self, name: str, asked: Collection[str]) -> None:
+    def note_answer(self, answer: PlanAnswer, asked: Collection[str]) -> None:
         """Note the plan by which all ranks save, and that this rank's question is answered."""
         with self._lock:
             self._unanswered.difference_update(asked)
-            _keep(self._kept, name, self._kept.get(name), _MOST)
+            _keep(self._kept, answer.name, self._kept.get(answer.name), answer.most)
 
     def remember(self, plan: KnownPlan) -> None:
-        """Remember this rank's part of a plan, by which it saves."""
+        """Remember this rank's part of the plan by which it saves."""
         with self._lock:
-            _keep(self._kept, plan.name, plan, _MOST)
+            if plan.name in self._kept:
+                self._kept[plan.name] = plan
 
 
 # --- the coordinator ------------------------------------------------------------------------------
@@ -130,6 +135,8 @@ class NamedGlobalPlan:
     name: str
     local: Sequence[SavePlan]
     metadata: Metadata
+    most: int
+    """How many plans the ranks remember with this one."""
     results: KnownResults = field(default_factory=KnownResults)
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Of the results."""
@@ -193,15 +200,18 @@ class CoordinatorPlans:
                     name=known.name,
                     rank=rank,
                     is_known=True,
+                    most=known.most,
                     sent_token=known.results.token(rank),
                 )
                 for rank, plan in enumerate(plans)
             ], known
         local = [self._whole(plan, rank) for rank, plan in enumerate(plans)]
         finals, metadata = make(local)
-        made = NamedGlobalPlan(name=uuid.uuid4().hex, local=local, metadata=metadata)
+        items = sum(len(plan.items) for plan in local)
+        most = max(1, min(_MOST, _MOST_ITEMS // max(1, items)))
+        made = NamedGlobalPlan(name=uuid.uuid4().hex, local=local, metadata=metadata, most=most)
         return [
-            PlanAnswer(**vars(final), name=made.name, rank=rank)
+            PlanAnswer(**vars(final), name=made.name, rank=rank, most=most)
             for rank, final in enumerate(finals)
         ], made
 
@@ -211,7 +221,7 @@ class CoordinatorPlans:
             kept = self._kept[len(plan.local)]
             for useless in [each for each in kept.values() if not each.is_of_use]:
                 del kept[useless.name]
-            _keep(kept, plan.name, plan, 2 * _MOST)
+            _keep(kept, plan.name, plan, 2 * plan.most)
 
     def _common(self, plans: Sequence[SavePlan]) -> NamedGlobalPlan | None:
         """The last used global plan that all ranks have asked for, each for its part."""
