@@ -150,7 +150,8 @@ def commit_results(
     finally:
         save.end(committed=is_committed)
         if plan is not None:
-            plan.is_over, plan.has_failed = True, not is_committed
+            plan.is_committed |= is_committed
+            plan.has_failed = not is_committed
     if plan is not None:
         if type(metadata.storage_data) is dict:  # the next save uses it again
             metadata.storage_data = dict(metadata.storage_data)

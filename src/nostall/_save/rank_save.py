@@ -218,6 +218,7 @@ class RankSave:
         self, plan: SavePlan, resolver: Resolver
     ) -> tuple[session.PreparedSave, str | None]:
         """The prepared save, and the token of its results that the coordinator has."""
+        self.named_plan = None  # of an earlier save of this writer
         if not isinstance(resolver, SavePlanner):
             return self._prepared(plan, resolver), None
         self.named_plan = resolver.named_plan

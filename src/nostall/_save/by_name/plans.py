@@ -140,8 +140,8 @@ class NamedGlobalPlan:
     results: KnownResults = field(default_factory=KnownResults)
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Of the results."""
-    is_over: bool = False
-    """Whether a save by it has ended."""
+    is_committed: bool = False
+    """Whether a save by it was: then it is known which ranks could learn their part."""
     has_failed: bool = False
     """Whether one could not be committed: the next one is planned anew."""
 
@@ -159,7 +159,7 @@ class NamedGlobalPlan:
     def is_of_use(self) -> bool:
         """Whether a rank may ask for it: not if no rank could learn its part."""
         ranks = range(len(self.local))
-        return not self.is_over or any(self.results.token(rank) for rank in ranks)
+        return not self.is_committed or any(self.results.token(rank) for rank in ranks)
 
 
 def _with_own_entries(metadata: Metadata) -> Metadata:
