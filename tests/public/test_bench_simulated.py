@@ -55,3 +55,6 @@ def test_what_has_no_meaning_is_refused(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         main(["bench", "--simulate-ranks", "4", "--ranks", "2"])
     assert "--ranks has no meaning with --simulate-ranks" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["bench", "--simulate-items", "4"])
+    assert "--simulate-items has no meaning without --simulate-ranks" in capsys.readouterr().err

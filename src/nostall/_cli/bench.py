@@ -37,6 +37,7 @@ _DEFAULTS: dict[str, Any] = {
     "noise": False,
     "overwrite": False,
     "probes": True,
+    "simulate_items": 100,
 }
 """For options that were not given: those that a kind of run does not use must not be."""
 _OF_SAVES_ONLY = {
@@ -49,11 +50,12 @@ _OF_SAVES_ONLY = {
     "probes": "--no-probes",
 }
 _IDLE = {"idle_rounds": "--idle-rounds", "idle_s": "--idle-seconds"}
+_OF_SIMULATION_ONLY = {"simulate_items": "--simulate-items"}
 _UNUSED: dict[str, dict[str, str]] = {
-    "save": {},
-    "load": _OF_SAVES_ONLY,
-    "restart": {**_OF_SAVES_ONLY, **_IDLE},
-    "simulate": {**_OF_SAVES_ONLY, **_IDLE, "ranks": "--ranks", "nbytes": "--bytes"},
+    "save": _OF_SIMULATION_ONLY,
+    "load": {**_OF_SAVES_ONLY, **_OF_SIMULATION_ONLY},
+    "restart": {**_OF_SAVES_ONLY, **_IDLE, **_OF_SIMULATION_ONLY},
+    "simulate-ranks": {**_OF_SAVES_ONLY, **_IDLE, "ranks": "--ranks", "nbytes": "--bytes"},
 }
 
 
@@ -107,8 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--simulate-items",
         type=at_least(1),
         metavar="ITEMS",
-        default=100,
-        help="unique shards of each simulated rank (default: %(default)s)",
+        help="unique shards of each simulated rank" + _default("simulate_items"),
     )
     _add_options_of_saves(parser)
     add("--list", action="store_true", help="list the contenders and exit")
@@ -201,9 +202,14 @@ def run(parsed: argparse.Namespace) -> int:
     """Measure and print a report."""
     try:
         if parsed.simulate_ranks is not None:
-            parsed.kind = "simulate"
+            parsed.kind = "simulate-ranks"
         _refuse_unused(parsed)
-        kinds = {"save": _saves, "load": _loads, "restart": _restarts, "simulate": _simulation}
+        kinds = {
+            "save": _saves,
+            "load": _loads,
+            "restart": _restarts,
+            "simulate-ranks": _simulation,
+        }
         return kinds[parsed.kind](parsed)
     except ValueError as error:  # options that exclude each other
         parsed.refuse(str(error))
@@ -218,8 +224,8 @@ def _refuse_unused(parsed: argparse.Namespace) -> None:
     """
     for name, option in _UNUSED[parsed.kind].items():
         if getattr(parsed, name) is not None:
-            kind = parsed.kind.replace("simulate", "simulate-ranks")
-            raise ValueError(f"{option} has no meaning with --{kind}; leave it out")
+            of = f"with --{parsed.kind}" if parsed.kind != "save" else "without --simulate-ranks"
+            raise ValueError(f"{option} has no meaning {of}; leave it out")
     launched = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
     parsed.ranks = parsed.ranks or launched
     if parsed.kind != "save" and parsed.ranks > 1:
