@@ -142,8 +142,8 @@ class Promotion:
     def refused(self, trouble: str) -> None:
         """Record that the destination has refused; logged when the reason is new."""
         if trouble != self._trouble:
-            self._trouble = trouble
             _log.warning("not promoted yet, trying again: path=%s: %s", self.path, trouble)
+            self._trouble = trouble  # visible when it is logged
 
     def end(self, failure: Failure | None) -> None:
         """Record how it ended."""
