@@ -248,7 +248,8 @@ class FileSystemWriterAsync(FileSystemWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """As stock; if a checkpoint exists, the plans say so, as other hosts may not see it yet."""
         plans = super().prepare_global_plan(plans)
-        if not self._rank_save.settings.may_replace(default_engine()):
+        settings = self._rank_save.settings
+        if settings.has_own_names or not settings.may_replace(default_engine()):
             return plans
         return [
             replace(plan, storage_data=Beside(plan.storage_data.prefix, str(self.path)))

@@ -55,6 +55,12 @@ def save_and_wait(url: str, seed: int) -> None:
     save_in_background(url, seed).result()
 
 
+def shard_of(url: str) -> str:
+    """The name of a checkpoint's only shard file."""
+    (name,) = (each for each in storage_at(url).list() if each.endswith(".distcp"))
+    return name
+
+
 @pytest.fixture
 def bucket(s3: S3Server) -> str:
     """A new bucket."""
@@ -123,13 +129,30 @@ def test_the_store_gets_the_checksum_of_an_object_in_parts(
     url, mebi = f"s3://{bucket}/x", 1 << 20
     state = {"x": torch.arange(nbytes * mebi, dtype=torch.uint8)}
     dcp.save(state, storage_writer=FileSystemWriterAsync(url), no_dist=True)
-    source = storage_at(url).open("__0_0.distcp")
+    source = storage_at(url).open(shard_of(url))
     content = bytearray(source.stat.nbytes)
     source.read_into(0, memoryview(content))
     posts = [each for each in s3.requests() if each.startswith("POST") and bucket in each]
     sums = [each for each in (post.rpartition(" ")[2] for post in posts) if each]
     expected = base64.b64encode(zlib.crc32(content).to_bytes(4, "big")).decode()
     assert sums == ([expected] if nbytes > 5 else [])
+
+
+def test_no_file_has_the_name_of_another(s3: S3Server, bucket: str) -> None:
+    """So each is sent in one request if it is short: nobody takes a name, or looks for a free one.
+
+    A request that arrives late meets no file of a later save.
+    """
+    names = []
+    for number, step in enumerate((1, 1, 2)):
+        url = f"s3://{bucket}/run/step-{step}"
+        s3.requests()
+        writer = FileSystemWriterAsync(url)
+        dcp.save({"x": torch.tensor(number)}, storage_writer=writer, no_dist=True)
+        puts = [each for each in s3.requests() if each.startswith(f"PUT /{bucket}/")]
+        assert len(puts) == 2  # and the metadata
+        names.append(shard_of(url))
+    assert len(set(names)) == 3
 
 
 def test_a_bucket_that_does_not_exist_is_no_empty_directory() -> None:
@@ -153,7 +176,7 @@ def test_the_last_complete_checkpoint_is_found_and_removed(bucket: str) -> None:
     for step in (1, 2, 10):
         save(f"{root}/step-{step}", step)
     storage_at(f"{root}/notes").publish("text", [b"hello"])
-    storage_at(f"{root}/step-10").remove(["__0_0.distcp"])
+    storage_at(f"{root}/step-10").remove([shard_of(f"{root}/step-10")])
     assert nostall.latest_complete(root) == f"{root}/step-2"
     for step in (2, 10):
         nostall.remove_checkpoint(f"{root}/step-{step}")
@@ -166,8 +189,7 @@ def test_the_last_complete_checkpoint_is_found_and_removed(bucket: str) -> None:
 def test_damage_is_found(url: str) -> None:
     """A changed byte, and a missing file."""
     save(url, 1)
-    storage = storage_at(url)
-    name = next(each for each in storage.list() if each.endswith(".distcp"))
+    storage, name = storage_at(url), shard_of(url)
     content = bytearray(storage.stat(name).nbytes)
     storage.open(name).read_into(0, memoryview(content))
     content[1 << 20] ^= 1
@@ -288,7 +310,7 @@ def test_a_commit_that_was_done_is_not_denied_by_a_later_attempt(
 
 @pytest.mark.parametrize("code", ["ConditionalRequestConflict", "OperationAborted"])
 def test_a_put_that_meets_another_request_is_repeated(s3: S3Server, url: str, code: str) -> None:
-    """As the answer 409 asks for: for the name of a file, and for the commit."""
+    """As the answer 409 asks for: for a file, and for the commit."""
     save(url, 1)
     conflict = {"method": "PUT", "do": "answer", "status": 409, "code": code, "times": 2}
     for has in ("__0_0", "/.metadata"):
@@ -464,6 +486,23 @@ def test_of_two_saves_at_once_one_fails(url: str, tmp_path: Path) -> None:
     assert nostall.verify(url).ok
 
 
+def test_of_two_first_saves_to_a_store_that_ignores_conditions_the_later_stays_whole(
+    s3: S3Server, url: str, tmp_path: Path
+) -> None:
+    """Neither writes to an object of the other."""
+    s3.inject({"method": "PUT", "has": "", "do": "ignore", "times": 1000})
+    with Hold("publish") as hold, inject(hold.fault):
+        future = save_in_background(url, 1)
+        hold.wait_reached()
+        done = run_script("programs/save_once.py", url, "2", cwd=tmp_path, timeout_s=60)
+        assert done.returncode == 0, done.stderr
+        assert is_loaded(url, 2)
+        hold.release()
+        future.result()
+    assert is_loaded(url, 1)
+    assert nostall.verify(url).ok
+
+
 @pytest.mark.usefixtures("s3")
 def test_a_store_that_is_gone_is_an_error_that_may_pass(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -524,9 +563,10 @@ def test_ranks_that_save_alone_abort_no_uploads(s3: S3Server, url: str) -> None:
     assert "__0.metadata" in storage_at(url).list()
 
 
-def test_a_writer_process_that_is_killed_leaves_nothing(s3: S3Server, url: str) -> None:
+@pytest.mark.parametrize("point", ["open", "chunk", "fsync", "report"])
+def test_a_writer_process_that_is_killed_leaves_nothing(s3: S3Server, url: str, point: str) -> None:
     """The trainer removes its files and aborts its uploads."""
-    with inject(Fault.kill("chunk", signal.SIGKILL, after=1)):
+    with inject(Fault.kill(point, signal.SIGKILL, after=1 if point == "chunk" else 0)):
         future = save_in_background(url, 1)
         with pytest.raises(CheckpointException, match="writer process"):
             future.result()

@@ -14,7 +14,7 @@ import fcntl
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
@@ -201,7 +201,7 @@ class StepDirectories:
 
         Not while another process saves below this root.
         """
-        for step in self.listed():
+        for step in self._begun():
             if self._is_unfinished(step):
                 if self._is_recoverable(step):
                     what = "all ranks had finished it; restore(recover_s=...) would commit it"
@@ -212,6 +212,14 @@ class StepDirectories:
                     _log.warning("not removed: %s: %s", self.path(step), what)
                 else:
                     _log.warning("removed %s: it was not finished", self.path(step))
+
+    def _begun(self) -> list[int]:
+        """All steps of which anything is there, in ascending order."""
+        names: Collection[str] = ()
+        with suppress(OSError):  # not every store lists them, as the next save says
+            names = storage_at(self.root).unfinished()
+        in_no_list = {step for name in names if (step := step_of(name)) is not None}
+        return sorted(in_no_list.union(self.listed()))
 
     def _is_recoverable(self, step: int) -> bool:
         """Whether all ranks have left the record of a save in a step's directory."""

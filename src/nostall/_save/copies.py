@@ -91,7 +91,7 @@ def _copied(
     there = object_storage_at(kept.place)
     created = prepared.target.progress.created
     try:
-        name = here.copy_from(
+        here.copy_from(
             there,
             kept.receipt.name,
             file.name,
@@ -117,9 +117,9 @@ def _copied(
     try:
         require_wanted()
     except SaveAbortedError:
-        here.discard([name])
+        here.discard([file.name])
         raise
-    return kept_receipt(kept, name, file, began_s)
+    return kept_receipt(kept, file.name, file, began_s)
 
 
 def kept_receipt(kept: KeptFile, name: str, file: FileLayout, began_s: float) -> FileReceipt:

@@ -110,6 +110,11 @@ class WriterSettings:
             timeout_s=timeout_s,
         )
 
+    @property
+    def has_own_names(self) -> bool:
+        """Whether files have names that no others had, so that nobody looks at what is there."""
+        return self.tier is not None or is_address(self.directory)
+
     def may_replace(self, engine: Engine) -> bool:
         """Whether the directory may contain a checkpoint.
 
@@ -193,23 +198,29 @@ class WriterSettings:
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self.rank}_"
         # A reader of the previous checkpoint's metadata must not find new files under its names.
         is_beside = getattr(plan.storage_data, "beside", None) == self.directory
-        if self.tier is not None:
-            replaces = True  # nobody asks the destination what it has
-            if not self.tier.is_shared:
-                self.tier.make_room(engine, is_part=True, rank=self.rank)
+        if self.tier is not None and not self.tier.is_shared:
+            self.tier.make_room(engine, is_part=True, rank=self.rank)
+        if self.has_own_names:
+            replaces = True  # nobody looks
         elif replaces is None:
             replaces = is_beside or self.may_replace(engine)
+        suffix = self._suffix(job) if replaces else ""
         progress = engine.under_way.begin(job, path=self.directory, rank=self.rank)
         return SaveTarget(
             job=job,
             settings=self,
-            naming=_naming(self.options, prefix=prefix, suffix=f"-{job[:8]}" if replaces else ""),
+            naming=_naming(self.options, prefix=prefix, suffix=suffix),
             visit=Visit(self.directory, progress.created),
             timeline=timeline,
             progress=progress,
             timeout_s=engine.options.save_timeout_s,
             faults=engine.faults,
         )
+
+    def _suffix(self, job: str) -> str:
+        """What distinguishes the names of a save's files from those of others."""
+        # A file system refuses to make a file twice; a store puts one in the other one's place.
+        return f"-{job[:8]}-{job[-8:]}" if is_address(self.belongs_at) else f"-{job[:8]}"
 
 
 def _naming(options: WriterOptions, *, prefix: str, suffix: str = "") -> FileNaming:

@@ -11,7 +11,7 @@ They may be called from several threads at once.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
@@ -69,7 +69,7 @@ class Upload(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name: a similar one if the requested one was taken, as existing files stay."""
+        """Its name: the requested one, or a similar one where that was taken."""
 
     @property
     def any_order(self) -> bool:
@@ -144,10 +144,10 @@ class Files(ReadableFiles, Protocol):
         """Length of the shortest part of a file of ``nbytes``; a multiple of the page size."""
 
     def put(self, name: str, nbytes: int, *, on_created: Callable[[str], None]) -> Upload:
-        """Begin a new file.
+        """Begin a new file. Existing files stay.
 
         Args:
-            name: The requested name.
+            name: The requested name. In an object store, one that no other file ever had.
             nbytes: The file's length.
             on_created: Called with its name before the first part, so that the file can be removed
                 if this process dies.
@@ -160,7 +160,7 @@ class Files(ReadableFiles, Protocol):
         """Length, version and age of a file; raises as :meth:`open`."""
 
     def list(self) -> list[str]:
-        """All names, in any order; also of unfinished files."""
+        """All names, in any order; also of unfinished files but those of an object store."""
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files, in this order until one is refused; absent ones are no error."""
@@ -172,8 +172,11 @@ class Storage(Files, Protocol):
     publishes_conditionally: bool
     """Whether :meth:`publish` compares the expected version at the very instant."""
 
+    def unfinished(self) -> Collection[str]:
+        """Names of unfinished files that :meth:`list` does not show, and of directories of some."""
+
     def abort_unfinished(self, older_than_s: float) -> int:
-        """Abort unfinished files that :meth:`list` does not show, as they cost money.
+        """Abort those that are directly here, as they cost money.
 
         Args:
             older_than_s: Seconds, by the clock of storage, since they were begun at least.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from nostall._storage.deadlines import start_apart
@@ -37,6 +37,9 @@ class PosixStorage(PosixFiles):
     """
 
     publishes_conditionally = False
+
+    def unfinished(self) -> Collection[str]:
+        return ()
 
     def abort_unfinished(self, older_than_s: float) -> int:
         """None: an unfinished file is visible."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -73,8 +73,12 @@ class MemoryStorage:
         del nbytes
         return mmap.PAGESIZE
 
+    def unfinished(self) -> Collection[str]:
+        """None: they cost nothing."""
+        return ()
+
     def abort_unfinished(self, older_than_s: float) -> int:
-        """None: they are in no list, and cost nothing."""
+        """None, as :meth:`unfinished`."""
         del older_than_s
         return 0
 

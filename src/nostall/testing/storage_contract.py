@@ -1,10 +1,10 @@
 """What every implementation of the storage port has to do, as functions that take an empty one.
 
-A test suite calls each of :data:`CHECKS` with a new, empty storage; a failed one raises
-``AssertionError``:
+A test suite calls each of :data:`CHECKS`, or for a file system each of
+:data:`FILE_SYSTEM_CHECKS`, with a new, empty storage; a failed one raises ``AssertionError``:
 
 >>> from nostall.testing import MemoryStorage, storage_contract
->>> for check in storage_contract.CHECKS:
+>>> for check in storage_contract.FILE_SYSTEM_CHECKS:
 ...     check(MemoryStorage())
 """
 
@@ -19,7 +19,7 @@ from contextlib import closing, suppress
 
 from nostall._storage.port import ABSENT, Conflict, Storage
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "FILE_SYSTEM_CHECKS"]
 
 _PAGE = mmap.PAGESIZE
 _TAKEN = "a.distcp"
@@ -36,7 +36,7 @@ def parts_make_a_file(storage: Storage) -> None:
 
 
 def an_existing_file_stays(storage: Storage) -> None:
-    """A second file of a name gets another name, which ``on_created`` gets before any part."""
+    """In a file system, a second file of a name gets another one; ``on_created`` gets it first."""
     assert _put(storage, _TAKEN, b"first") == _TAKEN
     other = _put(storage, _TAKEN, b"second")
     assert other != _TAKEN
@@ -161,7 +161,6 @@ def a_draft_is_published_or_removed(storage: Storage) -> None:
 
 CHECKS: tuple[Callable[[Storage], None], ...] = (
     parts_make_a_file,
-    an_existing_file_stays,
     an_unfinished_file_leaves_nothing,
     ranges_are_read,
     what_does_not_exist_is_not_found,
@@ -170,6 +169,8 @@ CHECKS: tuple[Callable[[Storage], None], ...] = (
     publishing_can_be_given_up,
     a_draft_is_published_or_removed,
 )
+FILE_SYSTEM_CHECKS = (*CHECKS, an_existing_file_stays)
+"""Names that files have in an object store are never requested again."""
 
 
 def _memory(content: bytes) -> memoryview:

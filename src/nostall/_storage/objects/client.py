@@ -65,6 +65,9 @@ class Client(Protocol):
     def remove(self, keys: Collection[str]) -> None:
         """Remove objects, and parts of unfinished ones; absent ones are no error."""
 
+    def unfinished(self, prefix: str) -> Sequence[str]:
+        """Keys of unfinished objects that begin with this, also of some below a further slash."""
+
     def abort_unfinished(self, prefix: str, older_than_s: float | None) -> Sequence[str]:
         """Abort unfinished objects; returns their keys.
 

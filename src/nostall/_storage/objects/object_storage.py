@@ -1,28 +1,26 @@
 """The files of one checkpoint in an object store.
 
-There is no rename here. A name is taken by a conditional put of an empty object, which the finished
-file replaces; unfinished files are invisible. ``publish`` is one conditional put. If its answer is
-lost, the object itself says whether it was done: no other save has metadata of the same content.
+There is no rename here. Callers give each file a name that no other file ever had: nobody has to
+take one, and a request that arrives late, when its save was given up, meets no file of a later one.
+Unfinished files are in no list. ``publish`` is one conditional put. If its answer is lost, the
+object itself says whether it was done: no other save has metadata of the same content.
 """
 
 from __future__ import annotations
 
-import errno
-import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 
 from nostall._model.jobs import page_aligned
 from nostall._storage.objects.client import Client, CopyingClient, Parts
-from nostall._storage.port import ABSENT, Conflict, Draft, Stat, Version, may_pass, reason
+from nostall._storage.port import Conflict, Draft, Stat, Version, may_pass, reason
 from nostall._storage.posix_files import between
 from nostall.errors import NotDurableError
 
 _MOST_PARTS = 10_000
 _LEAST_PART_NBYTES = 5 << 20
 """Of S3, except for the last part; 10,000 parts at most."""
-_NAMES_TRIED = 100
 
 
 class ObjectStorage:
@@ -51,17 +49,16 @@ class ObjectStorage:
         return page_aligned(max(_LEAST_PART_NBYTES, -(-nbytes // _MOST_PARTS)))
 
     def put(self, name: str, nbytes: int, *, on_created: Callable[[str], None]) -> _Upload:
-        name = self._taken(name)
         on_created(name)
         part_nbytes = self.least_part(nbytes)
+        if nbytes <= part_nbytes:
+            return _Upload(self, name, nbytes, part_nbytes, None)
         try:
-            parts = None
-            if nbytes > part_nbytes:
-                parts = self._client.parts(self._key(name), nbytes)
-            return _Upload(self, name, nbytes, part_nbytes, parts)
-        except BaseException:  # passed on; no caller gets an object to close
+            parts = self._client.parts(self._key(name), nbytes)
+        except BaseException:  # passed on; it may be begun, if an answer was lost
             self.discard([name])
             raise
+        return _Upload(self, name, nbytes, part_nbytes, parts)
 
     def can_copy_from(self, source: ObjectStorage) -> bool:
         """Whether the store can copy files of another checkpoint by itself."""
@@ -77,20 +74,16 @@ class ObjectStorage:
         expected: Version,
         on_created: Callable[[str], None],
         before_each: Callable[[], None],
-    ) -> str:
+    ) -> None:
         """Make a file that is a copy of another checkpoint's, which is not sent.
 
         Args:
             source: The other checkpoint; one that this :meth:`can_copy_from`.
             their_name: The name of the file there.
-            name: What its name is to be similar to: a request may arrive when its caller has given
-                up, and must not meet the file of a later save.
+            name: Its name, which no other file ever had.
             expected: The version of the file there.
-            on_created: Called with the file's name before it is there.
+            on_created: Called with its name before it is there.
             before_each: Called before each request that copies, on any thread; may raise.
-
-        Returns:
-            Its name.
 
         Raises:
             Conflict: The file there has another version.
@@ -102,8 +95,6 @@ class ObjectStorage:
         stat = source.stat(their_name)
         if stat.version != expected:
             raise Conflict(source.where(their_name))
-        root, suffix = os.path.splitext(name)
-        name = f"{root}-{os.urandom(4).hex()}{suffix}"
         on_created(name)
         try:
             their_key = source._key(their_name)
@@ -111,19 +102,6 @@ class ObjectStorage:
         except BaseException:  # passed on
             self.discard([name])
             raise
-        return name
-
-    def _taken(self, name: str) -> str:
-        """Take this name, or a similar one if it is taken: existing files stay."""
-        root, suffix = os.path.splitext(name)
-        for _ in range(_NAMES_TRIED):
-            try:
-                self._client.put(self._key(name), (), expected=ABSENT)
-            except Conflict:  # also after a lost answer: an empty object stays then
-                name = f"{root}-{os.urandom(4).hex()}{suffix}"
-            else:
-                return name
-        raise OSError(errno.EEXIST, "all names that were tried are taken", self.where(name))
 
     def flush(self) -> None:
         """Nothing to do: what a store has accepted is durable."""
@@ -142,7 +120,7 @@ class ObjectStorage:
 
     def discard(self, names: Collection[str]) -> None:
         """Remove files, also unfinished ones, that will never be committed; errors are ignored."""
-        for name in names:  # first: once its name is free, another save may take it
+        for name in names:
             with suppress(OSError):
                 self._client.abort_unfinished(self._key(name), None)
         with suppress(OSError):
@@ -152,13 +130,12 @@ class ObjectStorage:
         """Abort unfinished files; a prefix without objects does not exist."""
         self._client.abort_unfinished(self._prefix, None)
 
+    def unfinished(self) -> Collection[str]:
+        keys = self._client.unfinished(self._prefix)
+        return {key[len(self._prefix) :].partition("/")[0] for key in keys}
+
     def abort_unfinished(self, older_than_s: float) -> int:
-        keys = self._client.abort_unfinished(self._prefix, older_than_s)
-        for key in keys:
-            with suppress(OSError):
-                if not self._client.stat(key).nbytes:  # it took the name
-                    self._client.remove([key])
-        return len(keys)
+        return len(self._client.abort_unfinished(self._prefix, older_than_s))
 
     def draft(self, name: str) -> _NoDraft:
         return _NoDraft(self.where(name))

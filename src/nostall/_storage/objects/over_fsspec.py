@@ -103,8 +103,12 @@ class FsspecClient:
             with _errors(self._where(key)), suppress(FileNotFoundError):
                 self._fs.rm_file(key)
 
+    def unfinished(self, prefix: str) -> Sequence[str]:
+        del prefix  # fsspec has no name for them
+        return []
+
     def abort_unfinished(self, prefix: str, older_than_s: float | None) -> Sequence[str]:
-        del prefix, older_than_s  # fsspec has no name for them
+        del prefix, older_than_s
         return []
 
     def _version(self, key: str) -> Version:

@@ -180,6 +180,10 @@ class S3Client:
                 code = errno_of_code(refused.get("Code", ""))
                 raise OSError(code, refused.get("Message", ""), self._where(refused["Key"]))
 
+    def unfinished(self, prefix: str) -> Sequence[str]:
+        pages = self._pages("list_multipart_uploads", Prefix=prefix)
+        return [each["Key"] for page in pages for each in page.get("Uploads", ())]
+
     def abort_unfinished(self, prefix: str, older_than_s: float | None) -> Sequence[str]:
         keys = []
         for page in self._pages("list_multipart_uploads", Prefix=prefix):
@@ -281,8 +285,7 @@ class _S3Parts:
                 **checksum,
             )
         except FileNotFoundError:
-            # The answer to the first attempt may be lost: the object has the length of all parts
-            # then, and not that of the empty one that took the name.
+            # The answer to the first attempt may be lost: the object is there then.
             if self._client.stat(self._upload["key"]).nbytes != self._nbytes:
                 raise
         self._is_over = True
