@@ -14,6 +14,9 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+NOT_MET = "a rank has not met the others"
+"""Printed if this rank's program has not begun."""
+
 
 def main() -> None:
     faulthandler.dump_traceback_later(90, exit=True)
@@ -24,7 +27,11 @@ def main() -> None:
     # its threads, and one of those that frees a tensor's Python object while the interpreter is
     # ending aborts the process.
     run = getattr(importlib.import_module(f"programs.{module}"), function)
-    dist.init_process_group("gloo")
+    try:
+        dist.init_process_group("gloo")
+    except BaseException:
+        print(NOT_MET, flush=True)
+        raise
     result = run(Path(out), *args)
     (Path(out) / f"result-{os.environ['RANK']}.json").write_text(json.dumps(result))
     gc.collect()  # of whatever else still holds the group
