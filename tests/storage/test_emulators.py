@@ -39,7 +39,7 @@ ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """Of all emulators of Microsoft's store; Microsoft publishes it."""
 
-NEEDS_CONDITIONS = {"an_existing_file_stays", "publishing_depends_on_what_was_there"}
+NEEDS_CONDITIONS = {"publishing_depends_on_what_was_there"}
 
 
 @contextmanager

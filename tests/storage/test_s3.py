@@ -149,8 +149,8 @@ def test_no_file_has_the_name_of_another(s3: S3Server, bucket: str) -> None:
         s3.requests()
         writer = FileSystemWriterAsync(url)
         dcp.save({"x": torch.tensor(number)}, storage_writer=writer, no_dist=True)
-        puts = [each for each in s3.requests() if each.startswith(f"PUT /{bucket}/")]
-        assert len(puts) == 2  # and the metadata
+        puts = [each for each in s3.requests() if each.startswith("PUT") and ".distcp" in each]
+        assert len(puts) == 1
         names.append(shard_of(url))
     assert len(set(names)) == 3
 
