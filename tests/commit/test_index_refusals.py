@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import nostall
 from nostall._commit.index.columns import HEADER, InvalidIndexError, ItemIndex
-from nostall._commit.index.indexing import index_of
 from nostall._commit.index.items import entries_and_places
 from nostall._commit.index.parsing import parsed
 from nostall._commit.index.writing import WrittenIndex, encoded, written
@@ -23,7 +22,7 @@ from nostall._commit.metadata import load_metadata
 from nostall._commit.publication import publication_of
 from nostall.errors import NostallError, UnknownMetadataError, UntrustedMetadataError
 from nostall.integrity import State
-from support.indexes import content_of, small
+from support.indexes import content_of, index_of, small
 
 FILE = "__0_0.distcp"
 NBYTES_OF = {FILE: 400}
@@ -39,7 +38,7 @@ def original() -> ItemIndex:
     index = parsed(content_of(made), NBYTES_OF)
     assert index is not None
     assert list(index.names) == ["weight", "step", "lr"]
-    assert index.shapes == [(), (2, 3), (0, 0), (1, 3), (1, 0)]
+    assert index.shapes == [(), (2, 3), (0, 0), (1, 0), (1, 3)]
     return index
 
 

@@ -12,19 +12,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 
 import nostall
 from nostall import _torch
-from nostall._commit.index.indexing import index_of
 from nostall._commit.index.items import entries_and_places, read_index
 from nostall._commit.index.parsing import parsed
 from nostall._commit.index.writing import WrittenIndex
@@ -35,47 +29,7 @@ from nostall._model import checksum
 from nostall._model.values import WrittenFile
 from nostall.errors import NostallError
 from nostall.integrity import State
-from support.indexes import content_of, small
-
-NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-PROPERTIES = st.builds(
-    TensorProperties,
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.bool]),
-    requires_grad=st.booleans(),
-    memory_format=st.sampled_from([torch.contiguous_format, torch.channels_last]),
-    pin_memory=st.booleans(),
-)
-
-
-@st.composite
-def metadata(draw: st.DrawFn) -> Metadata:
-    """Metadata of tensors in rows of chunks, and of objects, one after the other in two files."""
-    ends = {"__0_0.distcp": 0, "__1_0.distcp": 0}
-    entries: dict[str, Any] = {}
-    places: dict[MetadataIndex, Any] = {}
-
-    def place(index: MetadataIndex) -> None:
-        file = draw(st.sampled_from(list(ends)))
-        length = draw(st.integers(0, 1 << 40))
-        places[index] = _torch.StorageInfo(file, ends[file], length)
-        ends[file] += length
-
-    for name in draw(st.lists(NAMES, unique=True, max_size=6)):
-        if draw(st.booleans()):
-            entries[name] = BytesStorageMetadata()
-            place(MetadataIndex(name))
-            continue
-        rows = draw(st.lists(st.integers(1, 5), max_size=4))
-        columns = tuple(draw(st.lists(st.integers(0, 1 << 20), max_size=3)))
-        chunks = []
-        for number, height in enumerate(rows):
-            offsets = torch.Size((sum(rows[:number]), *(0 for _ in columns)))
-            chunks.append(ChunkStorageMetadata(offsets, torch.Size((height, *columns))))
-            place(MetadataIndex(name, offsets, number))
-        entries[name] = TensorStorageMetadata(
-            draw(PROPERTIES), torch.Size((sum(rows), *columns)), chunks
-        )
-    return Metadata(entries, storage_data=places, planner_data={"of": "planners"})
+from support.indexes import content_of, index_of, metadata, small
 
 
 def nbytes_of(index: WrittenIndex) -> dict[str, int]:

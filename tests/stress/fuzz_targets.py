@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 import nostall
 import nostall.cached_metadata_filesystem_reader
 import nostall.integrity
-from nostall._commit.index.indexing import index_of
 from nostall._commit.index.writing import WrittenIndex
 from nostall._commit.manifest import split, with_manifest
 from nostall._commit.metadata import extents_of, local_plans_in
@@ -42,6 +41,7 @@ from nostall.integrity import State
 from stress.fuzz_inputs import NUMBERS, TEXTS, VALUES, changed_bytes, changed_json, changed_program
 from stress.fuzz_messages import MessagesTarget
 from stress.fuzz_reads import ReadsTarget
+from support.indexes import index_of
 
 
 class Target(Protocol):

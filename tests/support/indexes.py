@@ -1,10 +1,11 @@
-"""A small checkpoint's metadata, and its index."""
+"""Metadata of checkpoints, a small one and any, and their index."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -15,12 +16,19 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nostall import _torch
+from nostall._commit.index.indexing import indexed
 from nostall._commit.index.writing import WrittenIndex
 
 
 def content_of(index: WrittenIndex) -> bytes:
     """The bytes of an index."""
     return index.body + index.tables
+
+
+def index_of(found: Metadata) -> WrittenIndex | None:
+    """The index of metadata, if it has one."""
+    made = indexed(found)
+    return None if made is None else made.written
 
 
 def small() -> Metadata:
@@ -48,3 +56,44 @@ def small() -> Metadata:
         for number, index in enumerate(indices)
     }
     return Metadata(entries, storage_data=places)
+
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+PROPERTIES = st.builds(
+    TensorProperties,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.bool]),
+    requires_grad=st.booleans(),
+    memory_format=st.sampled_from([torch.contiguous_format, torch.channels_last]),
+    pin_memory=st.booleans(),
+)
+
+
+@st.composite
+def metadata(draw: st.DrawFn) -> Metadata:
+    """Metadata of tensors in rows of chunks, and of objects, one after the other in two files."""
+    ends = {"__0_0.distcp": 0, "__1_0.distcp": 0}
+    entries: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+
+    def place(index: MetadataIndex) -> None:
+        file = draw(st.sampled_from(list(ends)))
+        length = draw(st.integers(0, 1 << 40))
+        places[index] = _torch.StorageInfo(file, ends[file], length)
+        ends[file] += length
+
+    for name in draw(st.lists(NAMES, unique=True, max_size=6)):
+        if draw(st.booleans()):
+            entries[name] = BytesStorageMetadata()
+            place(MetadataIndex(name))
+            continue
+        rows = draw(st.lists(st.integers(1, 5), max_size=4))
+        columns = tuple(draw(st.lists(st.integers(0, 1 << 20), max_size=3)))
+        chunks = []
+        for number, height in enumerate(rows):
+            offsets = torch.Size((sum(rows[:number]), *(0 for _ in columns)))
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size((height, *columns))))
+            place(MetadataIndex(name, offsets, number))
+        entries[name] = TensorStorageMetadata(
+            draw(PROPERTIES), torch.Size((sum(rows), *columns)), chunks
+        )
+    return Metadata(entries, storage_data=places, planner_data={"of": "planners"})

@@ -92,7 +92,7 @@ def _run_of_harmless(index_nbits: int) -> re.Pattern[bytes]:
         rb"[\x85\x86\x87t](?:%s)?(?=R)" % put,
         rb"\)\x81",  # an instance without arguments
         put,
-        rb"[N\x88\x89)}\](eausl\x93]|h.|j....|G.{8}|\x95.{8}",
+        rb"[N\x88\x89)}\](0eausl\x93]|h.|j....|G.{8}|\x95.{8}",
         rb"c[^\n]{1,255}\n[^\n]{1,255}\n",
         *(_sized(pickle.BINUNICODE, 256), _sized(pickle.SHORT_BINUNICODE, 256)),
         _sized(pickle.LONG1, 9),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
@@ -19,14 +20,14 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
-from nostall._commit.index.indexing import index_of
+from nostall._commit.compact_pickle import PROTO_NBYTES, PROTOCOL, compact_pickle
+from nostall._commit.index.indexing import Indexed, indexed
 from nostall._commit.index.writing import WrittenIndex
 from nostall._commit.metadata import PLANS_KEY
 from nostall._model import checksum
+from nostall._model.collection import no_collection
 from nostall._model.names import FileFormat
 
-_PROTOCOL = 3
-_PROTO_NBYTES = 2
 _SUFFIXES = re.compile("|".join(re.escape(each.value) for each in FileFormat).encode())
 
 
@@ -117,22 +118,27 @@ class Publication:
 
 def program_of(metadata: Metadata) -> bytes:
     """Pickled metadata without ``storage_meta``, and without the STOP instruction."""
+    return pickle.dumps(_to_pickle(metadata), protocol=PROTOCOL)[: -len(pickle.STOP)]
+
+
+def _to_pickle(metadata: Metadata) -> Metadata:
+    """The metadata without ``storage_meta``, and with all local plans in the planner data."""
     plans = getattr(metadata, "all_local_plans", None)
     twin = copy(metadata)
     if plans is not None and isinstance(metadata.planner_data, Mapping):
         twin.planner_data = {**metadata.planner_data, PLANS_KEY: plans}
     vars(twin).pop("storage_meta", None)
-    return pickle.dumps(twin, protocol=_PROTOCOL)[: -len(pickle.STOP)]
+    return twin
 
 
 def end_of_program(storage_meta: StorageMeta | None) -> bytes:
     """What makes a pickle of the result of :func:`program_of`."""
-    rest = pickle.dumps({"storage_meta": storage_meta}, protocol=_PROTOCOL)
-    return rest[_PROTO_NBYTES:-1] + pickle.BUILD + pickle.STOP
+    rest = pickle.dumps({"storage_meta": storage_meta}, protocol=PROTOCOL)
+    return rest[PROTO_NBYTES:-1] + pickle.BUILD + pickle.STOP
 
 
 def _pickled(text: str) -> bytes:
-    """The first occurrence of a text in a pickle of :data:`_PROTOCOL`."""
+    """The first occurrence of a text in a pickle of protocol 3."""
     encoded = text.encode("utf-8", "surrogatepass")
     return pickle.BINUNICODE + len(encoded).to_bytes(4, "little") + encoded
 
@@ -162,11 +168,25 @@ class _UnderNewNames(Mapping[MetadataIndex, Any]):
         return dict, (dict(self),)
 
 
+@no_collection()
 def publication_of(finished: Metadata) -> Publication:
     """The publication of a finished save's metadata."""
+    found = indexed(finished)
     return Publication(
-        program=(program_of(finished),),
+        program=(_compact(finished, found) or program_of(finished),),
         storage_data=finished.storage_data,
         files=frozenset(info.relative_path for info in finished.storage_data.values()),
-        index=index_of(finished),
+        index=None if found is None else found.written,
     )
+
+
+def _compact(finished: Metadata, found: Indexed | None) -> bytes | None:
+    """As :func:`program_of`, made from the index; ``None`` if that does not have all."""
+    if found is None or found.index.transforms is not None:
+        return None
+    rest = _to_pickle(finished)
+    for name in ("state_dict_metadata", "storage_data"):
+        vars(rest).pop(name)
+    with suppress(OverflowError):
+        return compact_pickle(rest, found)
+    return None

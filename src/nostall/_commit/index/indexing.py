@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,22 +25,34 @@ from nostall._commit.index.columns import (
     Properties,
 )
 from nostall._commit.index.writing import WrittenIndex, written
-from nostall._model.collection import no_collection
 
 
 class _NotRepresentableError(Exception):
     """The metadata has something that an index cannot represent."""
 
 
-def index_of(metadata: Metadata) -> WrittenIndex | None:
+@dataclass(frozen=True, kw_only=True)
+class Indexed:
+    """Entries of metadata and their places."""
+
+    index: ItemIndex
+    written: WrittenIndex
+    """The bytes of the index."""
+    properties: Sequence[TensorProperties]
+    """The objects that the properties of the index are the plain values of."""
+    order: Sequence[int]
+    """The numbers of places, in the order of the metadata's ``storage_data``."""
+    hints: Sequence[int | None]
+    """In the same order, ``MetadataIndex.index`` of the key of each."""
+
+
+def indexed(metadata: Metadata) -> Indexed | None:
     """The index of metadata with locations; ``None`` if it cannot represent all of it.
 
     Nor is there an index that its reader would refuse, such as one with a duplicate chunk.
     """
     try:
-        with no_collection():
-            columns = _Indexing(metadata.storage_data).index_of(metadata.state_dict_metadata)
-            return written(columns)
+        return _Indexing(metadata.storage_data).indexed(metadata.state_dict_metadata)
     except (
         _NotRepresentableError,
         AttributeError,  # a part is missing
@@ -50,6 +64,14 @@ def index_of(metadata: Metadata) -> WrittenIndex | None:
         return None
 
 
+class _Numbers(dict[Any, int]):
+    """Numbers what it is asked for: 0, 1, 2 and so on."""
+
+    def __missing__(self, new: Any) -> int:
+        number = self[new] = len(self)
+        return number
+
+
 class _Indexing:
     """The columns of an index while they are filled.
 
@@ -58,33 +80,39 @@ class _Indexing:
     """
 
     def __init__(self, storage_data: Mapping[Any, Any]) -> None:
-        self._shapes: dict[tuple[int, ...], int] = {(): 0}
-        self._files: dict[str, int] = {}
+        self._shapes = _Numbers({(): 0})
+        self._files = _Numbers()
+        self._file: list[int] = []
+        self._offset: list[int] = []
+        self._length: list[int] = []
+        self._hints: list[int | None] = []
         self._properties: dict[Properties, int] = {}
         self._known: dict[tuple[Any, ...], int] = {}
         """Number of properties by the values of their attributes."""
         self._transforms: set[tuple[str, ...] | None] = set()
-        self._places: dict[str, dict[tuple[int, ...] | None, tuple[int, int, int]]] = {}
-        for index, info in storage_data.items():
-            self._take(index, info)
+        self._objects: list[TensorProperties] = []
+        """Some with the properties of each number."""
+        self._places = defaultdict[str, dict[tuple[int, ...] | None, int]](dict)
+        """Numbers of places, by name and offset."""
+        for number, (index, info) in enumerate(storage_data.items()):
+            if type(index) is not MetadataIndex or type(info) is not _torch.StorageInfo:
+                raise _NotRepresentableError
+            file, offset, length = info.relative_path, info.offset, info.length
+            named, hint = info.transform_descriptors, index.index
+            self._transforms.add(None if named is None else tuple(named))
+            if len(vars(info)) > _PLACE_PARTS or not (hint is None or type(hint) is int):
+                raise _NotRepresentableError
+            if type(file) is not str or type(offset) is not int or type(length) is not int:
+                raise _NotRepresentableError
+            self._file.append(self._files[file])
+            self._offset.append(offset)
+            self._length.append(length)
+            self._hints.append(hint)
+            self._places[index.fqn][index.offset] = number
 
-    def _take(self, index: Any, info: Any) -> None:
-        if type(index) is not MetadataIndex or type(info) is not _torch.StorageInfo:
-            raise _NotRepresentableError
-        file, offset, length = info.relative_path, info.offset, info.length
-        named = info.transform_descriptors
-        self._transforms.add(None if named is None else tuple(named))
-        if len(vars(info)) > _PLACE_PARTS:
-            raise _NotRepresentableError
-        if type(file) is not str or type(offset) is not int or type(length) is not int:
-            raise _NotRepresentableError
-        number = self._files.setdefault(file, len(self._files))
-        place = number, offset, length
-        self._places.setdefault(index.fqn, {})[index.offset] = place
-
-    def index_of(self, entries: Mapping[Any, Any]) -> ItemIndex:
+    def indexed(self, entries: Mapping[Any, Any]) -> Indexed:
         kind, size, count, begin, extent = [], [], [], [], []
-        places: list[tuple[int, int, int]] = []
+        places: list[int] = []
         for name, entry in entries.items():
             located = self._places.pop(name, {})
             if type(name) is not str:
@@ -102,19 +130,19 @@ class _Indexing:
             if type(entry) is not TensorStorageMetadata or len(vars(entry)) != _TENSOR_PARTS:
                 raise _NotRepresentableError
             kind.append(1 + self._number_of_properties(entry.properties))
-            size.append(self._number_of_shape(entry.size))
+            size += self._numbers_of_shapes([entry.size])
             count.append(len(entry.chunks))
-            for chunk in entry.chunks:
-                if type(chunk) is not ChunkStorageMetadata or len(vars(chunk)) != _CHUNK_PARTS:
-                    raise _NotRepresentableError
-                begin.append(self._number_of_shape(chunk.offsets))
-                extent.append(self._number_of_shape(chunk.sizes))
-                places.append(located[chunk.offsets])
-            if len({chunk.offsets for chunk in entry.chunks}) != len(located):
+            _require_only(ChunkStorageMetadata, map(type, entry.chunks))
+            _require_only(_CHUNK_PARTS, map(len, map(vars, entry.chunks)))
+            offsets = [chunk.offsets for chunk in entry.chunks]
+            begin += self._numbers_of_shapes(offsets)
+            extent += self._numbers_of_shapes([chunk.sizes for chunk in entry.chunks])
+            places += map(located.__getitem__, offsets)
+            if len(set(offsets)) != len(located):
                 raise _NotRepresentableError
         if self._places:
             raise _NotRepresentableError  # a location of an item that is not there
-        return ItemIndex(
+        index = ItemIndex(
             names=list(entries),
             kind=kind,
             size=size,
@@ -122,12 +150,22 @@ class _Indexing:
             shapes=list(self._shapes),
             begin=begin,
             extent=extent,
-            file=[file for file, _, _ in places],
-            offset=[offset for _, offset, _ in places],
-            length=[length for _, _, length in places],
+            file=[self._file[number] for number in places],
+            offset=[self._offset[number] for number in places],
+            length=[self._length[number] for number in places],
             properties=list(self._properties),
             files=list(self._files),
             transforms=self._transforms_of_all(),
+        )
+        order = [0] * len(self._hints)
+        for at, number in enumerate(places):
+            order[number] = at
+        return Indexed(
+            index=index,
+            written=written(index),
+            properties=self._objects,
+            order=order,
+            hints=self._hints,
         )
 
     def _transforms_of_all(self) -> tuple[str, ...] | None:
@@ -136,10 +174,9 @@ class _Indexing:
             raise _NotRepresentableError
         return transforms.pop()
 
-    def _number_of_shape(self, shape: object) -> int:
-        if type(shape) is not torch.Size:
-            raise _NotRepresentableError
-        return self._shapes.setdefault(shape, len(self._shapes))
+    def _numbers_of_shapes(self, shapes: list[Any]) -> list[int]:
+        _require_only(torch.Size, map(type, shapes))
+        return [self._shapes[shape] for shape in shapes]
 
     def _number_of_properties(self, properties: object) -> int:
         if type(properties) is not TensorProperties:
@@ -152,6 +189,8 @@ class _Indexing:
         if number is None:
             plain = _plain(properties)
             number = self._properties.setdefault(plain, len(self._properties))
+            if number == len(self._objects):
+                self._objects.append(properties)
             self._known[key] = number
         return number
 
@@ -160,6 +199,12 @@ _PLACE_PARTS = 4
 _TENSOR_PARTS = 3
 _CHUNK_PARTS = 2
 """Numbers of attributes that the classes declare; others would be lost."""
+
+
+def _require_only(wanted: Any, found: Iterable[Any]) -> None:
+    """Require that all that was found is what is wanted."""
+    if not set(found) <= {wanted}:
+        raise _NotRepresentableError
 
 
 def _plain(properties: TensorProperties) -> Properties:

@@ -189,10 +189,11 @@ def _repeated(index: ItemIndex) -> set[int]:
 
     No two chunks begin alike, unless they are empty or single values: those share a place.
     """
+    differ = len(set(index.shapes)) == len(index.shapes)
     repeated: set[int] = set()
     for row, count in enumerate(index.count):
-        if count > 1:
-            at = index.first_places[row]
+        at = index.first_places[row]
+        if count > 1 and not (differ and len(set(index.begin[at : at + count])) == count):
             repeated |= _repeated_of(index, index.names[row], range(at, at + count))
     return repeated
 
@@ -224,10 +225,12 @@ def _require_inside(index: ItemIndex, nbytes_of: Mapping[str, int]) -> None:
     ends = list(map(operator.add, index.offset, index.length))
     if any(map(operator.gt, ends, map(nbytes.__getitem__, index.file))):
         _refuse("a place beyond the end of its file")
-    places = list(zip(index.file, index.offset, ends, strict=True))
-    for at in sorted(_repeated(index), reverse=True):
-        del places[at]
-    places.sort()
-    for (file, _, end), (next_file, offset, _) in pairwise(places):
-        if file == next_file and end > offset:
+    repeated, pairs = _repeated(index), zip(index.offset, ends, strict=True)
+    spans: list[list[tuple[int, int]]] = [[] for _ in index.files]
+    for at, (file, span) in enumerate(zip(index.file, pairs, strict=True)):
+        if at not in repeated:
+            spans[file].append(span)
+    for file, in_file in enumerate(spans):
+        in_file.sort()
+        if any(end > offset for (_, end), (offset, _) in pairwise(in_file)):
             _refuse(f"places that overlap in {index.files[file]!r:.200}")

@@ -1,0 +1,172 @@
+"""The pickle that is made from columns: what comes out of it, for whoever reads it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from nostall import _torch
+from nostall._commit.metadata import load_metadata
+from nostall._commit.publication import program_of, publication_of
+from support.indexes import metadata, small
+
+
+def plain(value: Any) -> Any:
+    """All that an object of metadata has, with types, and in its order."""
+    if isinstance(value, Mapping):
+        return dict, [(plain(key), plain(each)) for key, each in value.items()]
+    if isinstance(value, list):
+        return list, [plain(each) for each in value]
+    if isinstance(value, TensorProperties):
+        return TensorProperties, value.__getstate__()
+    if hasattr(value, "__dict__"):
+        return type(value), sorted((name, plain(each)) for name, each in vars(value).items())
+    return type(value), value
+
+
+def parts_of(found: Metadata) -> list[Any]:
+    """The same of metadata; a pickle does not say that there is no transform."""
+    places = found.storage_data
+    assert places is not None
+    for place in places.values():
+        vars(place).setdefault("transform_descriptors", None)
+    return [
+        plain(found.state_dict_metadata),
+        plain(places),
+        plain(found.planner_data),
+        found.version if hasattr(found, "version") else None,
+    ]
+
+
+def content_of(found: Metadata) -> bytes:
+    """What is committed, without a manifest."""
+    return b"".join(publication_of(found).content(None))
+
+
+def is_compact(found: Metadata) -> bool:
+    """Whether it was made from columns."""
+    return publication_of(found).program != (program_of(found),)
+
+
+def tall(nitems: int, nchunks: int) -> Metadata:
+    """Tensors with many chunks."""
+    entries: dict[str, Any] = {}
+    places = {}
+    for item in range(nitems):
+        name = f"w{item}"
+        offsets = [torch.Size((row, 0)) for row in range(nchunks)]
+        chunks = [ChunkStorageMetadata(each, torch.Size((1, 8))) for each in offsets]
+        size = torch.Size((nchunks, 8))
+        entries[name] = TensorStorageMetadata(TensorProperties(), size, chunks)
+        for row, each in enumerate(offsets):
+            info = _torch.StorageInfo(f"__{row}_0.distcp", item * 100, 100)
+            places[MetadataIndex(name, each, row)] = info
+    return Metadata(entries, storage_data=places)
+
+
+@given(metadata())
+def test_it_is_what_pickle_makes(original: Metadata) -> None:
+    """Every attribute of every object, with its type; for torch's reader and for ours."""
+    expected = parts_of(pickle.loads(program_of(original) + pickle.STOP))
+    content = content_of(original)
+    assert is_compact(original)
+    assert parts_of(pickle.loads(content)) == expected
+    assert parts_of(load_metadata(content, path="")) == expected
+
+
+@pytest.mark.parametrize(
+    ("nitems", "nchunks"), [(2500, 1), (2, 2500), (1000, 1), (1, 1000), (0, 0)]
+)
+def test_many_items_and_chunks_come_back(nitems: int, nchunks: int) -> None:
+    """In parts that bound the stack of the unpickler."""
+    original = tall(nitems, nchunks)
+    content = content_of(original)
+    assert is_compact(original)
+    assert parts_of(pickle.loads(content)) == parts_of(original)
+    unpickler = _Watched(io.BytesIO(content))
+    assert parts_of(unpickler.load()) == parts_of(original)
+    assert unpickler.most <= 2000  # a name and an entry for each of a thousand items
+
+
+class _Watched(pickle._Unpickler):
+    """The unpickler in Python, which sees how much it gets at once."""
+
+    most = 0
+
+    def pop_mark(self) -> Any:
+        self.most = max(self.most, len(self.stack))  # type: ignore[attr-defined]
+        return super().pop_mark()  # type: ignore[misc]
+
+
+def test_it_is_short_and_equal_sizes_are_one_object() -> None:
+    """Less than two thirds of torch's own for many chunks."""
+    original = tall(100, 100)
+    content = content_of(original)
+    assert len(content) < 0.65 * len(pickle.dumps(original))
+    found = pickle.loads(content)
+    (first, second, *_) = (entry.chunks[7] for entry in found.state_dict_metadata.values())
+    assert first.offsets is second.offsets
+    assert first.sizes is second.sizes
+
+
+def test_attributes_beside_entries_and_places_stay() -> None:
+    """Also those that the class does not declare, and an item of an attribute's name."""
+    original = small()
+    original.state_dict_metadata["size"] = original.state_dict_metadata.pop("lr")
+    original.storage_data[MetadataIndex("size")] = original.storage_data.pop(MetadataIndex("lr"))
+    original.planner_data = {"size": ("a", 1), "weight": ("weight",)}
+    original.all_local_plans = [1, 2]  # type: ignore[attr-defined]
+    assert is_compact(original)
+    found = pickle.loads(content_of(original))
+    assert found.planner_data == {**original.planner_data, "nostall.all_local_plans": [1, 2]}
+    assert found.all_local_plans is found.planner_data["nostall.all_local_plans"]
+    assert found.state_dict_metadata == original.state_dict_metadata
+    assert found.storage_data == original.storage_data
+
+
+def with_a_far_offset(found: Metadata) -> None:
+    for place in found.storage_data.values():
+        place.offset += 1 << 63
+
+
+def with_a_large_hint(found: Metadata) -> None:
+    entry = found.storage_data.pop(MetadataIndex("step", torch.Size(()), 0))
+    found.storage_data[MetadataIndex("step", torch.Size(()), 1 << 63)] = entry
+
+
+def with_transforms(found: Metadata) -> None:
+    for place in found.storage_data.values():
+        place.transform_descriptors = ["safetensors"]
+
+
+@pytest.mark.parametrize("change", [with_a_far_offset, with_a_large_hint, with_transforms])
+def test_what_has_no_row_is_left_to_pickle(change: Callable[[Metadata], None]) -> None:
+    """Numbers that are too long for their place in it, and files that are transformed."""
+    original = small()
+    change(original)
+    assert not is_compact(original)
+    assert parts_of(pickle.loads(content_of(original))) == parts_of(original)
+
+
+def test_files_are_renamed_in_it() -> None:
+    """As a save of a known structure does."""
+    original = tall(3, 2)
+    first = publication_of(original)
+    names = {name: f"{name[:-7]}-89abcdef.distcp" for name in first.files}
+    for publication in (first.renamed(names), first.renamed(names)):
+        assert publication is not None
+        found = pickle.loads(b"".join(publication.content(None)))
+        assert {each.relative_path for each in found.storage_data.values()} == set(names.values())
