@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -349,6 +350,33 @@ def one_rank_is_slow(out: Path) -> dict[str, Any]:
         "polls": 5 + polls,
         "store": dict(stored),
         "whole": job.is_whole(_WARM),
+    }
+
+
+def one_rank_is_dead(out: Path) -> dict[str, Any]:
+    """The last rank ends, with its writer, before it has written; the others poll."""
+    job, error = Job(out), ""
+    with (
+        store_operations() as stored,
+        collectives(long_messages=True) as seen,
+        Hold("chunk") as hold,
+        inject(hold.fault) if dist.get_rank() == dist.get_world_size() - 1 else nullcontext(),
+    ):
+        job.save()
+        if dist.get_rank() == dist.get_world_size() - 1:
+            hold.wait_reached()
+            for child in psutil.Process().children():
+                child.kill()
+            os._exit(0)  # with another status torchrun would end the others
+        try:
+            job.poll()
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    return {
+        "error": error,
+        "collectives": dict(seen),
+        "store": dict(stored),
+        "whole": [job.is_whole(number) for number in range(_WARM + 1)],
     }
 
 

@@ -46,6 +46,19 @@ def test_a_slow_rank_costs_the_others_no_more(tmp_path: Path) -> None:
         assert found["store"] == expected
 
 
+def test_a_dead_rank_costs_the_others_one_reduction(tmp_path: Path) -> None:
+    """Which fails with a named error; nothing is committed, and earlier checkpoints stay."""
+    *found, dead = run_ranks(4, "early:one_rank_is_dead", tmp_path, check=False)
+    assert dead is None
+    for rank, each in enumerate(found):
+        assert each["error"].startswith("RankLostError: ranks can no longer communicate")
+        assert f"[rank={rank}]" in each["error"]
+        assert each["collectives"] == {"all_reduce": 1}
+        assert set(each["store"]) <= {"set", "check"}  # looks; their number depends on the time
+        assert each["store"]["set"] <= 2
+        assert each["whole"] == [True, True, True, True, False]
+
+
 def test_saves_of_other_structures_are_committed_together(tmp_path: Path) -> None:
     """Also if one rank's structure has changed without the others' knowledge."""
     for found in run_ranks(2, "early:planned_first", tmp_path):
