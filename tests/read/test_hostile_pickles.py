@@ -513,8 +513,12 @@ def test_a_refused_pickle_is_not_what_was_saved(saved: Any, data: st.DataObject)
     where = data.draw(st.integers(0, len(pickled) - 1))
     pickled[where] = data.draw(st.integers(0, 255))
     archive = with_pickle(out.getvalue(), bytes(pickled))
-    with suppress(Harmful, Broken):
+    try:
         require_harmless(bytes(pickled), len(archive))
+    except (Harmful, Broken) as refusal:
+        if "encodes text" in str(refusal):
+            return  # a codec has many names: "latin\x01" is "latin1"
+    else:
         return
     try:
         loaded = torch.load(io.BytesIO(archive), weights_only=True)
