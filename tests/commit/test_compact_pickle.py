@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from enum import IntEnum
 from typing import Any
 
 import pytest
@@ -152,13 +154,101 @@ def with_transforms(found: Metadata) -> None:
         place.transform_descriptors = ["safetensors"]
 
 
-@pytest.mark.parametrize("change", [with_a_far_offset, with_a_large_hint, with_transforms])
+def with_a_hint_that_is_no_integer(found: Metadata) -> None:
+    entry = found.storage_data.pop(MetadataIndex("step", torch.Size(()), 0))
+    found.storage_data[MetadataIndex("step", torch.Size(()), True)] = entry
+
+
+def with_an_ordered_dictionary(found: Metadata) -> None:
+    found.state_dict_metadata = OrderedDict(found.state_dict_metadata)
+
+
+def with_a_tuple_of_chunks(found: Metadata) -> None:
+    weight: Any = found.state_dict_metadata["weight"]
+    weight.chunks = tuple(weight.chunks)
+
+
+def with_an_attribute_of_a_key(found: Metadata) -> None:
+    next(iter(found.storage_data)).__dict__["more"] = 1
+
+
+def with_an_attribute_of_a_place(found: Metadata) -> None:
+    place = pickle.loads(pickle.dumps(found.storage_data.pop(MetadataIndex("lr"))))
+    place.more = 1
+    found.storage_data[MetadataIndex("lr")] = place
+
+
+def with_an_offset_that_is_a_tuple(found: Metadata) -> None:
+    next(iter(found.storage_data)).__dict__["offset"] = (0, 0)
+
+
+def with_another_kind_of_text(found: Metadata) -> None:
+    next(iter(found.storage_data)).__dict__["fqn"] = Text("weight")
+
+
+def with_properties_that_are_equal_only(found: Metadata) -> None:
+    weight: Any = found.state_dict_metadata["weight"]
+    step: Any = found.state_dict_metadata["step"]
+    weight.properties.requires_grad = True
+    step.properties = TensorProperties(requires_grad=True)
+    step.properties.requires_grad = 1
+
+
+def with_a_size_of_other_numbers(found: Metadata) -> None:
+    weight: Any = found.state_dict_metadata["weight"]
+    weight.size = torch.Size((Number.TWO, 3))
+
+
+class Number(IntEnum):
+    TWO = 2
+
+
+class Text(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_a_far_offset,
+        with_a_large_hint,
+        with_transforms,
+        with_a_hint_that_is_no_integer,
+        with_an_ordered_dictionary,
+        with_a_tuple_of_chunks,
+        with_an_attribute_of_a_key,
+        with_an_attribute_of_a_place,
+        with_an_offset_that_is_a_tuple,
+        with_another_kind_of_text,
+        with_properties_that_are_equal_only,
+        with_a_size_of_other_numbers,
+    ],
+)
 def test_what_has_no_row_is_left_to_pickle(change: Callable[[Metadata], None]) -> None:
-    """Numbers that are too long for their place in it, and files that are transformed."""
+    """What rows have no place for, and what is only equal to what they would say."""
     original = small()
     change(original)
-    assert not is_compact(original)
-    assert parts_of(pickle.loads(content_of(original))) == parts_of(original)
+    assert publication_of(original).program == (program_of(original),)
+
+
+class Counted(Metadata):
+    """Of a planner: its pickle depends on the entries."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "count": len(self.state_dict_metadata)}
+
+
+def test_metadata_of_another_class_is_left_to_pickle() -> None:
+    """Its own methods may want all of it."""
+    original = Counted(**vars(small()))
+    assert pickle.loads(content_of(original)).count == 3
+
+
+def test_entries_that_are_alike_stay_apart() -> None:
+    """Who changes the properties of one changes no other."""
+    found = pickle.loads(content_of(tall(2, 1)))
+    found.state_dict_metadata["w0"].properties.dtype = torch.bfloat16
+    assert found.state_dict_metadata["w1"].properties.dtype == torch.float32
 
 
 def test_files_are_renamed_in_it() -> None:

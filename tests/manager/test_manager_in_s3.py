@@ -11,6 +11,7 @@ import torch
 
 import nostall
 from nostall import CheckpointManager, KeepBest, KeepLatest
+from nostall._storage.objects.s3 import S3Client
 from nostall._storage.places import storage_at
 from nostall.errors import ReadError
 from support.object_store import S3Server
@@ -70,6 +71,20 @@ def test_what_an_interrupted_save_left_is_removed(s3: S3Server, root: str, tmp_p
         manager.save(1, training()).result(60)
     assert s3.unfinished(bucket) == []
     assert storage_at(root).list() == ["step-000000001"]
+
+
+def test_uploads_that_are_not_of_a_step_are_left_alone(
+    s3: S3Server, root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And nothing is said of them."""
+    bucket, _, prefix = root.removeprefix("s3://").partition("/")
+    others = ["step-000000002", "step-000000003/notes.txt", "step-000000004/model/__0_0.distcp"]
+    for name in others:
+        S3Client(bucket).parts(f"{prefix}/{name}", 10 << 20)
+    with CheckpointManager(root) as manager:
+        manager.save(1, training()).result(60)
+    assert len(s3.unfinished(bucket)) == 3
+    assert "removed" not in caplog.text
 
 
 def test_a_busy_store_does_not_hide_the_newest_step(

@@ -155,6 +155,19 @@ def test_no_file_has_the_name_of_another(s3: S3Server, bucket: str) -> None:
     assert len(set(names)) == 3
 
 
+@pytest.mark.parametrize("what", [PART, {"method": "PUT", "has": ".distcp"}])
+def test_what_is_sent_anew_was_not_removed_before(
+    s3: S3Server, url: str, what: dict[str, str]
+) -> None:
+    """A removal that is done late, after its answer was lost, would hit the new file."""
+    s3.inject({**what, **SLOW_DOWN, "times": ATTEMPTS})
+    s3.requests()
+    save(url, 1)
+    assert not [each for each in s3.requests() if url.split("/")[2] in each and "delete" in each]
+    assert is_loaded(url, 1)
+    assert s3.unfinished(url.split("/")[2]) == []
+
+
 def test_a_bucket_that_does_not_exist_is_no_empty_directory() -> None:
     """A job that finds no checkpoint starts from scratch."""
     with pytest.raises(ReadError, match="bucket"):

@@ -2,8 +2,8 @@
 
 ``pickle`` makes each object of DCP's metadata by itself, with some 60 instructions per item. Here
 the instructions of all items are rows of one form, filled column by column. What they share is
-pickled once, before: classes, names, properties, and sizes and offsets, of which equal ones are one
-object when the metadata is loaded. Otherwise the objects are those that ``pickle`` would make.
+pickled once, before: classes, names, the values of properties, and sizes and offsets, of which
+equal ones are one object when the metadata is loaded. All else is as ``pickle`` would make it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 
 from nostall import _torch
+from nostall._commit.index.columns import ItemIndex
 from nostall._commit.index.indexing import Indexed
 
 PROTOCOL = 3
@@ -52,7 +54,8 @@ def compact_pickle(rest: Metadata, indexed: Indexed) -> bytes:
     pickler = pickle.Pickler(stream, PROTOCOL)
     index, attributes = indexed.index, _ATTRIBUTES.values()
     sizes = [torch.Size(shape) for shape in index.shapes]
-    parts = (_CLASSES, attributes, index.files, indexed.properties, sizes, index.names)
+    states = [properties.__getstate__() for properties in indexed.properties]
+    parts = (_CLASSES, attributes, index.files, states, sizes, index.names)
     pickler.dump(list(chain.from_iterable(parts)))
     nbytes = stream.tell()
     shared = _Shared(pickler)
@@ -63,7 +66,7 @@ def compact_pickle(rest: Metadata, indexed: Indexed) -> bytes:
             *(content[: nbytes - len(pickle.STOP)], pickle.POP),
             content[nbytes + PROTO_NBYTES : -len(pickle.STOP)],
             *(pickle.EMPTY_DICT, pickle.MARK),
-            *(shared.attribute("state_dict_metadata"), *_entries(indexed, sizes, shared)),
+            *(shared.attribute("state_dict_metadata"), *_entries(index, sizes, states, shared)),
             *(shared.attribute("storage_data"), *_places(indexed, sizes, shared)),
             _END,
         )
@@ -92,7 +95,7 @@ class _Shared:
         return pickle.LONG_BINGET, array("I", column)
 
     def instance(self, of: type, **attributes: _Parts) -> _Parts:
-        """An instance per row, with these attributes; without any, it has no state."""
+        """An instance per row, with these attributes; without any, it has no state yet."""
         made = self._push(of) + pickle.EMPTY_TUPLE + pickle.NEWOBJ
         if not attributes:
             return (made,)
@@ -106,12 +109,14 @@ class _Shared:
         return pickle.LONG_BINGET + number.to_bytes(4, "little")
 
 
-def _entries(indexed: Indexed, sizes: Sequence[torch.Size], shared: _Shared) -> Iterator[_Bytes]:
+def _entries(
+    index: ItemIndex, sizes: Sequence[torch.Size], states: Sequence[Any], shared: _Shared
+) -> Iterator[_Bytes]:
     """The dictionary from names to entries."""
-    index = indexed.index
     names = shared.column(index.names)
     # An object is of kind 0; what its row of tensors has is not used.
-    properties = shared.column([BytesStorageMetadata, *indexed.properties], index.kind)
+    state = shared.column([TensorProperties, *states], index.kind)
+    properties = *shared.instance(TensorProperties), *state, pickle.BUILD
     *head, _ = shared.instance(
         TensorStorageMetadata,
         properties=properties,
@@ -199,9 +204,10 @@ class _Rows:
             if isinstance(part, bytes):
                 at += len(part)
                 continue
+            column = part[:]
             if sys.byteorder == "big":
-                part.byteswap()
-            raw = part.tobytes()
+                column.byteswap()
+            raw = column.tobytes()
             for byte in range(part.itemsize):
                 rows[at :: len(form)] = raw[byte :: part.itemsize]
                 at += 1
@@ -224,6 +230,7 @@ _CLASSES = (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
     _torch.StorageInfo,
 )

@@ -14,6 +14,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from types import NoneType
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -182,7 +183,11 @@ def publication_of(finished: Metadata) -> Publication:
 
 def _compact(finished: Metadata, found: Indexed | None) -> bytes | None:
     """As :func:`program_of`, made from the index; ``None`` if that does not have all."""
-    if found is None or found.index.transforms is not None:
+    if found is None or type(finished) is not Metadata or found.index.transforms is not None:
+        return None
+    if type(finished.state_dict_metadata) is not dict or type(finished.storage_data) is not dict:
+        return None
+    if not set(map(type, found.hints)) <= {int, NoneType}:
         return None
     rest = _to_pickle(finished)
     for name in ("state_dict_metadata", "storage_data"):

@@ -215,10 +215,13 @@ class StepDirectories:
 
     def _begun(self) -> list[int]:
         """All steps of which anything is there, in ascending order."""
-        names: Collection[str] = ()
+        found: Collection[str] = ()
         with suppress(OSError):  # not every store lists them, as the next save says
-            names = storage_at(self.root).unfinished()
-        in_no_list = {step for name in names if (step := step_of(name)) is not None}
+            found = storage_at(self.root).unfinished()
+        steps = {(step_of(path.partition("/")[0]), f"{self.root}/{path}") for path in found}
+        in_no_list = {
+            step for step, path in steps if step is not None and path in self.checkpoints(step)
+        }
         return sorted(in_no_list.union(self.listed()))
 
     def _is_recoverable(self, step: int) -> bool:

@@ -173,7 +173,10 @@ class Storage(Files, Protocol):
     """Whether :meth:`publish` compares the expected version at the very instant."""
 
     def unfinished(self) -> Collection[str]:
-        """Names of unfinished files that :meth:`list` does not show, and of directories of some."""
+        """Directories that hold unfinished files which :meth:`list` does not show.
+
+        Relative to this one, which is an empty text; also those that are deeper.
+        """
 
     def abort_unfinished(self, older_than_s: float) -> int:
         """Abort those that are directly here, as they cost money.

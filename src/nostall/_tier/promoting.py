@@ -20,7 +20,7 @@ from nostall._model.jobs import Failure
 from nostall._model.names import METADATA_SUFFIX as METADATA_NAME
 from nostall._model.names import is_ours_to_remove
 from nostall._model.values import WrittenFile
-from nostall._storage.places import storage_at
+from nostall._storage.places import is_address, object_storage_at, storage_at
 from nostall._storage.port import Files, Storage
 from nostall._storage.posix_storage import PosixStorage
 from nostall._storage.reading import open_to_read, read_metadata
@@ -205,8 +205,12 @@ def _copy_all(
     copied.add_names(file.name for file in files)
     for file in files:
         if not copied.is_whole(file) or not _is_there(destination, file):
-            # Only a promotion that was interrupted has made a file of this name.
-            remove_files([destination.where(file.name)])
+            # Only a promotion that was interrupted has made a file of this name. One in a store is
+            # replaced: a removal that is done late would hit the new one.
+            if is_address(job.destination):
+                object_storage_at(job.destination).abort([file.name])
+            else:
+                remove_files([destination.where(file.name)])
             copy_file(file, job, partial(_further, on_progress, done_nbytes, total_nbytes))
             copied.add_whole(file)
         done_nbytes += file.nbytes

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from types import NoneType
 from typing import Any
 
 import torch
@@ -42,7 +44,7 @@ class Indexed:
     """The objects that the properties of the index are the plain values of."""
     order: Sequence[int]
     """The numbers of places, in the order of the metadata's ``storage_data``."""
-    hints: Sequence[int | None]
+    hints: Sequence[Any]
     """In the same order, ``MetadataIndex.index`` of the key of each."""
 
 
@@ -85,30 +87,35 @@ class _Indexing:
         self._file: list[int] = []
         self._offset: list[int] = []
         self._length: list[int] = []
-        self._hints: list[int | None] = []
+        self._hints: list[Any] = []
         self._properties: dict[Properties, int] = {}
         self._known: dict[tuple[Any, ...], int] = {}
         """Number of properties by the values of their attributes."""
         self._transforms: set[tuple[str, ...] | None] = set()
         self._objects: list[TensorProperties] = []
-        """Some with the properties of each number."""
+        """For each number, one that has them."""
         self._places = defaultdict[str, dict[tuple[int, ...] | None, int]](dict)
         """Numbers of places, by name and offset."""
         for number, (index, info) in enumerate(storage_data.items()):
             if type(index) is not MetadataIndex or type(info) is not _torch.StorageInfo:
                 raise _NotRepresentableError
             file, offset, length = info.relative_path, info.offset, info.length
-            named, hint = info.transform_descriptors, index.index
+            named, begin = info.transform_descriptors, index.offset
             self._transforms.add(None if named is None else tuple(named))
-            if len(vars(info)) > _PLACE_PARTS or not (hint is None or type(hint) is int):
+            has_named = "transform_descriptors" in vars(info)  # not if it was unpickled
+            if len(vars(info)) != _PLACE_PARTS + has_named:
+                raise _NotRepresentableError
+            if len(vars(index)) != _KEY_PARTS + (begin is not None):
                 raise _NotRepresentableError
             if type(file) is not str or type(offset) is not int or type(length) is not int:
                 raise _NotRepresentableError
             self._file.append(self._files[file])
             self._offset.append(offset)
             self._length.append(length)
-            self._hints.append(hint)
-            self._places[index.fqn][index.offset] = number
+            if type(index.fqn) is not str or type(begin) not in (torch.Size, NoneType):
+                raise _NotRepresentableError
+            self._hints.append(index.index)
+            self._places[index.fqn][begin] = number
 
     def indexed(self, entries: Mapping[Any, Any]) -> Indexed:
         kind, size, count, begin, extent = [], [], [], [], []
@@ -132,6 +139,8 @@ class _Indexing:
             kind.append(1 + self._number_of_properties(entry.properties))
             size += self._numbers_of_shapes([entry.size])
             count.append(len(entry.chunks))
+            if type(entry.chunks) is not list:
+                raise _NotRepresentableError
             _require_only(ChunkStorageMetadata, map(type, entry.chunks))
             _require_only(_CHUNK_PARTS, map(len, map(vars, entry.chunks)))
             offsets = [chunk.offsets for chunk in entry.chunks]
@@ -142,6 +151,7 @@ class _Indexing:
                 raise _NotRepresentableError
         if self._places:
             raise _NotRepresentableError  # a location of an item that is not there
+        _require_only(int, map(type, chain.from_iterable(self._shapes)))
         index = ItemIndex(
             names=list(entries),
             kind=kind,
@@ -182,7 +192,7 @@ class _Indexing:
         if type(properties) is not TensorProperties:
             raise _NotRepresentableError
         try:
-            key = tuple(vars(properties).items())
+            key = tuple((name, type(value), value) for name, value in vars(properties).items())
             number = self._known.get(key)
         except TypeError as error:  # an unknown value, which has no hash
             raise _NotRepresentableError from error
@@ -195,10 +205,11 @@ class _Indexing:
         return number
 
 
-_PLACE_PARTS = 4
+_KEY_PARTS = 2
+_PLACE_PARTS = 3
 _TENSOR_PARTS = 3
 _CHUNK_PARTS = 2
-"""Numbers of attributes that the classes declare; others would be lost."""
+"""Numbers of attributes that instances have, without the optional one; others would be lost."""
 
 
 def _require_only(wanted: Any, found: Iterable[Any]) -> None:

@@ -2,6 +2,7 @@
 
 There is no rename here. Callers give each file a name that no other file ever had: nobody has to
 take one, and a request that arrives late, when its save was given up, meets no file of a later one.
+If a save sends a file anew, it has the same name and bytes, and nothing was removed before.
 Unfinished files are in no list. ``publish`` is one conditional put. If its answer is lost, the
 object itself says whether it was done: no other save has metadata of the same content.
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 
 from nostall._model.jobs import page_aligned
+from nostall._model.names import is_ours_to_remove
 from nostall._storage.objects.client import Client, CopyingClient, Parts
 from nostall._storage.port import Conflict, Draft, Stat, Version, may_pass, reason
 from nostall._storage.posix_files import between
@@ -56,7 +58,7 @@ class ObjectStorage:
         try:
             parts = self._client.parts(self._key(name), nbytes)
         except BaseException:  # passed on; it may be begun, if an answer was lost
-            self.discard([name])
+            self.abort([name])
             raise
         return _Upload(self, name, nbytes, part_nbytes, parts)
 
@@ -118,11 +120,18 @@ class ObjectStorage:
     def remove(self, names: Iterable[str]) -> None:
         self._client.remove([self._key(name) for name in names])
 
-    def discard(self, names: Collection[str]) -> None:
-        """Remove files, also unfinished ones, that will never be committed; errors are ignored."""
+    def abort(self, names: Iterable[str]) -> None:
+        """Abort unfinished files; errors are ignored. They may be begun anew."""
         for name in names:
             with suppress(OSError):
                 self._client.abort_unfinished(self._key(name), None)
+
+    def discard(self, names: Collection[str]) -> None:
+        """Remove files, also unfinished ones, that will never be committed; errors are ignored.
+
+        No file may have one of these names again: a removal may be done after its answer was lost.
+        """
+        self.abort(names)
         with suppress(OSError):
             self.remove(names)
 
@@ -131,8 +140,9 @@ class ObjectStorage:
         self._client.abort_unfinished(self._prefix, None)
 
     def unfinished(self) -> Collection[str]:
-        keys = self._client.unfinished(self._prefix)
-        return {key[len(self._prefix) :].partition("/")[0] for key in keys}
+        names = (key[len(self._prefix) :] for key in self._client.unfinished(self._prefix))
+        found = (name.rpartition("/") for name in names)
+        return {directory for directory, _, name in found if is_ours_to_remove(name)}
 
     def abort_unfinished(self, older_than_s: float) -> int:
         return len(self._client.abort_unfinished(self._prefix, older_than_s))
@@ -238,7 +248,7 @@ class _Upload:
             return
         if self._parts is not None:
             self._parts.abort()
-        self._storage.discard([self.name])
+            self._storage.abort([self.name])
 
 
 class _Source:
