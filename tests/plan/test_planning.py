@@ -111,6 +111,16 @@ def test_new_values_are_no_new_structure(found: list[Found]) -> None:
         assert facts["value_changes"] == {"plan": NOTHING, "wrong": []}
 
 
+@pytest.mark.parametrize("name", planning.OPTIONS)
+def test_options_of_the_writer_change_files_and_no_plan(name: str, found: list[Found]) -> None:
+    """Each save of a known structure is that without a cache, byte for byte."""
+    for facts in found:
+        assert facts["writer_options"][name] == {
+            "plan": [NOTHING, NOTHING, EXCHANGE],
+            "same": [True, True],
+        }
+
+
 def test_dropping_a_copy_that_another_rank_writes_changes_nothing(found: list[Found]) -> None:
     """A rank that drops a replicated tensor it did not write leaves it in the checkpoint."""
     for facts in found:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
@@ -177,12 +178,13 @@ def plan(
     *,
     coordinator: int = 0,
     default_cache: bool = False,
+    **options: Any,
 ) -> Planned:
-    """Plan a save, and count."""
+    """Plan a save, by a writer with these options, and count."""
     with collectives() as said:
         arguments = save_state_dict_async_plan(
             state,
-            FileSystemWriterAsync(path),
+            FileSystemWriterAsync(path, **options),
             None,
             coordinator,
             planner=planner,
@@ -306,6 +308,50 @@ def value_changes(out: Path) -> Facts:
 
     said = save(out / "4", state(4), cache)
     return {"plan": said, "wrong": loaded_wrong(out / "4", state(4), state(0))}
+
+
+OPTIONS: dict[str, tuple[tuple[int, ...], Facts]] = {
+    "more files": ((0, 1), {"thread_count": 3}),
+    "more files of one rank": ((1,), {"thread_count": 2}),
+    "a file per item": ((0, 1), {"single_file_per_rank": False}),
+    "safetensors": ((0, 1), {"serialization_format": SerializationFormat.SAFETENSORS}),
+    "some apart": ((0, 1), {"separation_hint": "own", "thread_count": 2}),
+    "some frozen": ((0, 1), {"frozen": ["shared"]}),
+    "none": ((), {}),
+}
+"""Which ranks' writers get which options."""
+
+
+def writer_options(out: Path) -> Facts:
+    """With a valid cache, each of these options in two saves, and uncached in a third."""
+
+    def state(number: int) -> State:
+        rank = dist.get_rank()
+        own = {f"own {rank}.{n}": torch.full((n + 1, 3), float(number)) for n in range(4)}
+        return {**own, "shared": torch.full((7,), number)}
+
+    cache = CheckpointMetadataCache()
+    for number in (1, 2, 3):
+        save(out / f"before-{number}", state(number), cache)
+    facts: Facts = {}
+    for number, (name, (ranks, options)) in enumerate(OPTIONS.items()):
+        own = options if dist.get_rank() in ranks else {}
+        paths = [out / f"{number}-{which}" for which in ("first", "second", "uncached")]
+        caches = [cache, cache, None]
+        said = [
+            save(path, state(number), each, **own) for path, each in zip(paths, caches, strict=True)
+        ]
+        dist.barrier()  # the coordinator has committed
+        first, second, uncached = map(_all_of, paths)
+        facts[name] = {"plan": said, "same": [first == uncached, second == uncached]}
+    return facts
+
+
+def _all_of(path: Path) -> tuple[Any, Any, dict[str, bytes]]:
+    """Entries and places of a checkpoint, and the bytes of its files."""
+    metadata = read_metadata(path)
+    files = {each.name: each.read_bytes() for each in path.iterdir() if each.name != ".metadata"}
+    return metadata.state_dict_metadata, metadata.storage_data, files
 
 
 def replicated_on_one_rank_less(out: Path) -> Facts:
@@ -713,6 +759,7 @@ def two_ranks(out: Path) -> dict[str, Facts]:
             failure_in_the_steady_state,
             structure_changes,
             value_changes,
+            writer_options,
             replicated_on_one_rank_less,
             joined,
             in_flight_over_a_change,
