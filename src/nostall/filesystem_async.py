@@ -246,10 +246,13 @@ class FileSystemWriterAsync(FileSystemWriter):
         return plan if self.use_collectives else self.prepare_decentralized_global_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As stock; if a checkpoint exists, the plans say so, as other hosts may not see it yet."""
+        """As stock; if a checkpoint exists, the plans say so, as other hosts may not see it yet.
+
+        Unless names of files are unique.
+        """
         plans = super().prepare_global_plan(plans)
         settings = self._rank_save.settings
-        if settings.has_own_names or not settings.may_replace(default_engine()):
+        if settings.has_unique_names or not settings.may_replace(default_engine()):
             return plans
         return [
             replace(plan, storage_data=Beside(plan.storage_data.prefix, str(self.path)))

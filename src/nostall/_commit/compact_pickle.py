@@ -14,7 +14,7 @@ import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain, compress, groupby, repeat
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -34,7 +34,7 @@ PROTOCOL = 3
 """Later ones divide a pickle into frames with a length."""
 PROTO_NBYTES = 2
 _STACK_ROWS = 1000
-"""The unpickler has so many on its stack, as with ``pickle``."""
+"""Items per batch, which bounds the stack of the unpickler, as ``pickle`` does."""
 _Parts: TypeAlias = "tuple[bytes | array[int], ...]"
 """Instructions of rows: bytes are the same in all of them, a column has a number for each."""
 _Bytes: TypeAlias = "bytes | memoryview"
@@ -87,16 +87,16 @@ class _Shared:
         """An object per row.
 
         Args:
-            objects: They were pickled.
+            objects: Those of the rows; all are in the memo.
             numbers: For each row, the number of the object; without it each is in one row.
         """
         pickled = [self._number[id(each)] for each in objects]
         column = pickled if numbers is None else map(pickled.__getitem__, numbers)
         return pickle.LONG_BINGET, array("I", column)
 
-    def instance(self, of: type, **attributes: _Parts) -> _Parts:
+    def instance(self, cls: type, **attributes: _Parts) -> _Parts:
         """An instance per row, with these attributes; without any, it has no state yet."""
-        made = self._push(of) + pickle.EMPTY_TUPLE + pickle.NEWOBJ
+        made = self._push(cls) + pickle.EMPTY_TUPLE + pickle.NEWOBJ
         if not attributes:
             return (made,)
         pairs = [(self.attribute(name), *value) for name, value in attributes.items()]
@@ -114,9 +114,10 @@ def _entries(
 ) -> Iterator[_Bytes]:
     """The dictionary from names to entries."""
     names = shared.column(index.names)
-    # An object is of kind 0; what its row of tensors has is not used.
+    # There is a row for each item. Those of objects, of kind 0, are not used: any class fills them.
     state = shared.column([TensorProperties, *states], index.kind)
     properties = *shared.instance(TensorProperties), *state, pickle.BUILD
+    # Without its end: chunks are appended to the list before.
     *head, _ = shared.instance(
         TensorStorageMetadata,
         properties=properties,
@@ -145,36 +146,16 @@ def _entries(
 
 
 def _places(indexed: Indexed, sizes: Sequence[torch.Size], shared: _Shared) -> Iterator[_Bytes]:
-    """The dictionary from items to their places."""
-    index = indexed.index
-    items = list(chain.from_iterable(map(repeat, range(len(index.count)), index.count)))
-    forms = [(True, True)] * len(indexed.order)
-    if 0 in index.kind or None in indexed.hints:
-        forms = [
-            (index.kind[items[place]] > 0, hint is not None)
-            for place, hint in zip(indexed.order, indexed.hints, strict=True)
-        ]
+    """The dictionary from items to their places, in its order."""
+    count = indexed.index.count
+    items = list(chain.from_iterable(map(repeat, range(len(count)), count)))
+    forms = _forms(indexed, items)
     rows = {}
     for form in set(forms):
         chosen = [each == form for each in forms]
         places = list(compress(indexed.order, chosen))
-
-        def of(column: Sequence[int], places: Sequence[int] = places) -> list[int]:
-            return [column[place] for place in places]
-
-        has_offset, has_hint = form
-        key = {"fqn": shared.column(index.names, of(items))}
-        if has_offset:  # otherwise the class has it
-            key["offset"] = shared.column(sizes, of(index.begin))
-        hints = cast("list[int]", list(compress(indexed.hints, chosen)))
-        key["index"] = _integers(hints) if has_hint else (pickle.NONE,)
-        value = shared.instance(
-            _torch.StorageInfo,
-            relative_path=shared.column(index.files, of(index.file)),
-            offset=_integers(of(index.offset)),
-            length=_integers(of(index.length)),
-        )
-        rows[form] = _Rows(*shared.instance(MetadataIndex, **key), *value)
+        hints = list(compress(indexed.hints, chosen))
+        rows[form] = _place_rows(form, items, places, hints, indexed.index, sizes, shared)
     done = dict.fromkeys(rows, 0)
     yield pickle.EMPTY_DICT
     for first in range(0, len(forms), _STACK_ROWS):
@@ -183,6 +164,51 @@ def _places(indexed: Indexed, sizes: Sequence[torch.Size], shared: _Shared) -> I
             begin, done[form] = done[form], done[form] + len(list(run))
             yield rows[form].get(begin, done[form])
         yield pickle.SETITEMS
+
+
+class _Form(NamedTuple):
+    """What the key of a place has; without an offset it is that of an object."""
+
+    offset: bool
+    hint: bool
+
+
+def _forms(indexed: Indexed, items: Sequence[int]) -> list[_Form]:
+    """That of each place, in the order of the dictionary."""
+    kind = indexed.index.kind
+    if 0 not in kind and None not in indexed.hints:
+        return [_Form(offset=True, hint=True)] * len(indexed.order)
+    return [
+        _Form(offset=kind[items[place]] > 0, hint=hint is not None)
+        for place, hint in zip(indexed.order, indexed.hints, strict=True)
+    ]
+
+
+def _place_rows(
+    form: _Form,
+    items: Sequence[int],
+    places: Sequence[int],
+    hints: Sequence[int],
+    index: ItemIndex,
+    sizes: Sequence[torch.Size],
+    shared: _Shared,
+) -> _Rows:
+    """A key and a value per row, for some places."""
+
+    def of(column: Sequence[int]) -> list[int]:
+        return [column[place] for place in places]
+
+    key = {"fqn": shared.column(index.names, of(items))}
+    if form.offset:  # otherwise the class has it
+        key["offset"] = shared.column(sizes, of(index.begin))
+    key["index"] = _integers(hints) if form.hint else (pickle.NONE,)
+    value = shared.instance(
+        _torch.StorageInfo,
+        relative_path=shared.column(index.files, of(index.file)),
+        offset=_integers(of(index.offset)),
+        length=_integers(of(index.length)),
+    )
+    return _Rows(*shared.instance(MetadataIndex, **key), *value)
 
 
 def _integers(column: Sequence[int]) -> _Parts:
@@ -234,6 +260,7 @@ _CLASSES = (
     TensorStorageMetadata,
     _torch.StorageInfo,
 )
+# The memo is by identity: each name is the object that was pickled.
 _ATTRIBUTES = {
     name: name
     for name in (

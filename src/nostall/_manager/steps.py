@@ -14,7 +14,7 @@ import fcntl
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
@@ -215,14 +215,13 @@ class StepDirectories:
 
     def _begun(self) -> list[int]:
         """All steps of which anything is there, in ascending order."""
-        found: Collection[str] = ()
-        with suppress(OSError):  # not every store lists them, as the next save says
-            found = storage_at(self.root).unfinished()
-        steps = {(step_of(path.partition("/")[0]), f"{self.root}/{path}") for path in found}
-        in_no_list = {
-            step for step, path in steps if step is not None and path in self.checkpoints(step)
-        }
-        return sorted(in_no_list.union(self.listed()))
+        begun = set(self.listed())
+        with suppress(OSError):  # a store that cannot list them; each commit warns of that
+            for directory in storage_at(self.root).directories_with_unfinished():
+                step = step_of(directory.partition("/")[0])
+                if step is not None and f"{self.root}/{directory}" in self.checkpoints(step):
+                    begun.add(step)
+        return sorted(begun)
 
     def _is_recoverable(self, step: int) -> bool:
         """Whether all ranks have left the record of a save in a step's directory."""

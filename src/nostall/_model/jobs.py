@@ -91,7 +91,7 @@ class FileReceipt:
     name: str
     """Path below the checkpoint directory; also DCP's storage key."""
     planned_name: str
-    """The name in the job; ``name`` differs from it if the planned name was taken."""
+    """The name in the job; in a file system ``name`` differs if the planned name was taken."""
     nbytes: int
     crc32_of_file: int | None
     """CRC-32 of all bytes; ``None`` without checksums or if a user's stream decides the content."""
@@ -142,7 +142,7 @@ class FileImage:
     """One file to write: its name, and the memory that holds all of it but the sealed bytes."""
 
     name: str
-    """If the name is taken, a similar one is used."""
+    """If the name is taken in a file system, a similar one is used."""
     nbytes: int
     block: int
     """Identifier of the arena block that holds the image."""

@@ -111,8 +111,8 @@ class WriterSettings:
         )
 
     @property
-    def has_own_names(self) -> bool:
-        """Whether files have names that no others had, so that nobody looks at what is there."""
+    def has_unique_names(self) -> bool:
+        """Whether file names are unique, so that an existing checkpoint does not matter to them."""
         return self.tier is not None or is_address(self.directory)
 
     def may_replace(self, engine: Engine) -> bool:
@@ -182,7 +182,8 @@ class WriterSettings:
             plan: This rank's final plan.
             timeline: Receives the durations of the stages.
             engine: The engine of the save.
-            replaces: Whether the directory may contain a checkpoint; ``None`` to look.
+            replaces: Whether the directory may contain a checkpoint; ``None`` to look, unless names
+                are unique.
 
         Raises:
             SaveTimeoutError: Storage did not answer within ``save_timeout_s`` seconds.
@@ -200,11 +201,9 @@ class WriterSettings:
         is_beside = getattr(plan.storage_data, "beside", None) == self.directory
         if self.tier is not None and not self.tier.is_shared:
             self.tier.make_room(engine, is_part=True, rank=self.rank)
-        if self.has_own_names:
-            replaces = True  # nobody looks
-        elif replaces is None:
+        if replaces is None and not self.has_unique_names:
             replaces = is_beside or self.may_replace(engine)
-        suffix = self._suffix(job) if replaces else ""
+        suffix = self._suffix(job) if replaces or self.has_unique_names else ""
         progress = engine.under_way.begin(job, path=self.directory, rank=self.rank)
         return SaveTarget(
             job=job,
@@ -219,7 +218,7 @@ class WriterSettings:
 
     def _suffix(self, job: str) -> str:
         """What distinguishes the names of a save's files from those of others."""
-        # A file system refuses to make a file twice; a store puts one in the other one's place.
+        # A file system refuses a second file of a name. A store replaces the first one.
         return f"-{job[:8]}-{job[-8:]}" if is_address(self.belongs_at) else f"-{job[:8]}"
 
 

@@ -69,7 +69,7 @@ class Upload(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name: the requested one, or a similar one where that was taken."""
+        """Its name: the requested one, or in a file system a similar one if that was taken."""
 
     @property
     def any_order(self) -> bool:
@@ -147,7 +147,7 @@ class Files(ReadableFiles, Protocol):
         """Begin a new file. Existing files stay.
 
         Args:
-            name: The requested name. In an object store, one that no other file ever had.
+            name: The requested name; in an object store it is unique.
             nbytes: The file's length.
             on_created: Called with its name before the first part, so that the file can be removed
                 if this process dies.
@@ -172,14 +172,14 @@ class Storage(Files, Protocol):
     publishes_conditionally: bool
     """Whether :meth:`publish` compares the expected version at the very instant."""
 
-    def unfinished(self) -> Collection[str]:
-        """Directories that hold unfinished files which :meth:`list` does not show.
+    def directories_with_unfinished(self) -> Collection[str]:
+        """Directories with unfinished files that :meth:`list` does not show, at any depth.
 
-        Relative to this one, which is an empty text; also those that are deeper.
+        Paths are relative to this directory, whose own is an empty text.
         """
 
     def abort_unfinished(self, older_than_s: float) -> int:
-        """Abort those that are directly here, as they cost money.
+        """Abort unfinished files here that :meth:`list` does not show, as they cost money.
 
         Args:
             older_than_s: Seconds, by the clock of storage, since they were begun at least.

@@ -38,7 +38,7 @@ class PosixStorage(PosixFiles):
 
     publishes_conditionally = False
 
-    def unfinished(self) -> Collection[str]:
+    def directories_with_unfinished(self) -> Collection[str]:
         return ()
 
     def abort_unfinished(self, older_than_s: float) -> int:

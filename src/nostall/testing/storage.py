@@ -73,12 +73,12 @@ class MemoryStorage:
         del nbytes
         return mmap.PAGESIZE
 
-    def unfinished(self) -> Collection[str]:
-        """None: they cost nothing."""
+    def directories_with_unfinished(self) -> Collection[str]:
+        """None: unfinished files cost nothing."""
         return ()
 
     def abort_unfinished(self, older_than_s: float) -> int:
-        """None, as :meth:`unfinished`."""
+        """None."""
         del older_than_s
         return 0
 

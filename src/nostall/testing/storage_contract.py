@@ -51,6 +51,7 @@ def an_unfinished_file_leaves_nothing(storage: Storage) -> None:
     for _ in range(2):
         upload.close()
     assert storage.list() == []
+    assert not storage.directories_with_unfinished()
     assert _put(storage, _TAKEN, b"whole") == _TAKEN
     storage.flush()
     assert storage.list() == [_TAKEN]
@@ -169,8 +170,9 @@ CHECKS: tuple[Callable[[Storage], None], ...] = (
     publishing_can_be_given_up,
     a_draft_is_published_or_removed,
 )
+"""For any storage."""
 FILE_SYSTEM_CHECKS = (*CHECKS, an_existing_file_stays)
-"""Names that files have in an object store are never requested again."""
+"""For file systems: in object stores a name is never requested for another file."""
 
 
 def _memory(content: bytes) -> memoryview:

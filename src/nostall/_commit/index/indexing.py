@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from types import NoneType
 from typing import Any
 
 import torch
@@ -93,29 +92,18 @@ class _Indexing:
         """Number of properties by the values of their attributes."""
         self._transforms: set[tuple[str, ...] | None] = set()
         self._objects: list[TensorProperties] = []
-        """For each number, one that has them."""
+        """For each number of properties, an object that has them."""
         self._places = defaultdict[str, dict[tuple[int, ...] | None, int]](dict)
         """Numbers of places, by name and offset."""
         for number, (index, info) in enumerate(storage_data.items()):
-            if type(index) is not MetadataIndex or type(info) is not _torch.StorageInfo:
-                raise _NotRepresentableError
-            file, offset, length = info.relative_path, info.offset, info.length
-            named, begin = info.transform_descriptors, index.offset
-            self._transforms.add(None if named is None else tuple(named))
-            has_named = "transform_descriptors" in vars(info)  # not if it was unpickled
-            if len(vars(info)) != _PLACE_PARTS + has_named:
-                raise _NotRepresentableError
-            if len(vars(index)) != _KEY_PARTS + (begin is not None):
-                raise _NotRepresentableError
-            if type(file) is not str or type(offset) is not int or type(length) is not int:
-                raise _NotRepresentableError
-            self._file.append(self._files[file])
-            self._offset.append(offset)
-            self._length.append(length)
-            if type(index.fqn) is not str or type(begin) not in (torch.Size, NoneType):
-                raise _NotRepresentableError
+            _require_plain(index, info)
+            transforms = info.transform_descriptors
+            self._transforms.add(None if transforms is None else tuple(transforms))
+            self._file.append(self._files[info.relative_path])
+            self._offset.append(info.offset)
+            self._length.append(info.length)
             self._hints.append(index.index)
-            self._places[index.fqn][begin] = number
+            self._places[index.fqn][index.offset] = number
 
     def indexed(self, entries: Mapping[Any, Any]) -> Indexed:
         kind, size, count, begin, extent = [], [], [], [], []
@@ -210,6 +198,24 @@ _PLACE_PARTS = 3
 _TENSOR_PARTS = 3
 _CHUNK_PARTS = 2
 """Numbers of attributes that instances have, without the optional one; others would be lost."""
+
+
+def _require_plain(index: object, info: object) -> None:
+    """Require that a place has no parts that the index does not have."""
+    if type(index) is not MetadataIndex or type(info) is not _torch.StorageInfo:
+        raise _NotRepresentableError
+    # Instances that were unpickled do not have what is None.
+    begin, stores_transforms = index.offset, "transform_descriptors" in vars(info)
+    if (
+        len(vars(index)) != _KEY_PARTS + (begin is not None)
+        or len(vars(info)) != _PLACE_PARTS + stores_transforms
+        or type(index.fqn) is not str
+        or (begin is not None and type(begin) is not torch.Size)
+        or type(info.relative_path) is not str
+        or type(info.offset) is not int
+        or type(info.length) is not int
+    ):
+        raise _NotRepresentableError
 
 
 def _require_only(wanted: Any, found: Iterable[Any]) -> None:

@@ -189,11 +189,12 @@ def _repeated(index: ItemIndex) -> set[int]:
 
     No two chunks begin alike, unless they are empty or single values: those share a place.
     """
-    differ = len(set(index.shapes)) == len(index.shapes)
+    # As nostall writes it: different numbers are then different shapes.
+    are_unique = len(set(index.shapes)) == len(index.shapes)
     repeated: set[int] = set()
     for row, count in enumerate(index.count):
         at = index.first_places[row]
-        if count > 1 and not (differ and len(set(index.begin[at : at + count])) == count):
+        if count > 1 and not (are_unique and len(set(index.begin[at : at + count])) == count):
             repeated |= _repeated_of(index, index.names[row], range(at, at + count))
     return repeated
 

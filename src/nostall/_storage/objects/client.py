@@ -66,13 +66,13 @@ class Client(Protocol):
         """Remove objects, and parts of unfinished ones; absent ones are no error."""
 
     def unfinished(self, prefix: str) -> Sequence[str]:
-        """Keys of unfinished objects that begin with this, also of some below a further slash."""
+        """Keys of unfinished objects that begin with this, at any depth."""
 
-    def abort_unfinished(self, prefix: str, older_than_s: float | None) -> Sequence[str]:
-        """Abort unfinished objects; returns their keys.
+    def abort_unfinished(self, prefix: str, older_than_s: float | None) -> int:
+        """Abort unfinished objects; returns their number.
 
         Args:
-            prefix: What their keys begin with.
+            prefix: What their keys begin with, up to the next slash.
             older_than_s: Seconds since they were begun, at least, by the clock of the store, which
                 may be off by one; ``None`` for all.
         """

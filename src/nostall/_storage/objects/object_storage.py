@@ -1,10 +1,10 @@
 """The files of one checkpoint in an object store.
 
-There is no rename here. Callers give each file a name that no other file ever had: nobody has to
-take one, and a request that arrives late, when its save was given up, meets no file of a later one.
-If a save sends a file anew, it has the same name and bytes, and nothing was removed before.
-Unfinished files are in no list. ``publish`` is one conditional put. If its answer is lost, the
-object itself says whether it was done: no other save has metadata of the same content.
+There is no rename here. Callers give each file a unique name, so a request that arrives after its
+save was given up cannot hit a file of a later save. A file that is sent again has the same name and
+bytes, and is not removed before. Unfinished files are in no list. ``publish`` is one conditional
+put. If its answer is lost, the object itself says whether it was done: no other save has metadata
+of the same content.
 """
 
 from __future__ import annotations
@@ -139,13 +139,13 @@ class ObjectStorage:
         """Abort unfinished files; a prefix without objects does not exist."""
         self._client.abort_unfinished(self._prefix, None)
 
-    def unfinished(self) -> Collection[str]:
+    def directories_with_unfinished(self) -> Collection[str]:
         names = (key[len(self._prefix) :] for key in self._client.unfinished(self._prefix))
         found = (name.rpartition("/") for name in names)
         return {directory for directory, _, name in found if is_ours_to_remove(name)}
 
     def abort_unfinished(self, older_than_s: float) -> int:
-        return len(self._client.abort_unfinished(self._prefix, older_than_s))
+        return self._client.abort_unfinished(self._prefix, older_than_s)
 
     def draft(self, name: str) -> _NoDraft:
         return _NoDraft(self.where(name))

@@ -9,10 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from nostall._model.names import is_ours_to_remove
@@ -65,7 +65,7 @@ class FsspecClient:
                 stream = self._fs.open(key, "wb", block_size=_PART_NBYTES)
             except TypeError:  # the multi-storage client's stream has no blocks
                 stream = self._fs.open(key, "wb")
-            return _Stream(stream, self._where(key))
+            return _Stream(stream, self._where(key), remove=partial(self._remove_if_there, key))
 
     def read_into(
         self, key: str, offset: int, memories: Sequence[memoryview], version: Version
@@ -107,9 +107,13 @@ class FsspecClient:
         del prefix  # fsspec has no name for them
         return []
 
-    def abort_unfinished(self, prefix: str, older_than_s: float | None) -> Sequence[str]:
+    def abort_unfinished(self, prefix: str, older_than_s: float | None) -> int:
         del prefix, older_than_s
-        return []
+        return 0
+
+    def _remove_if_there(self, key: str) -> None:
+        if self._version(key) != ABSENT:
+            self._fs.rm_file(key)
 
     def _version(self, key: str) -> Version:
         try:
@@ -126,9 +130,10 @@ class _Stream:
 
     any_order = False
 
-    def __init__(self, stream: Any, where: str) -> None:
+    def __init__(self, stream: Any, where: str, *, remove: Callable[[], object]) -> None:
         self._stream = stream
         self._where = where
+        self._remove = remove
 
     def send(self, number: int, memory: memoryview) -> None:
         del number
@@ -141,11 +146,13 @@ class _Stream:
             self._stream.close()
 
     def abort(self) -> None:
-        """Discard the stream; one without that is closed, and its object removed by the caller."""
+        """Discard the stream; one without that is closed. Either may leave an object."""
         with suppress(Exception):  # of any kind: packages differ, and the failure is known
             discard = getattr(self._stream, "discard", None) or self._stream.close
             discard()
             self._stream.closed = True  # otherwise it is completed when it is collected
+        with suppress(Exception):
+            self._remove()
 
 
 def _version_in(found: dict[str, Any]) -> Version:
