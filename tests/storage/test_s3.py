@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
+from nostall._save import leftovers
 from nostall._storage.objects.s3 import S3Client
 from nostall._storage.places import storage_at
 from nostall._storage.port import Conflict, Storage
@@ -603,6 +604,21 @@ def test_uploads_of_a_job_that_was_killed_are_aborted_by_the_next_save(
     assert is_loaded(url, 2)
     assert s3.unfinished(bucket) == []
     assert len(s3.keys(bucket)) == 2
+
+
+def test_whole_files_of_a_job_that_was_killed_are_removed_when_they_are_old(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before that they may belong to a save of another job, which is about to commit."""
+    storage, left = storage_at(url), "__3_0-89abcdef-01234567.distcp"
+    storage.put(left, 3, on_created=lambda _: None).finish()
+    save(url, 1)
+    assert left in storage.list()
+    wait_until(lambda: time.time() > storage.stat(left).modified_s + 2)
+    monkeypatch.setattr(leftovers, "_SAVES_PER_AGE", 0)  # otherwise an hour
+    save(url, 2)
+    assert len(storage.list()) == 2
+    assert is_loaded(url, 2)
 
 
 # --- wrong arguments --------------------------------------------------------------------------
