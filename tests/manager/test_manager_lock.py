@@ -20,6 +20,7 @@ from nostall import CheckpointManager
 from nostall._manager import lock
 from nostall.errors import OptionError
 from nostall.testing import Hold, inject
+from support import loaded
 from support.waiting import AwayOs, wait_until
 
 DEADLINE_S = 60
@@ -39,7 +40,9 @@ def locks_held(root: Path) -> list[str]:
     return [path for path in opened if path.startswith(str(root / lock.NAME))]
 
 
-def test_a_second_job_is_an_error_until_the_first_is_killed(tmp_path: Path) -> None:
+def test_a_second_job_is_an_error_until_the_first_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may restore, though; the error names the process. Its lock dies with it."""
     with subprocess.Popen(
         [sys.executable, "-c", OTHER_JOB, str(tmp_path)],
@@ -50,6 +53,7 @@ def test_a_second_job_is_an_error_until_the_first_is_killed(tmp_path: Path) -> N
         assert other.stdout.readline() == b"saved\n"
         manager = CheckpointManager(tmp_path, save_every=1000)  # told long before that
         assert manager.restore(dict(STATE)) is not None
+        monkeypatch.setattr("nostall.manager._PREDECESSOR_S", 0.1)  # it does not end by itself
         for call in (lambda: manager.save(2, STATE), lambda: manager.should_save(1)):
             with pytest.raises(OptionError, match=f"another process saves .* pid {other.pid}"):
                 call()
@@ -65,7 +69,7 @@ def test_managers_of_one_process_share_the_lock(tmp_path: Path) -> None:
     first.save(1, STATE).result()
     second.save(2, STATE).result()
     second.close()
-    saving = [sys.executable, "-c", OTHER_JOB, str(tmp_path)]
+    saving = [*loaded.python(), "-c", OTHER_JOB, str(tmp_path)]
     run = subprocess.run(saving, input="", capture_output=True, text=True, check=False)
     assert f"another process saves below this root: pid {os.getpid()}" in run.stderr
     first.close()
@@ -101,7 +105,7 @@ def test_a_root_that_was_made_again_is_locked_for_all_its_managers(tmp_path: Pat
     after.save(1, STATE).result()
     assert len(locks_held(root)) == 1
     before.close()
-    saving = [sys.executable, "-c", OTHER_JOB, str(root)]
+    saving = [*loaded.python(), "-c", OTHER_JOB, str(root)]
     run = subprocess.run(saving, input="", capture_output=True, text=True, check=False)
     assert f"another process saves below this root: pid {os.getpid()}" in run.stderr
     after.close()
@@ -116,7 +120,7 @@ def test_a_lock_is_released_although_its_file_cannot_be_looked_at(tmp_path: Path
     with patch.object(lock, "os", AwayOs("stat", lock.NAME)):
         manager.close()
     assert not locks_held(tmp_path)
-    saving = [sys.executable, "-c", OTHER_JOB, str(tmp_path)]
+    saving = [*loaded.python(), "-c", OTHER_JOB, str(tmp_path)]
     subprocess.run(saving, input="", capture_output=True, text=True, check=True)
     assert (tmp_path / lock.NAME).exists()
 
@@ -135,7 +139,7 @@ def test_a_forked_child_has_no_locks(tmp_path: Path) -> None:
                 os._exit(1)
             os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    saving = [sys.executable, "-c", OTHER_JOB, str(tmp_path)]
+    saving = [*loaded.python(), "-c", OTHER_JOB, str(tmp_path)]
     run = subprocess.run(saving, input="", capture_output=True, text=True, check=False)
     assert f"another process saves below this root: pid {os.getpid()}" in run.stderr
     manager.close()

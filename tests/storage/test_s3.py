@@ -18,6 +18,7 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -363,9 +364,14 @@ def test_files_stay_that_metadata_may_name(s3: S3Server, url: str, *, is_readabl
 
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_busy_store_does_not_hide_the_newest(
-    s3: S3Server, bucket: str, caplog: pytest.LogCaptureFixture, status: int
+    s3: S3Server,
+    bucket: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
 ) -> None:
     """It is asked again; if it stays busy, the newest is named, and is not called damaged."""
+    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=int))  # no waits
     root = f"s3://{bucket}/run"
     for step in (1, 2):
         save(f"{root}/step-{step}", step)
