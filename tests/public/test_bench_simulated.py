@@ -21,7 +21,7 @@ def _simulated(tmp_path: Path, ranks: int, *options: str) -> dict[tuple[str, str
     return {(each["way"], each["save"]): each for each in json.loads(file.read_text())["saves"]}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 16])
 def test_real_ranks_exchange_as_much(tmp_path: Path, ranks: int) -> None:
     """By ``dcp.save`` with both planners: collectives alike, and bytes within 15 %."""
     simulated = _simulated(tmp_path, ranks, "--rounds", "1")
