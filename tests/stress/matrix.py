@@ -46,7 +46,7 @@ import torch.distributed.checkpoint as dcp
 
 import nostall
 from nostall.testing import Hold
-from stress.matrix_cells import DEATHS, STORAGE, Cell, all_cells, covering
+from stress.matrix_cells import DEATHS, STORAGE, WAYS, Cell, all_cells, covering
 from stress.matrix_ranks import (
     RANKS,
     Report,
@@ -336,11 +336,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--covering", action="store_true", help="few cells: every pair of values")
     parser.add_argument("--only", type=int, help="the cell of this number")
+    parser.add_argument("--way", choices=WAYS, help="the cells of one kind of save")
     parser.add_argument("--seed", type=int, default=1, help="of the order, and of what is covering")
     parser.add_argument("--cells", type=int, help="stop after this many")
     asked = parser.parse_args()
     numbers = {cell: number for number, cell in enumerate(all_cells())}
     cells = [cell for cell in numbers if asked.only in (None, numbers[cell])]
+    cells = [cell for cell in cells if asked.way in (None, cell.way)]
     if asked.covering:
         cells = covering(cells, asked.seed)
     random.Random(asked.seed).shuffle(cells)

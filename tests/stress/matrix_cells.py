@@ -13,7 +13,8 @@ DEATHS = ("exit 17", "SIGKILL", "SIGSTOP", "OOM")
 """``OOM`` is SIGKILL for a rank's background processes and, in the trainer, for it, too."""
 FAULTS = (*STORAGE, "exception", *DEATHS)
 PLACES = ("writer", "trainer", "commit")
-WAYS = ("sync", "async", "overlapped")
+WAYS = ("sync", "async", "overlapped", "early")
+"""``early``: of a known structure, so that it is committed by a thread, though nobody polls."""
 SHAPES = ("1 file", "4 files", "2 processes")
 
 

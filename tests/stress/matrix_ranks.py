@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,11 @@ from nostall.core import AsyncCallsQueue
 from nostall.errors import NostallError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
+from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.testing import Fault, Hold, inject, reset
 from stress.matrix_cells import Cell
 from support.states import schedule
+from support.waiting import wait_until
 
 RANKS = 2
 LONG_S = 60.0
@@ -45,6 +47,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "4 files": {"thread_count": 4},
     "2 processes": {"thread_count": 2, "is_multiproc_io": True},
 }
+
+_LEARNING = 4
+"""After so many saves of a structure nothing is planned, and ranks commit through the store."""
+_cache = CheckpointMetadataCache()
 
 State = dict[str, Any]
 Report = dict[str, Any]
@@ -84,6 +90,8 @@ def fail_and_go_on(stage: Stage, rank: int, hold: Hold | None) -> None:
     begin(stage, rank)
     queue = AsyncCallsQueue()
     nostall.warmup()
+    if cell.way == "early":
+        become_known(stage, queue, rank)
     if cell.overwrite:
         save(stage, queue, rank, 1)
     dist.barrier()
@@ -100,6 +108,16 @@ def fail_and_go_on(stage: Stage, rank: int, hold: Hold | None) -> None:
         reset()
         stage.say(left=still_open(stage.path))
         dist.destroy_process_group()
+
+
+def become_known(stage: Stage, queue: AsyncCallsQueue, rank: int) -> None:
+    """Save elsewhere, until a save is committed before anybody polls."""
+    for number in range(_LEARNING):
+        save(replace(stage, path=stage.path.with_name(f"learning-{number}")), queue, rank, 1)
+    path = stage.path.with_name("known")
+    schedule(queue, path, state_of(rank, 1), cache=_cache, **OPTIONS[stage.cell.shape])
+    wait_until(lambda: nostall.is_complete(path))
+    queue.wait()
 
 
 def begin_anew(stage: Stage, rank: int) -> None:
@@ -150,6 +168,9 @@ def save(
             dcp.save(state, storage_writer=writer, planner=planner)
         case "async":
             schedule(queue, stage.path, state, planner=planner, **options)
+            queue.wait()
+        case "early":
+            schedule(queue, stage.path, state, planner=planner, cache=_cache, **options)
             queue.wait()
         case "overlapped":
             schedule(queue, stage.path, state, planner=planner, staging="overlapped", **options)
