@@ -372,6 +372,7 @@ def one_rank_is_dead(out: Path) -> dict[str, Any]:
             job.poll()
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
+    job.queue.close(abort=True)  # a rank that ends with a lost save has status 1: the others end
     return {
         "error": error,
         "collectives": dict(seen),
