@@ -109,8 +109,8 @@ class _Watched(pickle._Unpickler):
     most = 0
 
     def pop_mark(self) -> Any:
-        self.most = max(self.most, len(self.stack))  # type: ignore[attr-defined]
-        return super().pop_mark()  # type: ignore[misc]
+        self.most = max(self.most, len(self.stack))  # type: ignore[attr-defined]  # of the base
+        return super().pop_mark()  # type: ignore[misc]  # typeshed leaves out what is internal
 
 
 def test_it_is_short_and_equal_sizes_are_one_object() -> None:
@@ -130,7 +130,7 @@ def test_attributes_beside_entries_and_places_stay() -> None:
     original.state_dict_metadata["size"] = original.state_dict_metadata.pop("lr")
     original.storage_data[MetadataIndex("size")] = original.storage_data.pop(MetadataIndex("lr"))
     original.planner_data = {"size": ("a", 1), "weight": ("weight",)}
-    original.all_local_plans = [1, 2]  # type: ignore[attr-defined]
+    original.all_local_plans = [1, 2]  # type: ignore[attr-defined]  # as frameworks do
     assert is_compact(original)
     found = pickle.loads(content_of(original))
     assert found.planner_data == {**original.planner_data, "nostall.all_local_plans": [1, 2]}
@@ -252,11 +252,16 @@ def test_entries_that_are_alike_stay_apart() -> None:
 
 
 def test_files_are_renamed_in_it() -> None:
-    """As a save of a known structure does."""
+    """As saves of a known structure do, one after the other."""
     original = tall(3, 2)
-    first = publication_of(original)
-    names = {name: f"{name[:-7]}-89abcdef.distcp" for name in first.files}
-    for publication in (first.renamed(names), first.renamed(names)):
-        assert publication is not None
-        found = pickle.loads(b"".join(publication.content(None)))
-        assert {each.relative_path for each in found.storage_data.values()} == set(names.values())
+    publication = publication_of(original)
+    for suffix in ("-89abcdef", "-01234567-89abcdef", ""):
+        names = {name: f"{name[:5]}{suffix}.distcp" for name in publication.files}
+        renamed = publication.renamed(names)
+        assert renamed is not None
+        found = pickle.loads(b"".join(renamed.content(None)))
+        assert found.state_dict_metadata == original.state_dict_metadata
+        for key, place in original.storage_data.items():
+            expected = f"{place.relative_path[:5]}{suffix}.distcp"
+            assert found.storage_data[key].relative_path == expected
+        publication = renamed

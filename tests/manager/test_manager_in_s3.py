@@ -73,6 +73,16 @@ def test_what_an_interrupted_save_left_is_removed(s3: S3Server, root: str, tmp_p
     assert storage_at(root).list() == ["step-000000001"]
 
 
+def test_uploads_of_a_part_alone_are_aborted(s3: S3Server, root: str) -> None:
+    """A step with nothing else is in no list of objects."""
+    bucket, _, prefix = root.removeprefix("s3://").partition("/")
+    S3Client(bucket).parts(f"{prefix}/step-000000002/model/__0_0.distcp", 10 << 20)
+    state = {"model": torch.nn.Linear(2, 2), "rest": {"x": torch.ones(2)}}
+    with CheckpointManager(root, parts=("model", "rest")) as manager:
+        manager.save(1, state).result(60)
+    assert s3.unfinished(bucket) == []
+
+
 def test_uploads_that_are_not_of_a_step_are_left_alone(
     s3: S3Server, root: str, caplog: pytest.LogCaptureFixture
 ) -> None:
