@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -41,6 +42,7 @@ TENSORS = 256
 _LOOK_AGAIN_S = 0.1
 NEEDS = {
     "nostall": "nostall",
+    "nostall, directory": "nostall",
     "FsspecWriter": "s3fs",
     "multi-storage client": "multistorageclient",
     "s3torchconnector": "s3torchconnector",
@@ -53,6 +55,8 @@ def writer_of(name: str, bucket: str, key: str) -> Any:
     address = f"s3://{bucket}/{key}"
     if name == "nostall":
         return nostall.FileSystemWriterAsync(address)
+    if name == "nostall, directory":  # of a local disk, for comparison
+        return nostall.FileSystemWriterAsync(Path(os.environ["MSC_CONFIG"]).with_name(key))
     if name == "FsspecWriter":
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
@@ -182,6 +186,7 @@ def main() -> None:
             for name, contender in contenders.items():
                 key = f"{name.replace(' ', '-')}-{number}"
                 took[name].append(contender.save(key))
+                shutil.rmtree(directory / key, ignore_errors=True)
                 for left in server.keys(bucket):
                     S3Client(bucket)._s3.delete_object(Bucket=bucket, Key=left)
         for name, contender in contenders.items():
