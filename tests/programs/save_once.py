@@ -1,6 +1,6 @@
-"""Save a small state, or end by SIGKILL, with the writer process, in the middle of it.
+"""Save a small state, or end by SIGKILL, with the writer process, at a point of the write.
 
-python tests/programs/save_once.py PATH SEED [kill]
+python tests/programs/save_once.py PATH SEED [POINT]
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def save_in_background(path: str | Path, seed: int) -> Any:
 
 
 if __name__ == "__main__":
-    where, number, *kill = sys.argv[1:]
-    if not kill:
+    where, number, *points = sys.argv[1:]
+    if not points:
         save(where, int(number))
         for thread in threading.enumerate():  # it aborts uploads of others, as long as we live
             if thread.name == "nostall-unfinished":
                 thread.join()
     else:
-        with Hold("fsync") as hold, inject(hold.fault):
+        with Hold(points[0]) as hold, inject(hold.fault):
             save_in_background(where, int(number))
             hold.wait_reached()
             for child in psutil.Process().children():

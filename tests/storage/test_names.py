@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
+from nostall._save import leftovers
 from nostall._storage import posix
 from nostall.core import AsyncCallsQueue
 from nostall.errors import NotDurableError, SaveError, WriteError
@@ -323,53 +324,52 @@ def test_finishing_once_more_does_not_remove_what_another_save_has_made(tmp_path
     assert loaded_from(tmp_path) == 2
 
 
-def made_long_ago(path: Path) -> None:
-    path.write_bytes(b"of a save that was killed")
-    os.utime(path, (1e9, 1e9))
-
-
 @pytest.mark.parametrize("way", [by_save, by_queue])
 def test_files_of_saves_that_were_killed_are_removed(
-    tmp_path: Path, way: Callable[[Path, int], None]
+    tmp_path: Path, way: Callable[[Path, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the next committed save, if they are too old to belong to a save under way."""
+    young = "__5_0.distcp"
+    (tmp_path / young).write_bytes(b"of another process, a moment ago")
+    way(tmp_path, 1)
+    assert young in names_in(tmp_path)
+    monkeypatch.setattr(leftovers, "_SAVES_PER_AGE", 0)  # otherwise an hour
     killed = {"__0_0.distcp", "__3_1-89abcdef.distcp", "group__0_0-89abcdef-01234567.distcp"}
     for name in killed | {"model.distcp", "__0_0.distcp.bak", "notes"}:
-        made_long_ago(tmp_path / name)
-    (tmp_path / "__5_0.distcp").write_bytes(b"of another process, a moment ago")
-    way(tmp_path, 1)
+        (tmp_path / name).write_bytes(b"of a save that was killed")
+    way(tmp_path, 2)
     strangers = names_in(tmp_path) - files_of(tmp_path)
-    assert strangers == {".metadata", "__5_0.distcp", "model.distcp", "__0_0.distcp.bak", "notes"}
-    assert loaded_from(tmp_path) == 1
+    assert strangers == {".metadata", "model.distcp", "__0_0.distcp.bak", "notes"}
+    assert loaded_from(tmp_path) == 2
 
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_files_of_a_checkpoint_with_metadata_of_another_name_stay(
-    tmp_path: Path, *, damaged: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, damaged: bool
 ) -> None:
     """However old they are, and also if that metadata cannot be read."""
+    monkeypatch.setattr(leftovers, "_SAVES_PER_AGE", 0)
     writer = FileSystemWriterAsync(tmp_path)
     dcp.save(state_of(1), storage_writer=writer, no_dist=True, use_collectives=False)
     if damaged:
         (tmp_path / "__0.metadata").write_bytes(b"?")
     of_one_rank = names_in(tmp_path)
-    for name in of_one_rank:
-        os.utime(tmp_path / name, (1e9, 1e9))
     by_save(tmp_path, 2)
     by_save(tmp_path, 3)
     assert of_one_rank < names_in(tmp_path)
     assert loaded_from(tmp_path) == 3
 
 
-def test_files_of_a_save_that_is_under_way_stay(tmp_path: Path) -> None:
+def test_files_of_a_save_that_is_under_way_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However long it takes: those of this process are known."""
+    monkeypatch.setattr(leftovers, "_SAVES_PER_AGE", 0)
     with Hold("fsync") as hold, AsyncCallsQueue() as queue:
         with inject(hold.fault):
             schedule(queue, tmp_path, state_of(1))
             hold.wait_reached()
         under_way = names_in(tmp_path)
-        for name in under_way:
-            os.utime(tmp_path / name, (1e9, 1e9))
         by_save(tmp_path, 2)
         assert under_way < names_in(tmp_path)
         hold.release()

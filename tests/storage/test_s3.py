@@ -598,7 +598,7 @@ def test_uploads_of_a_job_that_was_killed_are_aborted_by_the_next_save(
     s3: S3Server, url: str, tmp_path: Path
 ) -> None:
     """Nobody else finds them: they are in no list of objects."""
-    done = run_script("programs/save_once.py", url, "1", "kill", cwd=tmp_path, timeout_s=60)
+    done = run_script("programs/save_once.py", url, "1", "fsync", cwd=tmp_path, timeout_s=60)
     assert done.returncode == -signal.SIGKILL
     bucket = url.split("/")[2]
     assert len(s3.unfinished(bucket)) == 1

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
+from nostall._model.names import SHARD_SUFFIX
 from nostall._storage.places import storage_at
 from nostall.core import AsyncCallsQueue
 from nostall.options import EngineOptions
@@ -155,6 +156,10 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
             raise Violation(f"{place}: save {max(due)} was committed; {found} was promoted")
         if len(names) != RANKS + 1:
             raise Violation(f"{place} has files that belong to nothing: {sorted(names)}")
+    for each in nostall.local_checkpoints(root / "tier"):
+        shards = [name for name in os.listdir(each.path) if name.endswith(SHARD_SUFFIX)]
+        if len(shards) != RANKS:
+            raise Violation(f"{each.path} has files that belong to nothing: {sorted(shards)}")
     if server.unfinished(bucket):
         raise Violation(f"unfinished uploads: {server.unfinished(bucket)}")
     return {

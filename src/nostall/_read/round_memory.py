@@ -155,7 +155,7 @@ class _Source:
         self._places = places
         self._begins = [place.span.begin for place in places]
         self._address = address
-        self.stat = Stat(places[-1].span.end, Version(""), 0.0)
+        self.stat = Stat(places[-1].span.end, Version(""), 0.0, 0.0)
 
     def read_into(self, offset: int, *memories: memoryview) -> int:
         begin = offset

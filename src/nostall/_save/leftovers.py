@@ -1,7 +1,8 @@
 """What saves leave behind in a place, and which of it may be removed.
 
 Files that no metadata refers to may belong to a save that is about to commit. They are removed if
-they are of the replaced checkpoint, of a save that is known to be over, or too old for any.
+they are of the replaced checkpoint, of a save that is known to be over or cannot be committed any
+more, or too old for any.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from functools import lru_cache
 
-import psutil
-
 from nostall._commit.manifest import manifest_alone
 from nostall._commit.metadata import referenced_files
 from nostall._commit.publication import Publication
 from nostall._model.completion import is_completion
-from nostall._model.names import METADATA_SUFFIX, is_given_to_shards, is_ours_to_remove
+from nostall._model.names import (
+    METADATA_SUFFIX,
+    is_given_to_shards,
+    is_of_rank_alone,
+    is_ours_to_remove,
+)
 from nostall._model.values import RankFiles
 from nostall._storage import directories
-from nostall._storage.places import may_have, storage_at
+from nostall._storage.places import is_address, may_have, storage_at
 from nostall._storage.port import Files, Storage, reason
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall._storage.unused_files import remove_files, remove_in_time
@@ -30,6 +34,10 @@ from nostall.errors import ReadError
 
 _log = logging.getLogger("nostall")
 
+_BEGAN_S = time.monotonic()
+"""No rank has saved together with this process before: ranks meet first."""
+_ROUNDED_S = 2.0, 0.1
+"""More than stores, and file systems of one host, round times by."""
 _LONG_S = 600.0
 _SAVES_PER_AGE = 2
 """A file older than this many times ``save_timeout_s`` (or ``_LONG_S``, if longer) is of no save
@@ -67,8 +75,10 @@ def unused(
     replaced: Set[str],
     left: Set[str],
     save_timeout_s: float,
-) -> Iterator[str]:
-    """Names of files that no metadata refers to after the publication; lists them lazily.
+    *,
+    others_are_lost: bool,
+) -> tuple[str, ...]:
+    """Names of files that no metadata refers to after the publication; never raises.
 
     Args:
         files: The checkpoint's files.
@@ -77,13 +87,34 @@ def unused(
         replaced: Names of the replaced checkpoint's files.
         left: Names of files that ranks of this save made for earlier saves that are over.
         save_timeout_s: Longest duration of a save.
+        others_are_lost: Whether saves of other jobs that began before cannot be committed.
     """
+    longest_s = _SAVES_PER_AGE * max(save_timeout_s, _LONG_S)
+    lost_s = min(longest_s, _age_s(files)) if others_are_lost else longest_s
+    try:
+        return tuple(_unused(files, metadata_name, publication, replaced, left, longest_s, lost_s))
+    except Exception:  # the checkpoint exists, so the save has succeeded
+        _log.exception(
+            "files of the replaced checkpoint cannot be determined: path=%s", files.where()
+        )
+        return ()
+
+
+def _unused(
+    files: Files,
+    metadata_name: str,
+    publication: Publication,
+    replaced: Set[str],
+    left: Set[str],
+    longest_s: float,
+    lost_s: float,
+) -> Iterator[str]:
     used = publication.files | directories.names_in_use(files.where())
     yield from replaced - used
     try:
         strangers = unreferenced(files, metadata_name) - used - replaced
         yield from strangers & left
-        yield from _old_ones(files, metadata_name, strangers - left, save_timeout_s)
+        yield from _old_ones(files, metadata_name, strangers - left, longest_s, lost_s)
     except OSError:  # not fatal: the next save looks again
         where = files.where()
         _log.debug("files of other saves cannot be listed: path=%s", where, exc_info=True)
@@ -106,17 +137,34 @@ def unreferenced(files: Files, own: str) -> set[str]:
     return strangers
 
 
-def _old_ones(files: Files, own: str, names: Set[str], save_timeout_s: float) -> Iterator[str]:
-    """The files too old for any save under way to commit, by the clock of the storage."""
+def _old_ones(
+    files: Files, own: str, names: Set[str], longest_s: float, lost_s: float
+) -> Iterator[str]:
+    """The files too old for any save under way to commit, by the clock of the storage.
+
+    Args:
+        files: The checkpoint's files.
+        own: Name of the metadata file that has just been published.
+        names: The files in question.
+        longest_s: How old a file of a save under way may be.
+        lost_s: The same for saves of all ranks together.
+    """
     rank = own.removesuffix(METADATA_SUFFIX)  # empty if all ranks saved together
     if not names:
         return
-    oldest_s = files.stat(own).modified_s - _SAVES_PER_AGE * max(save_timeout_s, _LONG_S)
+    now_s = files.stat(own).modified_s
     for name in sorted(names):
         is_of_rank = not rank or f"{rank}_" in name
+        oldest_s = now_s - (longest_s if is_of_rank_alone(name) else lost_s)
         with suppress(ReadError):  # not a regular file
-            if is_of_rank and files.stat(name).modified_s < oldest_s:
+            if is_of_rank and files.stat(name).changed_s < oldest_s:
                 yield name
+
+
+def _age_s(files: Files) -> float:
+    """The greatest age that a file of this job can have, in seconds."""
+    in_store, in_directory = _ROUNDED_S
+    return time.monotonic() - _BEGAN_S + (in_store if is_address(files.where()) else in_directory)
 
 
 def remove_unpublished(
@@ -150,13 +198,9 @@ def remove_unpublished(
 
 
 def abort_unfinished(storage: Storage) -> None:
-    """Abort uploads to this place that were begun before this process, the coordinator.
-
-    No rank of this job has begun them: ranks meet before they save, and importing torch takes
-    longer than the clock of a store is rounded.
-    """
+    """Abort uploads to this place that were begun before this process, the coordinator."""
     try:
-        count = storage.abort_unfinished(time.time() - psutil.Process().create_time())
+        count = storage.abort_unfinished(_age_s(storage))
     except OSError as error:  # not every store lists them
         bucket = "/".join(storage.where().split("/")[:3])
         _tell_that_uploads_may_stay(bucket, reason(error))

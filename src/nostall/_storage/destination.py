@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from nostall._storage.basis import Basis, basis_at
 from nostall._storage.deadlines import in_time
 from nostall._storage.places import is_address, may_have, normal, resolved, storage_at
 from nostall._storage.port import Storage
@@ -112,7 +113,7 @@ def make_ready(
     overwrite: bool,
     rank: int | None,
     timeout_s: float,
-) -> bool:
+) -> tuple[Basis, bool]:
     """Make a checkpoint directory, and check that it holds no checkpoint that must not be replaced.
 
     Args:
@@ -124,7 +125,7 @@ def make_ready(
         timeout_s: How long storage may take.
 
     Returns:
-        Whether any of the metadata files may be there.
+        What the save replaces, and whether any of the metadata files may be there.
 
     Raises:
         CheckpointExistsError: It holds a checkpoint, and ``overwrite`` is false.
@@ -132,13 +133,14 @@ def make_ready(
         SaveTimeoutError: Storage did not answer within ``timeout_s`` seconds.
     """
 
-    def make() -> bool:
+    def make() -> tuple[Basis, bool]:
         storage = storage_at(place)
         _make(storage, rank)
-        is_taken = may_have(storage, metadata_name)
-        if is_taken and not overwrite:
+        basis = basis_at(place, metadata_name)
+        if basis.is_taken and not overwrite:
+            basis.close()
             raise _existing(place, rank)
-        return is_taken or any(may_have(storage, name) for name in others)
+        return basis, basis.is_taken or any(may_have(storage, name) for name in others)
 
     return in_time(
         make,

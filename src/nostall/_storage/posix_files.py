@@ -140,4 +140,5 @@ def _stat_of(status: os.stat_result, path: str) -> Stat:
     if not stat.S_ISREG(status.st_mode):
         raise ReadError("not a regular file", errno=errno.EINVAL, phase="read", path=path)
     version = Version(f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}")
-    return Stat(status.st_size, version, status.st_mtime)
+    changed_s = max(status.st_mtime, status.st_ctime)
+    return Stat(status.st_size, version, status.st_mtime, changed_s)

@@ -115,7 +115,9 @@ def publishing_depends_on_what_was_there(storage: Storage) -> None:
     storage.publish(_PUBLISHED, [b"first"], expected=ABSENT)
     first = storage.stat(_PUBLISHED).version
     assert first == storage.stat(_PUBLISHED).version != ABSENT
-    storage.publish(_PUBLISHED, [b"second!"], expected=first)
+    published = storage.publish(_PUBLISHED, [b"second!"], expected=first)
+    if published is not None:
+        assert published.version == storage.stat(_PUBLISHED).version
     for expected in (ABSENT, first):
         try:
             storage.publish(_PUBLISHED, [b"third"], expected=expected)

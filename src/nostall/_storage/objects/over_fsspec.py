@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from nostall._model.names import is_ours_to_remove
-from nostall._storage.port import ABSENT, Conflict, Stat, Version
+from nostall._storage.port import ABSENT, Conflict, Published, Stat, Version
 from nostall.errors import OptionError
 
 _PART_NBYTES = 16 << 20
@@ -36,8 +36,13 @@ class FsspecClient:
         self._fs = _file_system(protocol, os.getpid())
         self._lock = threading.Lock()
 
-    def put(self, key: str, content: Sequence[bytes], *, expected: Version | None) -> None:
-        body = b"".join(content)
+    def put(
+        self, key: str, content: Sequence[bytes], *, expected: Version | None
+    ) -> Published | None:
+        self._put(key, b"".join(content), expected)
+        return None if expected is None else Published(self._version(key), at_once=False)
+
+    def _put(self, key: str, body: bytes, expected: Version | None) -> None:
         with _errors(self._where(key)):
             if expected == ABSENT:
                 self._create(key, body)
@@ -88,7 +93,8 @@ class FsspecClient:
             found = self._fs.info(key)
         if found["type"] != "file":
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._where(key))
-        return Stat(found["size"], _version_in(found), _modified_s(found))
+        modified_s = _modified_s(found)
+        return Stat(found["size"], _version_in(found), modified_s, modified_s)
 
     def list(self, prefix: str) -> list[str]:
         directory = prefix.rstrip("/")

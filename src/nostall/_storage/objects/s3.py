@@ -27,7 +27,7 @@ from nostall._model.names import is_ours_to_remove
 from nostall._model.together import work_together
 from nostall._storage.objects.client import CopyingClient
 from nostall._storage.objects.s3_errors import errno_of_code, errors_at
-from nostall._storage.port import ABSENT, Conflict, Stat, Version, may_pass
+from nostall._storage.port import ABSENT, Conflict, Published, Stat, Version, may_pass
 from nostall.errors import OptionError
 
 _log = logging.getLogger("nostall")
@@ -55,13 +55,16 @@ class S3Client:
         self._bucket = bucket
         self._s3 = _connected(os.getpid())
 
-    def put(self, key: str, content: Sequence[bytes], *, expected: Version | None) -> None:
+    def put(
+        self, key: str, content: Sequence[bytes], *, expected: Version | None
+    ) -> Published | None:
         condition: dict[str, str] = {}
         if expected is not None:
             condition = {"IfNoneMatch": "*"} if expected == ABSENT else {"IfMatch": expected}
         body = b"".join(content)
         try:
-            self._put(key, body, condition)
+            version = self._put(key, body, condition)
+            return Published(version, at_once=True) if condition else None
         except OSError as error:
             if error.errno != errno.ENOTSUP or "IfMatch" not in condition:
                 raise
@@ -69,18 +72,18 @@ class S3Client:
             _tell_of_the_gap(self._bucket)
             if self._version(key) != expected:
                 raise Conflict(self._where(key)) from error
-            self._put(key, body, {})
+            return Published(self._put(key, body, {}), at_once=False)
 
-    def _put(self, key: str, body: bytes, condition: dict[str, str]) -> None:
-        for attempt in range(_ATTEMPTS):
+    def _put(self, key: str, body: bytes, condition: dict[str, str]) -> Version:
+        attempt = 1
+        while True:
             try:
-                self._call("put_object", key, Body=body, **condition)
+                return Version(self._call("put_object", key, Body=body, **condition)["ETag"])
             except OSError as error:  # botocore does not repeat what meets another request
-                if error.errno != errno.EBUSY or attempt == _ATTEMPTS - 1:
+                if error.errno != errno.EBUSY or attempt == _ATTEMPTS:
                     raise
-                time.sleep(_CONFLICT_PAUSE_S * 2**attempt)
-            else:
-                return
+            time.sleep(_CONFLICT_PAUSE_S * 2 ** (attempt - 1))
+            attempt += 1
 
     def parts(self, key: str, nbytes: int) -> _S3Parts:
         del nbytes
@@ -150,7 +153,7 @@ class S3Client:
         found = self._call("head_object", key)
         with errors_at(self._where(key)):
             modified_s = found["LastModified"].timestamp()
-            return Stat(found["ContentLength"], Version(found["ETag"]), modified_s)
+            return Stat(found["ContentLength"], Version(found["ETag"]), modified_s, modified_s)
 
     def _version(self, key: str) -> Version:
         try:
