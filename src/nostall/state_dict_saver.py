@@ -37,7 +37,7 @@ from nostall._save.messages import Ending, RankMessage
 from nostall._save.metadata_cache import CheckpointMetadataCache
 from nostall._save.rank_save import RankSave
 from nostall._save.split_plan import SaveSession, plan_save, session_of
-from nostall.errors import OptionError, SaveAbortedError
+from nostall.errors import OptionError, RankLostError, SaveAbortedError
 from nostall.filesystem_async import FileSystemWriterAsync
 
 __all__ = [
@@ -209,6 +209,9 @@ def _finalize(
         save.split.retrieve_nothing()
         _end(save, session, early.agreed)
         return
+    if coordination_of(session).world_size != session.world_size:
+        _end_without_the_others(save, session)
+        return
     outcome = _outcome_of(writer, session.cache)
     try:
         ending = _commit_together(writer, metadata, session, outcome)
@@ -216,6 +219,29 @@ def _finalize(
         save.end(committed=False)
         raise
     _end(save, session, ending)
+
+
+def _end_without_the_others(save: RankSave, session: SaveSession) -> None:
+    """End a save whose process group is gone: it is not committed, unless that was done early.
+
+    Raises:
+        RankLostError: It is not committed, or may be.
+    """
+    early = None if save.split is None else save.split.early
+    ending = None if early is None else early.finish()  # known on the coordinator
+    if ending is None and save.retrieve_failure() is None and save.is_named():
+        ending = Ending(failures={}, published=True, changed=True)
+    if ending is not None:
+        _end(save, session, ending)
+        return
+    save.discard(is_certain=False)
+    raise RankLostError(
+        f"the process group of {session.world_size} ranks that saved together is gone",
+        rank=save.settings.rank,
+        phase="collect",
+        path=save.settings.directory,
+        hint="finalise saves, or close the queue, before destroy_process_group()",
+    )
 
 
 def _end(save: RankSave, session: SaveSession, ending: Ending) -> None:

@@ -36,7 +36,7 @@ from nostall._ranks.records import StoredRecords
 from nostall._save.early_commit import EarlyCommit
 from nostall._save.split_save import SplitSave
 from nostall.core import AsyncCallsQueue, AsyncRequest
-from nostall.errors import SaveAbortedError
+from nostall.errors import RankLostError, SaveAbortedError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrations._saves import Saves
 from nostall.removal import remove_checkpoint
@@ -49,7 +49,7 @@ from nostall.testing import Fault, Hold, inject
 from programs.planning import collectives
 from support.waiting import wait_until
 
-_WARM = 4
+WARM = 4
 """After so many saves the coordinator has all results, and nothing is planned."""
 
 
@@ -71,7 +71,7 @@ class Job:
         self.queue = AsyncCallsQueue()
         self.cache = CheckpointMetadataCache()
         self.next = 0
-        for _ in range(_WARM):
+        for _ in range(WARM):
             self.save()
             self.queue.wait()
 
@@ -183,7 +183,7 @@ def steady(out: Path) -> dict[str, Any]:
     with store_operations() as stored, collectives(long_messages=True) as seen:
         save = job.save()
         assert save is not None
-        wait_until(lambda: nostall.is_complete(out / f"{_WARM}"))
+        wait_until(lambda: nostall.is_complete(out / f"{WARM}"))
         early = early_of(save)
         wait_until(lambda: dist.get_rank() != 0 or early.committed > 0)
         barrier("committed")
@@ -227,7 +227,7 @@ def _wider(_job: Job, value: float) -> dict[str, torch.Tensor]:
 
 def given_up_before(out: Path) -> dict[str, Any]:
     """Rank 1 gives the save up when its files are written, and before those of rank 0 are."""
-    job, number = Job(out), _WARM
+    job, number = Job(out), WARM
     with Hold("chunk") as hold:
         with inject(hold.fault) if dist.get_rank() == 0 else nullcontext():
             save = job.save()
@@ -254,7 +254,7 @@ def given_up_before(out: Path) -> dict[str, Any]:
 
 def given_up_too_late(out: Path) -> dict[str, Any]:
     """Rank 1 gives the save up while rank 0 commits it."""
-    job, number = Job(out), _WARM
+    job, number = Job(out), WARM
     with Hold("commit") as hold, inject(hold.fault):
         early = early_of(job.save())
         if dist.get_rank() == 0:
@@ -282,12 +282,12 @@ def with_a_function_before(out: Path) -> dict[str, Any]:
 
     job.save(before)
     job.poll()
-    return {"complete before": said, "whole": job.is_whole(_WARM)}
+    return {"complete before": said, "whole": job.is_whole(WARM)}
 
 
 def refused(out: Path, how: str) -> dict[str, Any]:
     """The disk is full when the coordinator commits."""
-    job, number, error = Job(out), _WARM, ""
+    job, number, error = Job(out), WARM, ""
     with inject(Fault.errno("publish", errno.ENOSPC)) if dist.get_rank() == 0 else nullcontext():
         save = job.save()
         early = early_of(save)
@@ -336,11 +336,11 @@ def one_rank_is_slow(out: Path) -> dict[str, Any]:
         if is_slow:
             hold.wait_reached()
         finalised = [job.queue.poll() for _ in range(5)]
-        is_early = nostall.is_complete(out / f"{_WARM}")
+        is_early = nostall.is_complete(out / f"{WARM}")
         barrier("polled")
         if is_slow:
             hold.release()
-        wait_until(lambda: nostall.is_complete(out / f"{_WARM}"))
+        wait_until(lambda: nostall.is_complete(out / f"{WARM}"))
         polls = job.poll()
     del stored["check"]  # looks, of which the number depends on the time
     return {
@@ -349,7 +349,7 @@ def one_rank_is_slow(out: Path) -> dict[str, Any]:
         "collectives": dict(seen),
         "polls": 5 + polls,
         "store": dict(stored),
-        "whole": job.is_whole(_WARM),
+        "whole": job.is_whole(WARM),
     }
 
 
@@ -377,7 +377,7 @@ def one_rank_is_dead(out: Path) -> dict[str, Any]:
         "error": error,
         "collectives": dict(seen),
         "store": dict(stored),
-        "whole": [job.is_whole(number) for number in range(_WARM + 1)],
+        "whole": [job.is_whole(number) for number in range(WARM + 1)],
     }
 
 
@@ -395,7 +395,7 @@ def without_a_store(out: Path) -> dict[str, Any]:
 
 def failed_on_one_rank(out: Path, how: str) -> dict[str, Any]:
     """Its files cannot be written; the other rank has left its record by then."""
-    job, number, error = Job(out), _WARM, ""
+    job, number, error = Job(out), WARM, ""
     with inject(Fault.errno("chunk", errno.ENOSPC)) if dist.get_rank() == 1 else nullcontext():
         job.save()
         try:
@@ -422,13 +422,51 @@ def killed(out: Path, point: str) -> None:
         barrier("killed")
 
 
+def killed_between(out: Path, place: str, point: str, *victims: str) -> None:
+    """The coordinator's processes are killed when all files are durable, before it has published.
+
+    Args:
+        out: Where the saves are.
+        place: The name of the directory that is saved to.
+        point: Of the commit.
+        *victims: ``trainer``, ``writer`` or both.
+    """
+    job = Job(out)
+    job.save(to="over")
+    job.poll()
+    if dist.get_rank():
+        job.save(to=place)
+        barrier("killed")
+        return
+    with Hold(point) as hold:
+        with inject(hold.fault):
+            job.save(to=place)
+            hold.wait_reached()
+        if "writer" in victims:
+            for process in psutil.Process().children():
+                process.kill()
+        if "trainer" in victims:
+            os.kill(os.getpid(), signal.SIGKILL)
+        hold.release()
+        wait_until(lambda: nostall.is_complete(out / place))
+    barrier("killed")
+
+
+def starts_again(out: Path, place: str) -> list[float]:
+    """One save by the next job; what is there then."""
+    job = Job(out / "next")
+    job.save(to=f"../{place}")
+    job.poll()
+    return job.values(f"../{place}")
+
+
 def with_functions_on_one_rank(out: Path) -> dict[str, Any]:
     """As where rank 0 keeps a file that names the newest checkpoint."""
     job, ran = Job(out), []
     for _ in range(2):
         job.save(after=[lambda: ran.append(1)] if dist.get_rank() == 0 else [])
         job.poll()
-    return {"ran": len(ran), "whole": job.is_whole(_WARM + 1)}
+    return {"ran": len(ran), "whole": job.is_whole(WARM + 1)}
 
 
 def in_groups_of_one(out: Path) -> dict[str, Any]:
@@ -439,7 +477,7 @@ def in_groups_of_one(out: Path) -> dict[str, Any]:
     with patch.object(Job, "state", _wider) if is_changed else nullcontext():
         job.save()
         polls = job.poll()
-    return {"polls": polls, "whole": job.is_whole(_WARM)}
+    return {"polls": polls, "whole": job.is_whole(WARM)}
 
 
 def one_of_the_groups_fails(out: Path) -> dict[str, Any]:
@@ -452,7 +490,7 @@ def one_of_the_groups_fails(out: Path) -> dict[str, Any]:
             job.poll()
         except CheckpointException:
             is_raised = True
-    return {"raised": is_raised, "complete": nostall.is_complete(job.out / f"{_WARM}")}
+    return {"raised": is_raised, "complete": nostall.is_complete(job.out / f"{WARM}")}
 
 
 def given_up_in_another_queue(out: Path) -> dict[str, Any]:
@@ -480,7 +518,7 @@ def given_up_in_another_queue(out: Path) -> dict[str, Any]:
         barrier("removed")
         job.queue.close(abort=True)
         barrier("given up")
-    found = {"whole": job.is_whole(_WARM)}
+    found = {"whole": job.is_whole(WARM)}
     barrier("seen")
     job.queue.close(abort=True)
     other.close(abort=True)
@@ -523,7 +561,7 @@ def counted_differently_in_flight(out: Path) -> dict[str, Any]:
     _let_it_look(saves)
     job.queue.wait()
     barrier("done")
-    values = [job.values(f"{number}") for number in (_WARM, _WARM + 1)]
+    values = [job.values(f"{number}") for number in (WARM, WARM + 1)]
     barrier("loaded")
     job.save()
     job.poll()
@@ -551,14 +589,14 @@ def _has_looked(early: EarlyCommit, looks: Counter[int]) -> bool:
 def beside_a_leftover(out: Path) -> dict[str, Any]:
     """A killed run has left a file with the name that rank 1 would take."""
     job = Job(out)
-    (out / f"{_WARM}").mkdir(exist_ok=True)
+    (out / f"{WARM}").mkdir(exist_ok=True)
     if dist.get_rank() == 1:
-        (out / f"{_WARM}" / "__1_0.distcp").write_bytes(b"x")
+        (out / f"{WARM}" / "__1_0.distcp").write_bytes(b"x")
     barrier("made")
     early = early_of(job.save())
     wait_until(lambda: dist.get_rank() != 0 or early.committed > 0)
     job.poll()
-    return {"whole": job.is_whole(_WARM)}
+    return {"whole": job.is_whole(WARM)}
 
 
 def after_a_refused_commit(out: Path) -> dict[str, Any]:
@@ -581,7 +619,7 @@ def after_a_refused_commit(out: Path) -> dict[str, Any]:
         # On rank 0 all wait for the second then; on rank 1 it is finalised.
         threading.Thread(target=_release_when_stopped, args=(hold, second)).start()
         job.queue.wait()
-    return {"failures": job.queue.failures, "whole": [job.is_whole(_WARM + n) for n in range(3)]}
+    return {"failures": job.queue.failures, "whole": [job.is_whole(WARM + n) for n in range(3)]}
 
 
 def _release_when_stopped(hold: Hold, early: EarlyCommit) -> None:
@@ -602,7 +640,7 @@ def one_waits_and_the_other_polls(out: Path) -> dict[str, Any]:
             job.queue.wait()
         else:
             job.poll()
-    return {"whole": job.is_whole(_WARM)}
+    return {"whole": job.is_whole(WARM)}
 
 
 def given_up_while_storage_hangs(out: Path) -> dict[str, Any]:
@@ -620,7 +658,7 @@ def given_up_while_storage_hangs(out: Path) -> dict[str, Any]:
             hold.release()
             wait_until(lambda: not early.is_committing)
     barrier("over")
-    return {"whole": job.is_whole(_WARM)}
+    return {"whole": job.is_whole(WARM)}
 
 
 def keys_of_failed_saves(out: Path) -> dict[str, Any]:
@@ -655,7 +693,63 @@ def in_a_new_process_group(out: Path) -> list[bool]:
     job.queue.wait()
     job.save()
     job.poll()
-    return [is_gone, job.is_whole(_WARM), job.is_whole(_WARM + 1), job.is_whole(_WARM + 2)]
+    return [is_gone, job.is_whole(WARM), job.is_whole(WARM + 1), job.is_whole(WARM + 2)]
+
+
+def without_its_process_group(out: Path, then: str) -> bool:
+    """The group is destroyed after the early commit, before anybody finalises.
+
+    Args:
+        out: Where the saves are.
+        then: ``wait``, or what happens in another group: ``give up`` or ``wait there``.
+    """
+    dist.destroy_process_group()
+    _initialise(out / "store 0")
+    job = Job(out)
+    job.save()
+    wait_until(lambda: job.is_whole(WARM))
+    barrier("committed")
+    dist.destroy_process_group()
+    if then != "wait":
+        _initialise(out / "store 1")
+    if then == "give up":
+        job.queue.close(abort=True)
+    else:
+        job.queue.wait()
+    if then == "wait":
+        _initialise(out / "store 1")
+    barrier("over")
+    return job.is_whole(WARM)
+
+
+def ends_after_the_commit(out: Path) -> None:
+    """Whoever runs this destroys the group."""
+    job = Job(out)
+    job.save()
+    wait_until(lambda: job.is_whole(WARM))
+    barrier("committed")
+
+
+def too_late_for_its_process_group(out: Path) -> dict[str, Any]:
+    """The group is destroyed before the files are written."""
+    dist.destroy_process_group()
+    _initialise(out / "store 0")
+    job, error = Job(out), ""
+    with Hold("chunk") as hold:
+        with inject(hold.fault):
+            job.save()
+            hold.wait_reached()
+        barrier("held")
+        dist.destroy_process_group()
+        hold.release()
+    try:
+        job.queue.wait()
+    except RankLostError as raised:
+        error = str(raised)
+    _initialise(out / "store 1")
+    barrier("over")
+    is_there = nostall.is_complete(out / f"{WARM}")
+    return {"error": error, "is there": is_there, "files": job.files(WARM)}
 
 
 def _initialise(path: Path) -> dist.Store:
@@ -687,7 +781,7 @@ def signalled_before_the_end(out: Path, how: str) -> dict[str, Any]:
         job.queue.wait()
     pending = job.queue.pending
     barrier("over")
-    return {"pending": pending, "whole": job.is_whole(_WARM)}
+    return {"pending": pending, "whole": job.is_whole(WARM)}
 
 
 class Empty(Job):
@@ -701,7 +795,7 @@ def nothing_to_write(out: Path) -> dict[str, Any]:
     """A rank without files takes part, also in giving a save up."""
     job, is_first = Empty(out), dist.get_rank() == 0
     _schedule_any(job)
-    wait_until(lambda: nostall.is_complete(out / f"{_WARM}"))
+    wait_until(lambda: nostall.is_complete(out / f"{WARM}"))
     barrier("committed")
     job.poll()
     with Hold("chunk") as hold:
@@ -718,7 +812,7 @@ def nothing_to_write(out: Path) -> dict[str, Any]:
     is_over = not is_first or early is None or is_done(early._over or Future(), 60.0)
     barrier("over")
     job.queue.close(abort=True)
-    return {"over": is_over, "complete": nostall.is_complete(out / f"{_WARM + 1}")}
+    return {"over": is_over, "complete": nostall.is_complete(out / f"{WARM + 1}")}
 
 
 def _schedule_any(job: Job) -> EarlyCommit | None:
@@ -747,7 +841,7 @@ def late_on_one_rank(out: Path) -> dict[str, Any]:
         wait_until(lambda: early._over is not None and early._over.done())
         barrier("late")
         job.queue.wait()
-    return {"whole": job.is_whole(_WARM)}
+    return {"whole": job.is_whole(WARM)}
 
 
 def dropped_plans(out: Path) -> dict[str, Any]:
@@ -835,4 +929,4 @@ def ended(out: Path) -> bool:
         assert is_in_store.wait(60)
         job.queue.wait()
     atexit.register(ends.set)
-    return job.is_whole(_WARM)
+    return job.is_whole(WARM)

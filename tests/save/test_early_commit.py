@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from programs.early import Job, early_of
+from programs.early import WARM, Job, early_of
 from support.ranks import run_ranks
 from support.waiting import wait_until
 
@@ -118,6 +118,36 @@ def test_a_coordinator_that_is_killed_leaves_what_was_committed(tmp_path: Path, 
     assert not nostall.is_complete(tmp_path / "4")
 
 
+@pytest.mark.parametrize(
+    ("place", "point", "victims"),
+    [
+        ("over", "publish", ["trainer"]),
+        ("over", "commit", ["writer"]),
+        ("over", "commit", ["trainer", "writer"]),
+        ("new", "commit", ["trainer"]),
+        ("new", "publish", ["writer"]),
+        ("new", "publish", ["trainer", "writer"]),
+    ],
+)
+def test_kills_between_durable_and_published_leave_the_old_checkpoint_or_the_new_one(
+    tmp_path: Path, place: str, point: str, victims: list[str]
+) -> None:
+    """Of the coordinator's processes. The next job's save leaves nothing else."""
+    old, new = float(WARM), float(WARM + 1)
+    run_ranks(2, "early:killed_between", tmp_path, place, point, *victims, check=False)
+    target = {f"rank{rank}": torch.zeros(1000) for rank in range(2)}
+    committed = new if "trainer" not in victims else old if place == "over" else None
+    assert nostall.is_complete(tmp_path / place) == (committed is not None)
+    if committed is not None:
+        assert nostall.verify(tmp_path / place).ok
+        nostall.load(target, tmp_path / place)
+        assert {float(value) for each in target.values() for value in each} == {committed}
+    again = run_ranks(2, "early:starts_again", tmp_path, place)
+    assert again == [[old, old]] * 2
+    names = os.listdir(tmp_path / place)
+    assert len(names) == 3, names
+
+
 def test_a_process_alone_commits_without_a_poll(tmp_path: Path) -> None:
     """A poll only runs the finalize functions."""
     job = Job(tmp_path)
@@ -203,6 +233,27 @@ def test_process_groups_come_and_go(tmp_path: Path) -> None:
     """Nothing keeps the store of one that is destroyed; the job goes on with another one."""
     for found in run_ranks(2, "early:in_a_new_process_group", tmp_path):
         assert found == [True] * 4
+
+
+@pytest.mark.parametrize("then", ["wait", "give up", "wait there"])
+def test_a_checkpoint_outlives_its_process_group(tmp_path: Path, then: str) -> None:
+    """Which is destroyed before the save is finalised: no rank takes its files away."""
+    for found in run_ranks(2, "early:without_its_process_group", tmp_path, then):
+        assert found is True
+
+
+def test_a_save_that_comes_too_late_for_its_process_group_says_so(tmp_path: Path) -> None:
+    """It is not committed, and nothing of it stays."""
+    for rank, found in enumerate(run_ranks(2, "early:too_late_for_its_process_group", tmp_path)):
+        assert "the process group of 2 ranks that saved together is gone" in found["error"]
+        assert f"rank={rank}" in found["error"]
+        assert (found["is there"], found["files"]) == (False, [])
+
+
+def test_a_program_may_end_without_finalising_what_is_committed(tmp_path: Path) -> None:
+    """Having destroyed its process group: the checkpoint is whole, and no rank reports a loss."""
+    run_ranks(2, "early:ends_after_the_commit", tmp_path)
+    assert nostall.verify(tmp_path / f"{WARM}").ok
 
 
 # --- signals, ranks without files, and ends that cross --------------------------------------------

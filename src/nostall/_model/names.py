@@ -18,6 +18,7 @@ know it, and says so, instead of taking the bytes for an archive."""
 _STEP = re.compile(r"(\d+)(\.ckpt)?\Z")
 _GIVEN = re.compile(r"__\d+_\d+(-[0-9a-f]{8})*\.(distcp|safetensors)\Z")
 _ALONE_IN_STORE = re.compile(r"__\d+_\d+(-[0-9a-f]{8}){3}\.")
+_DRAFT = re.compile(r"\.[0-9a-f]{8}" + re.escape(METADATA_SUFFIX) + r"\.tmp")
 _OF_ONE_RANK = re.compile(r"__\d+" + re.escape(METADATA_SUFFIX))
 
 
@@ -60,6 +61,11 @@ def step_in(path: str) -> int | None:
     """The number at the end of a directory's name, as in ``step-100`` or ``step=100.ckpt``."""
     found = _STEP.search(path)
     return int(found[1]) if found else None
+
+
+def is_draft(name: str) -> bool:
+    """Whether a name is that of metadata that are written ahead of their publication."""
+    return _DRAFT.fullmatch(name) is not None
 
 
 def order_of_commit(path: str, at_s: float, *, is_link: bool) -> tuple[float, bool, int, str]:

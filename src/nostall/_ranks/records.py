@@ -5,6 +5,7 @@ torch's stores hold their lock while they wait for a key, so nothing here asks f
 
 from __future__ import annotations
 
+import weakref
 from typing import Protocol
 
 import torch.distributed as dist
@@ -78,14 +79,15 @@ class StoredRecords:
         self._save = save
         self._rank = rank
         self._world_size = world_size
+        self._store_of_save = weakref.ref(_present_store())  # it must not outlive its group
         self._seen = 0
         """How many ranks, from the first on, are known to have left theirs."""
 
     def put(self, record: bytes) -> None:
-        _store().set(self._key(self._rank), record)  # type: ignore[arg-type]  # bytes, too
+        self._store().set(self._key(self._rank), record)  # type: ignore[arg-type]  # bytes, too
 
     def are_complete(self) -> bool:
-        store = _store()
+        store = self._store()
         while self._seen < self._world_size:
             some = range(self._seen, min(self._seen + _AT_A_TIME, self._world_size))
             if not store.check([self._key(rank) for rank in some]):
@@ -94,14 +96,14 @@ class StoredRecords:
         return True
 
     def all(self) -> list[bytes]:
-        store, found = _store(), list[bytes]()
+        store, found = self._store(), list[bytes]()
         for begin in range(0, self._world_size, _AT_A_TIME):
             some = range(begin, min(begin + _AT_A_TIME, self._world_size))
             found += store.multi_get([self._key(rank) for rank in some])
         return found
 
     def claim(self, what: str) -> bool:
-        store, number = _store(), self._save.number
+        store, number = self._store(), self._save.number
         key = f"{_KEY}{self._save.series:016x}/decision-{number % _DECISIONS}"
         mine = f"{number} {what}"
         before = store.get(key).decode() if store.check([key]) else ""
@@ -110,15 +112,21 @@ class StoredRecords:
         return store.compare_set(key, before, mine).decode() == mine
 
     def remove(self) -> None:
-        _store().delete_key(self._key(self._rank))
+        self._store().delete_key(self._key(self._rank))
 
     def _key(self, rank: int) -> str:
         return f"{_KEY}{self._save.series:016x}/{self._save.number}/{rank}"
 
+    def _store(self) -> dist.Store:
+        store = self._store_of_save()
+        # What other ranks have decided about the save is not in the store of a later group.
+        if store is None or store is not _torch.default_store():
+            raise RuntimeError("the process group of the save is gone")
+        return store
 
-def _store() -> dist.Store:
-    # Looked up each time: one that is kept would outlive its process group.
+
+def _present_store() -> dist.Store:
     store = _torch.default_store()
     if store is None:
-        raise RuntimeError("there is no process group any more")
+        raise RuntimeError("there is no process group")
     return store

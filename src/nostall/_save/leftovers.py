@@ -20,6 +20,7 @@ from nostall._commit.publication import Publication
 from nostall._model.completion import is_completion
 from nostall._model.names import (
     METADATA_SUFFIX,
+    is_draft,
     is_given_to_shards,
     is_of_rank_alone,
     is_ours_to_remove,
@@ -112,7 +113,9 @@ def _unused(
     used = publication.files | directories.names_in_use(files.where())
     yield from replaced - used
     try:
-        strangers = unreferenced(files, metadata_name) - used - replaced
+        names = files.list()
+        strangers = unreferenced(files, names, metadata_name) - used - replaced
+        strangers |= set(filter(is_draft, names))
         yield from strangers & left
         yield from _old_ones(files, metadata_name, strangers - left, longest_s, lost_s)
     except OSError:  # not fatal: the next save looks again
@@ -120,13 +123,14 @@ def _unused(
         _log.debug("files of other saves cannot be listed: path=%s", where, exc_info=True)
 
 
-def unreferenced(files: Files, own: str) -> set[str]:
-    """Names of shard files that no metadata but this refers to, and of completion records.
+def unreferenced(files: Files, names: Sequence[str], own: str) -> set[str]:
+    """Names of shard files that no metadata refers to, and of completion records.
 
-    Raises:
-        OSError: The files cannot be listed.
+    Args:
+        files: The checkpoint's files.
+        names: All their names.
+        own: Name of metadata that do not count.
     """
-    names = files.list()
     strangers = {name for name in names if is_given_to_shards(name) or is_completion(name)}
     for name in names:
         if name.endswith(METADATA_SUFFIX) and name != own:

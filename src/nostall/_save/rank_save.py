@@ -32,13 +32,16 @@ from nostall._save.by_name.planner import SavePlanner
 from nostall._save.by_name.plans import NamedGlobalPlan
 from nostall._save.copies import with_copied
 from nostall._save.early_commit import EarlyCommit
+from nostall._save.leftovers import files_of
 from nostall._save.outliving import Outliving
 from nostall._save.settings import SaveTarget, WriterSettings
 from nostall._save.split_save import SplitSave
 from nostall._save.stager import stage_for_later, take_over
 from nostall._save.unchanged import keep, link_unchanged, with_linked
 from nostall._storage.basis import Basis
+from nostall._storage.deadlines import in_time
 from nostall._storage.directories import Visit
+from nostall._storage.places import storage_at
 from nostall._storage.unused_files import remove_in_time
 from nostall._tier.promotion import Promotion
 from nostall.errors import NostallError, OptionError, StagingError
@@ -348,6 +351,23 @@ class RankSave:
         return RankFiles(
             directory=self.settings.directory, files=(), belongs_at=self.settings.belongs_at
         )
+
+    def is_named(self) -> bool:
+        """Whether the checkpoint in the directory has this rank's files, once they are written.
+
+        Raises:
+            SaveTimeoutError: Storage does not answer.
+        """
+        names, path = set(self.file_names), self.settings.metadata_path
+        found = in_time(
+            lambda: files_of(storage_at(self.settings.directory), os.path.basename(path)),
+            timeout_s=default_engine().options.save_timeout_s,
+            doing="looking for the checkpoint",
+            phase="collect",
+            path=path,
+            rank=self.settings.rank,
+        )
+        return bool(names) and names <= found
 
     @property
     def results_token(self) -> str | None:

@@ -221,7 +221,7 @@ def discard(storage: Storage, found: Sequence[Found]) -> None:
     What cannot be removed stays. Without an answer of storage about the metadata, all files do.
     """
     with suppress(OSError):
-        removable = unreferenced(storage, _torch.METADATA_NAME) - _committed(storage)
+        removable = _uncommitted(storage)
         for name in (name for each in found for name in each.names()):
             files: set[str] = set()
             with suppress(OSError, DamagedCheckpointError):
@@ -235,8 +235,17 @@ def is_under_way(storage: Storage) -> bool:
     Raises:
         OSError: Storage refuses.
     """
-    names = unreferenced(storage, _torch.METADATA_NAME) - _committed(storage)
-    return not all(name.endswith(UNFINISHED) for name in names)
+    return not all(name.endswith(UNFINISHED) for name in _uncommitted(storage))
+
+
+def _uncommitted(storage: Storage) -> set[str]:
+    """Names of shard files and completion records that no metadata refers to.
+
+    Raises:
+        OSError: Storage refuses.
+    """
+    unnamed = unreferenced(storage, storage.list(), _torch.METADATA_NAME)
+    return unnamed - _committed(storage)
 
 
 def _committed(storage: Storage) -> set[str]:

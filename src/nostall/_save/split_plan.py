@@ -64,6 +64,8 @@ class SaveSession(_torch.DistWrapper):
         coordinator: int,
     ) -> None:
         super().__init__(group, use_dist, coordinator)
+        self.world_size = coordination_of(self).world_size
+        """How many ranks save together; the group may be gone when the save is finalised."""
         self.cache: CheckpointMetadataCache | None = None
         self.planner: SavePlanner | None = None
         self.save: SaveId | None = None
