@@ -76,11 +76,12 @@ def test_managers_of_one_process_share_the_lock(tmp_path: Path) -> None:
     assert not (tmp_path / ".nostall.lock").exists()
 
 
+@pytest.mark.parametrize("point", ["open", "fsync"])
 def test_a_save_of_another_manager_is_not_taken_for_an_interrupted_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, point: str
 ) -> None:
-    """What the second manager of a process finds under way stays, and is committed."""
-    with Hold("fsync") as hold, CheckpointManager(tmp_path) as first:
+    """What the second manager of a process finds under way stays, also before the first file."""
+    with CheckpointManager(tmp_path) as first, Hold(point) as hold:
         with inject(hold.fault):
             first.save(1, STATE)
         hold.wait_reached()
@@ -89,7 +90,7 @@ def test_a_save_of_another_manager_is_not_taken_for_an_interrupted_one(
             wait_until(
                 lambda: "nostall-retention" not in map(attrgetter("name"), enumerate_threads())
             )
-            assert (tmp_path / "step-000000001" / "__0_0.distcp").exists()
+            assert (tmp_path / "step-000000001").exists()
             hold.release()
         first.wait()
         assert first.all_steps() == [1, 2]

@@ -25,7 +25,7 @@ from nostall._engine import default_engine
 from nostall._manager.contents import read_about
 from nostall._save.recovering import records_among
 from nostall._storage.deadlines import in_time
-from nostall._storage.directories import names_in_use
+from nostall._storage.directories import is_in_use
 from nostall._storage.places import identity, is_address, storage_at
 from nostall.errors import NostallError, OptionError, ReadError
 from nostall.integrity import why_damaged
@@ -243,7 +243,7 @@ class StepDirectories:
         What a manager with other parts has committed is none of this one's.
         """
         checkpoints = self.checkpoints(step)
-        if any(map(names_in_use, checkpoints)):  # another manager of this process is saving it
+        if any(map(is_in_use, checkpoints)):  # another manager of this process is saving it
             return False
         committed = [each for each in checkpoints if _has_metadata(each)]
         return len(committed) < len(checkpoints) and all(

@@ -70,10 +70,7 @@ class Visit:
 
     def is_alone(self) -> bool:
         """Whether no other save of this process is under way in the directory."""
-        where = identity(self._directory)
-        with _state.lock:
-            busy = [each for each in _state.visits if each is not self and not each._is_over()]
-        return all(identity(each._directory) != where for each in busy)
+        return _busy_in(self._directory) <= {self}
 
     def _is_over(self) -> bool:
         """Whether the writing thread has continued; once true, it stays true for all threads."""
@@ -112,13 +109,21 @@ def note_removed(paths: Iterable[str]) -> None:
             visit.is_removed |= not gone.isdisjoint(visit._created)
 
 
+def is_in_use(directory: str) -> bool:
+    """Whether saves of this process are under way in a directory, with files there or not yet."""
+    return bool(_busy_in(directory))
+
+
 def names_in_use(directory: str) -> set[str]:
     """Names of files of this process's saves that are under way in a directory."""
+    return set(map(os.path.basename, _created(_busy_in(directory))))
+
+
+def _busy_in(directory: str) -> set[Visit]:
     where = identity(directory)
     with _state.lock:
         busy = [visit for visit in _state.visits if not visit._is_over()]
-    here = [visit for visit in busy if identity(visit._directory) == where]
-    return set(map(os.path.basename, _created(here)))
+    return {visit for visit in busy if identity(visit._directory) == where}
 
 
 @contextmanager
