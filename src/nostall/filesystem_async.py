@@ -123,6 +123,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         linger_s: If the trainer dies after the snapshot of a split save is taken, its writer
             process goes on with the files for so many seconds. When those of all ranks are
             complete, :func:`nostall.recover` commits the checkpoint.
+        exclusive: No other job saves to ``path`` while this one does. Files that a job has left
+            which was killed are removed by the next commit, and not only when they are too old to
+            be of a save under way (an hour or more, see ``EngineOptions.save_timeout_s``).
 
     The first nine are those of ``torch.distributed.checkpoint.FileSystemWriter``, in its order;
     the others are keyword-only.
@@ -162,6 +165,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             local_staging_limit: int = 2,
             local_staging_shared: bool = True,
             linger_s: float = 0.0,
+            exclusive: bool = False,
         ) -> None: ...
 
     else:
@@ -182,6 +186,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             local_staging_limit: int = 2,
             local_staging_shared: bool = True,
             linger_s: float = 0.0,
+            exclusive: bool = False,
             **kwargs: Any,
         ) -> None:
             place = place_of(path)
@@ -199,6 +204,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 local_staging_limit=local_staging_limit,
                 local_staging_shared=local_staging_shared,
                 linger_s=linger_s,
+                exclusive=exclusive,
             )
             self._start(place, None)
 

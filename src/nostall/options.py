@@ -136,11 +136,12 @@ class WriterOptions:
     frozen: tuple[str, ...] = ()
     file_format: FileFormat = FileFormat.TORCH_SAVE
     linger_s: float = 0.0
+    exclusive: bool = False
 
     def __post_init__(self) -> None:
         thread_count = require_integer("thread_count", self.thread_count, at_least=1)
         _set(self, "thread_count", thread_count)
-        for name in ("sync_files", "overwrite"):
+        for name in ("sync_files", "overwrite", "exclusive"):
             _set(self, name, require_switch(name, getattr(self, name)))
         _require(self.staging in _STAGING, f"staging={self.staging!r}", " or ".join(_STAGING))
         _set(self, "frozen", _names("frozen", self.frozen))

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
@@ -31,7 +31,6 @@ from nostall._save.recovering import (
     records_among,
     require_files,
 )
-from nostall._storage.basis import Basis, basis_at
 from nostall._storage.destination import place_of
 from nostall._storage.places import storage_at
 from nostall._storage.port import Storage, reason
@@ -99,12 +98,11 @@ def recover(path: str | os.PathLike[str], *, wait_s: float = 0.0) -> Recovery:
             return Recovery(directory, RecoveryState.NOTHING)
         complete = [each for each in found if each.is_complete]
         if complete:
-            with closing(basis_at(directory, _torch.METADATA_NAME)) as basis:
-                return Recovery(directory, _recover(storage, complete, basis))
+            return Recovery(directory, _recover(storage, complete))
         return _without_complete(storage, found)
 
 
-def _recover(storage: Storage, complete: list[Found], basis: Basis) -> RecoveryState:
+def _recover(storage: Storage, complete: list[Found]) -> RecoveryState:
     saves = _readable_ones(storage, complete)
     newest, *older = sorted(saves, key=lambda save: save.began_s, reverse=True)
     path = storage.where()
@@ -114,7 +112,7 @@ def _recover(storage: Storage, complete: list[Found], basis: Basis) -> RecoveryS
         discard(storage, [each.found for each in saves])
         return RecoveryState.NOTHING
     if not is_over:
-        commit(storage, newest, basis, default_engine())
+        commit(storage, newest, default_engine())
         _log.warning("recovered: path=%s: its trainer had died before the commit", path)
     discard(storage, [newest.found, *(each.found for each in older)])
     return RecoveryState.COMMITTED

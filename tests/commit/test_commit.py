@@ -55,16 +55,20 @@ from support.waiting import wait_until
 
 def publish(directory: Path, content: bytes = b"new", **options: Any) -> None:
     storage = PosixStorage(str(directory), sync=options.pop("sync", True))
-    commit(storage, [content], **{"metadata_name": ".metadata", **options})
+    arguments: dict[str, Any] = {"metadata_name": ".metadata", "replaced_files": ()}
+    replaced = commit(storage, [content], **{**arguments, **options})
+    storage.remove(replaced)
 
 
 @pytest.mark.parametrize("sync", [True, False], ids=["durable", "not synced"])
 def test_metadata_is_published_whole_under_its_name(tmp_path: Path, *, sync: bool) -> None:
-    """What was there is replaced, and no temporary file stays."""
+    """What was there is replaced, no temporary file stays, and unnamed files are gone."""
     (tmp_path / ".metadata").write_bytes(b"old")
-    publish(tmp_path, sync=sync)
+    for name in ("old.distcp", "new.distcp"):
+        (tmp_path / name).write_bytes(b"shard")
+    publish(tmp_path, replaced_files=["old.distcp", "was never there"], sync=sync)
     assert (tmp_path / ".metadata").read_bytes() == b"new"
-    assert names_in(tmp_path) == {".metadata"}
+    assert names_in(tmp_path) == {".metadata", "new.distcp"}
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [3, 5], [3, 70_000, 4, 5, 100_000, 65_536], [70_000]])
@@ -90,14 +94,15 @@ def test_a_commit_into_no_directory_is_an_error_with_path_and_errno(tmp_path: Pa
 
 
 def test_a_commit_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
-    """And no temporary file."""
+    """Neither a temporary file nor a missing old one; nothing is removed before the commit."""
     blocked = tmp_path / ".metadata"
     (blocked / "something in it").mkdir(parents=True)
+    (tmp_path / "old.distcp").write_bytes(b"shard")
     with pytest.raises(WriteError) as caught:
-        publish(tmp_path)
+        publish(tmp_path, replaced_files=["old.distcp"])
     assert caught.value.errno in {errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST}
     assert caught.value.path == str(blocked)
-    assert names_in(tmp_path) == {".metadata"}
+    assert names_in(tmp_path) == {".metadata", "old.distcp"}
 
 
 class ClosingOs(RecordingOs):
@@ -161,11 +166,12 @@ class RefusingOs(RecordingOs):
 
 
 def test_a_commit_that_may_not_last_says_so_by_its_type(tmp_path: Path) -> None:
-    """If the device refuses to make the name durable."""
+    """If the device refuses to make the name durable, both checkpoints' files stay."""
+    (tmp_path / "old.distcp").write_bytes(b"shard")
     with patch.object(posix, "os", RefusingOs(tmp_path)), pytest.raises(NotDurableError) as caught:
-        publish(tmp_path)
+        publish(tmp_path, replaced_files=["old.distcp"])
     assert caught.value.errno == errno.EIO
-    assert names_in(tmp_path) == {".metadata"}
+    assert names_in(tmp_path) == {".metadata", "old.distcp"}
 
 
 def test_a_checkpoint_that_is_published_keeps_its_files_without_memory(tmp_path: Path) -> None:
@@ -263,9 +269,11 @@ class CopyingRename(RecordingOs):
 def test_a_rename_that_copies_is_one(tmp_path: Path, *, removes: bool) -> None:
     """The metadata is there, whatever number its file has, and even where the answer was no."""
     (tmp_path / ".metadata").write_bytes(b"old")
+    (tmp_path / "old.distcp").write_bytes(b"shard")
     with patch.object(posix, "os", CopyingRename(removes=removes)):
-        publish(tmp_path)
+        publish(tmp_path, replaced_files=["old.distcp"])
     assert (tmp_path / ".metadata").read_bytes() == b"new"
+    assert not (tmp_path / "old.distcp").exists()
 
 
 class KeepingOs(RecordingOs):

@@ -71,6 +71,7 @@ class Job:
         self.queue = AsyncCallsQueue()
         self.cache = CheckpointMetadataCache()
         self.next = 0
+        self.exclusive = False
         for _ in range(WARM):
             self.save()
             self.queue.wait()
@@ -96,7 +97,8 @@ class Job:
             queue: The queue; by default, that of the job.
             is_scheduled: Whether it is begun.
         """
-        writer = FileSystemWriterAsync(self.out / (to or f"{self.next}"))
+        path = self.out / (to or f"{self.next}")
+        writer = FileSystemWriterAsync(path, exclusive=self.exclusive)
         state = self.state(self.next)
         planned = save_state_dict_async_plan(
             state, writer, self.group, 0, DefaultSavePlanner(), True, self.cache
@@ -455,6 +457,7 @@ def killed_between(out: Path, place: str, point: str, *victims: str) -> None:
 def starts_again(out: Path, place: str) -> list[float]:
     """One save by the next job; what is there then."""
     job = Job(out / "next")
+    job.exclusive = True
     job.save(to=f"../{place}")
     job.poll()
     return job.values(f"../{place}")

@@ -1,6 +1,6 @@
 """Save a small state, or end by SIGKILL, with the writer process, at a point of the write.
 
-python tests/programs/save_once.py PATH SEED [POINT]
+python tests/programs/save_once.py PATH SEED [POINT | exclusive]
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def save_in_background(path: str | Path, seed: int) -> Any:
 
 if __name__ == "__main__":
     where, number, *points = sys.argv[1:]
-    if not points:
-        save(where, int(number))
+    if points in ([], ["exclusive"]):
+        save(where, int(number), exclusive=bool(points))
         for thread in threading.enumerate():  # it aborts uploads of others, as long as we live
             if thread.name == "nostall-unfinished":
                 thread.join()

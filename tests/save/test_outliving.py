@@ -120,6 +120,25 @@ def _import_path() -> list[str]:
 # --- a death ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("how", ["abort", "finalise"])
+def test_a_trainer_that_was_only_thought_dead_leaves_what_was_recovered(
+    tmp_path: Path, how: str
+) -> None:
+    """Its node was away, and the next job has recovered the save meanwhile."""
+    path = tmp_path / "saved"
+    queue = AsyncCallsQueue()
+    schedule(queue, path, small_state(7), linger_s=LINGER_S)
+    wait_until(lambda: any(map(record_name_in, os.listdir(path))))
+    code = f"import nostall; print(nostall.recover({str(path)!r}).state.name)"
+    command = [*loaded.python(), "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    assert done.stdout.split() == ["COMMITTED"]
+    if how == "finalise":
+        queue.wait()
+    queue.close(abort=True)
+    assert is_same(state_at(path), small_state(7))
+
+
 @pytest.mark.parametrize("staging", ["blocking", "overlapped"])
 @pytest.mark.parametrize("point", ["start", "report"])
 def test_a_killed_trainers_save_is_finished_and_committed(

@@ -157,8 +157,8 @@ def test_a_commit_that_fails_leaves_the_file_of_another_process(tmp_path: Path) 
     for file in (ours, anothers):
         file.append([])
     with pytest.raises(WriteError, match="another process"):
-        commit(storage, [b"ours"], metadata_name=".metadata", draft=ours)
-    commit(storage, [b"another's"], metadata_name=".metadata", draft=anothers)
+        commit(storage, [b"ours"], metadata_name=".metadata", replaced_files=(), draft=ours)
+    commit(storage, [b"another's"], metadata_name=".metadata", replaced_files=(), draft=anothers)
     assert (tmp_path / ".metadata").read_bytes() == b"another's"
     assert os.listdir(tmp_path) == [".metadata"]
 

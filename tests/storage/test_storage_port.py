@@ -6,7 +6,7 @@ import errno
 import mmap
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,8 +114,9 @@ def test_a_conflict_crosses_processes() -> None:
 # --- the layers above ----------------------------------------------------------------------------
 
 
-def _commit(storage: MemoryStorage, **options: Any) -> None:
-    commit(storage, [b"new ", b"metadata"], metadata_name=".metadata", **options)
+def _commit(storage: MemoryStorage, **options: Any) -> tuple[str, ...]:
+    arguments = {"metadata_name": ".metadata", "replaced_files": ["old.distcp"], **options}
+    return commit(storage, [b"new ", b"metadata"], **arguments)
 
 
 @pytest.fixture
@@ -136,6 +137,16 @@ def test_the_fake_fails_as_the_port_says(memory: MemoryStorage) -> None:
     assert memory.operations == [("append", ".metadata"), ("put", "new.distcp")]
 
 
+def test_replaced_files_are_determined_after_the_publication(memory: MemoryStorage) -> None:
+    """So none is named that could be part of the checkpoint until then."""
+
+    def replaced() -> Iterator[str]:
+        assert memory.operations == [("publish", ".metadata")]
+        yield "old.distcp"
+
+    assert _commit(memory, replaced_files=replaced()) == ("old.distcp",)
+
+
 def test_a_commit_that_storage_refuses_removes_nothing(memory: MemoryStorage) -> None:
     """The error names the place and the reason; the draft goes."""
     draft = memory.draft(".metadata")
@@ -154,6 +165,19 @@ def test_a_commit_in_doubt_removes_nothing(memory: MemoryStorage) -> None:
     memory.fail("publish", EIO, done=True)
     with pytest.raises(NotDurableError):
         _commit(memory)
+    assert memory.operations == [("publish", ".metadata")]
+
+
+def test_replaced_files_that_cannot_be_determined_do_not_fail_the_save(
+    memory: MemoryStorage,
+) -> None:
+    """The checkpoint is there, and nothing is removed."""
+
+    def replaced() -> Iterator[str]:
+        yield "old.distcp"
+        raise MemoryError
+
+    assert _commit(memory, replaced_files=replaced()) == ()
     assert memory.operations == [("publish", ".metadata")]
 
 

@@ -70,7 +70,7 @@ def train(address: str, rank: int, root: Path, store: Path, first: int, tell: in
         place = f"{address}/" + ("overwritten" if save % 2 else f"save-{save}")
         say(writers=writer_pids(), rank=rank)
         try:
-            schedule(queue, place, tensors(rank, save), cache=cache)
+            schedule(queue, place, tensors(rank, save), cache=cache, exclusive=True)
             queue.wait(PATIENCE_S)
         except CheckpointException as error:
             say(failed=save, rank=rank, why=str(error)[-300:])
@@ -132,7 +132,9 @@ def save_once_more(server: S3Server, bucket: str, root: Path, place: str) -> Non
     if server.unfinished(bucket):
         newest_s = max(newest_s, server.last_begun_s(bucket))
     wait_until(lambda: time.time() > newest_s + ROUNDED_S)
-    done = run_script("programs/save_once.py", place, "1", cwd=root, timeout_s=PATIENCE_S)
+    done = run_script(
+        "programs/save_once.py", place, "1", "exclusive", cwd=root, timeout_s=PATIENCE_S
+    )
     if done.returncode:
         raise Violation(f"the last save: {done.stderr}")
 

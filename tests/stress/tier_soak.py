@@ -89,6 +89,7 @@ def train(
                 local_staging_dir=tier_of(root, save, rank),
                 local_staging_limit=LIMIT,
                 local_staging_shared=not is_by_rank(save),
+                exclusive=True,
             )
             queue.wait(PATIENCE_S)
         except CheckpointException as error:

@@ -5,10 +5,13 @@ Only when the publication is durable, the files of the replaced checkpoint can b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 
-from nostall._storage.port import Conflict, Draft, Published, Storage, Version, reason
+from nostall._storage.port import ABSENT, Conflict, Draft, Storage, Version, reason
 from nostall.errors import NotDurableError, WriteError
+
+_log = logging.getLogger("nostall")
 
 
 def commit(
@@ -16,23 +19,23 @@ def commit(
     metadata: Sequence[bytes],
     *,
     metadata_name: str,
-    expected: Version | None = None,
+    replaced_files: Iterable[str],
     draft: Draft | None = None,
     at: Callable[[str], None] = lambda _: None,
-) -> Published | None:
+) -> tuple[str, ...]:
     """Publish a checkpoint.
 
     Args:
         storage: The checkpoint's files; all that ``metadata`` names are complete.
         metadata: Content of the metadata file, in pieces.
         metadata_name: ``.metadata``, or a rank's own name for saves without coordination.
-        expected: The version that is replaced; ``None`` for any.
+        replaced_files: Names that are unreferenced after publishing; iterated only then.
         draft: Holds the first pieces of the metadata; published or removed here.
         at: Called before the metadata is written (``"commit"``) and before it is published
             (``"publish"``); may raise an error of storage.
 
     Returns:
-        As :meth:`~nostall._storage.port.Storage.publish`.
+        The replaced files, for the caller to remove; none if they cannot be determined.
 
     Raises:
         NotDurableError: The checkpoint exists, or may exist, but may not survive a power failure.
@@ -40,11 +43,11 @@ def commit(
     """
     try:
         at("commit")
-        return storage.publish(
+        storage.publish(
             metadata_name,
             metadata,
             draft=draft,
-            expected=expected,
+            expected=_present(storage, metadata_name) if storage.publishes_conditionally else None,
             before=lambda: at("publish"),
         )
     except NotDurableError:
@@ -66,3 +69,17 @@ def commit(
     finally:
         if draft is not None:
             draft.close()
+    try:
+        return tuple(replaced_files)
+    except Exception:  # the checkpoint exists, so the save has succeeded
+        where = storage.where()
+        _log.exception("files of the replaced checkpoint cannot be determined: path=%s", where)
+        return ()
+
+
+def _present(storage: Storage, name: str) -> Version:
+    """The version that is replaced: of two saves at once, the second one must see the first."""
+    try:
+        return storage.stat(name).version
+    except FileNotFoundError:
+        return ABSENT

@@ -17,7 +17,6 @@ AS_SAFETENSORS = ("safetensors",)
 know it, and says so, instead of taking the bytes for an archive."""
 _STEP = re.compile(r"(\d+)(\.ckpt)?\Z")
 _GIVEN = re.compile(r"__\d+_\d+(-[0-9a-f]{8})*\.(distcp|safetensors)\Z")
-_ALONE_IN_STORE = re.compile(r"__\d+_\d+(-[0-9a-f]{8}){3}\.")
 _DRAFT = re.compile(r"\.[0-9a-f]{8}" + re.escape(METADATA_SUFFIX) + r"\.tmp")
 _OF_ONE_RANK = re.compile(r"__\d+" + re.escape(METADATA_SUFFIX))
 
@@ -34,22 +33,6 @@ class FileFormat(Enum):
 def is_ours_to_remove(name: str) -> bool:
     """Whether a file named by a replaced checkpoint may be removed: metadata can name any path."""
     return os.sep not in name and (name.endswith(SHARD_SUFFIX) or is_given_to_shards(name))
-
-
-def suffix_in_store(job: str, *, is_alone: bool) -> str:
-    """What makes the names of a save's files unique in an object store.
-
-    Args:
-        job: 32 random hexadecimal digits.
-        is_alone: Whether the rank saves alone: its names are longer, as other jobs that save to the
-            same address do not compare what it publishes.
-    """
-    return "".join(f"-{job[begin : begin + 8]}" for begin in range(0, 24 if is_alone else 16, 8))
-
-
-def is_of_rank_alone(name: str) -> bool:
-    """Whether a name is that of a file which a rank saved alone in an object store."""
-    return _ALONE_IN_STORE.search(name) is not None
 
 
 def is_given_to_shards(name: str) -> bool:

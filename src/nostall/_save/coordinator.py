@@ -260,7 +260,7 @@ def _publish(
             ahead=save.ahead,
             written_here=written_here[0] if written_here else None,
             visit=save.visit,
-            basis=save.basis,
+            exclusive=settings.options.exclusive,
         )
     if settings.tier is not None:
         save.promotion = settings.tier.begin(default_engine())

@@ -31,10 +31,9 @@ from nostall._model import checksum
 from nostall._model.values import RankFiles
 from nostall._save.leftovers import abort_unfinished, files_of, unused
 from nostall._storage import directories
-from nostall._storage.basis import Basis, basis_at
 from nostall._storage.deadlines import in_time, start_apart
 from nostall._storage.directories import Visit
-from nostall._storage.places import is_address, may_have, storage_at
+from nostall._storage.places import may_have, storage_at
 from nostall._storage.unused_files import REMOVAL_TIMEOUT_S, remove_in_time
 from nostall._writer.faults import Faults
 from nostall.errors import (
@@ -116,7 +115,7 @@ def publish(
     ahead: WrittenAhead | None,
     written_here: str | None,
     visit: Visit | None,
-    basis: Basis | None,
+    exclusive: bool = False,
 ) -> None:
     """Publish finished metadata.
 
@@ -129,7 +128,7 @@ def publish(
         ahead: The part that was written ahead, if any.
         written_here: Name of a file that this rank wrote for the checkpoint, if any.
         visit: This rank's part of the save; it ends before another save may commit here.
-        basis: What the save replaces; ``None`` for whatever is there now.
+        exclusive: Whether no other job saves to the directory.
 
     Raises:
         WriteError: The metadata could not be published, or the directory was removed and made again
@@ -139,7 +138,6 @@ def publish(
         NotDurableError: Storage hangs, and the metadata may be published.
     """
     directory, name = os.path.split(path)
-    is_together = name == _torch.METADATA_NAME
     storage = storage_at(directory, sync=sync)
     timeout_s = engine.options.save_timeout_s
     point = _PointOfNoReturn(Faults(engine.faults).at)
@@ -161,30 +159,24 @@ def publish(
                     hint="the later save's checkpoint stays",
                 )
             replaced = files_of(storage, name)
-            found = basis_at(directory, name) if basis is None else basis
-            try:
-                published = commit(
-                    storage,
-                    finished.content,
-                    metadata_name=name,
-                    expected=found.expected(),
-                    draft=None
-                    if ahead is None
-                    else ahead.take(publication, finished.content, timeout_s=timeout_s),
-                    at=at,
-                )
-                is_last = found.settle(published)
-            finally:
-                found.close()
-            names = unused(
+            left_over = unused(
                 storage,
                 name,
                 publication,
                 replaced,
                 finished.left,
                 timeout_s,
-                # Ranks that save alone may never have met.
-                others_are_lost=is_last and is_together,
+                exclusive=exclusive,
+            )
+            names = commit(
+                storage,
+                finished.content,
+                metadata_name=name,
+                replaced_files=left_over,
+                draft=None
+                if ahead is None
+                else ahead.take(publication, finished.content, timeout_s=timeout_s),
+                at=at,
             )
             paths = [storage.where(each) for each in names]
             directories.note_removed(paths)
@@ -197,7 +189,8 @@ def publish(
     left_s = max(REMOVAL_TIMEOUT_S, timeout_s - (time.monotonic() - began_s))
     try:
         remove_in_time(to_remove, remove=engine.removed.remove, timeout_s=left_s)
-        if is_together and is_address(directory):
+        is_together = name == _torch.METADATA_NAME  # ranks that save alone may never have met
+        if is_together and storage.publishes_conditionally:
             start_apart("nostall-unfinished", partial(abort_unfinished, storage))
     except Exception:  # the checkpoint is published and must not be reported as lost
         _log.exception("files of the replaced checkpoint were not removed: path=%s", directory)

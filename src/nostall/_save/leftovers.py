@@ -1,8 +1,8 @@
 """What saves leave behind in a place, and which of it may be removed.
 
 Files that no metadata refers to may belong to a save that is about to commit. They are removed if
-they are of the replaced checkpoint, of a save that is known to be over or cannot be committed any
-more, or too old for any.
+they are of the replaced checkpoint, of a save that is known to be over, or too old for any. That
+another process is dead is known of no file: the user may know that nobody else saves to the place.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from nostall._commit.manifest import manifest_alone
 from nostall._commit.metadata import referenced_files
@@ -22,7 +22,6 @@ from nostall._model.names import (
     METADATA_SUFFIX,
     is_draft,
     is_given_to_shards,
-    is_of_rank_alone,
     is_ours_to_remove,
 )
 from nostall._model.values import RankFiles
@@ -35,10 +34,11 @@ from nostall.errors import ReadError
 
 _log = logging.getLogger("nostall")
 
-_BEGAN_S = time.monotonic()
+_clock = partial(time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+_BEGAN_S = _clock()
 """No rank has saved together with this process before: ranks meet first."""
-_ROUNDED_S = 2.0, 0.1
-"""More than stores, and file systems of one host, round times by."""
+_ROUNDED_S = 2.0
+"""More than stores round times by."""
 _LONG_S = 600.0
 _SAVES_PER_AGE = 2
 """A file older than this many times ``save_timeout_s`` (or ``_LONG_S``, if longer) is of no save
@@ -77,9 +77,9 @@ def unused(
     left: Set[str],
     save_timeout_s: float,
     *,
-    others_are_lost: bool,
-) -> tuple[str, ...]:
-    """Names of files that no metadata refers to after the publication; never raises.
+    exclusive: bool,
+) -> Iterator[str]:
+    """Names of files that no metadata refers to after the publication; lists them lazily.
 
     Args:
         files: The checkpoint's files.
@@ -88,28 +88,8 @@ def unused(
         replaced: Names of the replaced checkpoint's files.
         left: Names of files that ranks of this save made for earlier saves that are over.
         save_timeout_s: Longest duration of a save.
-        others_are_lost: Whether saves of other jobs that began before cannot be committed.
+        exclusive: Whether no other job saves there.
     """
-    longest_s = _SAVES_PER_AGE * max(save_timeout_s, _LONG_S)
-    lost_s = min(longest_s, _age_s(files)) if others_are_lost else longest_s
-    try:
-        return tuple(_unused(files, metadata_name, publication, replaced, left, longest_s, lost_s))
-    except Exception:  # the checkpoint exists, so the save has succeeded
-        _log.exception(
-            "files of the replaced checkpoint cannot be determined: path=%s", files.where()
-        )
-        return ()
-
-
-def _unused(
-    files: Files,
-    metadata_name: str,
-    publication: Publication,
-    replaced: Set[str],
-    left: Set[str],
-    longest_s: float,
-    lost_s: float,
-) -> Iterator[str]:
     used = publication.files | directories.names_in_use(files.where())
     yield from replaced - used
     try:
@@ -117,7 +97,8 @@ def _unused(
         strangers = unreferenced(files, names, metadata_name) - used - replaced
         strangers |= set(filter(is_draft, names))
         yield from strangers & left
-        yield from _old_ones(files, metadata_name, strangers - left, longest_s, lost_s)
+        longest_s = _SAVES_PER_AGE * max(save_timeout_s, _LONG_S)
+        yield from _old_ones(files, metadata_name, strangers - left, longest_s, exclusive=exclusive)
     except OSError:  # not fatal: the next save looks again
         where = files.where()
         _log.debug("files of other saves cannot be listed: path=%s", where, exc_info=True)
@@ -142,24 +123,17 @@ def unreferenced(files: Files, names: Sequence[str], own: str) -> set[str]:
 
 
 def _old_ones(
-    files: Files, own: str, names: Set[str], longest_s: float, lost_s: float
+    files: Files, own: str, names: Set[str], longest_s: float, *, exclusive: bool
 ) -> Iterator[str]:
-    """The files too old for any save under way to commit, by the clock of the storage.
-
-    Args:
-        files: The checkpoint's files.
-        own: Name of the metadata file that has just been published.
-        names: The files in question.
-        longest_s: How old a file of a save under way may be.
-        lost_s: The same for saves of all ranks together.
-    """
+    """The files too old for any save under way to commit, by the clock of the storage."""
     rank = own.removesuffix(METADATA_SUFFIX)  # empty if all ranks saved together
     if not names:
         return
     now_s = files.stat(own).modified_s
+    # The age is asked last: after a pause between the two, less is removed.
+    oldest_s = now_s - (min(longest_s, _age_s(files)) if exclusive else longest_s)
     for name in sorted(names):
         is_of_rank = not rank or f"{rank}_" in name
-        oldest_s = now_s - (longest_s if is_of_rank_alone(name) else lost_s)
         with suppress(ReadError):  # not a regular file
             if is_of_rank and files.stat(name).changed_s < oldest_s:
                 yield name
@@ -167,8 +141,7 @@ def _old_ones(
 
 def _age_s(files: Files) -> float:
     """The greatest age that a file of this job can have, in seconds."""
-    in_store, in_directory = _ROUNDED_S
-    return time.monotonic() - _BEGAN_S + (in_store if is_address(files.where()) else in_directory)
+    return _clock() - _BEGAN_S + (_ROUNDED_S if is_address(files.where()) else 0.0)
 
 
 def remove_unpublished(
@@ -188,16 +161,26 @@ def remove_unpublished(
         if each is not None and each.directory == directory
         for name in of_rank
     }
+    # Another host may have a checkpoint in a directory of the same path.
+    remove_uncommitted(
+        path, [os.path.join(directory, name) for name in sorted(filter(is_ours_to_remove, here))]
+    )
+
+
+def remove_uncommitted(path: str, paths: Sequence[str]) -> None:
+    """Remove files that metadata do not name; all stay if the metadata cannot be read.
+
+    Args:
+        path: The metadata file.
+        paths: The files, in its directory.
+    """
 
     def remove(paths: Sequence[str]) -> None:
-        # Another host may have a checkpoint in a directory of the same path.
-        storage, name = storage_at(directory), os.path.basename(path)
+        storage, name = storage_at(os.path.dirname(path)), os.path.basename(path)
         committed = files_of(storage, name)
-        if not committed and may_have(storage, name):
-            return  # it cannot be read at present, and may name them
-        remove_files(each for each in paths if os.path.basename(each) not in committed)
+        if committed or not may_have(storage, name):
+            remove_files(each for each in paths if os.path.basename(each) not in committed)
 
-    paths = [os.path.join(directory, name) for name in sorted(filter(is_ours_to_remove, here))]
     remove_in_time(paths, remove=remove)
 
 

@@ -38,7 +38,6 @@ from nostall._save.settings import SaveTarget, WriterSettings
 from nostall._save.split_save import SplitSave
 from nostall._save.stager import stage_for_later, take_over
 from nostall._save.unchanged import keep, link_unchanged, with_linked
-from nostall._storage.basis import Basis
 from nostall._storage.deadlines import in_time
 from nostall._storage.directories import Visit
 from nostall._storage.places import storage_at
@@ -98,8 +97,6 @@ class RankSave:
         self.slowest_rank: int | None = None
         """The rank whose files were durable last, once it is known."""
         self._may_replace: bool | None = None
-        self.basis: Basis | None = None
-        """What the save replaces, on the coordinator."""
         self._has_begun_part = False
         self.named_plan: NamedGlobalPlan | None = None
         """On the coordinator, if ``SavePlanner`` has made or found it."""
@@ -128,7 +125,7 @@ class RankSave:
 
     def make_ready(self) -> None:
         """As :meth:`WriterSettings.make_ready`."""
-        self.basis, self._may_replace = self.settings.make_ready(default_engine())
+        self._may_replace = self.settings.make_ready(default_engine())
 
     def prepare(self, plan: SavePlan, resolver: Resolver) -> None:
         """Resolve and lay out a final plan, for a split save.
@@ -412,7 +409,6 @@ class RankSave:
 
     def discard(self, *, is_certain: bool) -> None:
         """As :meth:`SplitSave.discard`."""
-        self._close_basis()
         if isinstance(self._state, SplitSave):
             self._state.discard(is_certain=is_certain)
 
@@ -430,14 +426,9 @@ class RankSave:
         return self._state.early
 
     def end(self, *, committed: bool) -> None:
-        """End the save."""
-        self._close_basis()
+        """End a split save."""
         if isinstance(self._state, SplitSave):
             self._state.end(committed=committed)
-
-    def _close_basis(self) -> None:
-        if self.basis is not None:
-            self.basis.close()
 
 
 def _write(

@@ -18,7 +18,6 @@ from nostall._model.completion import UNFINISHED, RecordName, SaveId, record_nam
 from nostall._model.values import RankFiles, WrittenFile
 from nostall._save.finalize import finish_metadata, publication_of_results, publish
 from nostall._save.leftovers import files_named_by, files_of, unreferenced
-from nostall._storage.basis import Basis
 from nostall._storage.port import Storage, require_file
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall._writer.completion import CompletionRecord, decoded
@@ -115,14 +114,8 @@ def _read(storage: Storage, name: str) -> CompletionRecord:
         return decoded(read_metadata(stream, path), name, path=path)
 
 
-def commit(storage: Storage, save: CompleteSave, basis: Basis, engine: Engine) -> None:
+def commit(storage: Storage, save: CompleteSave, engine: Engine) -> None:
     """Publish the checkpoint.
-
-    Args:
-        storage: Where it is.
-        save: Its records.
-        basis: What it replaces, which was not committed since the save began.
-        engine: The engine.
 
     Raises:
         DamagedCheckpointError: A record places an item in a file that its rank has not written.
@@ -146,7 +139,6 @@ def commit(storage: Storage, save: CompleteSave, basis: Basis, engine: Engine) -
         ahead=None,
         written_here=min(save.files, default=None),
         visit=None,
-        basis=basis,
     )
 
 

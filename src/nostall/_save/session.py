@@ -338,7 +338,7 @@ def _require_file(target: SaveTarget, receipt: FileReceipt) -> None:
             phase="collect",
             path=path,
             job=target.job,
-            hint="let one job save to a directory, and nothing else change files in it",
+            hint="something else removes or changes files in the checkpoint directory",
         ) from error
 
 

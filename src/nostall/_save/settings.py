@@ -14,12 +14,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from nostall import _torch
 from nostall._engine import Engine
-from nostall._model.names import FileFormat, suffix_in_store
+from nostall._model.names import FileFormat
 from nostall._model.progress import Progress
 from nostall._model.values import ItemShape, Layout
 from nostall._plan.layout import FileNaming, Packing
 from nostall._save.tier import Tier, require_possible
-from nostall._storage.basis import Basis
 from nostall._storage.deadlines import in_time
 from nostall._storage.destination import make_ready, require_new
 from nostall._storage.directories import Visit
@@ -51,6 +50,7 @@ class OwnOptions:
     local_staging_limit: Any
     local_staging_shared: Any
     linger_s: Any
+    exclusive: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +83,11 @@ class WriterSettings:
         """For a checkpoint that all ranks save together, and one that this rank saves alone."""
         return _torch.METADATA_NAME, f"__{self.rank}{_torch.METADATA_NAME}"
 
-    def make_ready(self, engine: Engine) -> tuple[Basis, bool]:
+    def make_ready(self, engine: Engine) -> bool:
         """Make the directory, and check for a checkpoint that must not be replaced.
 
         Returns:
-            What the save replaces, and whether the directory may contain a checkpoint.
+            Whether the directory may contain a checkpoint.
 
         Raises:
             CheckpointExistsError: There is one.
@@ -220,9 +220,7 @@ class WriterSettings:
     def _suffix(self, job: str) -> str:
         """What distinguishes the names of a save's files from those of others."""
         # A file system refuses a second file of a name. A store replaces the first one.
-        if is_address(self.belongs_at):
-            return suffix_in_store(job, is_alone=self.is_alone)
-        return f"-{job[:8]}"
+        return f"-{job[:8]}-{job[-8:]}" if is_address(self.belongs_at) else f"-{job[:8]}"
 
 
 def _naming(options: WriterOptions, *, prefix: str, suffix: str = "") -> FileNaming:
@@ -317,6 +315,7 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
             frozen=own.frozen,
             file_format=file_format,
             linger_s=own.linger_s,
+            exclusive=own.exclusive,
         ),
         stream=StreamTarget(open_file=own.open_file, transforms=transforms) if has_stream else None,
         transform_descriptors=tuple(each.get_descriptor() for each in reversed(transforms)) or None,

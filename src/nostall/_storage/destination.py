@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from nostall._storage.basis import Basis, basis_at
 from nostall._storage.deadlines import in_time
 from nostall._storage.places import is_address, may_have, normal, resolved, storage_at
 from nostall._storage.port import Storage
@@ -113,7 +112,7 @@ def make_ready(
     overwrite: bool,
     rank: int | None,
     timeout_s: float,
-) -> tuple[Basis, bool]:
+) -> bool:
     """Make a checkpoint directory, and check that it holds no checkpoint that must not be replaced.
 
     Args:
@@ -125,7 +124,7 @@ def make_ready(
         timeout_s: How long storage may take.
 
     Returns:
-        What the save replaces, and whether any of the metadata files may be there.
+        Whether any of the metadata files may be there.
 
     Raises:
         CheckpointExistsError: It holds a checkpoint, and ``overwrite`` is false.
@@ -133,14 +132,13 @@ def make_ready(
         SaveTimeoutError: Storage did not answer within ``timeout_s`` seconds.
     """
 
-    def make() -> tuple[Basis, bool]:
+    def make() -> bool:
         storage = storage_at(place)
         _make(storage, rank)
-        basis = basis_at(place, metadata_name)
-        if basis.is_taken and not overwrite:
-            basis.close()
+        is_taken = may_have(storage, metadata_name)
+        if is_taken and not overwrite:
             raise _existing(place, rank)
-        return basis, basis.is_taken or any(may_have(storage, name) for name in others)
+        return is_taken or any(may_have(storage, name) for name in others)
 
     return in_time(
         make,

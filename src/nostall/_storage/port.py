@@ -43,15 +43,6 @@ class Stat:
     """As ``modified_s``, or when it got a name, if that was later: a hard link's content is old."""
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """What is now under a name whose version was compared."""
-
-    version: Version
-    at_once: bool
-    """Whether nobody can have published between the comparison and this."""
-
-
 class Source(Protocol):
     """One version of a file, opened for reading; fails if storage does not have it any more."""
 
@@ -180,6 +171,9 @@ class Files(ReadableFiles, Protocol):
 class Storage(Files, Protocol):
     """The files of one checkpoint, and the content that makes them one."""
 
+    publishes_conditionally: bool
+    """Whether :meth:`publish` compares the expected version at the very instant."""
+
     def directories_with_unfinished(self) -> Collection[str]:
         """Directories with unfinished files that :meth:`list` does not show, at any depth.
 
@@ -210,7 +204,7 @@ class Storage(Files, Protocol):
         draft: Draft | None = None,
         expected: Version | None = None,
         before: Callable[[], None] = lambda: None,
-    ) -> Published | None:
+    ) -> None:
         """Replace a content, or make a first one, durably and at one instant.
 
         Args:
@@ -219,9 +213,6 @@ class Storage(Files, Protocol):
             draft: Holds the first pieces already; closed here, and removed if nothing is published.
             expected: Publish only if the name has this version; ``None`` for any.
             before: Called right before the instant; publishes nothing if it raises.
-
-        Returns:
-            What is there now; ``None`` if nothing was expected, or from a file system.
 
         Raises:
             Conflict: The name has another version.

@@ -36,6 +36,8 @@ class PosixStorage(PosixFiles):
     atomic: POSIX has no conditional rename.
     """
 
+    publishes_conditionally = False
+
     def directories_with_unfinished(self) -> Collection[str]:
         return ()
 

@@ -9,7 +9,7 @@ import errno
 import io
 import os
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +20,6 @@ from nostall._model.jobs import Failure
 from nostall._model.names import METADATA_SUFFIX as METADATA_NAME
 from nostall._model.names import is_ours_to_remove
 from nostall._model.values import WrittenFile
-from nostall._storage.basis import basis_at
 from nostall._storage.places import is_address, object_storage_at, storage_at
 from nostall._storage.port import Files, Storage
 from nostall._storage.posix_storage import PosixStorage
@@ -120,13 +119,11 @@ def _promote(job: PromotionJob, local: Storage, on_progress: Callable[[int, int]
             _await_parts(manifest.files, destination, on_progress)
         else:
             _copy_all(manifest.files, job, copied, on_progress)
-        with closing(basis_at(job.destination, METADATA_NAME)) as basis:
-            there = _metadata_at(destination)  # it may have taken hours
-            _require_replaceable(there, manifest, job)
-            copied.add_names(_files_in(there) - mine)
-            _require_there(manifest.files, destination)
-            expected = basis.expected()
-            commit(destination, [content], metadata_name=METADATA_NAME, expected=expected)
+        there = _metadata_at(destination)  # it may have taken hours
+        _require_replaceable(there, manifest, job)
+        copied.add_names(_files_in(there) - mine)
+        _require_there(manifest.files, destination)
+        commit(destination, [content], metadata_name=METADATA_NAME, replaced_files=())
     remove_files(destination.where(name) for name in sorted(copied.names - mine))
     if by_rank:
         records, files = parts.obsolete(destination, mine)

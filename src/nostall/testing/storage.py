@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from nostall._storage.port import ABSENT, Conflict, Draft, Published, Stat, Version
+from nostall._storage.port import ABSENT, Conflict, Draft, Stat, Version
 from nostall.errors import NotDurableError
 
 __all__ = ["MemoryStorage"]
@@ -32,6 +32,8 @@ class MemoryStorage:
 
     It is for code that takes a storage port; writers, ``verify`` and the like take paths.
     """
+
+    publishes_conditionally = True
 
     def __init__(self) -> None:
         self.operations: list[tuple[str, str]] = []
@@ -121,7 +123,7 @@ class MemoryStorage:
         draft: Draft | None = None,
         expected: Version | None = None,
         before: Callable[[], None] = lambda: None,
-    ) -> Published | None:
+    ) -> None:
         if draft is not None:
             assert isinstance(draft, _Draft)
             content = [*draft.content, *content[len(draft.content) :]]
@@ -131,8 +133,7 @@ class MemoryStorage:
             present = self._files[name][1].version if name in self._files else ABSENT
             if expected is not None and present != expected:
                 raise Conflict(self.where(name))
-            version = self._store(name, b"".join(content))
-        return None if expected is None else Published(version, at_once=True)
+            self._store(name, b"".join(content))
 
     def _found(self, name: str) -> tuple[bytes, Stat]:
         with self._lock:
@@ -140,13 +141,12 @@ class MemoryStorage:
                 raise FileNotFoundError(2, "no such file", self.where(name))
             return self._files[name]
 
-    def _store(self, name: str, content: bytes) -> Version:
+    def _store(self, name: str, content: bytes) -> None:
         self._versions += 1
         version = Version(str(self._versions))
         self._names.add(name)
         now_s = time.time()
         self._files[name] = content, Stat(len(content), version, now_s, now_s)
-        return version
 
     @contextmanager
     def _doing(self, operation: str, name: str) -> Iterator[None]:

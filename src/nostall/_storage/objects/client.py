@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, runtime_checkable
 
-from nostall._storage.port import Published, Stat, Version
+from nostall._storage.port import Stat, Version
 
 
 class Parts(Protocol):
@@ -32,18 +32,13 @@ class Parts(Protocol):
 class Client(Protocol):
     """The objects of one bucket. Methods may be called from several threads at once."""
 
-    def put(
-        self, key: str, content: Sequence[bytes], *, expected: Version | None
-    ) -> Published | None:
+    def put(self, key: str, content: Sequence[bytes], *, expected: Version | None) -> None:
         """Make or replace an object at one instant.
 
         Args:
             key: Its key.
             content: The whole content, in pieces.
             expected: Only if the key has this version; ``None`` for any.
-
-        Returns:
-            What is there now; ``None`` if nothing was compared.
 
         Raises:
             Conflict: It has another one. After a lost answer the key may have this content already.

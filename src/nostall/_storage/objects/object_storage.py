@@ -16,7 +16,7 @@ from contextlib import suppress
 from nostall._model.jobs import page_aligned
 from nostall._model.names import is_ours_to_remove
 from nostall._storage.objects.client import Client, CopyingClient, Parts
-from nostall._storage.port import Conflict, Draft, Published, Stat, Version, may_pass, reason
+from nostall._storage.port import Conflict, Draft, Stat, Version, may_pass, reason
 from nostall._storage.posix_files import between
 from nostall.errors import NotDurableError
 
@@ -33,6 +33,8 @@ class ObjectStorage:
         prefix: What all keys begin with; it ends with a slash, or is empty.
         client: The bucket.
     """
+
+    publishes_conditionally = True
 
     def __init__(self, url: str, prefix: str, client: Client) -> None:
         self._url = url
@@ -156,23 +158,21 @@ class ObjectStorage:
         draft: Draft | None = None,
         expected: Version | None = None,
         before: Callable[[], None] = lambda: None,
-    ) -> Published | None:
+    ) -> None:
         if draft is not None:
             draft.close()
         before()
         try:
-            return self._client.put(self._key(name), content, expected=expected)
+            self._client.put(self._key(name), content, expected=expected)
         except OSError as error:
             # Of several attempts this is the last one's: an earlier one may have succeeded.
-            version = self._version_with(name, b"".join(content), doubt=error)
-            if version is not None:
-                return Published(version, at_once=False)
-            is_clear = isinstance(error, Conflict) or not may_pass(error)
-            # A put whose answer is lost may still arrive.
-            raise error if is_clear else self._unknown(name, error) from error
+            if not self._has(name, b"".join(content), doubt=error):
+                is_clear = isinstance(error, Conflict) or not may_pass(error)
+                # A put whose answer is lost may still arrive.
+                raise error if is_clear else self._unknown(name, error) from error
 
-    def _version_with(self, name: str, content: bytes, *, doubt: OSError) -> Version | None:
-        """The version of an object that has this content; ``None`` if it has another one.
+    def _has(self, name: str, content: bytes, *, doubt: OSError) -> bool:
+        """Whether an object has this content.
 
         Raises:
             NotDurableError: The store does not say.
@@ -180,14 +180,14 @@ class ObjectStorage:
         try:
             stat = self.stat(name)
             if stat.nbytes != len(content):
-                return None
+                return False
             found = bytearray(stat.nbytes)
             self._client.read_into(self._key(name), 0, [memoryview(found)], stat.version)
         except FileNotFoundError:
-            return None
+            return False
         except OSError as error:
             raise self._unknown(name, doubt, error) from doubt
-        return stat.version if found == content else None
+        return found == content
 
     def _unknown(self, name: str, *errors: OSError) -> NotDurableError:
         return NotDurableError(

@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from nostall._model.names import is_ours_to_remove
-from nostall._storage.port import ABSENT, Conflict, Published, Stat, Version
+from nostall._storage.port import ABSENT, Conflict, Stat, Version
 from nostall.errors import OptionError
 
 _PART_NBYTES = 16 << 20
@@ -36,13 +36,8 @@ class FsspecClient:
         self._fs = _file_system(protocol, os.getpid())
         self._lock = threading.Lock()
 
-    def put(
-        self, key: str, content: Sequence[bytes], *, expected: Version | None
-    ) -> Published | None:
-        self._put(key, b"".join(content), expected)
-        return None if expected is None else Published(self._version(key), at_once=False)
-
-    def _put(self, key: str, body: bytes, expected: Version | None) -> None:
+    def put(self, key: str, content: Sequence[bytes], *, expected: Version | None) -> None:
+        body = b"".join(content)
         with _errors(self._where(key)):
             if expected == ABSENT:
                 self._create(key, body)

@@ -27,7 +27,7 @@ from nostall._model.names import is_ours_to_remove
 from nostall._model.together import work_together
 from nostall._storage.objects.client import CopyingClient
 from nostall._storage.objects.s3_errors import errno_of_code, errors_at
-from nostall._storage.port import ABSENT, Conflict, Published, Stat, Version, may_pass
+from nostall._storage.port import ABSENT, Conflict, Stat, Version, may_pass
 from nostall.errors import OptionError
 
 _log = logging.getLogger("nostall")
@@ -55,16 +55,13 @@ class S3Client:
         self._bucket = bucket
         self._s3 = _connected(os.getpid())
 
-    def put(
-        self, key: str, content: Sequence[bytes], *, expected: Version | None
-    ) -> Published | None:
+    def put(self, key: str, content: Sequence[bytes], *, expected: Version | None) -> None:
         condition: dict[str, str] = {}
         if expected is not None:
             condition = {"IfNoneMatch": "*"} if expected == ABSENT else {"IfMatch": expected}
         body = b"".join(content)
         try:
-            version = self._put(key, body, condition)
-            return Published(version, at_once=True) if condition else None
+            self._put(key, body, condition)
         except OSError as error:
             if error.errno != errno.ENOTSUP or "IfMatch" not in condition:
                 raise
@@ -72,18 +69,18 @@ class S3Client:
             _tell_of_the_gap(self._bucket)
             if self._version(key) != expected:
                 raise Conflict(self._where(key)) from error
-            return Published(self._put(key, body, {}), at_once=False)
+            self._put(key, body, {})
 
-    def _put(self, key: str, body: bytes, condition: dict[str, str]) -> Version:
-        attempt = 1
-        while True:
+    def _put(self, key: str, body: bytes, condition: dict[str, str]) -> None:
+        for attempt in range(_ATTEMPTS):
             try:
-                return Version(self._call("put_object", key, Body=body, **condition)["ETag"])
+                self._call("put_object", key, Body=body, **condition)
             except OSError as error:  # botocore does not repeat what meets another request
-                if error.errno != errno.EBUSY or attempt == _ATTEMPTS:
+                if error.errno != errno.EBUSY or attempt == _ATTEMPTS - 1:
                     raise
-            time.sleep(_CONFLICT_PAUSE_S * 2 ** (attempt - 1))
-            attempt += 1
+                time.sleep(_CONFLICT_PAUSE_S * 2**attempt)
+            else:
+                return
 
     def parts(self, key: str, nbytes: int) -> _S3Parts:
         del nbytes
