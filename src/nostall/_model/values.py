@@ -187,6 +187,25 @@ class RankFiles:
     belongs_at: str | None = None
     """Where the checkpoint goes from a local tier."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In one call with plain values: the coordinator gets one from each rank, in each save."""
+        files = None
+        if self.files is not None:
+            files = tuple((each.name, each.nbytes, each.crc32) for each in self.files)
+        return _rank_files, (self.directory, files, self.left, self.belongs_at)
+
+
+def _rank_files(
+    directory: str,
+    files: tuple[tuple[str, int, int | None], ...] | None,
+    left: tuple[str, ...],
+    belongs_at: str | None,
+) -> RankFiles:
+    found = None
+    if files is not None:
+        found = tuple(WrittenFile(name=name, nbytes=n, crc32=crc32) for name, n, crc32 in files)
+    return RankFiles(directory=directory, files=found, left=left, belongs_at=belongs_at)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:

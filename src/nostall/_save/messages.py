@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan
 
 from nostall import _torch
-from nostall._commit.known_results import RankOutcome
+from nostall._commit.known_results import RankOutcome, ResultsReference
 from nostall._model.completion import SaveId
 from nostall._model.values import RankFiles
 
@@ -23,6 +24,36 @@ class RankMessage:
     """``None`` if this rank may count otherwise than others."""
     took_s: float
     """From the start of planning until the files were durable."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In one call with plain values, as far as possible: see :class:`RankFiles`."""
+        outcome: Any = self.outcome
+        is_reference = isinstance(outcome, ResultsReference)
+        return _rank_message, (
+            (outcome.token, outcome.files) if is_reference else outcome,
+            is_reference,
+            self.written,
+            self.changed_plan,
+            self.save and (self.save.series, self.save.number),
+            self.took_s,
+        )
+
+
+def _rank_message(
+    outcome: Any,
+    is_reference: bool,  # noqa: FBT001  # pickled by position
+    written: RankFiles,
+    changed_plan: SavePlan | None,
+    save: tuple[int, int] | None,
+    took_s: float,
+) -> RankMessage:
+    return RankMessage(
+        outcome=ResultsReference(token=outcome[0], files=outcome[1]) if is_reference else outcome,
+        written=written,
+        changed_plan=changed_plan,
+        save=save and SaveId(*save),
+        took_s=took_s,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,52 @@
+"""What ranks tell the coordinator survives the way there."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint.planner import SavePlan
+
+from nostall import _torch
+from nostall._commit.known_results import Results, ResultsReference
+from nostall._model.completion import SaveId
+from nostall._model.values import RankFiles, WrittenFile
+from nostall._save.messages import RankMessage
+from nostall.errors import WriteError
+
+FILES = (
+    WrittenFile(name="__0_0.distcp", nbytes=5, crc32=7),
+    WrittenFile(name="__0_1.distcp", nbytes=0, crc32=None),
+)
+
+
+@pytest.mark.parametrize("save", [None, SaveId(1 << 63, 3)])
+@pytest.mark.parametrize("files", [None, (), FILES])
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        ResultsReference(token="0" * 32, files=("__0_0.distcp",)),
+        Results(items=[], files=(), token=None),
+    ],
+)
+def test_a_message_arrives_as_it_was_sent(outcome: Any, files: Any, save: SaveId | None) -> None:
+    """Whatever it holds."""
+    written = RankFiles(directory="/d", files=files, left=("__9_9.distcp",), belongs_at="s3://b/d")
+    message = RankMessage(
+        outcome=outcome, written=written, changed_plan=SavePlan([]), save=save, took_s=1.5
+    )
+    assert pickle.loads(pickle.dumps(message)) == message
+    assert pickle.loads(pickle.dumps(written)) == written
+
+
+def test_a_failure_arrives_as_one() -> None:
+    """It is a pair, as the plain form of a reference is."""
+    failure = _torch.wrap_exception(WriteError("full", path="/d"))
+    written = RankFiles(directory="/d", files=())
+    message = RankMessage(
+        outcome=failure, written=written, changed_plan=None, save=None, took_s=0.0
+    )
+    received = pickle.loads(pickle.dumps(message)).outcome
+    assert isinstance(received, tuple)
+    assert (str(received[0]), type(received[0])) == (str(failure[0]), WriteError)
