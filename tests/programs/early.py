@@ -47,7 +47,7 @@ from nostall.state_dict_saver import (
 )
 from nostall.testing import Fault, Hold, inject
 from programs.planning import collectives
-from support.waiting import wait_until
+from support.waiting import DEADLINE_S, wait_until
 
 WARM = 4
 """After so many saves the coordinator has all results, and nothing is planned."""
@@ -139,26 +139,34 @@ class Job:
         return sorted(os.listdir(self.out / f"{number}"))
 
 
+class _CountingStore:
+    """The store of the process group; counts calls by name."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self.seen: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.seen[name] += 1
+            return getattr(self._store, name)(*arguments)
+
+        return call
+
+
 @contextmanager
 def store_operations() -> Iterator[Counter[str]]:
-    """Count the calls of the store, by name."""
-    seen: Counter[str] = Counter()
-
-    class Counting:
-        def __init__(self, store: dist.Store) -> None:
-            self._store = store
-
-        def __getattr__(self, name: str) -> Callable[..., Any]:
-            def call(*arguments: Any) -> Any:
-                seen[name] += 1
-                return getattr(self._store, name)(*arguments)
-
-            return call
-
+    """Count the calls of the store, by name, from here on."""
     store = _torch.default_store()
     assert store is not None
-    with patch.object(_torch, "default_store", lambda: Counting(store)):
-        yield seen
+    counting = store if isinstance(store, _CountingStore) else _CountingStore(store)
+    # Also after the block: records belong to the store in which they were made.
+    _torch.default_store = lambda: counting  # type: ignore[assignment,return-value]  # a stand-in
+    counting.seen = Counter()
+    try:
+        yield counting.seen
+    finally:
+        counting.seen = Counter()
 
 
 _met: Counter[str] = Counter()
@@ -418,7 +426,7 @@ def killed(out: Path, point: str) -> None:
     if dist.get_rank() == 0:
         with inject(Fault.kill(point, signal.SIGKILL)):
             job.save()
-            barrier("killed")
+            threading.Event().wait(DEADLINE_S)
     job.save()
     with suppress(SaveAbortedError):
         barrier("killed")

@@ -243,11 +243,12 @@ def test_a_checkpoint_outlives_its_process_group(tmp_path: Path, then: str) -> N
 
 
 def test_a_save_that_comes_too_late_for_its_process_group_says_so(tmp_path: Path) -> None:
-    """It is not committed, and nothing of it stays."""
+    """It is not committed. Files of a rank that may have told the coordinator stay."""
     for rank, found in enumerate(run_ranks(2, "early:too_late_for_its_process_group", tmp_path)):
         assert "the process group of 2 ranks that saved together is gone" in found["error"]
         assert f"rank={rank}" in found["error"]
-        assert (found["is there"], found["files"]) == (False, [])
+        assert found["is there"] is False
+        assert set(found["files"]) <= {"__0_0.distcp", "__1_0.distcp"}
 
 
 def test_a_program_may_end_without_finalising_what_is_committed(tmp_path: Path) -> None:
