@@ -69,8 +69,10 @@ def publication_of_results(metadata: Metadata, results: list[list[WriteResult]])
         IncompleteSaveError: No rank wrote an item of the metadata.
     """
     completed = complete_metadata(metadata, results)
-    require_all_present(planned_indices(completed), completed.storage_data)
-    return publication_of(completed)
+    publication = publication_of(completed)
+    if publication.index is None:  # an index has a place of each item, and no other
+        require_all_present(planned_indices(completed), completed.storage_data)
+    return publication
 
 
 def finish_metadata(
