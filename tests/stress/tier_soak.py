@@ -105,6 +105,13 @@ def _save_at(place: str) -> int:
     return -1 if save is None else save
 
 
+def not_named(root: Path) -> list[str]:
+    """Files in the shared tier beside those of the checkpoint in each directory."""
+    places = [each.path for each in nostall.local_checkpoints(root / "tier")]
+    shards = {place: [*Path(place).glob(f"*{SHARD_SUFFIX}")] for place in places}
+    return [f"{each}" for found in shards.values() if len(found) != RANKS for each in found]
+
+
 def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
     """Kill so many times; what was counted."""
     chance = random.Random(seed)
@@ -144,6 +151,11 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
     last.start()
     try:
         last.wait_for(TURNS)
+        deadline_s = time.monotonic() + PATIENCE_S  # they are removed behind the commit
+        while not_named(root) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        if found := not_named(root):
+            raise Violation(f"the tier has files that belong to nothing: {found}")
     finally:
         last.end()
     committed |= last.committed
@@ -157,10 +169,6 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
             raise Violation(f"{place}: save {max(due)} was committed; {found} was promoted")
         if len(names) != RANKS + 1:
             raise Violation(f"{place} has files that belong to nothing: {sorted(names)}")
-    for each in nostall.local_checkpoints(root / "tier"):
-        shards = [name for name in os.listdir(each.path) if name.endswith(SHARD_SUFFIX)]
-        if len(shards) != RANKS:
-            raise Violation(f"{each.path} has files that belong to nothing: {sorted(shards)}")
     if server.unfinished(bucket):
         raise Violation(f"unfinished uploads: {server.unfinished(bucket)}")
     return {
