@@ -209,7 +209,7 @@ def _finalize(
         save.split.retrieve_nothing()
         _end(save, session, early.agreed)
         return
-    if coordination_of(session).world_size != session.world_size:
+    if not session.ranks.is_of(session):
         _end_without_the_others(save, session)
         return
     outcome = _outcome_of(writer, session.cache)
@@ -236,7 +236,7 @@ def _end_without_the_others(save: RankSave, session: SaveSession) -> None:
         return
     save.discard(is_certain=False)
     raise RankLostError(
-        f"the process group of {session.world_size} ranks that saved together is gone",
+        f"the process group of {session.ranks.world_size} ranks that saved together is gone",
         rank=save.settings.rank,
         phase="collect",
         path=save.settings.directory,
@@ -246,7 +246,7 @@ def _end_without_the_others(save: RankSave, session: SaveSession) -> None:
 
 def _end(save: RankSave, session: SaveSession, ending: Ending) -> None:
     """End a save as the coordinator says; raises its failures."""
-    cache, is_coordinator = session.cache, coordination_of(session).is_coordinator
+    cache, is_coordinator = session.cache, session.is_coordinator
     try:
         if cache is not None:
             cache.note_finalised(save.split)

@@ -28,6 +28,7 @@ from nostall._commit.metadata import load_metadata
 from nostall._commit.publication import complete_metadata, publication_of
 from nostall._commit.publish import commit
 from nostall._engine import default_engine
+from nostall._model.names import is_draft
 from nostall._save import finalize
 from nostall._save.leftovers import files_of
 from nostall._storage import posix, removed_files
@@ -395,9 +396,10 @@ def test_the_order_is_files_then_metadata_then_removal(
     assert len(old) == len(new) == 2
     assert not old & new
     swap = seen.index((MOVED_TO, ".metadata"))
-    assert {name for kind, name in seen[:swap] if kind == CLOSE_WRITE} == new | {".metadata.tmp"}
+    (temporary,) = {name for kind, name in seen[:swap] if kind == CLOSE_WRITE} - new
+    assert is_draft(temporary)
     last_file = max(seen.index((CLOSE_WRITE, name)) for name in new)
-    assert last_file < seen.index((CREATE, ".metadata.tmp"))
+    assert last_file < seen.index((CREATE, temporary))
     assert not [name for kind, name in seen[:swap] if kind == DELETE]
     assert {name for kind, name in seen[swap:] if kind == DELETE} == old
     assert [kind for kind, name in seen if name == ".metadata"] == [MOVED_TO]

@@ -301,17 +301,13 @@ def planner_scene(out: Path, name: str, where: str, *, saves_before: int) -> dic
 
 
 def commit_scene(out: Path, name: str, *, overwritten: bool) -> dict[str, Any]:
-    """A save whose metadata cannot be written, because a directory is in the way."""
+    """A save whose metadata the coordinator's storage refuses."""
     scene = Scene(out, name, overwritten=overwritten)
-    obstacle = scene.path / ".metadata.tmp"
-    if dist.get_rank() == 0:
-        obstacle.mkdir(parents=True)
-    dist.barrier()
-    attempt = Attempt(scene.queue, scene.path, rank_state(seed=2))
-    scene.report = outcome_of(scene.queue.wait)
+    refused = [Fault.errno("commit", errno.EISDIR)] if dist.get_rank() == 0 else []
+    with inject(*refused):
+        attempt = Attempt(scene.queue, scene.path, rank_state(seed=2))
+        scene.report = outcome_of(scene.queue.wait)
     scene.look()
-    if dist.get_rank() == 0:
-        obstacle.rmdir()
     scene.save_again()
     return {**scene.report, "finalized": attempt.finalized}
 

@@ -154,8 +154,8 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
         deadline_s = time.monotonic() + PATIENCE_S  # they are removed behind the commit
         while not_named(root) and time.monotonic() < deadline_s:
             time.sleep(0.1)
-        if found := not_named(root):
-            raise Violation(f"the tier has files that belong to nothing: {found}")
+        if left := not_named(root):
+            raise Violation(f"the tier has files that belong to nothing: {left}")
     finally:
         last.end()
     committed |= last.committed

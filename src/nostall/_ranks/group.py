@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -302,6 +303,29 @@ def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     if group is None:
         return list(range(dist.get_world_size()))
     return dist.get_process_group_ranks(group)
+
+
+class Membership:
+    """The ranks of a process group, which may be destroyed while a save is under way.
+
+    Args:
+        world_size: How many they are.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        store = _torch.default_store()
+        self._store = None if store is None else weakref.ref(store)
+
+    def is_of(self, wrapper: _torch.DistWrapper) -> bool:
+        """Whether a wrapper's group still is the one of these ranks."""
+        store = None if self._store is None else self._store()
+        if self.world_size > 1 and store is not _torch.default_store():
+            return False
+        try:
+            return coordination_of(wrapper).world_size == self.world_size
+        except ValueError:  # a group of its own, which is destroyed
+            return False
 
 
 def coordination_of(wrapper: _torch.DistWrapper) -> Coordination:

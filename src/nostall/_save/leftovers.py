@@ -26,10 +26,10 @@ from nostall._model.names import (
 )
 from nostall._model.values import RankFiles
 from nostall._storage import directories
-from nostall._storage.places import is_address, may_have, storage_at
+from nostall._storage.places import is_address
 from nostall._storage.port import Files, Storage, reason
 from nostall._storage.reading import open_to_read, read_metadata
-from nostall._storage.unused_files import remove_files, remove_in_time
+from nostall._storage.unused_files import remove_in_time
 from nostall.errors import ReadError
 
 _log = logging.getLogger("nostall")
@@ -161,27 +161,9 @@ def remove_unpublished(
         if each is not None and each.directory == directory
         for name in of_rank
     }
-    # Another host may have a checkpoint in a directory of the same path.
-    remove_uncommitted(
-        path, [os.path.join(directory, name) for name in sorted(filter(is_ours_to_remove, here))]
+    remove_in_time(
+        [os.path.join(directory, name) for name in sorted(filter(is_ours_to_remove, here))]
     )
-
-
-def remove_uncommitted(path: str, paths: Sequence[str]) -> None:
-    """Remove files that metadata do not name; all stay if the metadata cannot be read.
-
-    Args:
-        path: The metadata file.
-        paths: The files, in its directory.
-    """
-
-    def remove(paths: Sequence[str]) -> None:
-        storage, name = storage_at(os.path.dirname(path)), os.path.basename(path)
-        committed = files_of(storage, name)
-        if committed or not may_have(storage, name):
-            remove_files(each for each in paths if os.path.basename(each) not in committed)
-
-    remove_in_time(paths, remove=remove)
 
 
 def abort_unfinished(storage: Storage) -> None:

@@ -21,7 +21,7 @@ from nostall._plan.layout import FileNaming, Packing
 from nostall._save.tier import Tier, require_possible
 from nostall._storage.deadlines import in_time
 from nostall._storage.destination import make_ready, require_new
-from nostall._storage.directories import Visit
+from nostall._storage.directories import Visit, has_failed_in
 from nostall._storage.places import is_address, is_in_this_process, may_have, storage_at
 from nostall._storage.streams import StreamTarget
 from nostall._tier.local import directory_in
@@ -114,7 +114,8 @@ class WriterSettings:
     @property
     def has_unique_names(self) -> bool:
         """Whether file names are unique, so that an existing checkpoint does not matter to them."""
-        return self.tier is not None or is_address(self.directory)
+        # A writer process that lingers must not meet the next job's file under its name.
+        return self.tier is not None or is_address(self.directory) or self.options.linger_s > 0
 
     def may_replace(self, engine: Engine) -> bool:
         """Whether the directory may contain a checkpoint.
@@ -204,7 +205,8 @@ class WriterSettings:
             self.tier.make_room(engine, is_part=True, rank=self.rank)
         if replaces is None and not self.has_unique_names:
             replaces = is_beside or self.may_replace(engine)
-        suffix = self._suffix(job) if replaces or self.has_unique_names else ""
+        is_suffixed = replaces or self.has_unique_names or has_failed_in(self.directory)
+        suffix = self._suffix(job) if is_suffixed else ""
         progress = engine.under_way.begin(job, path=self.directory, rank=self.rank)
         return SaveTarget(
             job=job,

@@ -35,7 +35,7 @@ from nostall._plan.together import (
     plan_together,
     set_up_writer,
 )
-from nostall._ranks.group import Coordination, coordination_of
+from nostall._ranks.group import Coordination, Membership, coordination_of
 from nostall._save.by_name.planner import for_split_saves
 from nostall._save.metadata_cache import CheckpointMetadataCache
 from nostall._save.rank_save import RankSave
@@ -64,8 +64,8 @@ class SaveSession(_torch.DistWrapper):
         coordinator: int,
     ) -> None:
         super().__init__(group, use_dist, coordinator)
-        self.world_size = coordination_of(self).world_size
-        """How many ranks save together; the group may be gone when the save is finalised."""
+        self.ranks = Membership(coordination_of(self).world_size)
+        """Those that save together; their group may be gone when the save is finalised."""
         self.cache: CheckpointMetadataCache | None = None
         self.planner: SavePlanner | None = None
         self.save: SaveId | None = None

@@ -21,7 +21,6 @@ from nostall._save import session
 from nostall._save.background import BackgroundSave
 from nostall._save.copies import when_copied, with_copied
 from nostall._save.early_commit import EarlyCommit
-from nostall._save.leftovers import remove_uncommitted
 from nostall._save.outliving import Outliving
 from nostall._save.stage import give_up, stage, stage_in_background, without_sources
 from nostall._save.unchanged import keep, link_unchanged, with_linked
@@ -205,11 +204,7 @@ class SplitSave(BackgroundSave):
             early.retire()
         if is_certain or early is None or early.withdraw():
             # Slow removals finish when storage answers; no other save uses these names.
-            paths = sorted(self.progress.created)
-            if self.outliving is None:
-                remove_in_time(paths)
-            else:  # another job may have taken this trainer for dead, and have recovered the save
-                remove_uncommitted(self.prepared.target.settings.metadata_path, paths)
+            remove_in_time(sorted(self.progress.created))
         self.end(committed=False)
 
     @property

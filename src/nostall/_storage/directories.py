@@ -51,6 +51,8 @@ class Visit:
         """Mark the save as over. Idempotent."""
         with _state.lock:
             self._was_left = True
+            if not committed:
+                _state.failed_in.add(self._directory)
             if committed:
                 _state.visits.discard(self)
             elif self not in _state.kept:
@@ -91,6 +93,8 @@ class _State:
         """All visits except those known to be committed."""
         self.kept: deque[Visit] = deque(maxlen=_KEPT)
         """Visits that may have no other reference."""
+        self.failed_in: set[str] = set()
+        """Directories of saves that were not committed, as they were written."""
         self.committing: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 
 
@@ -107,6 +111,15 @@ def note_removed(paths: Iterable[str]) -> None:
     with _state.lock:
         for visit in _state.visits:
             visit.is_removed |= not gone.isdisjoint(visit._created)
+
+
+def has_failed_in(directory: str) -> bool:
+    """Whether a save of this process to a directory was not committed.
+
+    What it does late, when storage answers, must not hit files of a later one under the same names.
+    """
+    with _state.lock:
+        return directory in _state.failed_in
 
 
 def is_in_use(directory: str) -> bool:

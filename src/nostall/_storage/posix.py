@@ -121,8 +121,10 @@ class ImageFile:
         """Remove the file unless it is finished; errors are ignored. Idempotent."""
         fd = self._taken()
         if fd >= 0:
+            is_there = is_same(fd, self._path)  # and not the file of a later save
             close_all([fd])
-            remove_files([self._path])
+            if is_there:
+                remove_files([self._path])
 
     def _taken(self) -> int:
         """The descriptor, now owned by the caller alone."""

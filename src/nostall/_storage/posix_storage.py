@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
+from nostall._model.names import METADATA_SUFFIX
 from nostall._storage.deadlines import start_apart
 from nostall._storage.port import ABSENT, Conflict, Draft, Version, reason
 from nostall._storage.posix import (
@@ -50,7 +51,7 @@ class PosixStorage(PosixFiles):
         remove_directory(self._directory)
 
     def draft(self, name: str) -> UnfinishedFile:
-        # A unique name: another process that saves to this directory must not publish half a file.
+        # A unique name: another process that saves to this directory must not publish this file.
         return self._temporary(f".{os.urandom(4).hex()}{name}")
 
     def publish(
@@ -63,7 +64,7 @@ class PosixStorage(PosixFiles):
         before: Callable[[], None] = lambda: None,
     ) -> None:
         assert draft is None or isinstance(draft, UnfinishedFile)
-        final, file = self.where(name), draft or self._temporary(name)
+        final, file = self.where(name), draft or self._temporary_for(name)
         try:
             with _durable_name(self.where()) if self._sync else nullcontext():
                 file.append(content[file.pieces :])
@@ -81,6 +82,10 @@ class PosixStorage(PosixFiles):
             file.close()
         if self._sync:
             make_name_durable(final, what="the new checkpoint")
+
+    def _temporary_for(self, name: str) -> UnfinishedFile:
+        # After a crash, saves remove old ones of metadata only.
+        return self.draft(name) if name.endswith(METADATA_SUFFIX) else self._temporary(name)
 
     def _temporary(self, name: str) -> UnfinishedFile:
         return UnfinishedFile(f"{self.where(name)}.tmp", sync=self._sync)

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+from nostall._model.completion import is_completion
+from nostall._model.names import METADATA_SUFFIX
 from nostall._storage import posix
 from nostall._storage.deadlines import in_time
-from nostall._storage.places import is_address, object_storage_at
-from nostall.errors import SaveTimeoutError
+from nostall._storage.places import is_address, object_storage_at, storage_at
+from nostall._storage.port import Files
+from nostall._storage.reading import open_to_read, read_metadata
+from nostall.errors import NostallError, SaveTimeoutError
 
 _log = logging.getLogger("nostall")
 
 REMOVAL_TIMEOUT_S = 2.0
 """For files of a failed save; after that the removal goes on in the background."""
 _NAMED = 8
+_OF_RANK = re.compile(r"__(\d+)_\d+[^/]*\Z")
 
 
 def remove_files(paths: Iterable[str], *, are_finished: bool = False) -> None:
@@ -41,10 +48,44 @@ def remove_files(paths: Iterable[str], *, are_finished: bool = False) -> None:
             storage.remove(names)
 
 
+def remove_unnamed(paths: Iterable[str]) -> None:
+    """Remove files of a save that has failed, but those that a checkpoint has; errors are ignored.
+
+    Another process may have recovered the save, or a later save may have got the same names. All
+    files stay if metadata cannot be read.
+    """
+    by_place: dict[str, list[str]] = {}
+    for path in paths:
+        by_place.setdefault(os.path.dirname(path), []).append(path)
+    for place, here in by_place.items():
+        remove_files(path for path in here if is_completion(os.path.basename(path)))
+        ranks = {found[1] for found in map(_OF_RANK.search, here) if found is not None}
+        with suppress(OSError, NostallError):
+            storage = storage_at(place)
+            metadata = [
+                _content(storage, name)
+                for name in (METADATA_SUFFIX, *(f"__{rank}{METADATA_SUFFIX}" for rank in ranks))
+            ]
+            remove_files(
+                path
+                for path in here
+                if not any(os.path.basename(path).encode() in content for content in metadata)
+            )
+
+
+def _content(storage: Files, name: str) -> bytes:
+    """What a metadata file says: names are in it as they are."""
+    try:
+        with open_to_read(storage, name) as stream:
+            return read_metadata(stream, storage.where(name))
+    except (FileNotFoundError, NotADirectoryError):
+        return b""
+
+
 def remove_in_time(
     paths: Sequence[str],
     *,
-    remove: Callable[[Sequence[str]], object] = remove_files,
+    remove: Callable[[Sequence[str]], object] = remove_unnamed,
     timeout_s: float = REMOVAL_TIMEOUT_S,
 ) -> None:
     """Remove files that nothing refers to; waits ``timeout_s`` seconds at most.

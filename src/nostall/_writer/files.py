@@ -23,7 +23,7 @@ from nostall._model.jobs import (
 from nostall._storage.places import is_address, storage_at
 from nostall._storage.port import Files, Storage, require_file
 from nostall._storage.streams import StreamTarget
-from nostall._storage.unused_files import remove_files
+from nostall._storage.unused_files import remove_unnamed
 from nostall._writer.chunks import write_images
 from nostall._writer.completion import encoded
 from nostall._writer.faults import Faults
@@ -82,7 +82,7 @@ def perform(
         faults.at("report")
         at.raise_if_cancelled()  # the caller no longer waits for the report
     except BaseException as error:  # every failure is reported to the trainer
-        remove_files(sorted(at.created))  # a record first
+        remove_unnamed(sorted(at.created))
         if not isinstance(error, Exception):  # an interrupt
             raise
         failure = describe(error, job, phase=at.phase, path=at.path)
