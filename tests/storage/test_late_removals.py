@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -25,8 +26,10 @@ def save(path: Path, seed: int) -> None:
 
 
 def save_in_background(path: Path, seed: int) -> None:
-    writer = FileSystemWriterAsync(path)
-    dcp.async_save(small_state(seed), storage_writer=writer, no_dist=True).result()
+    saving: Any = dcp.async_save(
+        small_state(seed), storage_writer=FileSystemWriterAsync(path), no_dist=True
+    )
+    saving.result()
 
 
 def failure_of(error: CheckpointException) -> BaseException:
