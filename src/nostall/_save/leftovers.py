@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from nostall._commit.manifest import manifest_alone
 from nostall._commit.metadata import referenced_files
@@ -34,9 +33,6 @@ from nostall.errors import ReadError
 
 _log = logging.getLogger("nostall")
 
-_clock = partial(time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-_BEGAN_S = _clock()
-"""No rank has saved together with this process before: ranks meet first."""
 _ROUNDED_S = 2.0
 """More than stores round times by."""
 _LONG_S = 600.0
@@ -141,7 +137,7 @@ def _old_ones(
 
 def _age_s(files: Files) -> float:
     """The greatest age that a file of this job can have, in seconds."""
-    return _clock() - _BEGAN_S + (_ROUNDED_S if is_address(files.where()) else 0.0)
+    return directories.age_s() + (_ROUNDED_S if is_address(files.where()) else 0.0)
 
 
 def remove_unpublished(
