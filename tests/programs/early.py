@@ -712,7 +712,8 @@ def without_its_process_group(out: Path, then: str) -> bool:
 
     Args:
         out: Where the saves are.
-        then: ``wait``, or what happens in another group: ``give up`` or ``wait there``.
+        then: ``wait``, or what happens in another group: ``give up``, ``wait there``, or
+            ``swap``, to wait in a group whose ranks have another order.
     """
     dist.destroy_process_group()
     _initialise(out / "store 0")
@@ -722,7 +723,7 @@ def without_its_process_group(out: Path, then: str) -> bool:
     barrier("committed")
     dist.destroy_process_group()
     if then != "wait":
-        _initialise(out / "store 1")
+        _initialise(out / "store 1", is_swapped=then == "swap")
     if then == "give up":
         job.queue.close(abort=True)
     else:
@@ -763,8 +764,9 @@ def too_late_for_its_process_group(out: Path) -> dict[str, Any]:
     return {"error": error, "is there": is_there, "files": job.files(WARM)}
 
 
-def _initialise(path: Path) -> dist.Store:
+def _initialise(path: Path, *, is_swapped: bool = False) -> dist.Store:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = ranks - 1 - rank if is_swapped else rank
     store = dist.FileStore(str(path), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     return store

@@ -235,7 +235,7 @@ def test_process_groups_come_and_go(tmp_path: Path) -> None:
         assert found == [True] * 4
 
 
-@pytest.mark.parametrize("then", ["wait", "give up", "wait there"])
+@pytest.mark.parametrize("then", ["wait", "give up", "wait there", "swap"])
 def test_a_checkpoint_outlives_its_process_group(tmp_path: Path, then: str) -> None:
     """Which is destroyed before the save is finalised: no rank takes its files away."""
     for found in run_ranks(2, "early:without_its_process_group", tmp_path, then):
