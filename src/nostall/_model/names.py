@@ -17,7 +17,7 @@ AS_SAFETENSORS = ("safetensors",)
 know it, and says so, instead of taking the bytes for an archive."""
 _STEP = re.compile(r"(\d+)(\.ckpt)?\Z")
 _GIVEN = re.compile(r"__\d+_\d+(-[0-9a-f]{8})*\.(distcp|safetensors)\Z")
-_DRAFT = re.compile(r"\.[0-9a-f]{8}" + re.escape(METADATA_SUFFIX) + r"\.tmp")
+_DRAFT = re.compile(r"(\.[0-9a-f]{8})?" + re.escape(METADATA_SUFFIX) + r"\.tmp")
 _OF_ONE_RANK = re.compile(r"__\d+" + re.escape(METADATA_SUFFIX))
 
 
@@ -47,7 +47,7 @@ def step_in(path: str) -> int | None:
 
 
 def is_draft(name: str) -> bool:
-    """Whether a name is that of metadata that are written ahead of their publication."""
+    """Whether a name is that of metadata that are not published."""
     return _DRAFT.fullmatch(name) is not None
 
 

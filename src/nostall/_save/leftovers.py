@@ -24,7 +24,7 @@ from nostall._model.names import (
     is_ours_to_remove,
 )
 from nostall._model.values import RankFiles
-from nostall._storage import directories
+from nostall._storage import directories, posix
 from nostall._storage.places import is_address
 from nostall._storage.port import Files, Storage, reason
 from nostall._storage.reading import open_to_read, read_metadata
@@ -91,8 +91,9 @@ def unused(
     try:
         names = files.list()
         strangers = unreferenced(files, names, metadata_name) - used - replaced
-        strangers |= set(filter(is_draft, names))
         yield from strangers & left
+        # A job whose draft is gone fails cleanly, or makes another one.
+        yield from set(filter(is_draft, names)) - posix.names_of_drafts()
         longest_s = _SAVES_PER_AGE * max(save_timeout_s, _LONG_S)
         yield from _old_ones(files, metadata_name, strangers - left, longest_s, exclusive=exclusive)
     except OSError:  # not fatal: the next save looks again

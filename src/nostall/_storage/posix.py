@@ -279,6 +279,11 @@ def is_same(one: str | int, other: str) -> bool:
         return False
 
 
+def names_of_drafts() -> set[str]:
+    """Names of the unfinished files of this process, in any directory."""
+    return {os.path.basename(each.where) for each in list(_unfinished)}
+
+
 class UnfinishedFile:
     """A new file, written front to back; an existing file of that path is removed first.
 
