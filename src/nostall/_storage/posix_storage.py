@@ -84,7 +84,7 @@ class PosixStorage(PosixFiles):
             make_name_durable(final, what="the new checkpoint")
 
     def _temporary_for(self, name: str) -> UnfinishedFile:
-        # Saves remove what a crash has left of metadata. Of other files, the next one of the name does.
+        # What a crash leaves of metadata is removed by the next commit.
         return self.draft(name) if name.endswith(METADATA_SUFFIX) else self._temporary(name)
 
     def _temporary(self, name: str) -> UnfinishedFile:
