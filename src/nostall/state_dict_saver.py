@@ -37,7 +37,7 @@ from nostall._save.messages import Ending, RankMessage
 from nostall._save.metadata_cache import CheckpointMetadataCache
 from nostall._save.rank_save import RankSave
 from nostall._save.split_plan import SaveSession, plan_save, session_of
-from nostall.errors import OptionError, RankLostError, SaveAbortedError
+from nostall.errors import OptionError, RankLostError, SaveAbortedError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 
 __all__ = [
@@ -226,11 +226,17 @@ def _end_without_the_others(save: RankSave, session: SaveSession) -> None:
 
     Raises:
         RankLostError: It is not committed, or may be.
+        SaveTimeoutError: Storage does not say whether it is.
     """
+    failure = save.retrieve_failure()
     early = None if save.split is None else save.split.early
     ending = None if early is None else early.finish()  # known on the coordinator
-    if ending is None and save.retrieve_failure() is None and save.is_named():
-        ending = Ending(failures={}, published=True, changed=True)
+    try:
+        if ending is None and failure is None and save.is_named():
+            ending = Ending(failures={}, published=True, changed=True)
+    except SaveTimeoutError:  # passed on; the files may be those of a checkpoint
+        save.end(committed=False)
+        raise
     if ending is not None:
         _end(save, session, ending)
         return

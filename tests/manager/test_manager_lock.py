@@ -85,12 +85,14 @@ def test_a_save_of_another_manager_is_not_taken_for_an_interrupted_one(
         with inject(hold.fault):
             first.save(1, STATE)
         hold.wait_reached()
+        there = os.listdir(tmp_path / "step-000000001")
+        assert ("__0_0.distcp" in there) == (point == "fsync")
         with CheckpointManager(tmp_path) as second:
             second.save(2, STATE)
             wait_until(
                 lambda: "nostall-retention" not in map(attrgetter("name"), enumerate_threads())
             )
-            assert (tmp_path / "step-000000001").exists()
+            assert os.listdir(tmp_path / "step-000000001") == there
             hold.release()
         first.wait()
         assert first.all_steps() == [1, 2]

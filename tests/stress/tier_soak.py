@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from stress.object_soak import save_at, tensors
 from stress.soak import PATIENCE_S, RANKS, Life, Violation, main
 from support.object_store import S3Server, s3_server
 from support.states import schedule
+from support.waiting import wait_until
 
 TURNS = 4
 LIMIT = 3
@@ -151,9 +153,8 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
     last.start()
     try:
         last.wait_for(TURNS)
-        deadline_s = time.monotonic() + PATIENCE_S  # they are removed behind the commit
-        while not_named(root) and time.monotonic() < deadline_s:
-            time.sleep(0.1)
+        with suppress(AssertionError):  # they are removed behind the commit
+            wait_until(lambda: not not_named(root))
         if left := not_named(root):
             raise Violation(f"the tier has files that belong to nothing: {left}")
     finally:

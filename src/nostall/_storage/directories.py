@@ -100,7 +100,7 @@ class _State:
         self.kept: deque[Visit] = deque(maxlen=_KEPT)
         """Visits that may have no other reference."""
         self.failed_in: set[str] = set()
-        """Directories of saves that were not committed, as they were written."""
+        """Directories of saves that were not committed, as users wrote their paths."""
         self.committing: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 
 

@@ -84,7 +84,7 @@ class PosixStorage(PosixFiles):
             make_name_durable(final, what="the new checkpoint")
 
     def _temporary_for(self, name: str) -> UnfinishedFile:
-        # What a crash leaves of metadata is removed by the next commit.
+        # A crash leaves it, and nobody looks for random names but a commit, for those of metadata.
         return self.draft(name) if name.endswith(METADATA_SUFFIX) else self._temporary(name)
 
     def _temporary(self, name: str) -> UnfinishedFile:

@@ -88,7 +88,7 @@ def remove_in_time(
     remove: Callable[[Sequence[str]], object] = remove_unnamed,
     timeout_s: float = REMOVAL_TIMEOUT_S,
 ) -> None:
-    """Remove files that nothing refers to; waits ``timeout_s`` seconds at most.
+    """Remove files, by default those that no metadata names; waits ``timeout_s`` seconds at most.
 
     After that the files are logged; removal continues in the background while this process lives.
     """
