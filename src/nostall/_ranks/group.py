@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -26,7 +25,7 @@ from nostall._ranks.messages import (
     scatter_messages,
     unpickled,
 )
-from nostall._ranks.records import LocalRecords, Records, StoredRecords
+from nostall._ranks.records import GroupStore, LocalRecords, Records, StoredRecords
 from nostall._ranks.reduction import Known, PendingMaximum, Reduction
 from nostall.errors import OptionError, RankLostError
 
@@ -314,17 +313,15 @@ class Membership:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        store = _torch.default_store()
-        self._store = None if store is None else weakref.ref(store)
+        self._store = GroupStore()
 
     def is_of(self, wrapper: _torch.DistWrapper) -> bool:
         """Whether a wrapper's group still is the one of these ranks."""
-        store = None if self._store is None else self._store()
-        if self.world_size > 1 and store is not _torch.default_store():
-            return False
         try:
+            if self.world_size > 1:
+                self._store.present()
             return coordination_of(wrapper).world_size == self.world_size
-        except ValueError:  # a group of its own, which is destroyed
+        except (RuntimeError, ValueError):  # the second for a group of some ranks that is destroyed
             return False
 
 

@@ -20,6 +20,25 @@ _DECISIONS = 8
 """Keys of a series for decisions: of so many saves in flight each has its own."""
 
 
+class GroupStore:
+    """The store of the ranks' rendezvous, which this does not keep alive behind its group."""
+
+    def __init__(self) -> None:
+        store = _torch.default_store()
+        self._store = None if store is None else weakref.ref(store)
+
+    def present(self) -> dist.Store | None:
+        """The store; ``None`` if there was none.
+
+        Raises:
+            RuntimeError: The group is gone. What its ranks have decided is not in a later one's.
+        """
+        store = None if self._store is None else self._store()
+        if store is not _torch.default_store():
+            raise RuntimeError("the process group of the save is gone")
+        return store
+
+
 class Records(Protocol):
     """The records of the ranks about one save. Callable from any thread.
 
@@ -79,7 +98,7 @@ class StoredRecords:
         self._save = save
         self._rank = rank
         self._world_size = world_size
-        self._store_of_save = weakref.ref(_present_store())  # it must not outlive its group
+        self._group_store = GroupStore()
         self._seen = 0
         """How many ranks, from the first on, are known to have left theirs."""
 
@@ -118,15 +137,7 @@ class StoredRecords:
         return f"{_KEY}{self._save.series:016x}/{self._save.number}/{rank}"
 
     def _store(self) -> dist.Store:
-        store = self._store_of_save()
-        # What other ranks have decided about the save is not in the store of a later group.
-        if store is None or store is not _torch.default_store():
-            raise RuntimeError("the process group of the save is gone")
+        store = self._group_store.present()
+        if store is None:
+            raise RuntimeError("there is no process group")
         return store
-
-
-def _present_store() -> dist.Store:
-    store = _torch.default_store()
-    if store is None:
-        raise RuntimeError("there is no process group")
-    return store
