@@ -177,7 +177,8 @@ def _message(
         outcome=outcome,
         written=written,
         changed_plan=session.changed_plan,
-        save=session.save,
+        save_here=session.save_here,
+        counts_alike=session.save is not None,
         took_s=save.took_s,
     )
 

@@ -313,11 +313,47 @@ def refused(out: Path, how: str) -> dict[str, Any]:
     return {"error": error, "files": files, "whole": job.is_whole(number + 1)}
 
 
+def given_up_alone(out: Path, how: str) -> dict[str, Any]:
+    """Rank 1 gives a save up, or does not schedule it, and saves to the same directory again."""
+    job, error = Job(out), ""
+    if dist.get_rank() == 1:
+        other = AsyncCallsQueue()  # a queue notices it itself
+        job.save(to="same", is_scheduled=how == "scheduled", queue=other)
+        other.close(abort=True)
+    job.save(to="same")
+    job.next = WARM + 2
+    try:
+        job.queue.wait()
+    except CheckpointException as raised:
+        error = str(raised)
+    barrier("over")
+    is_there = nostall.is_complete(out / "same")
+    job.save(to="same")
+    job.queue.wait()
+    return {"error": error, "is there": is_there, "values": job.values("same")}
+
+
+def given_up_by_all(out: Path) -> dict[str, Any]:
+    """Each rank, at its own time; then they save to the same directory again."""
+    job = Job(out)
+    job.save(to="same")
+    if dist.get_rank() == 1:
+        job.queue.close(abort=True)
+        job.save(to="same")
+        job.queue.close(abort=True)
+    else:
+        job.save(to="same")
+        job.queue.close(abort=True)
+    job.save(to="same")
+    job.poll()
+    return {"values": job.values("same")}
+
+
 def without_a_common_count(out: Path) -> dict[str, Any]:
     """Rank 1 has planned a save that nobody else knows of."""
     job = Job(out)
     if dist.get_rank() == 1:
-        job.save(is_scheduled=False)
+        job.save(to="elsewhere", is_scheduled=False)
         job.next -= 1
     polls = []
     for _ in range(5):

@@ -104,6 +104,22 @@ def test_ranks_that_count_differently_commit_together(tmp_path: Path) -> None:
         assert found["again"] == {}
 
 
+@pytest.mark.parametrize("how", ["scheduled", "planned"])
+def test_values_of_two_saves_do_not_become_one_checkpoint(tmp_path: Path, how: str) -> None:
+    """One rank has given one up alone. The next save of all ranks is whole."""
+    for found in run_ranks(2, "early:given_up_alone", tmp_path, how):
+        assert "ranks finalise 2 different saves to this directory" in found["error"]
+        assert "give a save up on all ranks" in found["error"]
+        assert not found["is there"]
+        assert found["values"] == [WARM + 2] * 2
+
+
+def test_saves_that_all_ranks_give_up_cost_no_other(tmp_path: Path) -> None:
+    """Though each does at a time of its own."""
+    for found in run_ranks(2, "early:given_up_by_all", tmp_path):
+        assert found == {"values": [WARM + 2] * 2}
+
+
 def test_without_the_store_saves_are_committed_together(tmp_path: Path) -> None:
     """It is gone for one of the ranks."""
     for found in run_ranks(2, "early:without_a_store", tmp_path):

@@ -34,7 +34,12 @@ def test_a_message_arrives_as_it_was_sent(outcome: Any, files: Any, save: SaveId
     """Whatever it holds."""
     written = RankFiles(directory="/d", files=files, left=("__9_9.distcp",), belongs_at="s3://b/d")
     message = RankMessage(
-        outcome=outcome, written=written, changed_plan=SavePlan([]), save=save, took_s=1.5
+        outcome=outcome,
+        written=written,
+        changed_plan=SavePlan([]),
+        save_here=save,
+        counts_alike=save is not None,
+        took_s=1.5,
     )
     assert pickle.loads(pickle.dumps(message)) == message
     assert pickle.loads(pickle.dumps(written)) == written
@@ -45,7 +50,12 @@ def test_a_failure_arrives_as_one() -> None:
     failure = _torch.wrap_exception(WriteError("full", path="/d"))
     written = RankFiles(directory="/d", files=())
     message = RankMessage(
-        outcome=failure, written=written, changed_plan=None, save=None, took_s=0.0
+        outcome=failure,
+        written=written,
+        changed_plan=None,
+        save_here=None,
+        counts_alike=False,
+        took_s=0.0,
     )
     received = pickle.loads(pickle.dumps(message)).outcome
     assert isinstance(received, tuple)

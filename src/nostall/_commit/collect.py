@@ -60,6 +60,33 @@ def require_all_present(planned: Iterable[Hashable], results: Iterable[Hashable]
             )
 
 
+def require_one_save(saves: Sequence[Hashable], *, rank: int | None = None, path: str) -> None:
+    """Check that all ranks finalise the same save to a directory.
+
+    Args:
+        saves: What identifies each rank's save; ``None`` where it is not known.
+        rank: The coordinator.
+        path: The directory.
+
+    Raises:
+        RankMismatchError: Two ranks finalise different saves.
+    """
+    ranks: dict[Hashable, list[int]] = defaultdict(list)
+    for number, save in enumerate(saves):
+        if save is not None:
+            ranks[save].append(number)
+    if len(ranks) > 1:
+        odd = min(ranks.values(), key=len)
+        raise RankMismatchError(
+            f"ranks finalise {len(ranks)} different saves to this directory: ranks {odd[:8]} have"
+            " begun more or fewer than the others",
+            rank=rank,
+            phase="collect",
+            path=path,
+            hint="give a save up on all ranks; nothing was committed, the next save plans again",
+        )
+
+
 def require_one_directory(
     directories: Sequence[str | None],
     mine: str,

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
-from nostall._commit.collect import collect, require_one_directory
+from nostall._commit.collect import collect, require_one_directory, require_one_save
 from nostall._commit.known_results import KnownResults, RankOutcome
 from nostall._commit.publication import Publication
 from nostall._engine import default_engine
@@ -64,8 +64,7 @@ def commit_split_save(
         for number, each in enumerate(messages)
         if each.changed_plan is not None
     }
-    counts = {each.save for each in messages}
-    series = new_series() if len(counts) > 1 or None in counts else None
+    series = None if all(each.counts_alike for each in messages) else new_series()
     end = partial(Ending, changed=bool(changed), series=series)
     outcomes = [each.outcome for each in messages]
     verdict = collect(known.fill_in(outcomes))
@@ -75,6 +74,9 @@ def commit_split_save(
     try:
         written = [each.written for each in messages]
         _require_written_here(save, written)
+        require_one_save(
+            [each.save_here for each in messages], rank=session.rank, path=save.settings.directory
+        )
         metadata = _metadata_to_publish(planned, session, changed)
         publication = None if changed else known.publication(outcomes, metadata)
         if publication is None:

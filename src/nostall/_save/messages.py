@@ -20,8 +20,10 @@ class RankMessage:
     outcome: RankOutcome
     written: RankFiles
     changed_plan: SavePlan | None
-    save: SaveId | None
-    """``None`` if this rank may count otherwise than others."""
+    save_here: SaveId | None
+    """What tells it from other saves to its directory; ``None`` if it was not counted."""
+    counts_alike: bool
+    """Whether the other ranks certainly count like this one."""
     took_s: float
     """From the start of planning until the files were durable."""
 
@@ -34,7 +36,8 @@ class RankMessage:
             is_reference,
             self.written,
             self.changed_plan,
-            self.save and (self.save.series, self.save.number),
+            self.save_here and (self.save_here.series, self.save_here.number),
+            self.counts_alike,
             self.took_s,
         )
 
@@ -44,14 +47,16 @@ def _rank_message(
     is_reference: bool,  # noqa: FBT001  # pickled by position
     written: RankFiles,
     changed_plan: SavePlan | None,
-    save: tuple[int, int] | None,
+    save_here: tuple[int, int] | None,
+    counts_alike: bool,  # noqa: FBT001  # pickled by position
     took_s: float,
 ) -> RankMessage:
     return RankMessage(
         outcome=ResultsReference(token=outcome[0], files=outcome[1]) if is_reference else outcome,
         written=written,
         changed_plan=changed_plan,
-        save=save and SaveId(*save),
+        save_here=save_here and SaveId(*save_here),
+        counts_alike=counts_alike,
         took_s=took_s,
     )
 

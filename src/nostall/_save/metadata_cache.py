@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -16,6 +17,9 @@ from nostall._plan.together import GlobalPlan, PlanMemory
 from nostall._save.early_commit import Retired
 from nostall._save.session import KnownSave
 from nostall._save.split_save import SplitSave
+
+_MOST_DIRECTORIES = 10_000
+"""Ranks agree to count anew when they have saved to so many."""
 
 
 class CheckpointMetadataCache(PlanMemory):
@@ -40,29 +44,40 @@ class CheckpointMetadataCache(PlanMemory):
         """What saves that are over have left in the store."""
         self._begun: list[weakref.ref[SplitSave]] = []
         """Saves of the present series that are not finalised."""
+        self._saves_to: Counter[str] = Counter()
+        """How many saves of the present series went to each directory."""
 
-    def next_save(self) -> SaveId | None:
-        """What identifies the next save of plans that ranks have agreed on.
+    def count(self, save: SplitSave | None, directory: str) -> tuple[SaveId | None, SaveId]:
+        """Count a save of plans that ranks have agreed on.
 
-        ``None`` if this rank has begun a save that will not be finalised, or may never be
-        scheduled: another rank may not have begun it, and would count otherwise.
+        Args:
+            save: The save; ``None`` if this rank could not plan it.
+            directory: Where it goes.
+
+        Returns:
+            What identifies it: among all saves, and among those to the directory. The first is
+            ``None`` if this rank has begun a save that will not be finalised, or may never be
+            scheduled: another rank may not have begun it, and would count otherwise.
         """
-        if self.last_save is None:
-            return None
-        saves = [reference() for reference in self._begun]
+        assert self.last_save is not None  # since ranks have agreed
+        begun = [reference() for reference in self._begun]
+        alike = not any(each is None or each.is_lost or each.is_unscheduled for each in begun)
         self.last_save = self.last_save.next()
-        if any(save is None or save.is_lost for save in saves):
-            self.last_save = None
-            return None
-        return None if any(save and save.is_unscheduled for save in saves) else self.last_save
+        self._saves_to[directory] += 1
+        alike &= len(self._saves_to) < _MOST_DIRECTORIES
+        if save is not None:
+            self.begin(save)
+        here = SaveId(self.last_save.series, self._saves_to[directory])
+        return (self.last_save if alike else None), here
 
     def begin_series(self, series: int) -> None:
         """Count anew from here on, which all ranks do together."""
         self.last_save = SaveId(series, 0)
         self._begun.clear()
+        self._saves_to.clear()
 
     def begin(self, save: SplitSave) -> None:
-        """Note a save that is identified."""
+        """Note a save that was counted."""
         self._begun.append(weakref.ref(save))
 
     def note_finalised(self, save: SplitSave | None) -> None:
@@ -112,6 +127,7 @@ class CheckpointMetadataCache(PlanMemory):
         self.known = self.sent_token = None
         self.known_results = KnownResults()
         self._begun.clear()
+        self._saves_to.clear()
 
     def forget(self) -> None:
         """Plan the next save together."""

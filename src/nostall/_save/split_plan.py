@@ -70,6 +70,8 @@ class SaveSession(_torch.DistWrapper):
         self.planner: SavePlanner | None = None
         self.save: SaveId | None = None
         """What identifies it; ``None`` if this rank may count otherwise than others."""
+        self.save_here: SaveId | None = None
+        """What tells it from other saves to its directory; ``None`` if it was not counted."""
         self.changed_plan: SavePlan | None = None
         self.reused_plans: list[SavePlan] | None = None
         """On the coordinator, the plans of all ranks that this save reuses; when it is finalised,
@@ -147,15 +149,17 @@ def plan_save(
         _log.info("saving: path=%s ranks=%d", directory, coordination.world_size)
     alone = cache is not None and plans_alone(cache.plans, group=group)
     if cache is not None and alone:
-        session.save = cache.next_save()
         session.reused_plans = cache.all_plans
         metadata = arguments.reusable(cache)
         if not _prepare_known(arguments, cache, metadata, session):
             metadata = _plan(arguments, session, alone=True)
+        # Also if this rank could not plan it: the others may have begun it.
+        save = writer._rank_save
+        session.save, session.save_here = cache.count(save.split, save.settings.directory)
     else:
         metadata = _plan(arguments, session, alone=False)
-    if cache is not None and session.save is not None and writer._rank_save.split is not None:
-        cache.begin(writer._rank_save.split)
+        if cache is not None and writer._rank_save.split is not None:
+            cache.begin(writer._rank_save.split)
     if writer._rank_save.settings.options.linger_s:
         _prepare_to_outlive(arguments, session, metadata)
     return metadata, session
@@ -248,6 +252,7 @@ def _plan(arguments: _SaveArguments, session: SaveSession, *, alone: bool) -> Me
                 final, metadata, session.save = plan_together(
                     local, writer, planner, arguments.coordination, cache, identity
                 )
+                session.save_here = session.save
             case Reuse(final):
                 metadata = arguments.reusable(cache)
             case Changed(final, local_plan_now):

@@ -173,7 +173,8 @@ class SplitFunctions:
             else Results(items=state.results(rank), files=files, token=token),
             written=_written(state, rank, path),
             changed_plan=None,
-            save=SaveId(1, self._saves),
+            save_here=SaveId(1, self._saves),
+            counts_alike=True,
             took_s=1.0,
         )
 
