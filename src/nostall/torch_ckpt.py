@@ -152,6 +152,7 @@ class _FileSave(BackgroundSave):
             files=(image,),
             sync_files=True,
             io_threads=self.engine.io_threads,
+            writers_per_host=options.writers_per_host or 0,
             chunk_nbytes=options.chunk_nbytes,
             direct=options.direct_io,
             checksum_files=False,

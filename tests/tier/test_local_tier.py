@@ -81,6 +81,7 @@ def job_to(promotion: Promotion, destination: str, record: str = ".metadata") ->
         io_threads=1,
         chunk_nbytes=1 << 20,
         retries=0,
+        writers_per_host=0,
     )
 
 

@@ -114,6 +114,7 @@ JOBS = built(
     io_threads=st.integers(1, 64),
     chunk_nbytes=NUMBERS,
     retries=NUMBERS,
+    writers_per_host=NUMBERS,
     sys_path=tuples(PATHS),
     completion=st.none() | COMPLETIONS,
     faults=tuples(st.dictionaries(TEXT, NUMBERS | TEXT, max_size=2)),

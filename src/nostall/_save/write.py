@@ -228,6 +228,7 @@ def jobs(
             chunk_nbytes=settings.chunk_nbytes(layout, engine),
             direct=engine.options.direct_io,
             retries=engine.options.write_retries,
+            writers_per_host=engine.options.writers_per_host or 0,
             checksum_files=container_settings()[0],
             stream=stream,
             sys_path=tuple(sys.path) if needs_packages else (),

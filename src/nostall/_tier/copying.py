@@ -62,6 +62,7 @@ class Copying:
     io_threads: int
     chunk_nbytes: int
     retries: int
+    writers_per_host: int
 
 
 def copy_file(file: WrittenFile, how: Copying, on_progress: Callable[[int], None]) -> None:
@@ -99,6 +100,7 @@ def copy_file(file: WrittenFile, how: Copying, on_progress: Callable[[int], None
                 chunk_nbytes=chunk_nbytes,
                 direct=True,
                 retries=how.retries,
+                writers_per_host=how.writers_per_host,
             ),
             {file.name: image},
             on_progress=on_progress,

@@ -124,6 +124,7 @@ def _job(message: dict[str, Any]) -> PromotionJob:
         io_threads=message["io_threads"],
         chunk_nbytes=message["chunk_nbytes"],
         retries=message["retries"],
+        writers_per_host=message["writers_per_host"],
     )
 
 

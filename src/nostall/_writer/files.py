@@ -31,6 +31,7 @@ from nostall._writer.images import Image
 from nostall._writer.position import Cancelled, Position
 from nostall._writer.seals import ChunkPlanner, plan_chunks
 from nostall._writer.streams import StreamFiles
+from nostall._writer.turns import turn
 
 
 def perform(
@@ -68,14 +69,15 @@ def perform(
         faults.at("start")
         storage = storage_at(job.directory, sync=job.sync_files, direct=job.direct)
         storage.make_place()
-        if streams:
-            receipts = StreamFiles(job, images, faults, at, streams, chunk_planner).write()
-        else:
-            receipts = write_images(job, storage, images, faults, at, chunk_planner)
-            _require_files(receipts, storage, at)
-        if job.sync_files:
-            at.move("fsync", job.directory)
-            storage.flush()
+        with turn(job.writers_per_host, at):
+            if streams:
+                receipts = StreamFiles(job, images, faults, at, streams, chunk_planner).write()
+            else:
+                receipts = write_images(job, storage, images, faults, at, chunk_planner)
+                _require_files(receipts, storage, at)
+            if job.sync_files:
+                at.move("fsync", job.directory)
+                storage.flush()
         report = RankWritten(rank=job.rank, receipts=receipts)
         if job.completion is not None:
             _leave_record(job.completion, report, storage, at)
