@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
-from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 from torch.storage import TypedStorage, UntypedStorage
 
@@ -89,6 +90,9 @@ without_modes: Callable[[], AbstractContextManager[object]] = (
     _optional("DisableTorchFunction", "torch._C") or nullcontext
 )
 # A plain tensor that describes its part of a larger one; missing in older torch.
+_validate_global_plan: Callable[[list[SavePlan], Metadata], bool | list[str]] | None = _optional(
+    "_validate_global_plan", "torch.distributed.checkpoint.default_planner"
+)
 _CheckpointableTensor: Any = _optional(
     "CheckpointableTensor", "torch.distributed.checkpoint.protocol"
 )
@@ -400,6 +404,14 @@ def with_other_shards(
 def caches_plans(planner: object) -> bool:
     """Whether DCP's planner caches plans, which depend on earlier saves then."""
     return bool(getattr(planner, "_enable_plan_caching", False))
+
+
+def is_valid_plan(ranks: int, metadata: Metadata) -> bool:
+    """Whether stock's planner accepts the chunks of these entries; false if it cannot be asked."""
+    if _validate_global_plan is None:
+        return False
+    plans = [SavePlan([]) for _ in range(ranks)]
+    return _validate_global_plan(plans, metadata) in (True, [])
 
 
 def changes_of(tensors: Sequence[torch.Tensor]) -> list[int]:

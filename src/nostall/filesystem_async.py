@@ -251,6 +251,10 @@ class FileSystemWriterAsync(FileSystemWriter):
                 self._rank_save.make_ready()
         return plan if self.use_collectives else self.prepare_decentralized_global_plan(plan)
 
+    @property
+    def _ignores_items(self) -> bool:
+        return type(self).prepare_global_plan is FileSystemWriterAsync.prepare_global_plan
+
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """As stock; if a checkpoint exists, the plans say so, as other hosts may not see it yet.
 

@@ -334,7 +334,7 @@ def _log_committed(save: RankSave) -> None:
 
 
 def verify_global_md_reuse(
-    loaded_all_plans: list[SavePlan] | None,
+    loaded_all_plans: Sequence[SavePlan] | None,
     local_plan: SavePlan,
     rank: int,
     dist_wrapper: _torch.DistWrapper,

@@ -19,9 +19,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from nostall import _torch
-from nostall._commit.metadata import load_metadata
+from nostall._commit.local_plans import LocalPlans
+from nostall._commit.metadata import PLANS_KEY, load_metadata
 from nostall._commit.publication import program_of, publication_of
 from support.indexes import metadata, small
 
@@ -130,11 +132,14 @@ def test_attributes_beside_entries_and_places_stay() -> None:
     original.state_dict_metadata["size"] = original.state_dict_metadata.pop("lr")
     original.storage_data[MetadataIndex("size")] = original.storage_data.pop(MetadataIndex("lr"))
     original.planner_data = {"size": ("a", 1), "weight": ("weight",)}
-    original.all_local_plans = [1, 2]  # type: ignore[attr-defined]  # as frameworks do
+    plans = [SavePlan([WriteItem(MetadataIndex("a"), WriteItemType.BYTE_IO)]), SavePlan([])]
+    original.all_local_plans = plans  # type: ignore[attr-defined]  # as frameworks do
+    original.more = {"kept": 7}  # type: ignore[attr-defined]  # as they may
     assert is_compact(original)
     found = pickle.loads(content_of(original))
-    assert found.planner_data == {**original.planner_data, "nostall.all_local_plans": [1, 2]}
-    assert found.all_local_plans is found.planner_data["nostall.all_local_plans"]
+    assert LocalPlans.of_plain(found.planner_data.pop(PLANS_KEY)) == plans
+    assert found.planner_data == original.planner_data
+    assert found.more == {"kept": 7}
     assert found.state_dict_metadata == original.state_dict_metadata
     assert found.storage_data == original.storage_data
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from nostall._commit.known_results import KnownResults, Results
+from nostall._commit.metadata import PLANS_KEY
 from nostall._commit.publication import publication_of
 from nostall.state_dict_saver import (
     CheckpointMetadataCache,
@@ -400,7 +401,7 @@ def test_a_checkpoint_with_plans_in_it_is_an_ordinary_one(tmp_path: Path) -> Non
     """The plans kept in the metadata do no harm: torch's own converter reads the checkpoint."""
     planning.save(tmp_path / "1", small_state(1), CheckpointMetadataCache())
     metadata = FileSystemReader(tmp_path / "1").read_metadata()
-    assert len(vars(metadata)["all_local_plans"]) == 1
+    assert len(metadata.planner_data[PLANS_KEY]) == 1
     dcp_to_torch_save(tmp_path / "1", tmp_path / "1.pt")
     assert differing(torch.load(tmp_path / "1.pt"), small_state(1)) == []
 

@@ -22,6 +22,7 @@ import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii
 from typing import Any, BinaryIO
 
 from nostall._commit.index.columns import MARK
@@ -90,20 +91,15 @@ def with_manifest(
         "nostall": __version__,
         "committed_at": committed_at_s,
         "metadata": {"nbytes": sum(map(len, metadata)), "crc32": _hex(crc32)},
-        "files": [
-            {
-                "name": file.name,
-                "nbytes": file.nbytes,
-                "crc32": None if file.crc32 is None else _hex(file.crc32),
-            }
-            for file in files
-        ],
+        "files": [],
     }
     pieces: tuple[bytes, ...] = ()
     if index is not None:
         plain["index"] = {"nbytes": index.nbytes, "crc32": _hex(index.crc32)}
         pieces = index.body, index.tables
-    line = json.dumps(plain, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+    entries = ",".join(map(_entry, files))  # there may be tens of thousands
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    line = text.replace('"files":[]', f'"files":[{entries}]').encode() + b"\n"
     footer = f"#nostall-manifest {len(line):012d} {_hex(checksum.crc32(line))}\n".encode()
     return (*metadata, *pieces, b"\n" + line + footer)
 
@@ -293,6 +289,13 @@ def _finite(value: Any) -> float:
 
 def _damaged(why: str, path: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(why, phase="verify", path=path, hint=DAMAGED_HINT)
+
+
+def _entry(file: WrittenFile) -> str:
+    """As ``json.dumps``, in a fourth of the time."""
+    crc32 = "null" if file.crc32 is None else f'"{file.crc32:08x}"'
+    name = encode_basestring_ascii(file.name)
+    return f'{{"crc32":{crc32},"name":{name},"nbytes":{file.nbytes}}}'
 
 
 def _hex(crc32: int) -> str:

@@ -6,15 +6,15 @@ checks the types of the entries. Stock readers have no such limit.
 
 Frameworks keep every rank's local plan with the metadata (``Metadata.all_local_plans``) to validate
 the plan cache of a resumed run. The dataclass does not declare this attribute, so code that
-rebuilds the dataclass drops it. The planner data therefore holds the same object under
-:data:`PLANS_KEY`; in a pickle the second reference is free.
+rebuilds the dataclass drops it. A checkpoint therefore has them in the planner data, under
+:data:`PLANS_KEY`, as columns (``local_plans``).
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
+from nostall._commit.local_plans import LocalPlans
 from nostall._commit.manifest import DAMAGED_HINT
 from nostall._commit.metadata_pickle import NAMES, unpickle
 from nostall._model.jobs import MOST_NBYTES
@@ -116,11 +117,12 @@ def _require_chunk(
     return begin, extent
 
 
-def local_plans_in(metadata: Metadata | None) -> list[SavePlan] | None:
+def local_plans_in(metadata: Metadata | None) -> Sequence[SavePlan] | None:
     """All ranks' plans of a loaded checkpoint, if it has them; from metadata of any reader."""
     plans = getattr(metadata, "all_local_plans", None)
     if plans is None and metadata is not None and isinstance(metadata.planner_data, Mapping):
         plans = metadata.planner_data.get(PLANS_KEY)
+        plans = None if plans is None else LocalPlans.of_plain(plans)
     return plans
 
 
@@ -232,5 +234,6 @@ def _with_plans_restored(metadata: Metadata) -> Metadata:
     if isinstance(metadata.planner_data, dict) and PLANS_KEY in metadata.planner_data:
         plans = metadata.planner_data.pop(PLANS_KEY)
         if getattr(metadata, "all_local_plans", None) is None:
+            plans = LocalPlans.of_plain(plans)
             metadata.all_local_plans = plans  # type: ignore[attr-defined]  # see above
     return metadata

@@ -24,6 +24,7 @@ from nostall import _torch
 from nostall._commit.compact_pickle import PROTO_NBYTES, PROTOCOL, compact_pickle
 from nostall._commit.index.indexing import Indexed, indexed
 from nostall._commit.index.writing import WrittenIndex
+from nostall._commit.local_plans import LocalPlans
 from nostall._commit.metadata import PLANS_KEY
 from nostall._model import checksum
 from nostall._model.collection import no_collection
@@ -127,7 +128,8 @@ def _to_pickle(metadata: Metadata) -> Metadata:
     plans = getattr(metadata, "all_local_plans", None)
     twin = copy(metadata)
     if plans is not None and isinstance(metadata.planner_data, Mapping):
-        twin.planner_data = {**metadata.planner_data, PLANS_KEY: plans}
+        vars(twin).pop("all_local_plans")
+        twin.planner_data = {**metadata.planner_data, PLANS_KEY: LocalPlans.of(plans).plain}
     vars(twin).pop("storage_meta", None)
     return twin
 
@@ -176,7 +178,11 @@ def publication_of(finished: Metadata) -> Publication:
     return Publication(
         program=(_compact(finished, found) or program_of(finished),),
         storage_data=finished.storage_data,
-        files=frozenset(info.relative_path for info in finished.storage_data.values()),
+        files=frozenset(
+            (info.relative_path for info in finished.storage_data.values())
+            if found is None
+            else found.index.files
+        ),
         index=None if found is None else found.written,
     )
 

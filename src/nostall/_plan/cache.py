@@ -13,6 +13,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from nostall.errors import UntrustedMetadataError
+
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
@@ -84,7 +86,12 @@ def matches_loaded(
     loaded: Sequence[SavePlan] | None, *, rank: int, world_size: int, local: SavePlan
 ) -> bool:
     """Whether this rank's plan equals its plan in a loaded checkpoint."""
-    return loaded is not None and len(loaded) == world_size and same_plan(loaded[rank], local)
+    if loaded is None or len(loaded) != world_size:
+        return False
+    try:
+        return same_plan(loaded[rank], local)
+    except UntrustedMetadataError:  # other ranks wait for the answer
+        return False
 
 
 def _own_share(cached: CachedPlans, local: SavePlan) -> SavePlan:

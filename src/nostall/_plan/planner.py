@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -43,7 +43,7 @@ def planner_key(planner: SavePlanner) -> Any:
     return type(planner), tuple(sorted(switches.items()))
 
 
-def is_stocks_own(planner: SavePlanner) -> bool:
+def is_stocks_own(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     """Whether this is DCP's own planner as usual: its plan depends on the structure only."""
     return (
         type(planner) is DefaultSavePlanner

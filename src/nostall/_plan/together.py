@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import secrets
 import weakref
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -18,12 +19,21 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from nostall import _torch
+from nostall._commit.local_plans import (
+    CompactPlan,
+    LocalPlans,
+    PlanColumns,
+    compact,
+    in_full,
+    sharing,
+)
 from nostall._commit.metadata import local_plans_in
 from nostall._commit.publication import program_of
 from nostall._model.collection import no_collection
 from nostall._model.completion import MOST_SERIES, SaveId
 from nostall._plan.cache import CachedPlans, matches_loaded, same_plan
-from nostall._plan.planner import planner_failures
+from nostall._plan.global_plan import Share, plan_columns
+from nostall._plan.planner import is_stocks_own, planner_failures
 from nostall._ranks.failures import exception_for, sendable
 from nostall._ranks.group import Coordination
 from nostall.errors import SaveError
@@ -31,6 +41,10 @@ from nostall.errors import SaveError
 
 class PlanningWriter(Protocol):
     """The methods of a storage writer that planning uses."""
+
+    @property
+    def _ignores_items(self) -> bool:
+        """Whether :meth:`prepare_global_plan` is known to look at no item."""
 
     def storage_meta(self) -> StorageMeta | None:
         """DCP's description of the storage, for planners."""
@@ -51,11 +65,11 @@ class PlanMemory:
     def __init__(self) -> None:
         self.plans: CachedPlans | None = None
         """The plans of the last save that all ranks planned together."""
-        self.loaded_all_plans: list[SavePlan] | None = None
+        self.loaded_all_plans: Sequence[SavePlan] | None = None
         """All ranks' plans from a loaded checkpoint, until they are compared."""
         self.verified_loaded = False
         """Whether those plans equal the plans of all ranks."""
-        self.all_plans: list[SavePlan] | None = None
+        self.all_plans: list[CompactPlan] | None = None
         """All ranks' plans of the last save planned together; on the coordinator only."""
         self._metadata: Metadata | None = None
         self._pickled: tuple[Metadata, bytes] | None = None
@@ -112,7 +126,7 @@ class _FinalPlan:
     """Sent by the coordinator to each rank after planning together."""
 
     save: SaveId
-    final: SavePlan | None
+    final: Share | SavePlan | None
     validated: bool
     failures: dict[int, _torch.WrappedException]
 
@@ -148,8 +162,9 @@ def set_up_writer(writer: PlanningWriter, plan: SavePlan, wrapper: _torch.DistWr
 class GlobalPlan:
     """Every rank's final plan and the metadata that describes them all."""
 
-    local: list[SavePlan]
-    final: list[SavePlan]
+    local: list[CompactPlan]
+    final: Sequence[Share | SavePlan]
+    """Each rank's final plan, or how to make it of the local one."""
     metadata: Metadata
 
 
@@ -186,21 +201,35 @@ def plan_together(
             # Finalising reports the failure.
             _keep(memory, identity, local, local, None, validated=True)
             raise
-        final, kept = made.final[coordination.rank], made if coordination.is_coordinator else None
+        final = _applied(made.final[coordination.rank], local)
+        kept = made if coordination.is_coordinator else None
         metadata = _keep(memory, identity, local, final, kept, validated=True)
         return final, metadata, memory.last_save
-    gathered = coordination.gather(local if isinstance(local, SavePlan) else sendable(local))
+    gathered = coordination.gather(_to_send(local, planner))
     answers, made_here = None, None
     if gathered is not None:
         answers, made_here = _decide_centrally(gathered, writer, planner, coordination, memory)
     mine = coordination.scatter(answers)
     if mine.failures or mine.final is None or not isinstance(local, SavePlan):
         raise exception_for(mine.failures, step="plan", on_coordinator=coordination.is_coordinator)
+    final = _applied(mine.final, local)
     if memory is None:
-        return mine.final, None if made_here is None else made_here.metadata, mine.save
+        return final, None if made_here is None else made_here.metadata, mine.save
     memory.last_save = mine.save
-    metadata = _keep(memory, identity, local, mine.final, made_here, validated=mine.validated)
-    return mine.final, metadata, mine.save
+    metadata = _keep(memory, identity, local, final, made_here, validated=mine.validated)
+    return final, metadata, mine.save
+
+
+def _to_send(
+    local: SavePlan | _torch.WrappedException, planner: SavePlanner
+) -> CompactPlan | _torch.WrappedException:
+    if not isinstance(local, SavePlan):
+        return sendable(local)
+    return compact(local) if is_stocks_own(planner) else local
+
+
+def _applied(final: Share | SavePlan, local: SavePlan) -> SavePlan:
+    return final.of(local) if isinstance(final, Share) else final
 
 
 def _kept(final: SavePlan) -> SavePlan:
@@ -214,14 +243,16 @@ def _kept(final: SavePlan) -> SavePlan:
 
 @no_collection()
 def _decide_centrally(
-    gathered: list[SavePlan | _torch.WrappedException],
+    gathered: list[CompactPlan | _torch.WrappedException],
     writer: PlanningWriter,
     planner: SavePlanner,
     coordination: Coordination,
     memory: PlanMemory | None,
 ) -> tuple[list[_FinalPlan], GlobalPlan | None]:
-    failures = {rank: plan for rank, plan in enumerate(gathered) if not isinstance(plan, SavePlan)}
-    plans = [plan for plan in gathered if isinstance(plan, SavePlan)]
+    plans = sharing(plan for plan in gathered if isinstance(plan, CompactPlan))
+    failures = {
+        rank: plan for rank, plan in enumerate(gathered) if not isinstance(plan, CompactPlan)
+    }
     made = None
     validated = False
     if not failures:
@@ -244,25 +275,43 @@ def new_series() -> int:
     return secrets.randbelow(MOST_SERIES) + 1
 
 
-def _same_plans(before: list[SavePlan] | None, plans: list[SavePlan]) -> bool:
-    return before is not None and len(before) == len(plans) and all(map(same_plan, before, plans))
+def _same_plans(before: list[CompactPlan] | None, plans: list[CompactPlan]) -> bool:
+    return before is not None and len(before) == len(plans) and all(map(_is_same, before, plans))
+
+
+def _is_same(one: CompactPlan, other: CompactPlan) -> bool:
+    if isinstance(one, PlanColumns) and isinstance(other, PlanColumns):
+        return one == other
+    return same_plan(in_full(one), in_full(other))
 
 
 @no_collection()
 @planner_failures()
 def global_plan_of(
-    plans: list[SavePlan], writer: PlanningWriter, planner: SavePlanner
+    plans: list[CompactPlan], writer: PlanningWriter, planner: SavePlanner
 ) -> GlobalPlan:
     """The global plan; every rank computes the same one."""
-    finals, metadata = planner.create_global_plan(list(plans))
+    columns = [plan for plan in plans if isinstance(plan, PlanColumns)]
+    if len(columns) == len(plans) and is_stocks_own(planner) and writer._ignores_items:
+        made = plan_columns(columns, to_lowest_rank=planner.dedup_save_to_lowest_rank)
+        if made is not None:
+            shares, metadata = made
+            named = writer.prepare_global_plan([SavePlan([]) for _ in plans])
+            final = [
+                share._replace(storage_data=each.storage_data)
+                for share, each in zip(shares, named, strict=True)
+            ]
+            return GlobalPlan(local=plans, final=final, metadata=metadata)
+    full = [in_full(plan) for plan in plans]
+    finals, metadata = planner.create_global_plan(list(full))
     if getattr(planner, "can_run_decentralized_global_plan", False):
-        finals = plans
+        finals = full
     return GlobalPlan(local=plans, final=writer.prepare_global_plan(finals), metadata=metadata)
 
 
 def _agreed_loaded_plans(
     local: SavePlan | _torch.WrappedException, coordination: Coordination, memory: PlanMemory
-) -> list[SavePlan] | None:
+) -> list[CompactPlan] | None:
     """The loaded plans, if they equal all ranks' plans; one reduction, on every rank."""
     if memory.plans is not None:
         return None
@@ -276,7 +325,7 @@ def _agreed_loaded_plans(
     memory.last_save = SaveId(series, 0)
     memory.verified_loaded = agreed
     memory.loaded_all_plans = None  # compared once
-    return loaded if agreed else None
+    return LocalPlans.of(loaded).compact if agreed and loaded is not None else None
 
 
 def _keep(
@@ -302,7 +351,7 @@ def _keep(
 @no_collection()
 @planner_failures()
 def replanned_metadata(
-    changed: dict[int, SavePlan], before: list[SavePlan] | None, planner: SavePlanner | None
+    changed: dict[int, SavePlan], before: list[CompactPlan] | None, planner: SavePlanner | None
 ) -> Metadata:
     """Metadata for a save in which some ranks planned alone; on the coordinator.
 
@@ -320,14 +369,14 @@ def replanned_metadata(
             phase="commit",
             hint="the next save plans anew",
         )
-    plans = [changed.get(rank, plan) for rank, plan in enumerate(before)]
+    plans = [changed.get(rank) or in_full(plan) for rank, plan in enumerate(before)]
     _, metadata = planner.create_global_plan(plans)
     return with_local_plans(metadata, plans)
 
 
-def with_local_plans(metadata: Metadata, plans: list[SavePlan]) -> Metadata:
+def with_local_plans(metadata: Metadata, plans: Iterable[CompactPlan]) -> Metadata:
     """Attach all ranks' plans where frameworks look for them."""
-    vars(metadata)["all_local_plans"] = plans
+    vars(metadata)["all_local_plans"] = LocalPlans(plans)
     return metadata
 
 

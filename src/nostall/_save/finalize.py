@@ -28,6 +28,7 @@ from nostall._commit.publication import Publication, complete_metadata, publicat
 from nostall._commit.publish import commit
 from nostall._engine import Engine
 from nostall._model import checksum
+from nostall._model.collection import no_collection
 from nostall._model.values import RankFiles
 from nostall._save.leftovers import abort_unfinished, files_of, unused
 from nostall._storage import directories
@@ -75,6 +76,7 @@ def publication_of_results(metadata: Metadata, results: list[list[WriteResult]])
     return publication
 
 
+@no_collection()
 def finish_metadata(
     publication: Publication,
     written: Sequence[RankFiles | None],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -111,7 +112,7 @@ class CheckpointMetadataCache(PlanMemory):
 
     def get_cache_metadata(
         self,
-    ) -> tuple[SavePlan | None, SavePlan | None, bool, list[SavePlan] | None]:
+    ) -> tuple[SavePlan | None, SavePlan | None, bool, Sequence[SavePlan] | None]:
         """``(central_plan, local_plan, validated_cache_reuse, loaded_all_plans)``."""
         return self._central, self._local, self._validated, self.loaded_all_plans
 

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from typing_extensions import assert_never
 
 from nostall import _torch
+from nostall._commit.local_plans import CompactPlan
 from nostall._commit.publication import program_of
 from nostall._model.completion import RecordName, SaveId
 from nostall._plan.cache import Changed, Reuse, Route, Together, choose_route, plans_alone
@@ -73,7 +74,7 @@ class SaveSession(_torch.DistWrapper):
         self.save_here: SaveId | None = None
         """What tells it from other saves to its directory; ``None`` if it was not counted."""
         self.changed_plan: SavePlan | None = None
-        self.reused_plans: list[SavePlan] | None = None
+        self.reused_plans: list[CompactPlan] | None = None
         """On the coordinator, the plans of all ranks that this save reuses; when it is finalised,
         the cache may already hold those of a later save."""
 

@@ -19,6 +19,7 @@ import nostall
 from nostall._bench.simulating.exchange import Exchange
 from nostall._bench.simulating.state import ShardedState
 from nostall._commit.known_results import KnownResults, Results, ResultsReference
+from nostall._commit.local_plans import compact, sharing
 from nostall._model.completion import SaveId
 from nostall._model.values import RankFiles, WrittenFile
 from nostall._plan.together import global_plan_of, reusable_metadata, with_local_plans
@@ -143,9 +144,9 @@ class SplitFunctions:
         with exchange.coordinator("directory"):
             writer._rank_save.make_ready()
         if self._planned is None:
-            plans = exchange.gather("plan", state.plan, state.ranks)
+            plans = exchange.gather("plan", lambda rank: compact(state.plan(rank)), state.ranks)
             with exchange.coordinator("plan"):
-                made = global_plan_of(plans, writer, dcp.DefaultSavePlanner())
+                made = global_plan_of(sharing(plans), writer, dcp.DefaultSavePlanner())
                 self._planned = with_local_plans(made.metadata, made.local)
             exchange.scatter("plan", made.final)
         messages = exchange.gather("results", lambda rank: self._message(rank, path), state.ranks)

@@ -96,14 +96,27 @@ class _Indexing:
         self._places = defaultdict[str, dict[tuple[int, ...] | None, int]](dict)
         """Numbers of places, by name and offset."""
         for number, (index, info) in enumerate(storage_data.items()):
-            _require_plain(index, info)
+            if type(index) is not MetadataIndex or type(info) is not _torch.StorageInfo:
+                raise _NotRepresentableError
+            # Instances that were unpickled do not have what is None.
+            key, place, offset = vars(index), vars(info), index.offset
+            if len(key) != _KEY_PARTS + (offset is not None) or (
+                offset is not None and type(offset) is not torch.Size
+            ):
+                raise _NotRepresentableError
             transforms = info.transform_descriptors
+            if len(place) != _PLACE_PARTS + ("transform_descriptors" in place):
+                raise _NotRepresentableError
             self._transforms.add(None if transforms is None else tuple(transforms))
             self._file.append(self._files[info.relative_path])
             self._offset.append(info.offset)
             self._length.append(info.length)
             self._hints.append(index.index)
-            self._places[index.fqn][index.offset] = number
+            self._places[index.fqn][offset] = number
+        _require_only(int, map(type, self._offset))
+        _require_only(int, map(type, self._length))
+        _require_only(str, map(type, self._files))
+        _require_only(str, map(type, self._places))
 
     def indexed(self, entries: Mapping[Any, Any]) -> Indexed:
         kind, size, count, begin, extent = [], [], [], [], []
@@ -198,24 +211,6 @@ _PLACE_PARTS = 3
 _TENSOR_PARTS = 3
 _CHUNK_PARTS = 2
 """Numbers of attributes that instances have, without the optional one; others would be lost."""
-
-
-def _require_plain(index: object, info: object) -> None:
-    """Require that a place has no parts that the index does not have."""
-    if type(index) is not MetadataIndex or type(info) is not _torch.StorageInfo:
-        raise _NotRepresentableError
-    # Instances that were unpickled do not have what is None.
-    begin, stores_transforms = index.offset, "transform_descriptors" in vars(info)
-    if (
-        len(vars(index)) != _KEY_PARTS + (begin is not None)
-        or len(vars(info)) != _PLACE_PARTS + stores_transforms
-        or type(index.fqn) is not str
-        or (begin is not None and type(begin) is not torch.Size)
-        or type(info.relative_path) is not str
-        or type(info.offset) is not int
-        or type(info.length) is not int
-    ):
-        raise _NotRepresentableError
 
 
 def _require_only(wanted: Any, found: Iterable[Any]) -> None:

@@ -10,8 +10,8 @@ import json
 import operator
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise, repeat
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, islice, pairwise, repeat
 from typing import Any, NoReturn
 
 from nostall._commit.index.columns import (
@@ -226,12 +226,14 @@ def _require_inside(index: ItemIndex, nbytes_of: Mapping[str, int]) -> None:
     ends = list(map(operator.add, index.offset, index.length))
     if any(map(operator.gt, ends, map(nbytes.__getitem__, index.file))):
         _refuse("a place beyond the end of its file")
-    repeated, pairs = _repeated(index), zip(index.offset, ends, strict=True)
     spans: list[list[tuple[int, int]]] = [[] for _ in index.files]
-    for at, (file, span) in enumerate(zip(index.file, pairs, strict=True)):
-        if at not in repeated:
-            spans[file].append(span)
+    places: Iterable[tuple[int, int, int]] = zip(index.file, index.offset, ends, strict=True)
+    if repeated := _repeated(index):
+        places = (place for at, place in enumerate(places) if at not in repeated)
+    for file, begin, end in places:
+        spans[file].append((begin, end))
     for file, in_file in enumerate(spans):
         in_file.sort()
-        if any(end > offset for (_, end), (offset, _) in pairwise(in_file)):
+        begins = map(operator.itemgetter(0), islice(in_file, 1, None))
+        if any(map(operator.gt, map(operator.itemgetter(1), in_file), begins)):
             _refuse(f"places that overlap in {index.files[file]!r:.200}")

@@ -1,0 +1,191 @@
+"""Global plans made from columns: what stock's planner makes, item for item."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from nostall._commit.local_plans import LocalPlans, PlanColumns, compact, in_full, sharing
+from nostall._plan.global_plan import plan_columns
+from nostall.errors import UntrustedMetadataError
+
+DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn]
+
+
+def item(
+    name: str, kind: WriteItemType, *place: tuple[int, ...], of: Any = torch.float32
+) -> WriteItem:
+    """An object, or the part of a tensor with these offsets, sizes and shape of the whole."""
+    if kind is WriteItemType.BYTE_IO:
+        return WriteItem(MetadataIndex(name), kind)
+    offsets, sizes, shape = map(torch.Size, place)
+    data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype=of), shape)
+    return WriteItem(MetadataIndex(name, offsets), kind, tensor_data=data)
+
+
+@st.composite
+def parts(draw: Any, name: str) -> list[WriteItem]:
+    """The items of one name that all ranks together have."""
+    kind, dtype = draw(st.sampled_from(WriteItemType)), draw(st.sampled_from(DTYPES))
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=2)))
+    if kind is WriteItemType.BYTE_IO:
+        return [item(name, kind)]
+    if kind is WriteItemType.TENSOR or not shape:
+        return [item(name, kind, (0,) * len(shape), shape, shape, of=dtype)]
+    cuts = [draw(st.lists(st.integers(0, length), max_size=2)) for length in shape]
+    spans: list[list[tuple[int, int]]] = []
+    for length, cut in zip(shape, cuts, strict=True):
+        bounds = [0, *sorted(cut), length]
+        spans.append(list(itertools.pairwise(bounds)))
+    chunks: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+        ((begin,), (end - begin,)) for begin, end in spans[0]
+    ]
+    if len(shape) > 1:
+        chunks = [
+            ((*at, begin), (*of, end - begin)) for at, of in chunks for begin, end in spans[1]
+        ]
+    unique = {at: of for at, of in chunks if draw(st.integers(0, 19))}  # or a part is missing
+    return [item(name, kind, at, of, shape, of=dtype) for at, of in unique.items()]
+
+
+@st.composite
+def local_plans(draw: Any) -> list[SavePlan]:
+    """Plans of some ranks: each part is planned by one of them or by several."""
+    ranks = draw(st.integers(1, 4))
+    of_rank: dict[int, list[WriteItem]] = defaultdict(list)
+    for number in range(draw(st.integers(0, 5))):
+        for each in draw(parts(f"name {number}")):
+            for rank in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
+                of_rank[rank].append(each)
+    plans = []
+    for rank in range(ranks):
+        items = draw(st.permutations(of_rank[rank]))
+        plans.append(SavePlan(items, planner_data={each.index.fqn: (rank,) for each in items}))
+    return plans
+
+
+def by_stock(
+    planner: DefaultSavePlanner, plans: list[SavePlan]
+) -> tuple[list[Any], Metadata] | None:
+    """Final plans and metadata; ``None`` if it refuses the plans."""
+    try:
+        finals, metadata = planner.create_global_plan(plans)
+    except (AssertionError, AttributeError, ValueError):
+        return None
+    return list(map(hinted, finals)), metadata
+
+
+def hinted(plan: SavePlan) -> Any:
+    """A plan with its hints, which are not compared otherwise."""
+    return plan, [each.index.index for each in plan.items]
+
+
+@given(plans=local_plans(), to_lowest_rank=st.booleans())
+def test_the_global_plan_is_that_of_stock(
+    plans: list[SavePlan],
+    to_lowest_rank: bool,  # noqa: FBT001  # of hypothesis
+) -> None:
+    """Who writes what, the order of items and chunks, hints, and the planner's own data."""
+    columns = [each for each in sharing(map(compact, plans)) if isinstance(each, PlanColumns)]
+    assert len(columns) == len(plans)
+    stock = by_stock(DefaultSavePlanner(dedup_save_to_lowest_rank=to_lowest_rank), plans)
+    made = plan_columns(columns, to_lowest_rank=to_lowest_rank)
+    assert (made is None) == (stock is None)
+    if made is not None and stock is not None:
+        shares, metadata = made
+        finals = [share.of(plan) for share, plan in zip(shares, plans, strict=True)]
+        assert list(map(hinted, finals)) == stock[0]
+        assert metadata == stock[1]
+        for mine, theirs in (
+            (metadata.planner_data, stock[1].planner_data),
+            (metadata.state_dict_metadata, stock[1].state_dict_metadata),
+        ):
+            assert list(mine) == list(theirs)
+
+
+@given(plans=local_plans())
+def test_plans_arrive_as_they_were_sent(plans: list[SavePlan]) -> None:
+    """As columns, also if ranks share some; and again from a checkpoint."""
+    sent = pickle.loads(pickle.dumps(list(map(compact, plans))))
+    assert list(map(in_full, sharing(sent))) == plans
+    kept = LocalPlans(sharing(sent))
+    assert kept == plans
+    assert kept[:1] == plans[:1]
+    assert LocalPlans.of_plain(pickle.loads(pickle.dumps(kept.plain))) == plans
+    others = pickle.loads(pickle.dumps(kept))
+    assert (type(others), others) == (list, plans)
+
+
+def test_what_ranks_have_in_common_is_kept_once() -> None:
+    """Of a thousand tensors, cut alike, a rank adds its offsets to a checkpoint."""
+
+    def kept(ranks: int) -> int:
+        plans = []
+        for rank in range(ranks):
+            of_rank = [
+                item(f"layers.{each}.weight", WriteItemType.SHARD, (rank,), (1,), (ranks,))
+                for each in range(1000)
+            ]
+            paths = {each.index.fqn: (each.index.fqn,) for each in of_rank}
+            plans.append(compact(SavePlan(of_rank, planner_data=paths)))
+        sent = pickle.loads(pickle.dumps(plans))
+        return len(pickle.dumps(LocalPlans(sharing(sent)).plain, protocol=3))
+
+    few, many = kept(2), kept(34)
+    assert (many - few) / (32 * 1000) <= 10
+
+
+@pytest.mark.parametrize("where", ["plan", "item", "hint", "name", "chunk", "bytes"])
+def test_a_plan_of_an_unusual_form_stays_as_it_is(where: str) -> None:
+    """A planner of the user's may do anything."""
+
+    class OwnItem(WriteItem):
+        pass
+
+    class OwnPlan(SavePlan):
+        pass
+
+    shard = item("a", WriteItemType.SHARD, (1,), (1,), (2,))
+    assert shard.tensor_data is not None
+    other = replace(shard.tensor_data, chunk=ChunkStorageMetadata(torch.Size([0]), torch.Size([1])))
+    items = {
+        "plan": shard,
+        "item": OwnItem(shard.index, shard.type, None, shard.tensor_data),
+        "hint": replace(shard, index=replace(shard.index, index=3)),
+        "name": replace(shard, index=replace(shard.index, fqn=7)),  # type: ignore[arg-type]
+        "chunk": replace(shard, tensor_data=other),
+        "bytes": replace(shard, type=WriteItemType.BYTE_IO),
+    }
+    plan = (OwnPlan if where == "plan" else SavePlan)([items[where]])
+    assert compact(plan) is plan
+    assert in_full(plan) is plan
+    assert LocalPlans([plan]) == [plan]
+
+
+@pytest.mark.parametrize("plain", [7, [7], [[7]], [[["a"], b"", [], [], [], [], [], {}]]])
+def test_what_is_not_a_plan_is_refused(plain: Any) -> None:
+    """When it is loaded, or looked at."""
+    with pytest.raises(UntrustedMetadataError, match="are not plans"):
+        LocalPlans.of_plain(copy.deepcopy(plain))[0]
