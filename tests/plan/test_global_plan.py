@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import pickle
 from collections import defaultdict
@@ -28,6 +27,8 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from nostall._commit.local_plans import LocalPlans, PlanColumns, compact, in_full, sharing
+from nostall._commit.metadata import PLANS_KEY, load_metadata, local_plans_in
+from nostall._plan.cache import matches_loaded
 from nostall._plan.global_plan import plan_columns
 from nostall.errors import UntrustedMetadataError
 
@@ -184,8 +185,30 @@ def test_a_plan_of_an_unusual_form_stays_as_it_is(where: str) -> None:
     assert LocalPlans([plan]) == [plan]
 
 
-@pytest.mark.parametrize("plain", [7, [7], [[7]], [[["a"], b"", [], [], [], [], [], {}]]])
-def test_what_is_not_a_plan_is_refused(plain: Any) -> None:
-    """When it is loaded, or looked at."""
+@pytest.mark.parametrize("plain", [None, 7, [7], [[7]]])
+def test_plans_of_an_unknown_form_are_left_out(plain: Any) -> None:
+    """A later nostall may write another one; the checkpoint can be loaded nevertheless."""
+    assert LocalPlans.of_plain(plain) is None
+    found = Metadata({}, planner_data={PLANS_KEY: plain})
+    content = pickle.dumps(found, protocol=3)
+    assert not hasattr(load_metadata(content, path="/d"), "all_local_plans")
+    assert local_plans_in(found) is None
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        (["a"], b"", [], [], [], [], []),
+        (["a"], b"\x07", [None], [()], [()], [0], []),
+        (["a"], b"\x02", [(0,)], [(1,)], [(1,)], [3], []),
+        (["a"], b"\x02", ["no"], [(1,)], [(1,)], [0], [TensorProperties()]),
+        (7, 7, 7, 7, 7, 7, 7),
+    ],
+)
+def test_damaged_plans_equal_no_plan(columns: Any) -> None:
+    """A rank that has them says so to the others, which wait for it."""
+    loaded = LocalPlans.of_plain([[*columns, {}]])
+    assert loaded is not None
     with pytest.raises(UntrustedMetadataError, match="are not plans"):
-        LocalPlans.of_plain(copy.deepcopy(plain))[0]
+        loaded[0]
+    assert not matches_loaded(loaded, rank=0, world_size=1, local=SavePlan([]))

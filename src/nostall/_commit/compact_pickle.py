@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from nostall import _torch
 from nostall._commit.index.columns import ItemIndex
-from nostall._commit.index.indexing import Indexed
+from nostall._commit.index.indexing import Indexed, picked
 
 PROTOCOL = 3
 """Later ones divide a pickle into frames with a length."""
@@ -196,7 +196,7 @@ def _place_rows(
     """A key and a value per row, for some places."""
 
     def of(column: Sequence[int]) -> list[int]:
-        return [column[place] for place in places]
+        return picked(column, places)
 
     key = {"fqn": shared.column(index.names, of(items))}
     if form.offset:  # otherwise the class has it

@@ -152,18 +152,14 @@ class LocalPlans(Sequence[SavePlan]):
         return plans if isinstance(plans, LocalPlans) else cls(map(compact, plans))
 
     @classmethod
-    def of_plain(cls, plans: Any) -> LocalPlans:
-        """Those that a checkpoint has.
-
-        Raises:
-            UntrustedMetadataError: They are something else.
-        """
+    def of_plain(cls, plans: Any) -> LocalPlans | None:
+        """Those in a checkpoint; ``None`` for another form, of a later nostall, say."""
         if type(plans) is not list or not all(isinstance(each, list | SavePlan) for each in plans):
-            raise _not_plans()
+            return None
         try:
             return cls(PlanColumns(*each) if type(each) is list else each for each in plans)
         except TypeError:
-            raise _not_plans() from None
+            return None
 
     @property
     def plain(self) -> list[list[Any] | SavePlan]:

@@ -121,8 +121,7 @@ def local_plans_in(metadata: Metadata | None) -> Sequence[SavePlan] | None:
     """All ranks' plans of a loaded checkpoint, if it has them; from metadata of any reader."""
     plans = getattr(metadata, "all_local_plans", None)
     if plans is None and metadata is not None and isinstance(metadata.planner_data, Mapping):
-        plans = metadata.planner_data.get(PLANS_KEY)
-        plans = None if plans is None else LocalPlans.of_plain(plans)
+        plans = LocalPlans.of_plain(metadata.planner_data.get(PLANS_KEY))
     return plans
 
 
@@ -232,8 +231,7 @@ def referenced_files(content: bytes, *, path: str) -> set[str]:
 
 def _with_plans_restored(metadata: Metadata) -> Metadata:
     if isinstance(metadata.planner_data, dict) and PLANS_KEY in metadata.planner_data:
-        plans = metadata.planner_data.pop(PLANS_KEY)
-        if getattr(metadata, "all_local_plans", None) is None:
-            plans = LocalPlans.of_plain(plans)
+        plans = LocalPlans.of_plain(metadata.planner_data.pop(PLANS_KEY))
+        if plans is not None and getattr(metadata, "all_local_plans", None) is None:
             metadata.all_local_plans = plans  # type: ignore[attr-defined]  # see above
     return metadata
