@@ -89,10 +89,11 @@ _get_default_store: Callable[[], dist.Store] | None = _optional(
 without_modes: Callable[[], AbstractContextManager[object]] = (
     _optional("DisableTorchFunction", "torch._C") or nullcontext
 )
-# A plain tensor that describes its part of a larger one; missing in older torch.
+# Without it stock's planner makes every global plan.
 _validate_global_plan: Callable[[list[SavePlan], Metadata], bool | list[str]] | None = _optional(
     "_validate_global_plan", "torch.distributed.checkpoint.default_planner"
 )
+# A plain tensor that describes its part of a larger one; missing in older torch.
 _CheckpointableTensor: Any = _optional(
     "CheckpointableTensor", "torch.distributed.checkpoint.protocol"
 )

@@ -67,7 +67,8 @@ class NostallError(Exception):
     Args:
         message: The failure, without the place.
         rank: Rank on which it occurred, in the process group of the save.
-        phase: Phase of the save: ``plan``, ``stage``, ``write``, ``fsync``, ``commit``, ...
+        phase: Phase of the save: ``plan``, ``stage``, ``wait``, ``write``, ``fsync``, ``commit``,
+            ...
         path: File or directory concerned.
         job: Identifier of the save.
         hint: The next step for the user.

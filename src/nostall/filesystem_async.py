@@ -253,6 +253,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @property
     def _ignores_items(self) -> bool:
+        """Whether the global plan may be prepared without its items: not by a user's method."""
         return type(self).prepare_global_plan is FileSystemWriterAsync.prepare_global_plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

@@ -24,9 +24,9 @@ from nostall._commit.known_results import (
     ResultsReference,
     token_of,
 )
+from nostall._commit.local_plans import matches_loaded
 from nostall._engine import default_engine
 from nostall._model.values import RankFiles
-from nostall._plan.cache import matches_loaded
 from nostall._queue.preemption import preemption
 from nostall._queue.requests import commits
 from nostall._ranks.failures import exception_for, sendable

@@ -26,9 +26,15 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from nostall._commit.local_plans import LocalPlans, PlanColumns, compact, in_full, sharing
+from nostall._commit.local_plans import (
+    LocalPlans,
+    PlanColumns,
+    compact,
+    in_full,
+    matches_loaded,
+    sharing,
+)
 from nostall._commit.metadata import PLANS_KEY, load_metadata, local_plans_in
-from nostall._plan.cache import matches_loaded
 from nostall._plan.global_plan import plan_columns
 from nostall.errors import UntrustedMetadataError
 
@@ -83,7 +89,9 @@ def local_plans(draw: Any) -> list[SavePlan]:
     plans = []
     for rank in range(ranks):
         items = draw(st.permutations(of_rank[rank]))
-        plans.append(SavePlan(items, planner_data={each.index.fqn: (rank,) for each in items}))
+        names = draw(st.permutations([each.index.fqn for each in items]))
+        paths = {name: (name, draw(st.sampled_from([0, rank]))) for name in names}
+        plans.append(SavePlan(items, planner_data=paths))
     return plans
 
 
@@ -116,7 +124,7 @@ def test_the_global_plan_is_that_of_stock(
     assert (made is None) == (stock is None)
     if made is not None and stock is not None:
         shares, metadata = made
-        finals = [share.of(plan) for share, plan in zip(shares, plans, strict=True)]
+        finals = [share.applied_to(plan) for share, plan in zip(shares, plans, strict=True)]
         assert list(map(hinted, finals)) == stock[0]
         assert metadata == stock[1]
         for mine, theirs in (
@@ -158,31 +166,70 @@ def test_what_ranks_have_in_common_is_kept_once() -> None:
     assert (many - few) / (32 * 1000) <= 10
 
 
-@pytest.mark.parametrize("where", ["plan", "item", "hint", "name", "chunk", "bytes"])
-def test_a_plan_of_an_unusual_form_stays_as_it_is(where: str) -> None:
-    """A planner of the user's may do anything."""
+class OwnItem(WriteItem):
+    """Of a planner of the user's."""
 
-    class OwnItem(WriteItem):
-        pass
 
-    class OwnPlan(SavePlan):
-        pass
+class OwnPlan(SavePlan):
+    """The same."""
 
+
+class OwnChunk(ChunkStorageMetadata):
+    """The same."""
+
+
+class OwnData(TensorWriteData):
+    """The same."""
+
+
+def unusual_items() -> dict[str, Any]:
+    """Items that an object of the user's may make, which says how it is stored."""
     shard = item("a", WriteItemType.SHARD, (1,), (1,), (2,))
-    assert shard.tensor_data is not None
-    other = replace(shard.tensor_data, chunk=ChunkStorageMetadata(torch.Size([0]), torch.Size([1])))
-    items = {
-        "plan": shard,
-        "item": OwnItem(shard.index, shard.type, None, shard.tensor_data),
-        "hint": replace(shard, index=replace(shard.index, index=3)),
-        "name": replace(shard, index=replace(shard.index, fqn=7)),  # type: ignore[arg-type]
-        "chunk": replace(shard, tensor_data=other),
-        "bytes": replace(shard, type=WriteItemType.BYTE_IO),
+    data, one = shard.tensor_data, torch.Size([1])
+    assert data is not None
+    properties = TensorProperties(memory_format=torch.channels_last_3d)
+    parts = {
+        "own chunk": {"chunk": OwnChunk(one, one)},
+        "other chunk": {"chunk": ChunkStorageMetadata(torch.Size([0]), one)},
+        "no chunk": {"chunk": None},
+        "no properties": {"properties": None},
+        "memory format": {"properties": properties},
+        "shape": {"size": (2,)},
     }
-    plan = (OwnPlan if where == "plan" else SavePlan)([items[where]])
+    return {
+        "item": OwnItem(shard.index, shard.type, None, data),
+        "hint": replace(shard, index=replace(shard.index, index=3)),
+        "name": replace(shard, index=MetadataIndex(7, one)),  # type: ignore[arg-type]
+        "object": replace(shard, type=WriteItemType.BYTE_IO),
+        "data": replace(shard, tensor_data=OwnData(data.chunk, data.properties, data.size)),
+        **{
+            name: replace(shard, tensor_data=replace(data, **part))  # type: ignore[arg-type]
+            for name, part in parts.items()
+        },
+    }
+
+
+@pytest.mark.parametrize("name", unusual_items())
+def test_a_plan_with_an_unusual_item_stays_as_it_is(name: str) -> None:
+    """Stock's planner judges it, on the coordinator."""
+    plan = SavePlan([unusual_items()[name]])
     assert compact(plan) is plan
     assert in_full(plan) is plan
-    assert LocalPlans([plan]) == [plan]
+    assert LocalPlans([plan])[0] is plan
+
+
+def test_plans_are_kept_as_columns_whoever_made_them() -> None:
+    """As after a save whose structure had changed, which is planned from whole plans."""
+    plan = SavePlan([item("a", WriteItemType.BYTE_IO)], planner_data={})
+    columns = compact(plan)
+    assert isinstance(columns, PlanColumns)
+    assert LocalPlans([plan, columns]).plain == 2 * [[*columns]]
+
+
+def test_a_plan_of_another_class_stays_as_it_is() -> None:
+    """A planner may add to it."""
+    plan = OwnPlan([])
+    assert compact(plan) is plan
 
 
 @pytest.mark.parametrize("plain", [None, 7, [7], [[7]]])

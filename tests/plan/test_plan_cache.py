@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from nostall._commit.local_plans import matches_loaded
 from nostall._plan.cache import (
     CachedPlans,
     Changed,
     Reuse,
     Together,
     choose_route,
-    matches_loaded,
     plans_alone,
     same_plan,
 )

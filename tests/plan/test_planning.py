@@ -283,6 +283,14 @@ def test_every_rank_learns_which_rank_could_not_plan(
         assert failed["wrong"] == []
 
 
+def test_what_stock_refuses_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    """Also what cannot be sent in the usual form."""
+    for found in run_ranks(2, "planning:odd_items", tmp_path):
+        assert found["ranks"] == [0]
+        assert "Cannot create MD for tensor without bounds" in found["text"]
+        assert found["wrong"] == []
+
+
 # --- planners and coordinators --------------------------------------------------------------------
 
 

@@ -18,8 +18,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -631,6 +636,25 @@ def _fail_once(out: Path, cache: CheckpointMetadataCache | None, planner: Failin
         "next": said,
         "wrong": loaded_wrong(out / "next", make_state(9), make_state(0)),
     }
+
+
+class Odd:
+    """An object that says how it is stored, and forgets where."""
+
+    def __create_write_items__(self, name: str, value: object) -> list[WriteItem]:
+        del value
+        one = torch.Size([1])
+        data: Any = TensorWriteData(None, TensorProperties(), one)  # type: ignore[arg-type]
+        return [WriteItem(MetadataIndex(name, one), WriteItemType.SHARD, tensor_data=data)]
+
+
+def odd_items(out: Path) -> Facts:
+    """Stock's planner refuses an item of rank 1; the next save is as if nothing had been."""
+    cache, state = CheckpointMetadataCache(), make_state(1)
+    odd = {**state, "odd": Odd()} if dist.get_rank() else state
+    failed = failure(lambda: plan(out / "1", odd, cache))
+    save(out / "2", state, cache)
+    return {**failed, "wrong": loaded_wrong(out / "2", state, make_state(0))}
 
 
 class AlonePlanner(DefaultSavePlanner):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
+from nostall._model.completion import SaveId
+from nostall.state_dict_saver import CheckpointMetadataCache
 from programs.early import WARM, Job, early_of
 from support.ranks import run_ranks
 from support.waiting import wait_until
@@ -104,7 +107,7 @@ def test_ranks_that_count_differently_commit_together(tmp_path: Path) -> None:
         assert found["again"] == {}
 
 
-@pytest.mark.parametrize("how", ["scheduled", "planned"])
+@pytest.mark.parametrize("how", ["scheduled", "planned", "interrupted"])
 def test_values_of_two_saves_do_not_become_one_checkpoint(tmp_path: Path, how: str) -> None:
     """One rank has given one up alone. The next save of all ranks is whole."""
     for found in run_ranks(2, "early:given_up_alone", tmp_path, how):
@@ -118,6 +121,18 @@ def test_saves_that_all_ranks_give_up_cost_no_other(tmp_path: Path) -> None:
     """Though each does at a time of its own."""
     for found in run_ranks(2, "early:given_up_by_all", tmp_path):
         assert found == {"values": [WARM + 2] * 2}
+
+
+def test_ranks_count_anew_before_they_count_too_many_directories() -> None:
+    """They agree on it, so it is not a question of one rank's time; numbers stay different."""
+    cache = CheckpointMetadataCache()
+    cache.last_save = SaveId(5, 0)
+    with patch("nostall._save.metadata_cache._MOST_DIRECTORIES", 3):
+        counted = [cache.count(name) for name in ("a", "b", "a", "c", "a")]
+    assert [save for save, _ in counted] == [*(SaveId(5, n) for n in (1, 2, 3)), None, None]
+    assert [here.number for _, here in counted] == [1, 1, 2, 1, 3]
+    cache.begin_series(6)
+    assert cache.count("a") == (SaveId(6, 1), SaveId(6, 1))
 
 
 def test_without_the_store_saves_are_committed_together(tmp_path: Path) -> None:

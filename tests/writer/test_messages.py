@@ -115,6 +115,7 @@ JOBS = built(
     chunk_nbytes=NUMBERS,
     retries=NUMBERS,
     writers_per_host=NUMBERS,
+    turn_timeout_s=st.floats(0),
     sys_path=tuples(PATHS),
     completion=st.none() | COMPLETIONS,
     faults=tuples(st.dictionaries(TEXT, NUMBERS | TEXT, max_size=2)),

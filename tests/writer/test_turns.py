@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -23,13 +25,31 @@ from nostall._model.jobs import (
     SealTable,
     WriteJob,
 )
+from nostall._writer.files import perform
 from nostall._writer.position import Cancelled, Position
 from nostall._writer.turns import turn
 from nostall.testing import Hold
 from support.ranks import run_ranks
+from support.waiting import wait_until
 
 DEADLINE_S = 60
 NBYTES = 1 << 20
+
+
+def job_of(out: Path, files: tuple[FileImage, ...], limit: int) -> WriteJob:
+    """A job with a limit."""
+    return WriteJob(
+        job="job",
+        rank=0,
+        directory=str(out),
+        files=files,
+        sync_files=True,
+        io_threads=2,
+        chunk_nbytes=1 << 16,
+        direct=True,
+        writers_per_host=limit,
+        turn_timeout_s=DEADLINE_S,
+    )
 
 
 class Writer:
@@ -55,18 +75,8 @@ class Writer:
             )
             for each in range(3)
         )
-        job = WriteJob(
-            job=f"{name}/0",
-            rank=0,
-            directory=str(out),
-            files=images,
-            sync_files=True,
-            io_threads=2,
-            chunk_nbytes=1 << 16,
-            direct=True,
-            writers_per_host=limit,
-            faults=() if hold is None else (hold.fault.plain,),
-        )
+        faults = () if hold is None else (hold.fault.plain,)
+        job = replace(job_of(out, images, limit), job=f"{name}/0", faults=faults)
         return self._process.submit(job, self._lease)
 
     def cancel(self, name: str) -> None:
@@ -123,9 +133,13 @@ def test_a_writer_that_is_killed_gives_its_turn_back(tmp_path: Path) -> None:
     with writers(2) as (first, second), Hold("chunk") as hold:
         first.begin(tmp_path, "killed", 1, hold)
         hold.wait_reached()
-        waiting = second.begin(tmp_path, "next", 1)
+        waiting = second.begin(tmp_path / "waits", "next", 1)
+        wait_until((tmp_path / "waits").exists)
+        killed_s = time.monotonic()
         os.kill(first.pid, signal.SIGKILL)
-        assert len(receipts_of(waiting.result(DEADLINE_S))) == 3
+        receipts = receipts_of(waiting.result(DEADLINE_S))
+    assert len(receipts) == 3
+    assert min(each.started_s for each in receipts) > killed_s
 
 
 def test_a_save_that_waits_can_be_given_up(tmp_path: Path) -> None:
@@ -133,41 +147,45 @@ def test_a_save_that_waits_can_be_given_up(tmp_path: Path) -> None:
     with writers(2) as (first, second), Hold("chunk") as hold:
         writing = first.begin(tmp_path, "writing", 1, hold)
         hold.wait_reached()
-        waiting = second.begin(tmp_path, "waiting", 1)
+        waiting = second.begin(tmp_path / "waits", "waiting", 1)
+        wait_until((tmp_path / "waits").exists)
         second.cancel("waiting")
         report = waiting.result(DEADLINE_S)
         assert isinstance(report, RankFailed)
-        assert report.failure.kind == "SaveAbortedError"
+        assert (report.failure.kind, report.failure.phase) == ("SaveAbortedError", "wait")
+        assert os.listdir(tmp_path / "waits") == []
         hold.release()
-        names = {each.name for each in receipts_of(writing.result(DEADLINE_S))}
-    assert set(os.listdir(tmp_path)) == names
+        assert len(receipts_of(writing.result(DEADLINE_S))) == 3
 
 
 def test_a_failed_write_gives_its_turn_back() -> None:
     """And one that waits says so."""
     at = Position("/d", cancelled=threading.Event(), on_progress=print, on_created=print)
-    with suppress(OSError), turn(1, at):
+    with suppress(OSError), turn(1, DEADLINE_S, at):
         assert (at.phase, at.path) == ("open", "/d")
         raise OSError
-    with turn(1, at):
+    with turn(1, DEADLINE_S, at):
         other = Position("/d", cancelled=threading.Event(), on_progress=print, on_created=print)
-        other.cancelled.set()
-        with pytest.raises(Cancelled), turn(1, other):
+        with pytest.raises(TimeoutError, match="have not finished in 0 s"), turn(1, 0, other):
             pass
         assert other.phase == "wait"
+        other.cancelled.set()
+        with pytest.raises(Cancelled), turn(1, DEADLINE_S, other):
+            pass
 
 
-def test_locks_that_others_can_reach_are_refused(tmp_path: Path) -> None:
-    """Whoever has them could let nobody write."""
-    at = Position("/d", cancelled=threading.Event(), on_progress=print, on_created=print)
-    (tmp_path / f"nostall-writers-{os.geteuid()}").symlink_to(tmp_path)
-    with (
-        patch("nostall._writer.turns._SHARED", str(tmp_path)),
-        pytest.raises(PermissionError, match="not a directory of this user"),
-        turn(1, at),
-    ):
-        pass
-    assert at.phase == "wait"
+@pytest.mark.parametrize("whose", ["link", "of another user"])
+def test_locks_that_others_can_reach_are_refused(tmp_path: Path, whose: str) -> None:
+    """Whoever has them could let nobody write; the error names the option."""
+    me = os.geteuid() + (whose != "link")
+    if whose == "link":
+        (tmp_path / f"nostall-writers-{me}").symlink_to(tmp_path)
+    with patch("nostall._writer.turns._SHARED", str(tmp_path)), patch("os.geteuid", lambda: me):
+        report = perform(job_of(tmp_path / "out", (), limit=1), {})
+    assert isinstance(report, RankFailed)
+    assert "not a directory of this user" in report.failure.message
+    assert report.failure.phase == "wait"
+    assert "EngineOptions.writers_per_host" in (report.failure.hint or "")
 
 
 @pytest.mark.parametrize("way", ["split", "save"])

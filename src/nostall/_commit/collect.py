@@ -76,10 +76,10 @@ def require_one_save(saves: Sequence[Hashable], *, rank: int | None = None, path
         if save is not None:
             ranks[save].append(number)
     if len(ranks) > 1:
-        odd = min(ranks.values(), key=len)
+        first, second, *_ = ranks.values()
         raise RankMismatchError(
-            f"ranks finalise {len(ranks)} different saves to this directory: ranks {odd[:8]} have"
-            " begun more or fewer than the others",
+            f"ranks finalise {len(ranks)} different saves to this directory: ranks {first[:8]} one,"
+            f" ranks {second[:8]} another",
             rank=rank,
             phase="collect",
             path=path,

@@ -28,11 +28,15 @@ from nostall.errors import UntrustedMetadataError
 
 SHARD = WriteItemType.SHARD.value
 _KINDS = {kind.value: kind for kind in WriteItemType}
+_USUAL = TensorWriteData, ChunkStorageMetadata, TensorProperties, *(4 * [torch.Size])
 _Size: TypeAlias = "tuple[int, ...]"
 
 
 class PlanColumns(NamedTuple):
-    """A local plan: one entry per item in each list. Objects have empty sizes."""
+    """A local plan: columns with an entry per item, and what items have in common.
+
+    Objects have empty sizes.
+    """
 
     names: list[str]
     kinds: bytes
@@ -46,7 +50,7 @@ class PlanColumns(NamedTuple):
     properties_of: list[int]
     """Positions in the next list; 0 for an object."""
     properties: list[TensorProperties]
-    """Different ones."""
+    """Without duplicates."""
     planner_data: Any
 
     @property
@@ -64,18 +68,29 @@ CompactPlan: TypeAlias = PlanColumns | SavePlan
 """A local plan as columns, if it has the usual form."""
 
 
-def compact(plan: SavePlan) -> CompactPlan:
-    """The plan as columns, if every item is as stock's planner makes it; else the plan itself."""
+def compact(plan: CompactPlan) -> CompactPlan:
+    """The plan as columns, if every item is as stock's planner makes it; else the plan itself.
+
+    Never raises, as other ranks wait for the plan: the coordinator says what is wrong with it.
+    """
     if type(plan) is not SavePlan or plan.storage_data is not None or not plan.usable:
         return plan
+    try:
+        return _columns_of(plan) or plan
+    except Exception:  # of any kind: items of a user's may be anything
+        return plan
+
+
+def _columns_of(plan: SavePlan) -> PlanColumns | None:
+    """The columns; ``None`` if an item is unusual."""
     columns = PlanColumns([], b"", [], [], [], [], [], plan.planner_data)
     kinds, positions = bytearray(), dict[Any, int]()
     for item in plan.items:
         index, data = item.index, item.tensor_data
         if type(item) is not WriteItem or type(index) is not MetadataIndex:
-            return plan
+            return None
         if type(index.fqn) is not str or index.index is not None or item.bytes_io_data is not None:
-            return plan
+            return None
         sizes: _Size = ()
         shape: _Size = ()
         offsets, position = None, 0
@@ -85,11 +100,14 @@ def compact(plan: SavePlan) -> CompactPlan:
                 or index.offset is not None
                 or item.type is not WriteItemType.BYTE_IO
             ):
-                return plan
+                return None
         else:
-            offsets, sizes, shape = map(tuple, (index.offset, data.chunk.sizes, data.size))
+            places = index.offset, data.chunk.offsets, data.chunk.sizes, data.size
+            if tuple(map(type, (data, data.chunk, data.properties, *places))) != _USUAL:
+                return None
             if data.chunk.offsets != index.offset or item.type is WriteItemType.BYTE_IO:
-                return plan
+                return None
+            offsets, sizes, shape = map(tuple, (index.offset, data.chunk.sizes, data.size))
             state = data.properties.__getstate__()
             position = positions.setdefault(state, len(columns.properties))
             if position == len(columns.properties):
@@ -130,11 +148,40 @@ def sharing(plans: Iterable[CompactPlan]) -> list[CompactPlan]:
     for plan in plans:
         if isinstance(plan, PlanColumns) and isinstance(before, PlanColumns):
             pairs = zip(before, plan, strict=True)
-            before = PlanColumns(*(old if old == new else new for old, new in pairs))
+            before = PlanColumns(*(old if _is_equal(old, new) else new for old, new in pairs))
         else:
             before = plan
         shared.append(before)
     return shared
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Also in the order of a dictionary."""
+    return bool(one == other) and (type(one) is not dict or [*one] == [*other])
+
+
+def is_same(one: CompactPlan, other: CompactPlan) -> bool:
+    """Whether two plans have the same items in the same order; storage data may differ."""
+    if isinstance(one, PlanColumns) and isinstance(other, PlanColumns):
+        return one == other
+    full, other_full = in_full(one), in_full(other)
+    return bool(full.items == other_full.items and full.planner_data == other_full.planner_data)
+
+
+def matches_loaded(
+    loaded: Sequence[SavePlan] | None, *, rank: int, world_size: int, local: SavePlan
+) -> bool:
+    """Whether this rank's plan equals its plan in a loaded checkpoint.
+
+    Never raises, whatever was loaded: other ranks wait for the answer.
+    """
+    try:
+        if loaded is None or len(loaded) != world_size:
+            return False
+        mine = loaded.plans[rank] if isinstance(loaded, LocalPlans) else compact(loaded[rank])
+        return is_same(mine, compact(local))
+    except Exception:  # of any kind
+        return False
 
 
 class LocalPlans(Sequence[SavePlan]):
@@ -144,12 +191,12 @@ class LocalPlans(Sequence[SavePlan]):
     """
 
     def __init__(self, plans: Iterable[CompactPlan]) -> None:
-        self.compact = list(plans)
+        self.plans = list(map(compact, plans))
 
     @classmethod
     def of(cls, plans: Sequence[SavePlan]) -> LocalPlans:
         """The same, whatever holds them."""
-        return plans if isinstance(plans, LocalPlans) else cls(map(compact, plans))
+        return plans if isinstance(plans, LocalPlans) else cls(plans)
 
     @classmethod
     def of_plain(cls, plans: Any) -> LocalPlans | None:
@@ -164,10 +211,10 @@ class LocalPlans(Sequence[SavePlan]):
     @property
     def plain(self) -> list[list[Any] | SavePlan]:
         """For a pickle that readers without nostall can load."""
-        return [[*each] if isinstance(each, PlanColumns) else each for each in self.compact]
+        return [[*each] if isinstance(each, PlanColumns) else each for each in self.plans]
 
     def __len__(self) -> int:
-        return len(self.compact)
+        return len(self.plans)
 
     @overload
     def __getitem__(self, rank: int) -> SavePlan: ...
@@ -181,14 +228,14 @@ class LocalPlans(Sequence[SavePlan]):
         """
         if isinstance(rank, slice):
             return [self[each] for each in range(len(self))[rank]]
-        plan = self.compact[rank]
+        plan = self.plans[rank]
         try:
             return in_full(plan)
         except (LookupError, TypeError, ValueError):
             raise _not_plans() from None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]  # as a list
 

@@ -6,6 +6,7 @@ import delays the start of the writer process.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -186,6 +187,8 @@ class WriteJob:
     """Retries per file after transient storage errors."""
     writers_per_host: int = 0
     """How many processes of this user write on this host at a time; 0 for any number."""
+    turn_timeout_s: float = math.inf
+    """How long to wait for them."""
     stream: bytes | None = None
     """Pickle of the user's ``open_file`` and stream extensions; ``None`` if there are none."""
     sys_path: tuple[str, ...] = ()

@@ -9,11 +9,9 @@ metadata. The outcome of that save informs all ranks, and they plan the next one
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
-
-from nostall.errors import UntrustedMetadataError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
@@ -80,18 +78,6 @@ def same_plan(one: Any, other: Any) -> bool:
     return bool(
         one is other or (one.items == other.items and one.planner_data == other.planner_data)
     )
-
-
-def matches_loaded(
-    loaded: Sequence[SavePlan] | None, *, rank: int, world_size: int, local: SavePlan
-) -> bool:
-    """Whether this rank's plan equals its plan in a loaded checkpoint."""
-    if loaded is None or len(loaded) != world_size:
-        return False
-    try:
-        return same_plan(loaded[rank], local)
-    except UntrustedMetadataError:  # other ranks wait for the answer
-        return False
 
 
 def _own_share(cached: CachedPlans, local: SavePlan) -> SavePlan:

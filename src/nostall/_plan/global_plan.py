@@ -47,7 +47,7 @@ class Share(NamedTuple):
     """For each of them, the number of its chunk; ``None`` for objects."""
     storage_data: Any = None
 
-    def of(self, local: SavePlan) -> SavePlan:
+    def applied_to(self, local: SavePlan) -> SavePlan:
         """The final plan of the rank with this local plan."""
         items = local.items if self.kept is None else [local.items[each] for each in self.kept]
         hinted = [
@@ -67,8 +67,8 @@ def plan_columns(
         to_lowest_rank: Whether the lowest rank writes what several have; otherwise the one with the
             fewest bytes.
     """
-    kept = _kept(plans, to_lowest_rank=to_lowest_rank)
-    made = None if kept is None else _metadata(plans, kept)
+    written = _written(plans, to_lowest_rank=to_lowest_rank)
+    made = None if written is None else _metadata(plans, written)
     if made is None:
         return None
     shares, metadata = made
@@ -82,7 +82,9 @@ def plan_columns(
 # --- who writes what several ranks have ---------------------------------------------------------
 
 
-def _kept(plans: Sequence[PlanColumns], *, to_lowest_rank: bool) -> list[list[int] | None] | None:
+def _written(
+    plans: Sequence[PlanColumns], *, to_lowest_rank: bool
+) -> list[list[int] | None] | None:
     """For each rank, the positions of the items that it writes; ``None`` for all of its own."""
     keys = [plan.keys for plan in plans]
     everything: set[Any] = set()
@@ -141,7 +143,7 @@ def _element_nbytes(properties: TensorProperties) -> int:
 
 
 def _metadata(
-    plans: Sequence[PlanColumns], kept: Sequence[list[int] | None]
+    plans: Sequence[PlanColumns], written: Sequence[list[int] | None]
 ) -> tuple[list[Share], Metadata] | None:
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     tensors: dict[str, tuple[TensorStorageMetadata, list[_Chunk]]] = {}
@@ -152,7 +154,7 @@ def _metadata(
         return known.setdefault(plain, torch.Size(plain)) if found is None else found
 
     shares = []
-    for plan, positions in zip(plans, kept, strict=True):
+    for plan, positions in zip(plans, written, strict=True):
         hints: list[int | None] = []
         rows = plan.rows
         if positions is not None:

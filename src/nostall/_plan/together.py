@@ -25,13 +25,15 @@ from nostall._commit.local_plans import (
     PlanColumns,
     compact,
     in_full,
+    is_same,
+    matches_loaded,
     sharing,
 )
 from nostall._commit.metadata import local_plans_in
 from nostall._commit.publication import program_of
 from nostall._model.collection import no_collection
 from nostall._model.completion import MOST_SERIES, SaveId
-from nostall._plan.cache import CachedPlans, matches_loaded, same_plan
+from nostall._plan.cache import CachedPlans
 from nostall._plan.global_plan import Share, plan_columns
 from nostall._plan.planner import is_stocks_own, planner_failures
 from nostall._ranks.failures import exception_for, sendable
@@ -197,11 +199,11 @@ def plan_together(
         assert memory.last_save is not None  # agreed on, too
         try:
             made = global_plan_of(loaded, writer, planner)
+            final = _applied(made.final[coordination.rank], local)
         except Exception:  # all ranks agreed to plan alone, so this one must, too
             # Finalising reports the failure.
             _keep(memory, identity, local, local, None, validated=True)
             raise
-        final = _applied(made.final[coordination.rank], local)
         kept = made if coordination.is_coordinator else None
         metadata = _keep(memory, identity, local, final, kept, validated=True)
         return final, metadata, memory.last_save
@@ -229,7 +231,7 @@ def _to_send(
 
 
 def _applied(final: Share | SavePlan, local: SavePlan) -> SavePlan:
-    return final.of(local) if isinstance(final, Share) else final
+    return final.applied_to(local) if isinstance(final, Share) else final
 
 
 def _kept(final: SavePlan) -> SavePlan:
@@ -276,13 +278,7 @@ def new_series() -> int:
 
 
 def _same_plans(before: list[CompactPlan] | None, plans: list[CompactPlan]) -> bool:
-    return before is not None and len(before) == len(plans) and all(map(_is_same, before, plans))
-
-
-def _is_same(one: CompactPlan, other: CompactPlan) -> bool:
-    if isinstance(one, PlanColumns) and isinstance(other, PlanColumns):
-        return one == other
-    return same_plan(in_full(one), in_full(other))
+    return before is not None and len(before) == len(plans) and all(map(is_same, before, plans))
 
 
 @no_collection()
@@ -325,7 +321,7 @@ def _agreed_loaded_plans(
     memory.last_save = SaveId(series, 0)
     memory.verified_loaded = agreed
     memory.loaded_all_plans = None  # compared once
-    return LocalPlans.of(loaded).compact if agreed and loaded is not None else None
+    return LocalPlans.of(loaded).plans if agreed and loaded is not None else None
 
 
 def _keep(

@@ -21,9 +21,9 @@ class RankMessage:
     written: RankFiles
     changed_plan: SavePlan | None
     save_here: SaveId | None
-    """What tells it from other saves to its directory; ``None`` if it was not counted."""
+    """What identifies it among those to its directory; ``None`` if it was not counted."""
     counts_alike: bool
-    """Whether the other ranks certainly count like this one."""
+    """Whether all ranks are known to count saves alike."""
     took_s: float
     """From the start of planning until the files were durable."""
 

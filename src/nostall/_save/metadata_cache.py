@@ -48,12 +48,8 @@ class CheckpointMetadataCache(PlanMemory):
         self._saves_to: Counter[str] = Counter()
         """How many saves of the present series went to each directory."""
 
-    def count(self, save: SplitSave | None, directory: str) -> tuple[SaveId | None, SaveId]:
-        """Count a save of plans that ranks have agreed on.
-
-        Args:
-            save: The save; ``None`` if this rank could not plan it.
-            directory: Where it goes.
+    def count(self, directory: str) -> tuple[SaveId | None, SaveId]:
+        """Count a save of plans that ranks have agreed on, before it is planned.
 
         Returns:
             What identifies it: among all saves, and among those to the directory. The first is
@@ -66,8 +62,6 @@ class CheckpointMetadataCache(PlanMemory):
         self.last_save = self.last_save.next()
         self._saves_to[directory] += 1
         alike &= len(self._saves_to) < _MOST_DIRECTORIES
-        if save is not None:
-            self.begin(save)
         here = SaveId(self.last_save.series, self._saves_to[directory])
         return (self.last_save if alike else None), here
 

@@ -72,7 +72,7 @@ class SaveSession(_torch.DistWrapper):
         self.save: SaveId | None = None
         """What identifies it; ``None`` if this rank may count otherwise than others."""
         self.save_here: SaveId | None = None
-        """What tells it from other saves to its directory; ``None`` if it was not counted."""
+        """What identifies it among those to its directory; ``None`` if it was not counted."""
         self.changed_plan: SavePlan | None = None
         self.reused_plans: list[CompactPlan] | None = None
         """On the coordinator, the plans of all ranks that this save reuses; when it is finalised,
@@ -150,17 +150,15 @@ def plan_save(
         _log.info("saving: path=%s ranks=%d", directory, coordination.world_size)
     alone = cache is not None and plans_alone(cache.plans, group=group)
     if cache is not None and alone:
+        session.save, session.save_here = cache.count(writer._rank_save.settings.directory)
         session.reused_plans = cache.all_plans
         metadata = arguments.reusable(cache)
         if not _prepare_known(arguments, cache, metadata, session):
             metadata = _plan(arguments, session, alone=True)
-        # Also if this rank could not plan it: the others may have begun it.
-        save = writer._rank_save
-        session.save, session.save_here = cache.count(save.split, save.settings.directory)
     else:
         metadata = _plan(arguments, session, alone=False)
-        if cache is not None and writer._rank_save.split is not None:
-            cache.begin(writer._rank_save.split)
+    if cache is not None and writer._rank_save.split is not None:
+        cache.begin(writer._rank_save.split)
     if writer._rank_save.settings.options.linger_s:
         _prepare_to_outlive(arguments, session, metadata)
     return metadata, session

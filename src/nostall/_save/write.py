@@ -228,7 +228,9 @@ def jobs(
             chunk_nbytes=settings.chunk_nbytes(layout, engine),
             direct=engine.options.direct_io,
             retries=engine.options.write_retries,
-            writers_per_host=engine.options.writers_per_host or 0,
+            # A local tier waits for no slow destination.
+            writers_per_host=engine.writers_per_host if settings.tier is None else 0,
+            turn_timeout_s=engine.options.save_timeout_s,
             checksum_files=container_settings()[0],
             stream=stream,
             sys_path=tuple(sys.path) if needs_packages else (),

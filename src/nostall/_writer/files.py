@@ -31,7 +31,7 @@ from nostall._writer.images import Image
 from nostall._writer.position import Cancelled, Position
 from nostall._writer.seals import ChunkPlanner, plan_chunks
 from nostall._writer.streams import StreamFiles
-from nostall._writer.turns import turn
+from nostall._writer.turns import WAIT, turn
 
 
 def perform(
@@ -69,7 +69,7 @@ def perform(
         faults.at("start")
         storage = storage_at(job.directory, sync=job.sync_files, direct=job.direct)
         storage.make_place()
-        with turn(job.writers_per_host, at):
+        with turn(job.writers_per_host, job.turn_timeout_s, at):
             if streams:
                 receipts = StreamFiles(job, images, faults, at, streams, chunk_planner).write()
             else:
@@ -126,6 +126,8 @@ def describe(error: BaseException, job: WriteJob, *, phase: str, path: str) -> F
     if is_full:
         needed = sum(image.nbytes for image in job.files)
         hint = _free_space(path, needed)
+    elif phase == WAIT:
+        hint = "this is about EngineOptions.writers_per_host, which can be None"
     elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
         if is_address(path):
             hint = "the credentials of this process do not allow it, or have expired"

@@ -123,6 +123,7 @@ def job_from_message(
         checksum_files=_of(bool, message["checksum_files"]),
         retries=_count(message["retries"]),
         writers_per_host=_count(message["writers_per_host"]),
+        turn_timeout_s=float(message["turn_timeout_s"]),
         stream=None if message["stream"] is None else b64decode(message["stream"]),
         sys_path=tuple(_of(str, path) for path in _of(list, message["sys_path"])),
         completion=_completion_from_plain(message["completion"], content),

@@ -1,15 +1,17 @@
-"""Let a few writers of a host write at a time: all processes of this user that have a limit.
+"""Limit how many processes of this user write on this host at a time.
 
-A writer that writes holds the lock of one file of so many. The system releases it when the process
-ends, however it ends.
+Each writer holds the lock of one of *n* files while it writes. The system releases it when the
+process, and children that it has forked meanwhile, have ended, however they end.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,35 +20,41 @@ from nostall._writer.position import Position
 _SHARED = "/dev/shm" if os.path.isdir("/dev/shm") else "/tmp"  # noqa: S108  # owners are checked
 _PAUSE_S = 0.02
 """Between two looks for a free lock."""
+WAIT = "wait"
+"""The phase of a writer that waits for its turn."""
 
 
 @contextmanager
-def turn(writers: int, at: Position) -> Iterator[None]:
+def turn(writers: int, timeout_s: float, at: Position) -> Iterator[None]:
     """Wait until fewer than ``writers`` others write, and write as one of them.
 
     Args:
         writers: The limit; 0 for none.
+        timeout_s: The longest wait.
         at: The position of the job.
 
     Raises:
         Cancelled: The job was cancelled.
-        OSError: The files to lock cannot be made.
+        OSError: The wait is over, or the files to lock cannot be made.
     """
     if not writers:
         yield
         return
     phase, path = at.phase, at.path
-    at.move("wait", _SHARED)
-    directory = _directory()
+    at.move(WAIT, _SHARED)
+    directory, end_s = _directory(), time.monotonic() + timeout_s
     while (lock := _free_lock(directory, writers)) is None:
+        if time.monotonic() > end_s:
+            why = f"{writers} other writers of this host have not finished in {timeout_s:g} s"
+            raise TimeoutError(errno.ETIMEDOUT, why, directory)
         at.cancelled.wait(_PAUSE_S)
         at.raise_if_cancelled()
-    try:
+    with lock:
         at.move(phase, path)
-        yield
-    finally:
-        fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
-        os.close(lock)
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
 
 
 def _directory() -> str:
@@ -59,21 +67,18 @@ def _directory() -> str:
     return path
 
 
-def _free_lock(directory: str, writers: int) -> int | None:
-    """The descriptor of a lock that nobody had; ``None`` if there is none."""
+def _free_lock(directory: str, writers: int) -> io.FileIO | None:
+    """A lock that nobody had; ``None`` if there is none."""
     for number in range(writers):
-        lock = os.open(
-            os.path.join(directory, str(number)),
-            os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
-            0o600,
-        )
+        lock = io.FileIO(os.path.join(directory, f"{number}"), "a", opener=_opened)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(lock)
-        except BaseException:  # passed on
-            os.close(lock)
-            raise
+            lock.close()
         else:
             return lock
     return None
+
+
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -63,6 +63,7 @@ def indexed(metadata: Metadata) -> Indexed | None:
         InvalidIndexError,
         KeyError,  # a location is missing
         OverflowError,
+        TypeError,  # one has no hash
         UnicodeEncodeError,
     ):
         return None
