@@ -217,6 +217,18 @@ def _repeated_of(index: ItemIndex, name: str, places: range) -> set[int]:
     return repeated
 
 
+def _ascend(
+    files: Sequence[int], begins: Sequence[int], ends: Sequence[int], file_count: int
+) -> bool:
+    """Whether each place begins behind those of its file that come before; then none overlap."""
+    done = [0] * file_count
+    for file, begin, end in zip(files, begins, ends, strict=True):
+        if begin < done[file]:
+            return False
+        done[file] = end
+    return True
+
+
 def _require_inside(index: ItemIndex, nbytes_of: Mapping[str, int]) -> None:
     """Require that places lie in files of the checkpoint, and that no two overlap."""
     strange = [name for name in index.files if name not in nbytes_of]
@@ -226,9 +238,12 @@ def _require_inside(index: ItemIndex, nbytes_of: Mapping[str, int]) -> None:
     ends = list(map(operator.add, index.offset, index.length))
     if any(map(operator.gt, ends, map(nbytes.__getitem__, index.file))):
         _refuse("a place beyond the end of its file")
+    repeated = _repeated(index)
+    if _ascend(index.file, index.offset, ends, len(index.files)):
+        return
     spans: list[list[tuple[int, int]]] = [[] for _ in index.files]
     places: Iterable[tuple[int, int, int]] = zip(index.file, index.offset, ends, strict=True)
-    if repeated := _repeated(index):
+    if repeated:
         places = (place for at, place in enumerate(places) if at not in repeated)
     for file, begin, end in places:
         spans[file].append((begin, end))
