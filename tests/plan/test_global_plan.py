@@ -36,6 +36,7 @@ from nostall._commit.local_plans import (
 )
 from nostall._commit.metadata import PLANS_KEY, load_metadata, local_plans_in
 from nostall._plan.global_plan import plan_columns
+from nostall._save.by_name.plans import SentPlan
 from nostall.errors import UntrustedMetadataError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn]
@@ -145,6 +146,15 @@ def test_plans_arrive_as_they_were_sent(plans: list[SavePlan]) -> None:
     assert LocalPlans.of_plain(pickle.loads(pickle.dumps(kept.plain))) == plans
     others = pickle.loads(pickle.dumps(kept))
     assert (type(others), others) == (list, plans)
+
+
+@given(plans=local_plans())
+def test_stocks_planner_understands_what_ranks_send(plans: list[SavePlan]) -> None:
+    """It may be that of the coordinator, while others have ``nostall.SavePlanner``."""
+    received = pickle.loads(pickle.dumps([SentPlan(**vars(plan)) for plan in plans]))
+    assert by_stock(DefaultSavePlanner(), received) == by_stock(DefaultSavePlanner(), plans)
+    assert [plan.items[:] for plan in received] == [plan.items for plan in plans]
+    assert pickle.loads(pickle.dumps(received)) == plans
 
 
 def test_what_ranks_have_in_common_is_kept_once() -> None:

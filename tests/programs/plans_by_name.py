@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 import nostall
+from nostall._plan.global_plan import plan_columns
 from nostall._save.by_name import plans
 from nostall.errors import ReadError
 from nostall.testing import Fault, inject
@@ -67,7 +68,12 @@ def plannings() -> Iterator[list[int]]:
         made.append(2)
         return whole(*args, **options)
 
+    def plan_all_columns(*args: Any, **options: Any) -> Any:
+        made.append(2)
+        return plan_columns(*args, **options)
+
     with (
+        patch("nostall._save.by_name.planner.plan_columns", plan_all_columns),
         patch.object(default_planner, "create_default_local_save_plan", plan_local),
         patch.object(default_planner, "create_default_global_save_plan", plan_all),
     ):

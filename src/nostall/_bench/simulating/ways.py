@@ -23,7 +23,7 @@ from nostall._commit.local_plans import compact, sharing
 from nostall._model.completion import SaveId
 from nostall._model.values import RankFiles, WrittenFile
 from nostall._plan.together import global_plan_of, reusable_metadata, with_local_plans
-from nostall._save.by_name.plans import GroupPlans, PlanAnswer, PlanQuestion
+from nostall._save.by_name.plans import GroupPlans, PlanAnswer, PlanQuestion, SentPlan
 from nostall._save.coordinator import commit_split_save
 from nostall._save.messages import RankMessage
 from nostall._save.session import WrittenItems
@@ -204,6 +204,7 @@ class PlansByName:
             finals = writer.prepare_global_plan(finals)
         first, *_ = exchange.scatter("plan", finals)
         assert isinstance(first, PlanAnswer)
+        planner.plan = self._state.plan(0)
         planner.finish_plan(first)
         results = exchange.gather(
             "results", lambda rank: self._results_of(rank, path, first), state.ranks
@@ -216,7 +217,7 @@ class PlansByName:
 
     def _plan_of(self, rank: int) -> SavePlan:
         if not self._name:
-            return self._state.plan(rank)
+            return SentPlan(**vars(self._state.plan(rank)))
         return PlanQuestion([], planner_data={}, ranks={self._name: rank})
 
     def _results_of(self, rank: int, path: Path, answer: PlanAnswer) -> WrittenItems:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +14,18 @@ from torch.distributed.checkpoint.planner import SavePlanner as DCPSavePlanner
 
 from nostall._engine import Engine
 from nostall._model.collection import no_collection
+from nostall._plan.global_plan import Share, plan_columns
 from nostall._plan.items import require_representable
 from nostall._save import session
 from nostall._save.by_name.plans import (
     GroupPlans,
+    ItemsInColumns,
     KnownPlan,
     NamedGlobalPlan,
     PlanAnswer,
     PlanQuestion,
     Recognised,
+    SentPlan,
     plans_of,
 )
 from nostall._save.settings import SaveTarget
@@ -107,7 +110,8 @@ class SavePlanner(DefaultSavePlanner):
         """This rank's plan; a question if it is known."""
         if self._plans is not None and self._recognised:
             return self._plans.of_rank.ask(self._recognised)
-        return super().create_local_plan()
+        plan = super().create_local_plan()
+        return plan if self._plans is None else SentPlan(**vars(plan))
 
     @no_collection()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -118,11 +122,20 @@ class SavePlanner(DefaultSavePlanner):
         """
         if self._plans is None:
             return super().create_global_plan(all_plans)
-        make = super().create_global_plan
         if not self.is_coordinator:  # use_collectives=False: each rank plans alone
-            return make(list(map(self._planned_here, all_plans)))
-        answers, self.named_plan = self._plans.of_coordinator.answer(all_plans, make)
+            return super().create_global_plan(list(map(self._planned_here, all_plans)))
+        answers, self.named_plan = self._plans.of_coordinator.answer(all_plans, self._made)
         return answers, self.named_plan.metadata_to_complete()
+
+    def _made(self, plans: list[SavePlan]) -> tuple[Sequence[Share | SavePlan], Metadata]:
+        """The global plan of whole plans."""
+        items = [each.items for each in plans]
+        columns = [each.columns for each in items if isinstance(each, ItemsInColumns)]
+        made = None
+        if len(columns) == len(plans):
+            to_lowest_rank = self.dedup_save_to_lowest_rank
+            made = plan_columns(columns, to_lowest_rank=to_lowest_rank)
+        return super().create_global_plan(plans) if made is None else made
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """This rank's final plan, with all its items.
@@ -149,7 +162,12 @@ class SavePlanner(DefaultSavePlanner):
         if self._recognised:  # the structure of another rank has changed
             self._recognised = {}
             self._flatten()
-        return super().finish_plan(new_plan)
+            super().create_local_plan()
+        final: SavePlan = new_plan
+        if new_plan.share is not None:
+            share = new_plan.share._replace(storage_data=new_plan.storage_data)
+            final = share.applied_to(self.plan)
+        return super().finish_plan(final)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The object behind an item.

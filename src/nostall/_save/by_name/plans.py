@@ -11,16 +11,18 @@ import threading
 import uuid
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from nostall._commit.known_results import KnownResults
+from nostall._commit.local_plans import PlanColumns, compact, in_full
+from nostall._plan.global_plan import Share
 from nostall._plan.planner import serialize
 from nostall._plan.together import reusable_metadata
 from nostall._save.session import KnownSave
@@ -30,7 +32,7 @@ _MOST = 4
 """Global plans, the last used ones, of which a rank remembers its part. The coordinator has twice
 as many: a save may fail after some of the ranks have got their plans."""
 _MOST_ITEMS = 400_000
-"""Fewer plans are remembered if they would have more items, which take 3 kB each."""
+"""Fewer plans are remembered if they would have more items, which take 2 kB each."""
 
 T = TypeVar("T")
 
@@ -44,8 +46,47 @@ class PlanQuestion(SavePlan):
 
 
 @dataclass(frozen=True)
+class SentPlan(SavePlan):
+    """A rank's plan, which is sent as columns."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        plan = SavePlan(self.items, self.storage_data, self.planner_data, self.usable)
+        columns = compact(plan)
+        if isinstance(columns, PlanColumns):
+            return _received, (columns,)
+        return SavePlan, tuple(vars(plan).values())
+
+
+def _received(columns: PlanColumns) -> SavePlan:
+    items: Any = ItemsInColumns(columns)
+    return SavePlan(items, planner_data=columns.planner_data)
+
+
+class ItemsInColumns(Sequence[WriteItem]):
+    """Items of a plan that was sent; made while somebody looks at them, stock's planner, say."""
+
+    def __init__(self, columns: PlanColumns) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns.names)
+
+    def __iter__(self) -> Iterator[WriteItem]:
+        return iter(in_full(self.columns).items)
+
+    def __getitem__(self, position: Any) -> Any:
+        return in_full(self.columns).items[position]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+
+@dataclass(frozen=True)
 class PlanAnswer(SavePlan):
-    """A rank's part of a global plan, sent by the coordinator; without its items if it is known."""
+    """A rank's part of a global plan, sent by the coordinator.
+
+    Without its items if the rank knows them, or makes them of its own plan and a share.
+    """
 
     name: str = ""
     rank: int = 0
@@ -54,6 +95,7 @@ class PlanAnswer(SavePlan):
     """How many plans to remember, with this one."""
     sent_token: str | None = None
     """The token of this rank's results, if the coordinator has them."""
+    share: Share | None = None
 
 
 # --- a rank ---------------------------------------------------------------------------------------
@@ -180,7 +222,7 @@ class CoordinatorPlans:
     def answer(
         self,
         plans: Sequence[SavePlan],
-        make: Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]],
+        make: Callable[[list[SavePlan]], tuple[Sequence[Share | SavePlan], Metadata]],
     ) -> tuple[list[SavePlan], NamedGlobalPlan]:
         """The answers to all ranks, and the global plan that they belong to; see :meth:`keep`.
 
@@ -210,10 +252,11 @@ class CoordinatorPlans:
         items = sum(len(plan.items) for plan in local)
         most = max(1, min(_MOST, _MOST_ITEMS // max(1, items)))
         made = NamedGlobalPlan(name=uuid.uuid4().hex, local=local, metadata=metadata, most=most)
-        return [
-            PlanAnswer(**vars(final), name=made.name, rank=rank, most=most)
-            for rank, final in enumerate(finals)
-        ], made
+        answers: list[SavePlan] = []
+        for rank, final in enumerate(finals):
+            parts = {"items": [], "share": final} if isinstance(final, Share) else vars(final)
+            answers.append(PlanAnswer(**parts, name=made.name, rank=rank, most=most))
+        return answers, made
 
     def keep(self, plan: NamedGlobalPlan) -> None:
         """Keep a plan that was sent to the ranks: from now on they may ask for it."""
