@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from nostall._commit.known_results import KnownResults, Results
-from nostall._commit.metadata import PLANS_KEY
+from nostall._commit.metadata import PLANS_KEY, local_plans_in
 from nostall._commit.publication import publication_of
+from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.state_dict_saver import (
     CheckpointMetadataCache,
     get_metadata_caching_status,
@@ -412,6 +414,33 @@ def test_a_checkpoint_with_plans_in_it_is_an_ordinary_one(tmp_path: Path) -> Non
     assert len(metadata.planner_data[PLANS_KEY]) == 1
     dcp_to_torch_save(tmp_path / "1", tmp_path / "1.pt")
     assert differing(torch.load(tmp_path / "1.pt"), small_state(1)) == []
+
+
+def test_plans_are_kept_though_a_planner_does_not_flatten(tmp_path: Path) -> None:
+    """As Megatron's: there is no planner data to put them in, and they are read all the same."""
+    state = {"a": torch.ones(4), "b": torch.zeros(2)}
+    cache = CheckpointMetadataCache()
+    for number in range(3):
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        planning.save(tmp_path / f"{number}", state, cache, planner)
+    metadata = CachedMetadataFileSystemReader(tmp_path / "2").read_metadata()
+    assert metadata.planner_data is None
+    (plan,) = local_plans_in(metadata) or ()
+    assert [each.index.fqn for each in plan.items] == ["a", "b"]
+    resumed = CheckpointMetadataCache()
+    resumed.set_cached_global_metadata(metadata)
+    planning.save(tmp_path / "3", state, resumed, DefaultSavePlanner(flatten_state_dict=False))
+    assert resumed.get_metadata_caching_status() == (True, True)
+
+
+def test_metadata_that_a_user_has_pickled_is_read(tmp_path: Path) -> None:
+    """With the plans in it."""
+    planning.save(tmp_path, small_state(1), CheckpointMetadataCache())
+    metadata = CachedMetadataFileSystemReader(tmp_path).read_metadata()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    again = CachedMetadataFileSystemReader(tmp_path).read_metadata()
+    assert again.storage_data == metadata.storage_data
+    assert local_plans_in(again) == local_plans_in(metadata)
 
 
 def test_frameworks_can_drive_a_cache_by_hand(tmp_path: Path) -> None:

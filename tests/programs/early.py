@@ -318,7 +318,7 @@ def given_up_alone(out: Path, how: str) -> dict[str, Any]:
     job, error = Job(out), ""
     if dist.get_rank() == 1:
         other = AsyncCallsQueue()  # a queue notices it itself
-        planning = patch("nostall._save.split_plan.set_up_writer", side_effect=KeyboardInterrupt)
+        planning = patch("nostall._save.split_plan.planner_key", side_effect=KeyboardInterrupt)
         with planning if how == "interrupted" else nullcontext(), suppress(KeyboardInterrupt):
             job.save(to="same", is_scheduled=how == "scheduled", queue=other)
         other.close(abort=True)

@@ -130,7 +130,7 @@ def test_ranks_count_anew_before_they_count_too_many_directories() -> None:
     with patch("nostall._save.metadata_cache._MOST_DIRECTORIES", 3):
         counted = [cache.count(name) for name in ("a", "b", "a", "c", "a")]
     assert [save for save, _ in counted] == [*(SaveId(5, n) for n in (1, 2, 3)), None, None]
-    assert [here.number for _, here in counted] == [1, 1, 2, 1, 3]
+    assert [here and here.number for _, here in counted] == [1, 1, 2, 1, 3]
     cache.begin_series(6)
     assert cache.count("a") == (SaveId(6, 1), SaveId(6, 1))
 

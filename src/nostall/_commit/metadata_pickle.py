@@ -231,6 +231,13 @@ def _member(of: Any, name: Any) -> Any:
     return kind[name]
 
 
+def _list(items: Any) -> list[Any]:
+    """What :class:`~nostall._commit.local_plans.LocalPlans` become in a user's own pickle."""
+    if type(items) is not list:
+        _refuse(f"a list made of a {type(items).__name__}")
+    return items
+
+
 def _ordered() -> OrderedDict[Any, Any]:
     return OrderedDict()
 
@@ -262,6 +269,7 @@ def _known() -> dict[tuple[str, str], Any]:
         known[kind.__module__, kind.__name__] = call
     for module in ("builtins", "__builtin__"):  # the latter in protocol 2
         known[module, "getattr"] = _member
+        known[module, "list"] = _list
     known["torch", "Size"] = _size
     known["collections", "OrderedDict"] = _ordered
     # Megatron-core 0.15 and older: as the declared ones, with one more attribute.

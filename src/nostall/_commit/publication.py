@@ -127,9 +127,12 @@ def _to_pickle(metadata: Metadata) -> Metadata:
     """The metadata without ``storage_meta``, and with all local plans in the planner data."""
     plans = getattr(metadata, "all_local_plans", None)
     twin = copy(metadata)
-    if isinstance(plans, LocalPlans | list) and isinstance(metadata.planner_data, Mapping):
+    if isinstance(plans, LocalPlans | list):
         vars(twin).pop("all_local_plans")
-        twin.planner_data = {**metadata.planner_data, PLANS_KEY: LocalPlans.of(plans).plain}
+        if isinstance(metadata.planner_data, Mapping):
+            twin.planner_data = {**metadata.planner_data, PLANS_KEY: LocalPlans.of(plans).plain}
+        else:
+            vars(twin)["all_local_plans"] = list(plans)
     vars(twin).pop("storage_meta", None)
     return twin
 

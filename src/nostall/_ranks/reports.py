@@ -57,6 +57,7 @@ def await_report(
     rank: int,
     path: str,
     timeout_s: float,
+    waits_for_others: bool,
     give_up: Callable[[], None],
 ) -> RankReport:
     """Wait for a rank's report; after the deadline, give up the write and report a failure."""
@@ -64,6 +65,8 @@ def await_report(
         return future.result()
     give_up()
     hint = "the storage is slower than EngineOptions.save_timeout_s allows, or it is stuck"
+    if waits_for_others:
+        hint += "; or other writers of this host took so long: see EngineOptions.writers_per_host"
     if not future.done():
         hint += "; the files are removed when it answers, or stay"
     failure = Failure(

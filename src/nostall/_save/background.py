@@ -116,6 +116,7 @@ class BackgroundSave(ABC):
             rank=self.rank,
             path=self.progress.path,
             timeout_s=timeout_s,
+            waits_for_others=self.engine.writers_per_host > 0,
             give_up=self.abort,
         )
 

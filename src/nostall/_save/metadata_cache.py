@@ -48,15 +48,17 @@ class CheckpointMetadataCache(PlanMemory):
         self._saves_to: Counter[str] = Counter()
         """How many saves of the present series went to each directory."""
 
-    def count(self, directory: str) -> tuple[SaveId | None, SaveId]:
-        """Count a save of plans that ranks have agreed on, before it is planned.
+    def count(self, directory: str) -> tuple[SaveId | None, SaveId | None]:
+        """Count a save, before it is planned; without effect if ranks plan it together.
 
         Returns:
             What identifies it: among all saves, and among those to the directory. The first is
             ``None`` if this rank has begun a save that will not be finalised, or may never be
-            scheduled: another rank may not have begun it, and would count otherwise.
+            scheduled: another rank may not have begun it, and would count otherwise. Both are
+            ``None`` before ranks have agreed from where to count.
         """
-        assert self.last_save is not None  # since ranks have agreed
+        if self.last_save is None:
+            return None, None
         begun = [reference() for reference in self._begun]
         alike = not any(each is None or each.is_lost or each.is_unscheduled for each in begun)
         self.last_save = self.last_save.next()

@@ -120,12 +120,17 @@ def plan_save(
 ) -> tuple[Metadata | None, SaveSession]:
     """Plan a save, and prepare the writer's part of it. Collective.
 
+    Counts it before anything can go wrong on this rank alone.
+
     Returns:
         The metadata (``None`` except on the coordinator), and the session to finalise it with.
 
     Raises:
         CheckpointException: A rank could not plan; raised on every rank.
     """
+    counted: tuple[SaveId | None, SaveId | None] = None, None
+    if cache is not None:
+        counted = cache.count(writer._rank_save.settings.directory)
     use_dist = dist.is_available() and dist.is_initialized()
     session = SaveSession(process_group, use_dist, coordinator_rank)
     session.cache = cache
@@ -150,7 +155,7 @@ def plan_save(
         _log.info("saving: path=%s ranks=%d", directory, coordination.world_size)
     alone = cache is not None and plans_alone(cache.plans, group=group)
     if cache is not None and alone:
-        session.save, session.save_here = cache.count(writer._rank_save.settings.directory)
+        session.save, session.save_here = counted
         session.reused_plans = cache.all_plans
         metadata = arguments.reusable(cache)
         if not _prepare_known(arguments, cache, metadata, session):

@@ -57,6 +57,7 @@ def wait_for(written: Future[RankReport], target: SaveTarget, engine: Engine) ->
             rank=target.settings.rank,
             path=target.settings.directory,
             timeout_s=engine.options.save_timeout_s,
+            waits_for_others=engine.writers_per_host > 0,
             give_up=give_up,
         )
     except BaseException:  # an interrupt, such as Ctrl-C, too

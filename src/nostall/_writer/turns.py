@@ -41,12 +41,12 @@ def turn(writers: int, timeout_s: float, at: Position) -> Iterator[None]:
         yield
         return
     phase, path = at.phase, at.path
-    at.move(WAIT, _SHARED)
-    directory, end_s = _directory(), time.monotonic() + timeout_s
-    while (lock := _free_lock(directory, writers)) is None:
+    at.move(WAIT, os.path.join(_SHARED, f"nostall-writers-{os.geteuid()}"))
+    end_s = time.monotonic() + timeout_s
+    while (lock := _free_lock(_made(at.path), writers)) is None:
         if time.monotonic() > end_s:
             why = f"{writers} other writers of this host have not finished in {timeout_s:g} s"
-            raise TimeoutError(errno.ETIMEDOUT, why, directory)
+            raise TimeoutError(errno.ETIMEDOUT, why, at.path)
         at.cancelled.wait(_PAUSE_S)
         at.raise_if_cancelled()
     with lock:
@@ -57,9 +57,8 @@ def turn(writers: int, timeout_s: float, at: Position) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
 
 
-def _directory() -> str:
-    """Where the locks of this user are, in memory."""
-    path = os.path.join(_SHARED, f"nostall-writers-{os.geteuid()}")
+def _made(path: str) -> str:
+    """The directory of this user's locks; made again if something has removed it meanwhile."""
     os.makedirs(path, mode=0o700, exist_ok=True)
     found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
