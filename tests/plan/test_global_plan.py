@@ -151,7 +151,9 @@ def test_plans_arrive_as_they_were_sent(plans: list[SavePlan]) -> None:
 @given(plans=local_plans())
 def test_stocks_planner_understands_what_ranks_send(plans: list[SavePlan]) -> None:
     """It may be that of the coordinator, while others have ``nostall.SavePlanner``."""
-    received = pickle.loads(pickle.dumps([SentPlan(**vars(plan)) for plan in plans]))
+    received = pickle.loads(
+        pickle.dumps([SentPlan(**vars(plan), made=plan.items) for plan in plans])
+    )
     assert by_stock(DefaultSavePlanner(), received) == by_stock(DefaultSavePlanner(), plans)
     assert [plan.items[:] for plan in received] == [plan.items for plan in plans]
     assert pickle.loads(pickle.dumps(received)) == plans

@@ -110,6 +110,13 @@ def test_another_writer_gets_whole_plans(tmp_path: Path) -> None:
     assert run_ranks(2, "plans_by_name:with_stocks_writer", tmp_path) == [[True] * 8] * 2
 
 
+def test_a_users_writer_may_change_and_copy_plans(tmp_path: Path) -> None:
+    """Those of ranks before they are sent, and the global one."""
+    for found in run_ranks(2, "plans_by_name:with_users_writers", tmp_path):
+        assert len(found) == 4
+        assert list(found.values()) == [[True, True]] * 4, found
+
+
 def test_ranks_may_save_without_collectives(tmp_path: Path) -> None:
     """Between saves together; each has its own files then."""
     assert run_ranks(2, "plans_by_name:without_collectives", tmp_path) == [[True] * 10] * 2

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import copy, deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -305,6 +306,43 @@ def with_stocks_writer(out: Path) -> list[bool]:
         save(other, state, planner=dcp.DefaultSavePlanner())
         right.append(blobs(path) == blobs(other))
         right.append(b"nostall" not in (path / ".metadata").read_bytes())
+    return right
+
+
+class Reversing(dcp.FileSystemWriter):
+    """Writes items in another order."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        plan = super().prepare_local_plan(plan)
+        return replace(plan, items=list(reversed(plan.items)))
+
+
+class Rebuilding(dcp.FileSystemWriter):
+    """Makes plans of its own of those that it gets."""
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans = super().prepare_global_plan(plans)
+        return [SavePlan([*each.items], each.storage_data, each.planner_data) for each in plans]
+
+
+class ReversingAsync(Reversing, nostall.FileSystemWriterAsync):
+    """The same, and nostall's."""
+
+
+class RebuildingAsync(Rebuilding, nostall.FileSystemWriterAsync):
+    """The same, and nostall's."""
+
+
+def with_users_writers(out: Path) -> dict[str, list[bool]]:
+    """Writers that change plans, or copy them, save twice."""
+    right: dict[str, list[bool]] = {}
+    for make_writer in (Reversing, Rebuilding, ReversingAsync, RebuildingAsync):
+        for number in range(2):
+            state, path = make_state(number), out / f"{make_writer.__name__} {number}"
+            other, planner = path.with_name(f"{path.name} by stock's"), dcp.DefaultSavePlanner()
+            dcp.save(state, storage_writer=make_writer(other), planner=planner)
+            dcp.save(state, storage_writer=make_writer(path), planner=nostall.SavePlanner())
+            right.setdefault(make_writer.__name__, []).append(blobs(path) == blobs(other))
     return right
 
 

@@ -78,8 +78,8 @@ def require_one_save(saves: Sequence[Hashable], *, rank: int | None = None, path
     if len(ranks) > 1:
         first, second, *_ = ranks.values()
         raise RankMismatchError(
-            f"ranks finalise {len(ranks)} different saves to this directory: ranks {first[:8]} one,"
-            f" ranks {second[:8]} another",
+            f"ranks finalise {len(ranks)} different saves to this directory, for example ranks"
+            f" {first[:8]} one and ranks {second[:8]} another",
             rank=rank,
             phase="collect",
             path=path,

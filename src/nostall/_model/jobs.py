@@ -188,7 +188,7 @@ class WriteJob:
     writers_per_host: int = 0
     """How many processes of this user write on this host at a time; 0 for any number."""
     turn_timeout_s: float = math.inf
-    """How long to wait for them."""
+    """Longest wait for a turn, in seconds; endless for files brought from a local tier."""
     stream: bytes | None = None
     """Pickle of the user's ``open_file`` and stream extensions; ``None`` if there are none."""
     sys_path: tuple[str, ...] = ()

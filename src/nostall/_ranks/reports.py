@@ -66,7 +66,7 @@ def await_report(
     give_up()
     hint = "the storage is slower than EngineOptions.save_timeout_s allows, or it is stuck"
     if waits_for_others:
-        hint += "; or other writers of this host took so long: see EngineOptions.writers_per_host"
+        hint += "; or it waited for other writers of this host: see EngineOptions.writers_per_host"
     if not future.done():
         hint += "; the files are removed when it answers, or stay"
     failure = Failure(

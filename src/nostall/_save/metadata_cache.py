@@ -49,7 +49,7 @@ class CheckpointMetadataCache(PlanMemory):
         """How many saves of the present series went to each directory."""
 
     def count(self, directory: str) -> tuple[SaveId | None, SaveId | None]:
-        """Count a save, before it is planned; without effect if ranks plan it together.
+        """Count a save, before it is planned; forgotten when ranks have planned it together.
 
         Returns:
             What identifies it: among all saves, and among those to the directory. The first is

@@ -127,7 +127,7 @@ def describe(error: BaseException, job: WriteJob, *, phase: str, path: str) -> F
         needed = sum(image.nbytes for image in job.files)
         hint = _free_space(path, needed)
     elif phase == WAIT:
-        hint = "this is about EngineOptions.writers_per_host, which can be None"
+        hint = "raise EngineOptions.writers_per_host, or set it to None"
     elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
         if is_address(path):
             hint = "the credentials of this process do not allow it, or have expired"

@@ -41,12 +41,13 @@ def turn(writers: int, timeout_s: float, at: Position) -> Iterator[None]:
         yield
         return
     phase, path = at.phase, at.path
-    at.move(WAIT, os.path.join(_SHARED, f"nostall-writers-{os.geteuid()}"))
+    directory = os.path.join(_SHARED, f"nostall-writers-{os.geteuid()}")
+    at.move(WAIT, directory)
     end_s = time.monotonic() + timeout_s
-    while (lock := _free_lock(_made(at.path), writers)) is None:
+    while (lock := _free_lock(directory, writers)) is None:
         if time.monotonic() > end_s:
             why = f"{writers} other writers of this host have not finished in {timeout_s:g} s"
-            raise TimeoutError(errno.ETIMEDOUT, why, at.path)
+            raise TimeoutError(errno.ETIMEDOUT, why, directory)
         at.cancelled.wait(_PAUSE_S)
         at.raise_if_cancelled()
     with lock:
@@ -57,23 +58,26 @@ def turn(writers: int, timeout_s: float, at: Position) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
 
 
-def _made(path: str) -> str:
-    """The directory of this user's locks; made again if something has removed it meanwhile."""
+def _make_directory(path: str) -> None:
+    """Make the directory of this user's locks; again, if something has removed it meanwhile."""
     os.makedirs(path, mode=0o700, exist_ok=True)
     found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise PermissionError(errno.EACCES, "not a directory of this user", path)
-    return path
 
 
 def _free_lock(directory: str, writers: int) -> io.FileIO | None:
     """A lock that nobody had; ``None`` if there is none."""
+    _make_directory(directory)
     for number in range(writers):
         lock = io.FileIO(os.path.join(directory, f"{number}"), "a", opener=_opened)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
+        except BaseException:  # passed on
+            lock.close()
+            raise
         else:
             return lock
     return None

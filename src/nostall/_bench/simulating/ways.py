@@ -217,7 +217,8 @@ class PlansByName:
 
     def _plan_of(self, rank: int) -> SavePlan:
         if not self._name:
-            return SentPlan(**vars(self._state.plan(rank)))
+            plan = self._state.plan(rank)
+            return SentPlan(**vars(plan), made=plan.items)
         return PlanQuestion([], planner_data={}, ranks={self._name: rank})
 
     def _results_of(self, rank: int, path: Path, answer: PlanAnswer) -> WrittenItems:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlanner as DCPSavePlanner
 
 from nostall._engine import Engine
 from nostall._model.collection import no_collection
-from nostall._plan.global_plan import Share, plan_columns
+from nostall._plan.global_plan import plan_columns
 from nostall._plan.items import require_representable
 from nostall._save import session
 from nostall._save.by_name.plans import (
@@ -111,7 +111,7 @@ class SavePlanner(DefaultSavePlanner):
         if self._plans is not None and self._recognised:
             return self._plans.of_rank.ask(self._recognised)
         plan = super().create_local_plan()
-        return plan if self._plans is None else SentPlan(**vars(plan))
+        return plan if self._plans is None else SentPlan(**vars(plan), made=plan.items)
 
     @no_collection()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -124,19 +124,26 @@ class SavePlanner(DefaultSavePlanner):
             return super().create_global_plan(all_plans)
         if not self.is_coordinator:  # use_collectives=False: each rank plans alone
             return super().create_global_plan(list(map(self._planned_here, all_plans)))
-        answers, self.named_plan = self._plans.of_coordinator.answer(all_plans, self._made)
+        answers, self.named_plan = self._plans.of_coordinator.answer(all_plans, self._plan_globally)
         return answers, self.named_plan.metadata_to_complete()
 
-    def _made(self, plans: list[SavePlan]) -> tuple[Sequence[Share | SavePlan], Metadata]:
-        """The global plan of whole plans."""
-        items = [each.items for each in plans]
+    def _plan_globally(self, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The global plan; from columns, if all plans have come so."""
+        items: list[Any] = [each.items for each in plans]
         columns = [each.columns for each in items if isinstance(each, ItemsInColumns)]
         made = None
         if len(columns) == len(plans):
             to_lowest_rank = self.dedup_save_to_lowest_rank
             made = plan_columns(columns, to_lowest_rank=to_lowest_rank)
-        return super().create_global_plan(plans) if made is None else made
+        if made is None:
+            return super().create_global_plan(plans)
+        shares, metadata = made
+        finals: list[Any] = list(map(ItemsInColumns, columns, shares))
+        return [
+            replace(plan, items=final) for plan, final in zip(plans, finals, strict=True)
+        ], metadata
 
+    @no_collection()
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """This rank's final plan, with all its items.
 

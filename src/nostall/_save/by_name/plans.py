@@ -13,6 +13,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -47,45 +48,59 @@ class PlanQuestion(SavePlan):
 
 @dataclass(frozen=True)
 class SentPlan(SavePlan):
-    """A rank's plan, which is sent as columns."""
+    """A rank's plan, which is sent as columns unless the writer has changed it."""
+
+    made: Sequence[WriteItem] = ()
+    """The items, as the planner has made them."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         plan = SavePlan(self.items, self.storage_data, self.planner_data, self.usable)
-        columns = compact(plan)
+        columns = compact(plan) if self.items is self.made else plan
         if isinstance(columns, PlanColumns):
             return _received, (columns,)
         return SavePlan, tuple(vars(plan).values())
 
 
 def _received(columns: PlanColumns) -> SavePlan:
-    items: Any = ItemsInColumns(columns)
-    return SavePlan(items, planner_data=columns.planner_data)
+    return SavePlan(ItemsInColumns(columns), planner_data=columns.planner_data)  # type: ignore[arg-type]  # read-only
 
 
 class ItemsInColumns(Sequence[WriteItem]):
-    """Items of a plan that was sent; made while somebody looks at them, stock's planner, say."""
+    """Items of a plan that was sent; made while somebody looks at them, a user's writer, say.
 
-    def __init__(self, columns: PlanColumns) -> None:
+    Args:
+        columns: The local plan.
+        share: What turns it into a final plan, if it is one.
+    """
+
+    def __init__(self, columns: PlanColumns, share: Share | None = None) -> None:
         self.columns = columns
+        self.share = share
 
     def __len__(self) -> int:
-        return len(self.columns.names)
+        return len(self.columns.names if self.share is None else self.share.hints)
 
     def __iter__(self) -> Iterator[WriteItem]:
-        return iter(in_full(self.columns).items)
+        return iter(self[:])
 
     def __getitem__(self, position: Any) -> Any:
-        return in_full(self.columns).items[position]
+        plan = in_full(self.columns)
+        return (plan if self.share is None else self.share.applied_to(plan)).items[position]
+
+    def __eq__(self, other: object) -> bool:
+        return self[:] == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as a list
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)
+        return list, (self[:],)
 
 
 @dataclass(frozen=True)
 class PlanAnswer(SavePlan):
     """A rank's part of a global plan, sent by the coordinator.
 
-    Without its items if the rank knows them, or makes them of its own plan and a share.
+    Without its items if the rank knows them. Sent without them if it can make them of its own plan.
     """
 
     name: str = ""
@@ -96,6 +111,13 @@ class PlanAnswer(SavePlan):
     sent_token: str | None = None
     """The token of this rank's results, if the coordinator has them."""
     share: Share | None = None
+    """What turns the rank's own plan into this one, if that is sent."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        parts = vars(self)
+        if isinstance(self.items, ItemsInColumns):
+            parts = {**parts, "items": [], "planner_data": None, "share": self.items.share}
+        return partial(PlanAnswer, **parts), ()
 
 
 # --- a rank ---------------------------------------------------------------------------------------
@@ -222,7 +244,7 @@ class CoordinatorPlans:
     def answer(
         self,
         plans: Sequence[SavePlan],
-        make: Callable[[list[SavePlan]], tuple[Sequence[Share | SavePlan], Metadata]],
+        make: Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]],
     ) -> tuple[list[SavePlan], NamedGlobalPlan]:
         """The answers to all ranks, and the global plan that they belong to; see :meth:`keep`.
 
@@ -252,11 +274,17 @@ class CoordinatorPlans:
         items = sum(len(plan.items) for plan in local)
         most = max(1, min(_MOST, _MOST_ITEMS // max(1, items)))
         made = NamedGlobalPlan(name=uuid.uuid4().hex, local=local, metadata=metadata, most=most)
-        answers: list[SavePlan] = []
-        for rank, final in enumerate(finals):
-            parts = {"items": [], "share": final} if isinstance(final, Share) else vars(final)
-            answers.append(PlanAnswer(**parts, name=made.name, rank=rank, most=most))
-        return answers, made
+        return [
+            PlanAnswer(
+                final.items,
+                final.storage_data,
+                final.planner_data,
+                name=made.name,
+                rank=rank,
+                most=most,
+            )
+            for rank, final in enumerate(finals)
+        ], made
 
     def keep(self, plan: NamedGlobalPlan) -> None:
         """Keep a plan that was sent to the ranks: from now on they may ask for it."""
