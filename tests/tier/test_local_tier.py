@@ -277,6 +277,16 @@ def test_a_killed_process_is_started_again(tier: str, root: str) -> None:
 # --- overwriting ----------------------------------------------------------------------------------
 
 
+def test_what_a_killed_promotion_has_left_goes_with_the_next(tier: str, root: str) -> None:
+    """Temporary metadata, which have a name of their own."""
+    far = Path(destination_of(root, 7))
+    far.mkdir(parents=True)
+    (far / ".89abcdef.metadata.tmp").write_bytes(b"unfinished")
+    promotion_of(save(tier, root, 7)).result(PATIENCE_S)
+    assert step_at(str(far)) == 7
+    assert [name for name in os.listdir(far) if name.endswith(".tmp")] == []
+
+
 def test_the_newest_checkpoint_of_a_destination_wins(tier: str, root: str) -> None:
     """One that was not promoted in time is left out; its files are nowhere."""
     promotion_of(save(tier, root, 0)).result(PATIENCE_S)
