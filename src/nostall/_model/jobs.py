@@ -6,7 +6,6 @@ import delays the start of the writer process.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -187,8 +186,8 @@ class WriteJob:
     """Retries per file after transient storage errors."""
     writers_per_host: int = 0
     """How many processes of this user write on this host at a time; 0 for any number."""
-    turn_timeout_s: float = math.inf
-    """Longest wait for a turn, in seconds; endless for files brought from a local tier."""
+    turn_timeout_s: float = 0.0
+    """Longest wait for a turn, in seconds."""
     stream: bytes | None = None
     """Pickle of the user's ``open_file`` and stream extensions; ``None`` if there are none."""
     sys_path: tuple[str, ...] = ()

@@ -19,7 +19,6 @@ from nostall._commit.publication import Publication
 from nostall._model.completion import is_completion
 from nostall._model.names import (
     METADATA_SUFFIX,
-    is_draft,
     is_given_to_shards,
     is_ours_to_remove,
 )
@@ -92,8 +91,7 @@ def unused(
         names = files.list()
         strangers = unreferenced(files, names, metadata_name) - used - replaced
         yield from strangers & left
-        # A job whose draft is gone fails cleanly, or makes another one.
-        yield from set(filter(is_draft, names)) - posix.names_of_drafts()
+        yield from posix.drafts_of_others(names)
         longest_s = _SAVES_PER_AGE * max(save_timeout_s, _LONG_S)
         yield from _old_ones(files, metadata_name, strangers - left, longest_s, exclusive=exclusive)
     except OSError:  # not fatal: the next save looks again

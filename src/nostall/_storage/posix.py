@@ -24,6 +24,7 @@ from itertools import groupby
 from weakref import WeakSet
 
 from nostall._model.jobs import page_aligned
+from nostall._model.names import is_draft
 
 _LARGE_PIECE_NBYTES = 64 << 10
 _MOST_TO_HOLD = 64
@@ -279,9 +280,13 @@ def is_same(one: str | int, other: str) -> bool:
         return False
 
 
-def names_of_drafts() -> set[str]:
-    """Names of the unfinished files of this process, in any directory."""
-    return {os.path.basename(each.where) for each in list(_unfinished)}
+def drafts_of_others(names: Iterable[str]) -> set[str]:
+    """Those of the names that are unpublished metadata, which another process has made or left.
+
+    A process whose draft is gone fails cleanly, or makes another one.
+    """
+    mine = {os.path.basename(each.where) for each in list(_unfinished)}
+    return set(filter(is_draft, names)) - mine
 
 
 class UnfinishedFile:

@@ -63,6 +63,7 @@ class Copying:
     chunk_nbytes: int
     retries: int
     writers_per_host: int
+    turn_timeout_s: float
 
 
 def copy_file(file: WrittenFile, how: Copying, on_progress: Callable[[int], None]) -> None:
@@ -101,6 +102,7 @@ def copy_file(file: WrittenFile, how: Copying, on_progress: Callable[[int], None
                 direct=True,
                 retries=how.retries,
                 writers_per_host=how.writers_per_host,
+                turn_timeout_s=how.turn_timeout_s,
             ),
             {file.name: image},
             on_progress=on_progress,

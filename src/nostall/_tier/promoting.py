@@ -18,7 +18,7 @@ from nostall._commit.publish import commit
 from nostall._model import checksum
 from nostall._model.jobs import Failure
 from nostall._model.names import METADATA_SUFFIX as METADATA_NAME
-from nostall._model.names import is_draft, is_ours_to_remove
+from nostall._model.names import is_ours_to_remove
 from nostall._model.values import WrittenFile
 from nostall._storage import posix
 from nostall._storage.places import is_address, object_storage_at, storage_at
@@ -125,8 +125,7 @@ def _promote(job: PromotionJob, local: Storage, on_progress: Callable[[int, int]
         copied.add_names(_files_in(there) - mine)
         _require_there(manifest.files, destination)
         commit(destination, [content], metadata_name=METADATA_NAME, replaced_files=())
-    # Those of promotions that were killed; another that goes on fails cleanly, and is tried again.
-    drafts = set(filter(is_draft, destination.list())) - posix.names_of_drafts()
+    drafts = posix.drafts_of_others(destination.list())  # of promotions that were killed
     remove_files(destination.where(name) for name in sorted(drafts | (copied.names - mine)))
     if by_rank:
         records, files = parts.obsolete(destination, mine)
