@@ -211,11 +211,11 @@ def unusual_items() -> dict[str, Any]:
     return {
         "item": OwnItem(shard.index, shard.type, None, data),
         "hint": replace(shard, index=replace(shard.index, index=3)),
-        "name": replace(shard, index=MetadataIndex(7, one)),  # type: ignore[arg-type]
+        "name": replace(shard, index=MetadataIndex(7, one)),  # type: ignore[arg-type]  # as unflattened
         "object": replace(shard, type=WriteItemType.BYTE_IO),
         "data": replace(shard, tensor_data=OwnData(data.chunk, data.properties, data.size)),
         **{
-            name: replace(shard, tensor_data=replace(data, **part))  # type: ignore[arg-type]
+            name: replace(shard, tensor_data=replace(data, **part))  # type: ignore[arg-type]  # any
             for name, part in parts.items()
         },
     }

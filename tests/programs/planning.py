@@ -644,7 +644,7 @@ class Odd:
     def __create_write_items__(self, name: str, value: object) -> list[WriteItem]:
         del value
         one = torch.Size([1])
-        data: Any = TensorWriteData(None, TensorProperties(), one)  # type: ignore[arg-type]
+        data: Any = TensorWriteData(None, TensorProperties(), one)  # type: ignore[arg-type]  # wrong
         return [WriteItem(MetadataIndex(name, one), WriteItemType.SHARD, tensor_data=data)]
 
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall._model.completion import SaveId
-from nostall.state_dict_saver import CheckpointMetadataCache
+from nostall._save.metadata_cache import CheckpointMetadataCache, Counted
 from programs.early import WARM, Job, early_of
 from support.ranks import run_ranks
 from support.waiting import wait_until
@@ -132,7 +132,7 @@ def test_ranks_count_anew_before_they_count_too_many_directories() -> None:
     assert [save for save, _ in counted] == [*(SaveId(5, n) for n in (1, 2, 3)), None, None]
     assert [here and here.number for _, here in counted] == [1, 1, 2, 1, 3]
     cache.begin_series(6)
-    assert cache.count("a") == (SaveId(6, 1), SaveId(6, 1))
+    assert cache.count("a") == Counted(SaveId(6, 1), SaveId(6, 1))
 
 
 def test_without_the_store_saves_are_committed_together(tmp_path: Path) -> None:

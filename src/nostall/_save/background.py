@@ -100,6 +100,11 @@ class BackgroundSave(ABC):
         self.discard()
         self.progress.end()
 
+    @property
+    def writers_per_host(self) -> int:
+        """How many processes of this user write at a time, with this one; 0 for any number."""
+        return self.engine.writers_per_host
+
     def await_report(self) -> RankReport:
         """The report, once it is there; after ``save_timeout_s``, a failed one."""
         if not self._was_started and not self._report.done():
@@ -116,7 +121,7 @@ class BackgroundSave(ABC):
             rank=self.rank,
             path=self.progress.path,
             timeout_s=timeout_s,
-            waits_for_others=self.engine.writers_per_host > 0,
+            waits_for_others=self.writers_per_host > 0,
             give_up=self.abort,
         )
 

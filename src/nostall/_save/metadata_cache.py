@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -21,6 +21,16 @@ from nostall._save.split_save import SplitSave
 
 _MOST_DIRECTORIES = 10_000
 """Ranks agree to count anew when they have saved to so many."""
+
+
+class Counted(NamedTuple):
+    """What identifies a save by the counts of this rank; nothing before ranks agree on a start."""
+
+    save: SaveId | None = None
+    """Among all saves; ``None`` if this rank has begun one that will not be finalised, or may never
+    be scheduled: another rank may not have begun that, and would count otherwise."""
+    save_here: SaveId | None = None
+    """Among those to its directory."""
 
 
 class CheckpointMetadataCache(PlanMemory):
@@ -48,24 +58,17 @@ class CheckpointMetadataCache(PlanMemory):
         self._saves_to: Counter[str] = Counter()
         """How many saves of the present series went to each directory."""
 
-    def count(self, directory: str) -> tuple[SaveId | None, SaveId | None]:
-        """Count a save, before it is planned; forgotten when ranks have planned it together.
-
-        Returns:
-            What identifies it: among all saves, and among those to the directory. The first is
-            ``None`` if this rank has begun a save that will not be finalised, or may never be
-            scheduled: another rank may not have begun it, and would count otherwise. Both are
-            ``None`` before ranks have agreed from where to count.
-        """
+    def count(self, directory: str) -> Counted:
+        """Count a save, before it is planned; forgotten when ranks have planned it together."""
         if self.last_save is None:
-            return None, None
+            return Counted()
         begun = [reference() for reference in self._begun]
         alike = not any(each is None or each.is_lost or each.is_unscheduled for each in begun)
         self.last_save = self.last_save.next()
         self._saves_to[directory] += 1
         alike &= len(self._saves_to) < _MOST_DIRECTORIES
         here = SaveId(self.last_save.series, self._saves_to[directory])
-        return (self.last_save if alike else None), here
+        return Counted(self.last_save if alike else None, here)
 
     def begin_series(self, series: int) -> None:
         """Count anew from here on, which all ranks do together."""

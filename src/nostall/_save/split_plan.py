@@ -38,7 +38,7 @@ from nostall._plan.together import (
 )
 from nostall._ranks.group import Coordination, Membership, coordination_of
 from nostall._save.by_name.planner import for_split_saves
-from nostall._save.metadata_cache import CheckpointMetadataCache
+from nostall._save.metadata_cache import CheckpointMetadataCache, Counted
 from nostall._save.rank_save import RankSave
 
 _log = logging.getLogger("nostall")
@@ -128,9 +128,8 @@ def plan_save(
     Raises:
         CheckpointException: A rank could not plan; raised on every rank.
     """
-    counted: tuple[SaveId | None, SaveId | None] = None, None
-    if cache is not None:
-        counted = cache.count(writer._rank_save.settings.directory)
+    directory = writer._rank_save.settings.directory
+    counted = Counted() if cache is None else cache.count(directory)
     use_dist = dist.is_available() and dist.is_initialized()
     session = SaveSession(process_group, use_dist, coordinator_rank)
     session.cache = cache
@@ -151,11 +150,10 @@ def plan_save(
         writer=writer,
     )
     if coordination.is_coordinator:
-        directory = writer._rank_save.settings.directory
         _log.info("saving: path=%s ranks=%d", directory, coordination.world_size)
     alone = cache is not None and plans_alone(cache.plans, group=group)
     if cache is not None and alone:
-        session.save, session.save_here = counted
+        session.save, session.save_here = counted.save, counted.save_here
         session.reused_plans = cache.all_plans
         metadata = arguments.reusable(cache)
         if not _prepare_known(arguments, cache, metadata, session):

@@ -57,7 +57,7 @@ def wait_for(written: Future[RankReport], target: SaveTarget, engine: Engine) ->
             rank=target.settings.rank,
             path=target.settings.directory,
             timeout_s=engine.options.save_timeout_s,
-            waits_for_others=engine.writers_per_host > 0,
+            waits_for_others=target.settings.writers_per_host(engine) > 0,
             give_up=give_up,
         )
     except BaseException:  # an interrupt, such as Ctrl-C, too
@@ -229,8 +229,7 @@ def jobs(
             chunk_nbytes=settings.chunk_nbytes(layout, engine),
             direct=engine.options.direct_io,
             retries=engine.options.write_retries,
-            # A local tier waits for no slow destination.
-            writers_per_host=engine.writers_per_host if settings.tier is None else 0,
+            writers_per_host=settings.writers_per_host(engine),
             turn_timeout_s=engine.options.save_timeout_s,
             checksum_files=container_settings()[0],
             stream=stream,
