@@ -25,7 +25,7 @@ from nostall._memory.fence import any_under_way, wait_staged
 from nostall._memory.pinning import Pinning
 from nostall._memory.staged_state import Placement
 from nostall._model.checksum import use_fastest
-from nostall._model.interrupts import is_done
+from nostall._model.interrupts import is_done, start, uninterruptible
 from nostall._model.jobs import RankReport, WriteJob
 from nostall._model.progress import SaveStatus, UnderWay
 from nostall._model.reads import LoadStatus, load_statuses
@@ -132,7 +132,7 @@ class Engine:
             reserve()
 
         self._reserving = TorchThread("nostall-warmup", run)
-        self._reserving.start()
+        start(self._reserving)
 
     def _await_reservation(self, thread: threading.Thread | None, timeout_s: float) -> None:
         if thread is None or thread is threading.current_thread():
@@ -240,7 +240,7 @@ class Engine:
 
         They remove what they have made.
         """
-        with self._lock:
+        with uninterruptible(), self._lock:
             for of_job, cancelled in self._cancellable:
                 if of_job == job:
                     cancelled.set()
@@ -276,7 +276,7 @@ class Engine:
             reason: Why, for the errors.
             is_ending: Whether this process ends: processes with jobs that outlive it go on.
         """
-        with self._lock:
+        with uninterruptible(), self._lock:
             writers, self._writers = self._writers, []
             for _, cancelled in self._cancellable:
                 cancelled.set()

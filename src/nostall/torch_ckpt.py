@@ -15,7 +15,7 @@ import torch
 from nostall._engine import default_engine
 from nostall._memory.arena import Lease
 from nostall._memory.snapshot import write_over
-from nostall._model.interrupts import is_done
+from nostall._model.interrupts import is_done, on_done
 from nostall._model.jobs import (
     FileImage,
     RankFailed,
@@ -118,7 +118,7 @@ class _FileSave(BackgroundSave):
         written = self.engine.submit([self._job(snapshot)], snapshot.lease)
         file = os.getpid(), self._path
         before, _last_to[file] = _last_to.get(file), placed
-        written.add_done_callback(lambda done: start_apart("nostall-placing", lambda: settle(done)))
+        on_done(written, lambda done: start_apart("nostall-placing", lambda: settle(done)))
         return placed
 
     def _archive_nbytes(self) -> int:

@@ -37,7 +37,7 @@ class _Trainer(WriterProcess):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ready = threading.Event()
+        self._ready: Future[None] = Future()
         self._on_progress = lambda _job, _nbytes: None
         self._created = {"j/0/0": lambda _name: None}
         future: Future[RankReport] = Future()

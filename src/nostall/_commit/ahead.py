@@ -17,7 +17,7 @@ from enum import Enum, auto
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from nostall._commit.publication import Publication
-from nostall._model.interrupts import is_done
+from nostall._model.interrupts import is_done, start
 from nostall._storage.places import storage_at
 from nostall._storage.port import Draft
 from nostall._storage.unused_files import remove_in_time
@@ -80,7 +80,7 @@ class WrittenAhead:
         # A daemon: the interpreter has to end even if storage hangs.
         thread = threading.Thread(target=self._write, name="nostall-ahead", daemon=True)
         try:
-            thread.start()
+            start(thread)
         except RuntimeError:  # the system cannot start a thread
             self._end()
             self.settled.set_result(None)

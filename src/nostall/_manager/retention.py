@@ -128,7 +128,7 @@ class Retention:
         with uninterrupted():
             with self._lock:
                 self._next = work
-                if not self._idle.done():
+                if not is_done(self._idle):
                     return
                 self._idle = Future()
             start_apart("nostall-retention", self._run)

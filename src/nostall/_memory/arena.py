@@ -172,7 +172,8 @@ class Arena:
         self._leased: list[Block] = []
         self._being_made = 0
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()  # taken itself: see _model.interrupts
+        self._changed = threading.Condition(self._lock)
 
     def lease(self, nbytes: int, *, timeout_s: float, beyond_limit: bool = False) -> Lease:
         """A lease on a block of at least ``nbytes`` bytes; waits for an earlier save to return one.
@@ -193,7 +194,7 @@ class Arena:
         collected = False
         too_small: list[Block] = []
         while True:
-            with self._changed:
+            with self._lock:
                 block = self._take_free(nbytes)
                 if block is not None:
                     return self._leased_out(block)
@@ -243,11 +244,11 @@ class Arena:
             largest = None
             made = made or Block(nbytes)
         except BaseException:  # an interrupt, too: others count on the block
-            with self._changed:
+            with self._lock:
                 self._being_made -= 1
                 self._changed.notify_all()
             raise
-        with self._changed:
+        with self._lock:
             self._being_made -= 1
             return self._leased_out(made)
 
@@ -259,7 +260,7 @@ class Arena:
 
     def adopt(self, lease: Lease) -> Lease:
         """Take over a lease; its previous holder can no longer release it."""
-        with self._changed:
+        with self._lock:
             mine = lease.hand_over()
             self._leases.add(mine)
             return mine
@@ -271,12 +272,12 @@ class Arena:
     @property
     def anything_labelled(self) -> bool:
         """Whether a labelled lease, such as a stager's, is out."""
-        with self._changed:
+        with self._lock:
             return any(lease.held and lease.label is not None for lease in self._leases)
 
     def lease_at(self, address: int) -> Lease | None:
         """The held lease whose block contains a memory address; ``None`` if there is none."""
-        with self._changed:  # other threads add to it
+        with self._lock:  # other threads add to it
             leases = list(self._leases)
         for lease in leases:
             start = address_of(lease.block)
@@ -287,12 +288,12 @@ class Arena:
     @property
     def reserved_nbytes(self) -> int:
         """Bytes of memory held at present, leased or free."""
-        with self._changed:
+        with self._lock:
             return sum(block.nbytes for block in (*self._free, *self._leased))
 
     def close(self) -> None:
         """Free all unleased memory; leased blocks are freed when they are returned."""
-        with self._changed:
+        with self._lock:
             self._max_blocks = 0
             free, self._free = self._free, []
             self._changed.notify_all()
@@ -301,7 +302,7 @@ class Arena:
     def _give_back(self, block: Block) -> None:
         if os.getpid() != self._pid:
             return  # a forked child's copy of a lease; the lock may have been held during the fork
-        with self._changed:
+        with self._lock:
             self._leased.remove(block)
             keep = len(self._leased) + len(self._free) < self._max_blocks
             if keep:

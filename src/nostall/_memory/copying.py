@@ -24,6 +24,7 @@ import torch
 from nostall import _torch
 from nostall._memory.devices import DeviceCopy
 from nostall._memory.nontemporal import Copy, copy_past_caches
+from nostall._model.interrupts import start
 from nostall._model.values import TensorForm
 
 Source = TypeVar("Source", bound="torch.Tensor | bytes")
@@ -187,7 +188,7 @@ class Places:
                     target=_take_turns, args=(copy, pieces), name="nostall-copy"
                 )
                 try:
-                    thread.start()
+                    start(thread)
                 except RuntimeError:  # no more threads: this one copies the rest
                     break
                 joins.callback(thread.join)

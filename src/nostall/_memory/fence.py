@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nostall._memory.copying import Copies
-from nostall._model.interrupts import is_done, uninterrupted
+from nostall._model.interrupts import is_done, uninterruptible
 from nostall.errors import SaveTimeoutError
 
 
@@ -47,7 +47,7 @@ class SnapshotFence:
 
     def __init__(self, timeout_s: float = 0.0) -> None:
         self._timeout_s = timeout_s
-        self._moved = threading.Condition()
+        self._make_lock()
         self._safe: Future[None] = Future()
         """Done when tensors may be changed."""
         self._lost: str | None = None
@@ -61,6 +61,10 @@ class SnapshotFence:
         self.failure: str | None = None
         """Why the snapshot failed. Not an exception, whose traceback would hold the tensors."""
 
+    def _make_lock(self) -> None:
+        self._lock = threading.RLock()  # taken itself: see _model.interrupts
+        self._moved = threading.Condition(self._lock)
+
     def wait(self, timeout: float | None = None) -> None:
         """Return when the tensors may be changed; at once if the snapshot failed.
 
@@ -73,11 +77,11 @@ class SnapshotFence:
         waiter = object()
         try:
             # Counted before the wait: the caller may change tensors the moment it ends.
-            with uninterrupted(), self._moved:
+            with uninterruptible(), self._lock:
                 self._waiters.add(waiter)
                 self._moved.notify_all()
             is_done(self._safe, math.inf if timeout is None else timeout)
-            with uninterrupted(), self._moved:
+            with uninterruptible(), self._lock:
                 is_safe, copies = self._safe.done(), self._copies
                 if not is_safe:
                     self._waiters.discard(waiter)
@@ -89,7 +93,7 @@ class SnapshotFence:
                 )
             copies.precede_what_follows()
         except BaseException:  # also Ctrl-C: the caller may not change tensors
-            with uninterrupted(), self._moved:
+            with uninterruptible(), self._lock:
                 self._waiters.discard(waiter)
             raise
 
@@ -98,7 +102,7 @@ class SnapshotFence:
         try:
             self.wait(self._timeout_s)
         except SaveTimeoutError:
-            with uninterrupted(), self._moved:
+            with uninterruptible(), self._lock:
                 if not self._safe.done():
                     self._lost = (
                         f"an optimizer's step waited {self._timeout_s:g} s for the snapshot,"
@@ -108,7 +112,7 @@ class SnapshotFence:
 
     def wait_awaited(self, timeout: float) -> None:
         """Return when a thread waits for this fence, or after ``timeout`` seconds."""
-        with self._moved:
+        with self._lock:
             self._moved.wait_for(lambda: bool(self._waiters), timeout)
 
     def open(self, copies: Copies) -> None:
@@ -117,7 +121,7 @@ class SnapshotFence:
         Raises:
             SaveTimeoutError: A thread gave up waiting before, and may have changed tensors.
         """
-        with self._moved:
+        with self._lock:
             if self._lost is not None:
                 raise SaveTimeoutError(
                     self._lost,
@@ -134,7 +138,7 @@ class SnapshotFence:
 
     def close(self, changed: Callable[[], list[str]]) -> list[str]:
         """All copies are made: names of tensors changed so far although no thread waited."""
-        with self._moved:  # new waiters block until this comparison ends
+        with self._lock:  # new waiters block until this comparison ends
             self._copies = Copies()
             return [] if self._waiters else changed()
 
@@ -154,7 +158,7 @@ class SnapshotFence:
 
     def end(self, failure: str | None = None) -> None:
         """The snapshot is complete, or failed for the reason given; tensors may change."""
-        with self._moved:
+        with self._lock:
             self.failure = failure
             self._copies = Copies()
             self._let_go()
@@ -175,7 +179,7 @@ class SnapshotFence:
 
     def abandon_after_fork(self) -> None:
         """Open the fence in a forked child, which does not have the copying thread."""
-        self._moved = threading.Condition()
+        self._make_lock()
         self._copies = Copies()
         self._safe = Future()
         self._safe.set_result(None)

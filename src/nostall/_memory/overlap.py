@@ -34,6 +34,7 @@ from nostall import _torch
 from nostall._memory import devices
 from nostall._memory.copying import Copies, Source, detach_all
 from nostall._memory.fence import SnapshotFence
+from nostall._model.interrupts import uninterruptible
 from nostall._model.torch_threads import TorchThread
 from nostall.errors import StagingError
 
@@ -151,14 +152,14 @@ def _run_apart(run: Callable[[], None], fence: SnapshotFence) -> None:
         is_wanted.wait()
         run()
 
-    fence.enter()
-    try:
-        TorchThread("nostall-staging", run_when_wanted).start()
-    except RuntimeError:  # no more threads
-        run()
-    except BaseException:  # an interrupt: no caller receives this fence; a started thread ends
-        fence.end()
-        fence.leave()
-        raise
-    finally:
+    with uninterruptible():  # an entered fence is left, and a thread is told
+        fence.enter()
+        try:
+            TorchThread("nostall-staging", run_when_wanted).start()
+        except RuntimeError:  # no more threads
+            run()
+        except BaseException:  # such as no memory: no caller receives this fence
+            fence.end()
+            fence.leave()
+            raise
         is_wanted.set()

@@ -240,7 +240,8 @@ class _Ring:
     def __init__(self, part_nbytes: int, most_parts: int) -> None:
         self._part_nbytes = part_nbytes
         self._most_parts = most_parts
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # taken itself: see _model.interrupts
+        self._changed = threading.Condition(self._lock)
         self._returned: deque[_Part] = deque()
         self._count = 0
         """Parts that exist, or are being allocated."""
@@ -262,13 +263,13 @@ class _Ring:
             yield part
         finally:
             self._holders.discard(thread)
-            with self._changed:
+            with self._lock:
                 self._returned.append(part)
                 self._changed.notify()
 
     def _returned_part(self) -> _Part | None:
         """The part that was returned first; ``None`` if the caller is to allocate one."""
-        with self._changed:
+        with self._lock:
             while True:
                 is_full = self._count == self._most_parts
                 if self._returned and (is_full or _is_copied(self._returned[0])):
@@ -282,7 +283,7 @@ class _Ring:
         try:
             return _Part(self._allocated())
         except BaseException:  # passed on; others may try
-            with self._changed:
+            with self._lock:
                 self._count -= 1
                 self._changed.notify()
             raise

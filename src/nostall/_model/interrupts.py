@@ -1,9 +1,14 @@
 """Ctrl-C: its exception waits for the end of a section that must not be cut in two.
 
 An exception between two lines of a section, such as "start the save" and "note that it is
-started", would leave a save that nobody commits. One inside of ``Future.done`` or ``Event.wait``
-can leave their lock taken, and the thread that settles them would wait for ever. The sections are
-short. A second Ctrl-C interrupts :func:`uninterrupted` at once, but not :func:`uninterruptible`.
+started", would leave a save that nobody commits. The sections are short. A second Ctrl-C interrupts
+:func:`uninterrupted` at once, but not :func:`uninterruptible`.
+
+Python's own locks are not safe either. An exception on the first line of ``Condition.__enter__``
+leaves the lock taken, and every other thread that needs it waits for ever. Conditions, events,
+futures and ``Thread.start`` are made of that. So where the main thread uses one, it takes the
+condition's lock itself (``with lock`` is safe), or calls :func:`is_done`, :func:`on_done` or
+:func:`start`.
 """
 
 from __future__ import annotations
@@ -14,7 +19,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class _Later:
@@ -67,6 +74,22 @@ def _section(kind: type[_Later]) -> Iterator[None]:
             signal.signal(signal.SIGINT, previous)
         if later.is_asked:
             previous(signal.SIGINT, None)
+
+
+def start(thread: threading.Thread) -> None:
+    """Start a thread, completely: interrupted, it or this one might wait for the other for ever.
+
+    Raises:
+        RuntimeError: The system cannot start a thread.
+    """
+    with uninterruptible():
+        thread.start()
+
+
+def on_done(future: Future[T], function: Callable[[Future[T]], object]) -> None:
+    """Call a function when a future is done, as ``add_done_callback`` does."""
+    with uninterruptible():
+        future.add_done_callback(function)
 
 
 def is_done(future: Future[Any], timeout_s: float = 0.0) -> bool:

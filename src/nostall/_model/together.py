@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
+from nostall._model.interrupts import start
+
 
 def work_together(work: Callable[[int], None], count: int, *, give_up: Callable[[], None]) -> None:
     """Do work on this thread and on others; returns when all have ended.
@@ -23,7 +25,7 @@ def work_together(work: Callable[[int], None], count: int, *, give_up: Callable[
     try:
         for thread in threads:
             try:
-                thread.start()
+                start(thread)
             except RuntimeError:  # no more threads: those running do the work
                 break
         work(0)

@@ -23,6 +23,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from nostall._memory import devices
+from nostall._model.interrupts import start
 
 _log = logging.getLogger("nostall")
 
@@ -67,7 +68,7 @@ class _Standby:
         """Start the thread, once per process."""
         if self._pid != os.getpid():
             self._work = SimpleQueue()
-            threading.Thread(target=self._serve, name="nostall-exit", daemon=True).start()
+            start(threading.Thread(target=self._serve, name="nostall-exit", daemon=True))
             self._pid = os.getpid()
 
     def run(self, work: Callable[[], str], deadline: float) -> str:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from nostall._engine import default_engine
-from nostall._model.interrupts import is_done
+from nostall._model.interrupts import is_done, on_done, uninterruptible
 from nostall._model.jobs import Failure, RankFailed
 from nostall._model.lifecycle import Lifecycle, State
 from nostall._queue.python_worker import Outcome, PythonWorker, serialize_call
@@ -54,7 +54,7 @@ class Call:
 
     def settle(self, failure: Outcome) -> None:
         # An abort and an answer may coincide; the first one counts.
-        with suppress(InvalidStateError):
+        with uninterruptible(), suppress(InvalidStateError):
             self.outcome.set_result(failure and (self.late or failure))
 
     def discard(self) -> None:
@@ -125,7 +125,7 @@ class AsyncCaller(ABC):
 
     def _start(self, call: Call, args: list[Any], call_fd: int | None) -> None:
         if (native := call.native) is not None:
-            native.start(args[1]).add_done_callback(lambda _: call.settle(native.failure()))
+            on_done(native.start(args[1]), lambda _: call.settle(native.failure()))
             return
         assert call_fd is not None  # serialised above
         try:
@@ -133,7 +133,7 @@ class AsyncCaller(ABC):
         except BaseException:  # passed on; no process owns the descriptor
             os.close(call_fd)
             raise
-        call.process.submit(call_fd).add_done_callback(lambda done: call.settle(done.result()))
+        on_done(call.process.submit(call_fd), lambda done: call.settle(done.result()))
 
     def _fail(self, call: Call, error: Exception, *, phase: str) -> None:
         failure = failure_of(error, phase=phase)
@@ -225,7 +225,7 @@ class AsyncCaller(ABC):
                 call.life.to(State.ABORTED)
             native = call.native
             is_left = is_ending and native is not None and native.outlives
-            if native is not None and not is_left and not call.outcome.done():
+            if native is not None and not is_left and not is_done(call.outcome):
                 native.abort()
             call.settle(
                 Failure(kind="SaveAbortedError", message="the request was aborted", phase="write")

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from nostall._model.interrupts import is_done
+from nostall._model.interrupts import is_done, on_done
 from nostall._model.jobs import Failure, FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._ranks.failures import failure_of
 
@@ -37,7 +37,7 @@ def when_done(
         whole.set_result(report)
 
     for part in parts:
-        part.add_done_callback(one_done)
+        on_done(part, one_done)
     return whole
 
 
@@ -67,7 +67,7 @@ def await_report(
     hint = "the storage is slower than EngineOptions.save_timeout_s allows, or it is stuck"
     if waits_for_others:
         hint += "; or it waited for other writers of this host: see EngineOptions.writers_per_host"
-    if not future.done():
+    if not is_done(future):
         hint += "; the files are removed when it answers, or stay"
     failure = Failure(
         kind="SaveTimeoutError",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from nostall._engine import Engine, default_engine
+from nostall._model.interrupts import is_done, on_done, uninterruptible
 from nostall._model.jobs import Failure, RankFailed, RankReport
 from nostall._model.progress import Progress
 from nostall._ranks.failures import failure_of
@@ -65,7 +66,7 @@ class BackgroundSave(ABC):
     def start(self, snapshot: Any) -> Future[RankReport]:
         """Write in the background; the future always ends with a report."""
         self._begin(snapshot)
-        self.submit(snapshot).add_done_callback(lambda done: self._settle(done.result()))
+        on_done(self.submit(snapshot), lambda done: self._settle(done.result()))
         return self._report
 
     def fail(self, error: BaseException, *, phase: str) -> None:
@@ -107,7 +108,7 @@ class BackgroundSave(ABC):
 
     def await_report(self) -> RankReport:
         """The report, once it is there; after ``save_timeout_s``, a failed one."""
-        if not self._was_started and not self._report.done():
+        if not self._was_started and not is_done(self._report):
             failure = Failure(
                 kind="SaveError",
                 message="the save was planned, but nothing was scheduled to write it",
@@ -127,7 +128,7 @@ class BackgroundSave(ABC):
 
     def failure(self) -> Failure | None:
         """Why the save failed; ``None`` if it did not or is not over."""
-        report = self._report.result(0) if self._report.done() else None
+        report = self._report.result(0) if is_done(self._report) else None
         return report.failure if isinstance(report, RankFailed) else None
 
     def _begin(self, snapshot: Any) -> None:
@@ -149,7 +150,7 @@ class BackgroundSave(ABC):
 
     def _settle(self, report: RankReport) -> None:
         # An abort and an answer may coincide; the first one counts.
-        with suppress(InvalidStateError):
+        with uninterruptible(), suppress(InvalidStateError):
             self._report.set_result(report)
 
     def __reduce__(self) -> str | tuple[Any, ...]:

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from nostall._engine import Engine
+from nostall._model.interrupts import on_done
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten, WriteWork
 from nostall._model.values import FileLayout, KeptFile
 from nostall._ranks.reports import joined, when_done
@@ -163,7 +164,7 @@ def when_copied(
     """As :func:`with_copied`, of a report that is pending."""
     if prepared.copied is None:
         return written
-    written.add_done_callback(lambda done: _stop_after(done.result(), prepared, engine))
+    on_done(written, lambda done: _stop_after(done.result(), prepared, engine))
     return when_done([written, prepared.copied], joined)
 
 

@@ -13,7 +13,7 @@ from nostall._commit.ahead import WrittenAhead
 from nostall._memory.fence import SnapshotFence
 from nostall._memory.overlap import changed_too_early
 from nostall._memory.snapshot import Snapshot
-from nostall._model.interrupts import is_done
+from nostall._model.interrupts import is_done, on_done
 from nostall._model.jobs import FileReceipt, RankReport, RankWritten
 from nostall._model.lifecycle import State
 from nostall._model.values import RankFiles
@@ -127,7 +127,7 @@ class SplitSave(BackgroundSave):
         if is_done(staging, timeout_s):
             return staging.result()
         self.aborted = True
-        staging.add_done_callback(self._give_up)
+        on_done(staging, self._give_up)
         raise SaveTimeoutError(
             f"the snapshot was not taken within {timeout_s:g} s",
             rank=self.rank,
@@ -179,7 +179,7 @@ class SplitSave(BackgroundSave):
                 return
             written.add_done_callback(lambda done: report.set_result(done.result()))
 
-        staging.add_done_callback(go_on)
+        on_done(staging, go_on)
         return report
 
     def _settle(self, report: RankReport) -> None:

@@ -14,6 +14,7 @@ from nostall._memory.copying import Copies
 from nostall._memory.fence import SnapshotFence
 from nostall._memory.overlap import Marks, stage_behind
 from nostall._memory.snapshot import Snapshot, begin_snapshot
+from nostall._model.interrupts import is_done
 from nostall._model.jobs import RankFailed, RankReport
 from nostall._model.lifecycle import State
 from nostall._model.values import Layout
@@ -120,7 +121,7 @@ def _require_going(
         raise SaveAbortedError(
             "the save was aborted", rank=prepared.rank, phase="stage", job=prepared.target.job
         )
-    for report in [each.result() for each in written if each.done()]:
+    for report in [each.result() for each in written if is_done(each)]:
         if isinstance(report, RankFailed):
             raise error_of(report, job=prepared.target.job)
 

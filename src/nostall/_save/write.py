@@ -13,7 +13,7 @@ from functools import partial
 
 from nostall._engine import Engine
 from nostall._memory.snapshot import Snapshot
-from nostall._model.interrupts import is_done
+from nostall._model.interrupts import is_done, start
 from nostall._model.jobs import (
     NO_BLOCK,
     Completion,
@@ -159,11 +159,8 @@ def in_thread(
     future.set_running_or_notify_cancel()
     registered = ExitStack()
     cancelled = registered.enter_context(engine.cancellable(target.job))
-    started = threading.Lock()
 
     def run() -> None:
-        if not started.acquire(blocking=False):
-            return
         with registered:
             try:
                 engine.removed.await_room(engine.options.save_timeout_s)
@@ -173,14 +170,17 @@ def in_thread(
                 report = RankFailed(rank=target.settings.rank, failure=failure)
         future.set_result(report)
 
+    thread = threading.Thread(target=run, name="nostall-writer", daemon=True)
     try:
-        threading.Thread(target=run, name="nostall-writer", daemon=True).start()
+        start(thread)
     except RuntimeError:  # the interpreter is ending, or no thread can be started
         run()
-    except BaseException:  # such as Ctrl-C: the thread may run, or never start
-        cancelled.set()
-        run()
-        is_done(future, CANCEL_TIMEOUT_S)
+    except BaseException:  # such as Ctrl-C, while it was started or before
+        engine.stop_threads(target.job)
+        if thread.ident is None:
+            registered.close()
+        else:
+            is_done(future, CANCEL_TIMEOUT_S)
         raise
     return future
 

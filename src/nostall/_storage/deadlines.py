@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from nostall._model.interrupts import is_done
+from nostall._model.interrupts import is_done, start
 from nostall.errors import SaveTimeoutError
 
 _INTERRUPTED_TIMEOUT_S = 2.0
@@ -28,7 +28,7 @@ def start_apart(name: str, work: Callable[[], object]) -> threading.Thread | Non
     """
     thread = threading.Thread(target=work, name=name, daemon=True)
     try:
-        thread.start()
+        start(thread)
     except RuntimeError:
         work()
         return None

@@ -86,7 +86,7 @@ class Promotion:
     @property
     def done(self) -> bool:
         """Whether it is over: the destination has the checkpoint, or will not get it."""
-        return self._outcome.done()
+        return is_done(self._outcome)
 
     @property
     def status(self) -> PromotionStatus:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
+from nostall._model.interrupts import on_done
 from nostall._model.jobs import Failure
 from nostall._model.names import METADATA_SUFFIX as METADATA_NAME
 from nostall._model.values import WrittenFile
@@ -62,7 +63,8 @@ class Promotions:
         """Destinations that are being removed, and the promotions that wait for the end of that."""
         self._is_closed = False
         # Not held during a call of the disk, or while a process starts.
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()  # taken itself: see _model.interrupts
+        self._changed = threading.Condition(self._lock)
         self._starting = threading.Lock()
 
     def make_room(
@@ -110,7 +112,7 @@ class Promotions:
             path=tier,
             rank=rank,
         )
-        with self._changed:
+        with self._lock:
             self._being_saved.add(directory)
         start_apart("nostall-tier", partial(remove_set_aside, tier))
 
@@ -118,7 +120,7 @@ class Promotions:
         self, tier: str, make: Callable[[], str], *, is_part: bool, timeout_s: float
     ) -> str:
         directory = make()
-        with self._changed:
+        with self._lock:
             used = {*self._being_saved, directory}
         promoted = [each.path for each in committed_in(tier) if each.is_promoted]
         old = left_by_crashes(tier, _SAVES_PER_AGE * max(timeout_s, _LONG_S))
@@ -134,7 +136,7 @@ class Promotions:
     def begin(self, tier: str, directory: str, destination: str) -> Promotion:
         """Promote a checkpoint that was just committed; never raises for what fails later."""
         promotion = Promotion(tier, directory, destination)
-        with self._changed:
+        with self._lock:
             self._being_saved.discard(directory)
             self._failed.pop((directory, METADATA_NAME), None)
             earlier = self._pending.pop((directory, METADATA_NAME), None)
@@ -171,7 +173,7 @@ class Promotions:
             rank=rank,
         )
         promotion = Promotion(tier, directory, destination, record)
-        with self._changed:
+        with self._lock:
             self._pending[directory, record] = promotion
         self._submit(promotion)
         start_apart("nostall-tier", partial(remove_done_parts, tier))
@@ -186,7 +188,7 @@ class Promotions:
             OSError: The local disk refuses.
         """
         left, new = left_in(tier), []
-        with self._changed:
+        with self._lock:
             for each in left:
                 key = each.directory, each.record
                 if key not in self._pending and key not in self._failed:
@@ -195,7 +197,7 @@ class Promotions:
                     new.append(promotion)
         for promotion in new:
             self._submit(promotion)
-        with self._changed:
+        with self._lock:
             return [each for each in self._pending.values() if each.tier == tier]
 
     @contextmanager
@@ -204,7 +206,7 @@ class Promotions:
 
         Otherwise a promotion could publish metadata whose files are removed at the same time.
         """
-        with self._changed:
+        with self._lock:
             is_free = all(each.path != destination for each in self._pending.values())
             is_free = is_free and destination not in self._being_removed
             if is_free:
@@ -213,19 +215,19 @@ class Promotions:
             yield is_free
         finally:
             if is_free:
-                with self._changed:
+                with self._lock:
                     waiting = self._being_removed.pop(destination)
                 for promotion in waiting:
                     self._submit(promotion)
 
     def unfinished(self) -> list[Promotion]:
         """The promotions that are not over."""
-        with self._changed:
+        with self._lock:
             return list(self._pending.values())
 
     def missing(self) -> list[Promotion]:
         """The promotions that are not over, and those that have failed and were not replaced."""
-        with self._changed:
+        with self._lock:
             return [*self._pending.values(), *self._failed.values()]
 
     def close(self) -> None:
@@ -248,7 +250,7 @@ class Promotions:
             of_tier = [each for each in self._pending.values() if each.tier == tier]
             return [each for each in of_tier if (each.record != METADATA_NAME) == is_part]
 
-        with self._changed:
+        with self._lock:
             found = waiting()
             if len(found) < limit:
                 return
@@ -271,7 +273,7 @@ class Promotions:
         )
 
     def _submit(self, promotion: Promotion) -> None:
-        with self._changed:
+        with self._lock:
             if promotion.path in self._being_removed:
                 self._being_removed[promotion.path].append(promotion)
                 return
@@ -281,7 +283,7 @@ class Promotions:
         except Exception as error:  # no process can be started; the checkpoint is committed
             self._end(promotion, failure_of(error, phase="promote"))
             return
-        outcome.add_done_callback(partial(self._settle, promotion))
+        on_done(outcome, partial(self._settle, promotion))
 
     def _running(self) -> PromotingProcess:
         with self._starting:
@@ -305,7 +307,7 @@ class Promotions:
         self._end(promotion, failure)
 
     def _end(self, promotion: Promotion, failure: Failure | None) -> None:
-        with self._changed:
+        with self._lock:
             key = promotion.local_path, promotion.record
             if self._pending.get(key) is promotion:
                 del self._pending[key]

@@ -23,6 +23,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 import psutil
 
+from nostall._model.interrupts import is_done, start, uninterruptible
 from nostall._model.jobs import Failure
 from nostall._writer.framing import Message, Receiver, send
 from nostall.errors import NostallError, ProtocolError, WriterDiedError
@@ -95,11 +96,11 @@ class ChildProcess(ABC, Generic[T]):
         self._waiting: dict[str, _Waiting[T]] = {}
         self._death: Failure | None = None
         self._hung_up = False
-        self._ready = threading.Event()
+        self._ready: Future[None] = Future()
         self._receiver = threading.Thread(
             target=self._receive, name=f"nostall-receiver-{self.pid}", daemon=True
         )
-        self._receiver.start()
+        start(self._receiver)
         self.set_priority(cpu_priority, io_priority)
 
     def set_priority(self, cpu_priority: int | None, io_priority: int | None) -> None:
@@ -135,7 +136,7 @@ class ChildProcess(ABC, Generic[T]):
 
     def wait_ready(self, timeout: float) -> bool:
         """Wait until the process listens; false after ``timeout`` seconds or if it is dead."""
-        return self._ready.wait(timeout) and self.alive
+        return is_done(self._ready, timeout) and self.alive
 
     def kill(self, reason: str, kind: str = "WriterDiedError") -> None:
         """Kill the process; unanswered requests fail with ``reason``. Idempotent."""
@@ -211,13 +212,14 @@ class ChildProcess(ABC, Generic[T]):
     def _send_later(self, message: Message) -> None:
         """Send with the next message, or now if no thread sends. Never waits: for finalizers."""
         self._later.append(message)
-        if self._send_lock.acquire(blocking=False):
-            try:
-                self._send_waiting()
-            except OSError:  # the next sender detects it, and kills the process
-                return
-            finally:
-                self._send_lock.release()
+        with uninterruptible():
+            if self._send_lock.acquire(blocking=False):
+                try:
+                    self._send_waiting()
+                except OSError:  # the next sender detects it, and kills the process
+                    return
+                finally:
+                    self._send_lock.release()
 
     def _send_waiting(self) -> None:
         while self._later:
@@ -243,7 +245,7 @@ class ChildProcess(ABC, Generic[T]):
 
     def _take(self, message: Message) -> None:
         if message["type"] == "ready":
-            self._ready.set()
+            self._be_ready()
             return
         if message["type"] in ("progress", "created"):
             self._handle_event(message)
@@ -258,6 +260,10 @@ class ChildProcess(ABC, Generic[T]):
         if waiting is not None:  # a late answer without a waiter is dropped
             waiting.future.set_result(answer)
 
+    def _be_ready(self) -> None:
+        if not self._ready.done():
+            self._ready.set_result(None)
+
     def _settle_rest(self) -> None:
         try:
             code = self._process.wait(_EXIT_TIMEOUT_S)
@@ -268,7 +274,7 @@ class ChildProcess(ABC, Generic[T]):
         with self._lock:
             rest = list(self._waiting.values())
             self._waiting.clear()
-        self._ready.set()
+        self._be_ready()
         self._socket.close()
         assert self._death is not None  # recorded above at the latest
         for waiting in rest:

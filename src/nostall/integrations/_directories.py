@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 
 from nostall import _torch
 from nostall._engine import default_engine
+from nostall._model.interrupts import is_done
 from nostall._queue.finalizing import together
 from nostall._ranks.group import coordination_for
 from nostall._storage.deadlines import begin, in_time
@@ -180,7 +181,7 @@ class DirectorySaves:
         _in_time(changing.result, path, doing=doing, phase="commit")
 
     def _remove(self, paths: Sequence[str]) -> None:
-        self._removals = [removal for removal in self._removals if not removal.done()]
+        self._removals = [removal for removal in self._removals if not is_done(removal)]
         if paths:
             self._removals.append(begin("nostall-removal", partial(_remove_trees, paths)))
 
