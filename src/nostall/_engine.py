@@ -25,11 +25,11 @@ from nostall._memory.fence import any_under_way, wait_staged
 from nostall._memory.pinning import Pinning
 from nostall._memory.staged_state import Placement
 from nostall._model.checksum import use_fastest
-from nostall._model.interrupts import is_done, start, uninterruptible
+from nostall._model.interrupts import is_done, uninterruptible
 from nostall._model.jobs import RankReport, WriteJob
 from nostall._model.progress import SaveStatus, UnderWay
 from nostall._model.reads import LoadStatus, load_statuses
-from nostall._model.torch_threads import TorchThread
+from nostall._model.torch_threads import run_torch_apart
 from nostall._model.values import ItemShape, KeptFile, Layout
 from nostall._plan.layout import FileNaming, Packing, lay_out, renamed
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, joined, when_done
@@ -77,8 +77,10 @@ class Engine:
         self._is_closed = False
         self._writers: list[WriterProcess] = []
         self._layouts: dict[Any, Layout] = {}
-        self._reserving: threading.Thread | None = None
+        self._reserving: Future[None] | None = None
         """Set by :meth:`reserve_on_thread` until a save has waited for it."""
+        self._reserver: int | None = None
+        """The thread that reserves."""
         self._pinning = Pinning()
         self._lock = threading.RLock()
 
@@ -129,20 +131,22 @@ class Engine:
 
         def run() -> None:
             self._await_reservation(earlier, self.options.save_timeout_s)
-            reserve()
+            self._reserver = threading.get_ident()
+            try:
+                reserve()
+            finally:
+                self._reserver = None
 
-        self._reserving = TorchThread("nostall-warmup", run)
-        start(self._reserving)
+        self._reserving = run_torch_apart("nostall-warmup", run)
 
-    def _await_reservation(self, thread: threading.Thread | None, timeout_s: float) -> None:
-        if thread is None or thread is threading.current_thread():
+    def _await_reservation(self, reserving: Future[None] | None, timeout_s: float) -> None:
+        if reserving is None or self._reserver == threading.get_ident():
             return
-        thread.join(timeout_s)
-        if thread.is_alive():
+        if not is_done(reserving, timeout_s):
             _log.warning(
                 "the warm-up has not ended within %g s; the save reserves memory itself", timeout_s
             )
-        if self._reserving is thread:
+        if self._reserving is reserving:
             self._reserving = None
 
     def remember_placement(self, key: Any, placement: Placement) -> None:
@@ -198,7 +202,7 @@ class Engine:
         Raises:
             SaveAbortedError: The engine was closed.
         """
-        with self._lock:
+        with self._lock, uninterruptible():  # a process that is started is known
             if self._is_closed:
                 raise SaveAbortedError(
                     "the engine that this save belongs to was closed",
@@ -240,7 +244,7 @@ class Engine:
 
         They remove what they have made.
         """
-        with uninterruptible(), self._lock:
+        with self._lock, uninterruptible():
             for of_job, cancelled in self._cancellable:
                 if of_job == job:
                     cancelled.set()
@@ -276,7 +280,7 @@ class Engine:
             reason: Why, for the errors.
             is_ending: Whether this process ends: processes with jobs that outlive it go on.
         """
-        with uninterruptible(), self._lock:
+        with self._lock, uninterruptible():
             writers, self._writers = self._writers, []
             for _, cancelled in self._cancellable:
                 cancelled.set()

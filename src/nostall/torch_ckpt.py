@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 import uuid
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from nostall._model.jobs import (
 )
 from nostall._model.lifecycle import State
 from nostall._save.background import BackgroundSave
-from nostall._storage.deadlines import start_apart
+from nostall._storage.deadlines import in_time, start_apart
 from nostall._storage.destination import absolute
 from nostall._storage.posix import (
     has_identity,
@@ -100,13 +101,26 @@ class _FileSave(BackgroundSave):
         return _Archive(lease=lease, nbytes=sink.tell())  # may be less, for the same reason
 
     def write(self, snapshot: _Archive) -> RankReport:
-        try:
-            job = self._job(snapshot)
-            image = snapshot.lease.block.image(0, page_aligned(snapshot.nbytes))
-            written = perform(job, {job.files[0].name: WholeImage(image)})
-            return self._placed(written, after=_last_to.get((os.getpid(), self._path)))
-        finally:
-            snapshot.lease.release()
+        cancelled = threading.Event()
+
+        def run() -> RankReport:
+            try:
+                job = self._job(snapshot)
+                image = snapshot.lease.block.image(0, page_aligned(snapshot.nbytes))
+                images = {job.files[0].name: WholeImage(image)}
+                written = perform(job, images, cancelled=cancelled)
+                return self._placed(written, after=_last_to.get((os.getpid(), self._path)))
+            finally:
+                snapshot.lease.release()
+
+        return in_time(
+            run,
+            timeout_s=self.engine.options.save_timeout_s,
+            doing="writing the file",
+            phase="write",
+            path=self._path,
+            give_up=cancelled.set,
+        )
 
     def submit(self, snapshot: _Archive) -> Future[RankReport]:
         self.progress.to(State.STAGED)

@@ -624,7 +624,7 @@ def test_a_snapshot_that_cannot_begin_is_not_waited_for(
 
     for place, failing, expected in (
         ("nostall._memory.devices.stream_marks", refuse, RuntimeError),
-        ("threading.Thread.start", interrupt, KeyboardInterrupt),
+        ("nostall._memory.overlap.run_torch_apart", interrupt, KeyboardInterrupt),
     ):
         writer = FileSystemWriterAsync(tmp_path / place, staging="overlapped")
         save_state_dict_async_plan(small_state(1), writer)

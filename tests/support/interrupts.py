@@ -23,6 +23,14 @@ def takes_a_lock(frame: FrameType, event: str) -> bool:
     return event == "return" and frame.f_code is threading.Condition.__enter__.__code__
 
 
+def calls(_frame: FrameType, event: str) -> bool:
+    """Whether something is called, or one of the interpreter's own functions has returned.
+
+    These are almost all the places where CPython runs a handler.
+    """
+    return event in ("call", "c_return")
+
+
 @contextmanager
 def interrupted(
     at: int, happens: Callable[[FrameType, str], bool], *, times: int = 1

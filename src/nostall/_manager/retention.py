@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from nostall._manager.contents import read_about
 from nostall._manager.policies import Policy, StepRecord, steps_to_keep, unseen_metrics
 from nostall._manager.steps import StepDirectories, held
-from nostall._model.interrupts import is_done, uninterrupted
+from nostall._model.interrupts import is_done, uninterruptible
 from nostall._storage.deadlines import start_apart
 from nostall.errors import (
     DamagedCheckpointError,
@@ -125,7 +125,7 @@ class Retention:
         self._begin(self._steps.remove_unfinished)
 
     def _begin(self, work: Callable[[], object]) -> None:
-        with uninterrupted():
+        with uninterruptible():
             with self._lock:
                 self._next = work
                 if not is_done(self._idle):

@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 from nostall._memory.available import available_nbytes
+from nostall._model.interrupts import uninterruptible
 from nostall.errors import ReservationError, SaveAbortedError, SaveTimeoutError
 
 _MAP_UNIT_NBYTES = 2 << 20
@@ -142,7 +143,8 @@ class Lease:
 
     def release(self) -> None:
         """Return the block to the arena; its bytes may change from now on. Idempotent."""
-        self._finalizer()
+        with uninterruptible():
+            self._finalizer()
 
     def hand_over(self) -> Lease:
         """A new lease on the same block. This lease ends without returning the block."""
@@ -170,9 +172,10 @@ class Arena:
         self._on_drop = on_drop
         self._free: list[Block] = []
         self._leased: list[Block] = []
-        self._being_made = 0
+        self._makers: set[object] = set()
+        """Callers that are making a block."""
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
-        self._lock = threading.RLock()  # taken itself: see _model.interrupts
+        self._lock = threading.RLock()  # acquired directly: see _model.interrupts
         self._changed = threading.Condition(self._lock)
 
     def lease(self, nbytes: int, *, timeout_s: float, beyond_limit: bool = False) -> Lease:
@@ -191,34 +194,54 @@ class Arena:
         """
         now = time.monotonic()
         deadline, patience = now + timeout_s, now + _STAGED_PATIENCE_S
-        collected = False
+        maker = object()
         too_small: list[Block] = []
-        while True:
-            with self._lock:
-                block = self._take_free(nbytes)
-                if block is not None:
-                    return self._leased_out(block)
-                if beyond_limit or len(self._leased) + self._being_made < self._max_blocks:
-                    # No free block is large enough; the new, larger block replaces them all.
-                    too_small, self._free = self._free, []
-                    self._being_made += 1
-                    break
-                until = deadline if self._anything_unlabelled else min(deadline, patience)
-                if collected and not self._changed.wait(until - time.monotonic()):
-                    if until < deadline:
-                        beyond_limit = True
-                        continue
-                    raise SaveTimeoutError(
-                        f"all {self._max_blocks} snapshot buffers are still being written after"
-                        f" {timeout_s:g} s",
-                        phase="stage",
-                        hint="save less often, or wait for the saves in flight",
-                    )
-            # The traceback of an exception may be all that keeps a failed save's lease alive.
-            if not collected:
+        try:
+            if not beyond_limit and not self._may_lease(nbytes):
+                # The traceback of an exception may be all that keeps a failed save's lease alive.
                 gc.collect()
-                collected = True
-        return self._lease_new(nbytes, too_small)
+            while True:
+                with uninterruptible(), self._lock:
+                    block = self._take_free(nbytes)
+                    if block is not None:
+                        return self._leased_out(block)
+                    if beyond_limit or self._has_room:
+                        # No free block is large enough; the new, larger block replaces them all.
+                        too_small, self._free = self._free, []
+                        self._makers.add(maker)
+                        break
+                beyond_limit = self._await_room(nbytes, timeout_s, deadline, patience)
+            return self._lease_new(nbytes, too_small, maker)
+        finally:
+            with uninterruptible(), self._lock:
+                if maker in self._makers:  # after an error or an interrupt: others wait for it
+                    self._makers.remove(maker)
+                    self._changed.notify_all()
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._leased) + len(self._makers) < self._max_blocks
+
+    def _may_lease(self, nbytes: int) -> bool:
+        """Whether nobody has to return a block first."""
+        with self._lock:
+            is_closed = self._max_blocks == 0  # and refuses at once
+            return is_closed or self._has_room or any(each.nbytes >= nbytes for each in self._free)
+
+    def _await_room(self, nbytes: int, timeout_s: float, deadline: float, patience: float) -> bool:
+        """Wait until a block is returned; whether only staged copies hold them for too long."""
+        with self._lock:
+            until = deadline if self._anything_unlabelled else min(deadline, patience)
+            if self._may_lease(nbytes) or self._changed.wait(until - time.monotonic()):
+                return False
+        if until < deadline:
+            return True
+        raise SaveTimeoutError(
+            f"all {self._max_blocks} snapshot buffers are still being written after"
+            f" {timeout_s:g} s",
+            phase="stage",
+            hint="save less often, or wait for the saves in flight",
+        )
 
     def _take_free(self, nbytes: int) -> Block | None:
         if self._max_blocks == 0:
@@ -234,22 +257,16 @@ class Arena:
         self._free.remove(block)
         return block
 
-    def _lease_new(self, nbytes: int, too_small: list[Block]) -> Lease:
+    def _lease_new(self, nbytes: int, too_small: list[Block], maker: object) -> Lease:
         self._drop_all(too_small)
         largest = max(too_small, key=lambda block: block.nbytes, default=None)
         too_small.clear()
-        try:
-            # Touched pages are worth keeping: touching new ones is most of what a first copy costs.
-            made = largest if largest is not None and largest.grow(nbytes) else None
-            largest = None
-            made = made or Block(nbytes)
-        except BaseException:  # an interrupt, too: others count on the block
-            with self._lock:
-                self._being_made -= 1
-                self._changed.notify_all()
-            raise
-        with self._lock:
-            self._being_made -= 1
+        # Touched pages are worth keeping: touching new ones is most of what a first copy costs.
+        made = largest if largest is not None and largest.grow(nbytes) else None
+        largest = None
+        made = made or Block(nbytes)
+        with uninterruptible(), self._lock:
+            self._makers.remove(maker)
             return self._leased_out(made)
 
     def _leased_out(self, block: Block) -> Lease:
@@ -260,7 +277,7 @@ class Arena:
 
     def adopt(self, lease: Lease) -> Lease:
         """Take over a lease; its previous holder can no longer release it."""
-        with self._lock:
+        with uninterruptible(), self._lock:
             mine = lease.hand_over()
             self._leases.add(mine)
             return mine

@@ -62,7 +62,7 @@ class SnapshotFence:
         """Why the snapshot failed. Not an exception, whose traceback would hold the tensors."""
 
     def _make_lock(self) -> None:
-        self._lock = threading.RLock()  # taken itself: see _model.interrupts
+        self._lock = threading.RLock()  # acquired directly: see _model.interrupts
         self._moved = threading.Condition(self._lock)
 
     def wait(self, timeout: float | None = None) -> None:

@@ -20,7 +20,6 @@ long as the copy took and 0.1 s at most; only then may tensors change.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -35,7 +34,7 @@ from nostall._memory import devices
 from nostall._memory.copying import Copies, Source, detach_all
 from nostall._memory.fence import SnapshotFence
 from nostall._model.interrupts import uninterruptible
-from nostall._model.torch_threads import TorchThread
+from nostall._model.torch_threads import run_torch_apart
 from nostall.errors import StagingError
 
 T = TypeVar("T")
@@ -144,22 +143,16 @@ def stage_behind(
 
 def _run_apart(run: Callable[[], None], fence: SnapshotFence) -> None:
     """Run a function that ends a fence on a thread, or here if there are no more threads."""
-    is_wanted = threading.Event()
-
-    def run_when_wanted() -> None:
-        # Releases the interpreter lock at once; else the caller resumes only after the 5 ms switch
-        # interval.
-        is_wanted.wait()
-        run()
-
-    with uninterruptible():  # an entered fence is left, and a thread is told
+    is_apart = True
+    with uninterruptible():  # an entered fence is always left
         fence.enter()
         try:
-            TorchThread("nostall-staging", run_when_wanted).start()
+            run_torch_apart("nostall-staging", run)
         except RuntimeError:  # no more threads
-            run()
-        except BaseException:  # such as no memory: no caller receives this fence
+            is_apart = False
+        except BaseException:  # such as MemoryError: no caller receives this fence
             fence.end()
             fence.leave()
             raise
-        is_wanted.set()
+    if not is_apart:
+        run()

@@ -240,7 +240,7 @@ class _Ring:
     def __init__(self, part_nbytes: int, most_parts: int) -> None:
         self._part_nbytes = part_nbytes
         self._most_parts = most_parts
-        self._lock = threading.Lock()  # taken itself: see _model.interrupts
+        self._lock = threading.RLock()  # acquired directly: see _model.interrupts
         self._changed = threading.Condition(self._lock)
         self._returned: deque[_Part] = deque()
         self._count = 0

@@ -4,11 +4,13 @@ An exception between two lines of a section, such as "start the save" and "note 
 started", would leave a save that nobody commits. The sections are short. A second Ctrl-C interrupts
 :func:`uninterrupted` at once, but not :func:`uninterruptible`.
 
-Python's own locks are not safe either. An exception on the first line of ``Condition.__enter__``
-leaves the lock taken, and every other thread that needs it waits for ever. Conditions, events,
-futures and ``Thread.start`` are made of that. So where the main thread uses one, it takes the
-condition's lock itself (``with lock`` is safe), or calls :func:`is_done`, :func:`on_done` or
-:func:`start`.
+Python's own locks are not safe either. An exception after ``Condition.__enter__`` has acquired its
+lock, and before the block begins, leaves the lock taken, and every other thread that needs it waits
+for ever. Events, futures and ``Thread.start`` are built on conditions. So where the main thread
+uses one, it acquires the condition's lock directly (``with lock`` is safe), or calls
+:func:`is_done`, :func:`on_done`, :func:`result_of` or :func:`start`.
+
+All of this is about SIGINT. A handler of another signal must not raise in the middle of a save.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ def _section(kind: type[_Later]) -> Iterator[None]:
 
 
 def start(thread: threading.Thread) -> None:
-    """Start a thread, completely: interrupted, it or this one might wait for the other for ever.
+    """Start a thread. An interrupt is raised after it has started, or before it exists.
+
+    ``Thread.start`` waits for the new thread: in between, one of the two could wait for ever.
 
     Raises:
         RuntimeError: The system cannot start a thread.
@@ -87,9 +91,18 @@ def start(thread: threading.Thread) -> None:
 
 
 def on_done(future: Future[T], function: Callable[[Future[T]], object]) -> None:
-    """Call a function when a future is done, as ``add_done_callback`` does."""
+    """Call a function when a future is done: here and now, if it is."""
     with uninterruptible():
-        future.add_done_callback(function)
+        if not future.done():
+            future.add_done_callback(function)
+            return
+    function(future)
+
+
+def result_of(future: Future[T]) -> T:
+    """The result of a future that is done, or its exception."""
+    with uninterruptible():
+        return future.result(0)
 
 
 def is_done(future: Future[Any], timeout_s: float = 0.0) -> bool:

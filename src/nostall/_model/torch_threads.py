@@ -12,10 +12,13 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
+
+from nostall._model.interrupts import is_done
+from nostall._model.kept_threads import run_apart
 
 _log = logging.getLogger("nostall")
 
@@ -28,19 +31,47 @@ _LOOK_AGAIN_S = 0.002
 """A thread that waits for the interpreter lock gets it between two looks."""
 
 
-class TorchThread(threading.Thread):
-    """A daemon thread that an ending interpreter waits for, 20 s at most."""
+_under_way: dict[Future[None], str] = {}
+"""What an ending interpreter waits for, with the names of the threads."""
 
-    def __init__(self, name: str, run: Callable[[], object]) -> None:
-        super().__init__(target=run, name=name, daemon=True)
+
+def run_torch_apart(name: str, work: Callable[[], object]) -> Future[None]:
+    """Run ``work`` on a daemon thread; an ending interpreter waits for its end, 20 s at most.
+
+    Returns:
+        Its end, when nothing that it held is left.
+
+    Raises:
+        RuntimeError: The system cannot start a thread.
+    """
+    ended: Future[None] = Future()
+    only = [work]
+    del work
+
+    def run() -> None:
+        try:
+            only.pop()()
+        finally:
+            _under_way.pop(ended, None)
+            ended.set_result(None)
+
+    _under_way[ended] = name
+    try:
+        run_apart(name, run)
+    except BaseException:  # passed on: nobody ends it
+        _under_way.pop(ended, None)
+        raise
+    return ended
 
 
 def _finish_at_exit() -> None:
     deadline_s = time.monotonic() + _AT_EXIT_TIMEOUT_S
-    threads = [each for each in threading.enumerate() if isinstance(each, TorchThread)]
-    for thread in threads:
-        thread.join(max(0.0, deadline_s - time.monotonic()))
-    left = sorted(thread.name for thread in threads if thread.is_alive())
+    under_way = dict(_under_way)
+    left = sorted(
+        name
+        for ended, name in under_way.items()
+        if not is_done(ended, max(0.0, deadline_s - time.monotonic()))
+    )
     if left:
         _log.warning("threads still run %g s after exit began: %s", _AT_EXIT_TIMEOUT_S, left)
     _await_gloo()
@@ -67,3 +98,4 @@ def _states_of_gloo() -> Iterator[str]:
 
 # Before the hooks of other modules, which import this: hooks run in reverse order.
 atexit.register(_finish_at_exit)
+os.register_at_fork(after_in_child=_under_way.clear)

@@ -17,13 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Protocol
 
 from nostall._memory import devices
-from nostall._model.interrupts import start
+from nostall._model.interrupts import is_done, result_of, start
 
 _log = logging.getLogger("nostall")
 
@@ -87,11 +86,10 @@ class _Standby:
 
         self._work.put((on_the_callers_device, answer))
         try:
-            return answer.result(max(0.0, deadline - time.monotonic()))
-        except (TimeoutError, FutureTimeoutError):
-            return "other ranks did not take part in time"
+            is_in_time = is_done(answer, max(0.0, deadline - time.monotonic()))
         except KeyboardInterrupt:
             return "the wait was interrupted"
+        return result_of(answer) if is_in_time else "other ranks did not take part in time"
 
     def _serve(self) -> None:
         while True:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from nostall._engine import default_engine
-from nostall._model.interrupts import is_done, on_done, uninterruptible
+from nostall._model.interrupts import is_done, on_done, result_of, uninterruptible
 from nostall._model.jobs import Failure, RankFailed
 from nostall._model.lifecycle import Lifecycle, State
 from nostall._queue.python_worker import Outcome, PythonWorker, serialize_call
@@ -66,7 +66,7 @@ class Call:
 
     def failure(self) -> Failure | None:
         """Its failure, if any; call it only when the request is done."""
-        return self.outcome.result(0)
+        return result_of(self.outcome)
 
 
 class AsyncCaller(ABC):

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from nostall._model.interrupts import start
 from nostall.errors import OptionError
 from nostall.options import is_possible_wait
 
@@ -106,9 +107,10 @@ class Preemption:
 
         # A handler must not start a thread or set an event: the main thread may hold their locks.
         asked, wake = os.pipe()
-        threading.Thread(
+        watch = threading.Thread(
             target=self._watch, args=(asked, grace_s, abandon), name="nostall-sigterm", daemon=True
-        ).start()
+        )
+        start(watch)
 
         def handle(_number: int, frame: FrameType | None) -> None:
             is_reminder, self._is_reminder = self._is_reminder, False

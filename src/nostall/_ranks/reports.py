@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from nostall._model.interrupts import is_done, on_done
+from nostall._model.interrupts import is_done, on_done, result_of
 from nostall._model.jobs import Failure, FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._ranks.failures import failure_of
 
@@ -62,7 +62,7 @@ def await_report(
 ) -> RankReport:
     """Wait for a rank's report; after the deadline, give up the write and report a failure."""
     if is_done(future, timeout_s):
-        return future.result()
+        return result_of(future)
     give_up()
     hint = "the storage is slower than EngineOptions.save_timeout_s allows, or it is stuck"
     if waits_for_others:

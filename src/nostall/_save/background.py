@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from nostall._engine import Engine, default_engine
-from nostall._model.interrupts import is_done, on_done, uninterruptible
+from nostall._model.interrupts import is_done, on_done, result_of, uninterruptible
 from nostall._model.jobs import Failure, RankFailed, RankReport
 from nostall._model.progress import Progress
 from nostall._ranks.failures import failure_of
@@ -128,7 +128,7 @@ class BackgroundSave(ABC):
 
     def failure(self) -> Failure | None:
         """Why the save failed; ``None`` if it did not or is not over."""
-        report = self._report.result(0) if is_done(self._report) else None
+        report = result_of(self._report) if is_done(self._report) else None
         return report.failure if isinstance(report, RankFailed) else None
 
     def _begin(self, snapshot: Any) -> None:

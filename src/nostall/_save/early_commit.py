@@ -22,8 +22,8 @@ from functools import partial
 
 from nostall import _torch
 from nostall._model.completion import MOST_SERIES, SaveId
-from nostall._model.interrupts import is_done, start, uninterruptible
-from nostall._model.torch_threads import TorchThread
+from nostall._model.interrupts import is_done, uninterruptible
+from nostall._model.torch_threads import run_torch_apart
 from nostall._ranks.agreement import PATIENCE_S
 from nostall._ranks.records import Records
 from nostall._ranks.reports import CANCEL_TIMEOUT_S
@@ -140,7 +140,7 @@ class EarlyCommit:
         over: Future[None] = Future()
         self._over = over
         try:
-            start(TorchThread("nostall-early", partial(self._run, over)))
+            run_torch_apart("nostall-early", partial(self._run, over))
         except RuntimeError:  # the interpreter is ending, or no thread can be started
             self._is_allowed = False
             over.set_result(None)

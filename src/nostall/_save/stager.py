@@ -34,6 +34,7 @@ from nostall._memory.staged_state import (
     structure_of,
     unstaged,
 )
+from nostall._model.interrupts import on_done
 from nostall._model.jobs import RankFailed
 from nostall._model.names import FileFormat
 from nostall._model.values import ItemShape, Layout
@@ -140,7 +141,7 @@ def _copy_in_background(
         fence.leave()
         future.set_result(staged)
 
-    done.add_done_callback(settle)
+    on_done(done, settle)
     return Staged(copied=future, fence=fence)
 
 

@@ -175,12 +175,11 @@ def in_thread(
         start(thread)
     except RuntimeError:  # the interpreter is ending, or no thread can be started
         run()
-    except BaseException:  # such as Ctrl-C, while it was started or before
+    except BaseException:  # Ctrl-C before or after the start
         engine.stop_threads(target.job)
         if thread.ident is None:
-            registered.close()
-        else:
-            is_done(future, CANCEL_TIMEOUT_S)
+            run()  # gives back what it owns
+        is_done(future, CANCEL_TIMEOUT_S)
         raise
     return future
 

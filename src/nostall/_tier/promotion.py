@@ -6,13 +6,14 @@ import logging
 import sys
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from nostall._model import checksum
-from nostall._model.interrupts import is_done
+from nostall._model.interrupts import is_done, on_done, result_of, uninterruptible
 from nostall._model.jobs import Failure, RankFailed
 from nostall._model.names import METADATA_SUFFIX as METADATA_NAME
 from nostall._ranks.failures import error_of
@@ -118,7 +119,7 @@ class Promotion:
                 path=self.path,
                 hint=f"it is committed in {self.local_path}, and its promotion goes on",
             )
-        failure = self._outcome.result()
+        failure = result_of(self._outcome)
         if failure is not None:
             raise error_of(RankFailed(rank=0, failure=failure))
 
@@ -146,8 +147,9 @@ class Promotion:
             self._trouble = trouble  # visible when it is logged
 
     def end(self, failure: Failure | None) -> None:
-        """Record how it ended."""
-        self._outcome.set_result(failure)
+        """Record how it ended; the first end counts."""
+        with uninterruptible(), suppress(InvalidStateError):
+            self._outcome.set_result(failure)
 
 
 class PromotingProcess(ChildProcess[Failure | None]):
@@ -184,7 +186,7 @@ class PromotingProcess(ChildProcess[Failure | None]):
             "sys_path": list(sys.path) if is_address(promotion.path) else [],
         }
         outcome = self._ask(job, lambda failure: failure, [(message, ())])
-        outcome.add_done_callback(lambda _: self._promotions.pop(job, None))
+        on_done(outcome, lambda _: self._promotions.pop(job, None))
         return outcome
 
     def _handle_event(self, message: Message) -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-from nostall._model.interrupts import on_done
+from nostall._model.interrupts import on_done, uninterruptible
 from nostall._model.jobs import Failure
 from nostall._model.names import METADATA_SUFFIX as METADATA_NAME
 from nostall._model.values import WrittenFile
@@ -63,7 +63,7 @@ class Promotions:
         """Destinations that are being removed, and the promotions that wait for the end of that."""
         self._is_closed = False
         # Not held during a call of the disk, or while a process starts.
-        self._lock = threading.RLock()  # taken itself: see _model.interrupts
+        self._lock = threading.RLock()  # acquired directly: see _model.interrupts
         self._changed = threading.Condition(self._lock)
         self._starting = threading.Lock()
 
@@ -136,14 +136,15 @@ class Promotions:
     def begin(self, tier: str, directory: str, destination: str) -> Promotion:
         """Promote a checkpoint that was just committed; never raises for what fails later."""
         promotion = Promotion(tier, directory, destination)
-        with self._lock:
-            self._being_saved.discard(directory)
-            self._failed.pop((directory, METADATA_NAME), None)
-            earlier = self._pending.pop((directory, METADATA_NAME), None)
-            self._pending[directory, METADATA_NAME] = promotion
-        if earlier is not None:
-            _log.info("another checkpoint is promoted instead: path=%s", destination)
-        self._submit(promotion)
+        with uninterruptible():  # what is pending is submitted
+            with self._lock:
+                self._being_saved.discard(directory)
+                self._failed.pop((directory, METADATA_NAME), None)
+                earlier = self._pending.pop((directory, METADATA_NAME), None)
+                self._pending[directory, METADATA_NAME] = promotion
+            if earlier is not None:
+                _log.info("another checkpoint is promoted instead: path=%s", destination)
+            self._submit(promotion)
         return promotion
 
     def begin_part(
@@ -173,9 +174,10 @@ class Promotions:
             rank=rank,
         )
         promotion = Promotion(tier, directory, destination, record)
-        with self._lock:
-            self._pending[directory, record] = promotion
-        self._submit(promotion)
+        with uninterruptible():
+            with self._lock:
+                self._pending[directory, record] = promotion
+            self._submit(promotion)
         start_apart("nostall-tier", partial(remove_done_parts, tier))
 
     def resume(self, tier: str) -> list[Promotion]:
@@ -188,15 +190,16 @@ class Promotions:
             OSError: The local disk refuses.
         """
         left, new = left_in(tier), []
-        with self._lock:
-            for each in left:
-                key = each.directory, each.record
-                if key not in self._pending and key not in self._failed:
-                    promotion = Promotion(tier, each.directory, each.destination, each.record)
-                    self._pending[key] = promotion
-                    new.append(promotion)
-        for promotion in new:
-            self._submit(promotion)
+        with uninterruptible():
+            with self._lock:
+                for each in left:
+                    key = each.directory, each.record
+                    if key not in self._pending and key not in self._failed:
+                        promotion = Promotion(tier, each.directory, each.destination, each.record)
+                        self._pending[key] = promotion
+                        new.append(promotion)
+            for promotion in new:
+                self._submit(promotion)
         with self._lock:
             return [each for each in self._pending.values() if each.tier == tier]
 
@@ -279,11 +282,9 @@ class Promotions:
                 return
         promotion.starts += 1
         try:
-            outcome = self._running().promote(promotion)
+            on_done(self._running().promote(promotion), partial(self._settle, promotion))
         except Exception as error:  # no process can be started; the checkpoint is committed
             self._end(promotion, failure_of(error, phase="promote"))
-            return
-        on_done(outcome, partial(self._settle, promotion))
 
     def _running(self) -> PromotingProcess:
         with self._starting:

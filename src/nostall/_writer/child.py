@@ -126,7 +126,8 @@ class ChildProcess(ABC, Generic[T]):
     def alive(self) -> bool:
         """Whether it accepts requests; false from the moment it ends, not from its detection."""
         # poll() returns None while the receiving thread waits for the exit status, hence the flag.
-        return self._death is None and not self._hung_up and self._process.poll() is None
+        with uninterruptible():  # poll() takes a lock
+            return self._death is None and not self._hung_up and self._process.poll() is None
 
     @property
     def idle(self) -> bool:
@@ -245,7 +246,7 @@ class ChildProcess(ABC, Generic[T]):
 
     def _take(self, message: Message) -> None:
         if message["type"] == "ready":
-            self._be_ready()
+            self._note_ready()
             return
         if message["type"] in ("progress", "created"):
             self._handle_event(message)
@@ -260,7 +261,7 @@ class ChildProcess(ABC, Generic[T]):
         if waiting is not None:  # a late answer without a waiter is dropped
             waiting.future.set_result(answer)
 
-    def _be_ready(self) -> None:
+    def _note_ready(self) -> None:
         if not self._ready.done():
             self._ready.set_result(None)
 
@@ -274,7 +275,7 @@ class ChildProcess(ABC, Generic[T]):
         with self._lock:
             rest = list(self._waiting.values())
             self._waiting.clear()
-        self._be_ready()
+        self._note_ready()
         self._socket.close()
         assert self._death is not None  # recorded above at the latest
         for waiting in rest:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from nostall._memory.arena import Block, Lease
 from nostall._model import checksum
+from nostall._model.interrupts import on_done
 from nostall._model.jobs import Failure, RankFailed, RankReport, SealTable, WriteJob
 from nostall._storage.posix import remove_empty_files
 from nostall._storage.unused_files import remove_in_time
@@ -121,7 +122,7 @@ class WriterProcess(ChildProcess[RankReport]):
         if job.completion is not None:
             self._outliving.add(job.job)
         report = self._ask(job.job, on_death, self._messages(job, lease.block), holds=lease)
-        report.add_done_callback(lambda _: self._forget_job(job.job))
+        on_done(report, lambda _: self._forget_job(job.job))
         return report
 
     def _forget_job(self, job: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+from nostall._model.interrupts import is_done
 from nostall._storage.posix_files import PosixFiles
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrations._saves import missing
@@ -91,7 +92,7 @@ class NostallCheckpointManager(_titan.CheckpointManager):  # type: ignore[misc,n
         """
         if not self._should_purge():
             return
-        is_saving = self.save_future is not None and not self.save_future.done()
+        is_saving = self.save_future is not None and not is_done(self.save_future)
         keep = self.keep_latest_k - is_saving  # at least 1, as torchtitan asks for 2
         for _, path in self._committed()[:-keep]:
             files = PosixFiles(path)
