@@ -135,9 +135,11 @@ class Engine:
             try:
                 reserve()
             finally:
-                self._reserver = None
+                if self._reserver == threading.get_ident():  # not a later one's
+                    self._reserver = None
 
-        self._reserving = run_torch_apart("nostall-warmup", run)
+        with uninterruptible():
+            self._reserving = run_torch_apart("nostall-warmup", run)
 
     def _await_reservation(self, reserving: Future[None] | None, timeout_s: float) -> None:
         if reserving is None or self._reserver == threading.get_ident():

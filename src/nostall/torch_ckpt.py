@@ -16,7 +16,7 @@ import torch
 from nostall._engine import default_engine
 from nostall._memory.arena import Lease
 from nostall._memory.snapshot import write_over
-from nostall._model.interrupts import is_done, on_done
+from nostall._model.interrupts import is_done, on_done, uninterruptible
 from nostall._model.jobs import (
     FileImage,
     RankFailed,
@@ -26,8 +26,9 @@ from nostall._model.jobs import (
     page_aligned,
 )
 from nostall._model.lifecycle import State
+from nostall._ranks.reports import await_report
 from nostall._save.background import BackgroundSave
-from nostall._storage.deadlines import in_time, start_apart
+from nostall._storage.deadlines import begin, start_apart
 from nostall._storage.destination import absolute
 from nostall._storage.posix import (
     has_identity,
@@ -103,24 +104,31 @@ class _FileSave(BackgroundSave):
     def write(self, snapshot: _Archive) -> RankReport:
         cancelled = threading.Event()
 
+        def give_up() -> None:
+            with uninterruptible():
+                cancelled.set()
+
         def run() -> RankReport:
             try:
                 job = self._job(snapshot)
                 image = snapshot.lease.block.image(0, page_aligned(snapshot.nbytes))
-                images = {job.files[0].name: WholeImage(image)}
-                written = perform(job, images, cancelled=cancelled)
-                return self._placed(written, after=_last_to.get((os.getpid(), self._path)))
+                return perform(job, {job.files[0].name: WholeImage(image)}, cancelled=cancelled)
             finally:
                 snapshot.lease.release()
 
-        return in_time(
-            run,
-            timeout_s=self.engine.options.save_timeout_s,
-            doing="writing the file",
-            phase="write",
-            path=self._path,
-            give_up=cancelled.set,
-        )
+        try:
+            written = await_report(
+                begin("nostall-writer", run),
+                rank=self.rank,
+                path=self._path,
+                timeout_s=self.engine.options.save_timeout_s,
+                waits_for_others=self.writers_per_host > 0,
+                give_up=give_up,
+            )
+        except BaseException:  # an interrupt
+            give_up()
+            raise
+        return self._placed(written, after=_last_to.get((os.getpid(), self._path)))
 
     def submit(self, snapshot: _Archive) -> Future[RankReport]:
         self.progress.to(State.STAGED)

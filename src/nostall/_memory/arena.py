@@ -46,13 +46,16 @@ class Block:
     def __init__(self, nbytes: int) -> None:
         self.id = next(Block._ids)
         self.nbytes = max(1, -(-nbytes // _MAP_UNIT_NBYTES)) * _MAP_UNIT_NBYTES
-        self.fd = os.memfd_create(f"{_MEMFD_PREFIX}{self.id}", os.MFD_CLOEXEC)
+        with uninterruptible():
+            self.fd = os.memfd_create(f"{_MEMFD_PREFIX}{self.id}", os.MFD_CLOEXEC)
+            self.close_descriptor = weakref.finalize(self, os.close, self.fd)
+            self.close_descriptor.atexit = False
         try:
             with _reserving(self.nbytes, more_nbytes=self.nbytes):
                 os.posix_fallocate(self.fd, 0, self.nbytes)
                 self.memory = mmap.mmap(self.fd, self.nbytes)
         except BaseException:  # an interrupt, too, must not leave memory behind
-            os.close(self.fd)
+            self.close_descriptor()
             raise
         # A forked data loader must neither copy these pages nor keep them alive.
         self.memory.madvise(mmap.MADV_DONTFORK)
@@ -60,8 +63,6 @@ class Block:
         """Views that the snapshot keeps for the next save of the same layout."""
         self.is_shown = False
         """Whether a caller may hold tensors over this block, so that it cannot move."""
-        self.close_descriptor = weakref.finalize(self, os.close, self.fd)
-        self.close_descriptor.atexit = False
         Block._all.add(self)
 
     def grow(self, nbytes: int) -> bool:
@@ -194,12 +195,9 @@ class Arena:
         """
         now = time.monotonic()
         deadline, patience = now + timeout_s, now + _STAGED_PATIENCE_S
-        maker = object()
+        maker, is_collected = object(), False
         too_small: list[Block] = []
         try:
-            if not beyond_limit and not self._may_lease(nbytes):
-                # The traceback of an exception may be all that keeps a failed save's lease alive.
-                gc.collect()
             while True:
                 with uninterruptible(), self._lock:
                     block = self._take_free(nbytes)
@@ -210,9 +208,14 @@ class Arena:
                         too_small, self._free = self._free, []
                         self._makers.add(maker)
                         break
+                # The traceback of an exception may be all that keeps a failed save's lease alive.
+                if not is_collected:
+                    gc.collect()
+                    is_collected = True
                 beyond_limit = self._await_room(nbytes, timeout_s, deadline, patience)
             return self._lease_new(nbytes, too_small, maker)
         finally:
+            self._drop_all(too_small)  # after an interrupt
             with uninterruptible(), self._lock:
                 if maker in self._makers:  # after an error or an interrupt: others wait for it
                     self._makers.remove(maker)
@@ -229,7 +232,11 @@ class Arena:
             return is_closed or self._has_room or any(each.nbytes >= nbytes for each in self._free)
 
     def _await_room(self, nbytes: int, timeout_s: float, deadline: float, patience: float) -> bool:
-        """Wait until a block is returned; whether only staged copies hold them for too long."""
+        """Wait until a block is returned.
+
+        Returns:
+            Whether staged copies have held all of them for too long: the limit may be exceeded.
+        """
         with self._lock:
             until = deadline if self._anything_unlabelled else min(deadline, patience)
             if self._may_lease(nbytes) or self._changed.wait(until - time.monotonic()):
@@ -319,7 +326,7 @@ class Arena:
     def _give_back(self, block: Block) -> None:
         if os.getpid() != self._pid:
             return  # a forked child's copy of a lease; the lock may have been held during the fork
-        with self._lock:
+        with uninterruptible(), self._lock:
             self._leased.remove(block)
             keep = len(self._leased) + len(self._free) < self._max_blocks
             if keep:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import compress
 from operator import ne
 from typing import Any, TypeVar
@@ -143,16 +144,17 @@ def stage_behind(
 
 def _run_apart(run: Callable[[], None], fence: SnapshotFence) -> None:
     """Run a function that ends a fence on a thread, or here if there are no more threads."""
-    is_apart = True
-    with uninterruptible():  # an entered fence is always left
-        fence.enter()
-        try:
-            run_torch_apart("nostall-staging", run)
-        except RuntimeError:  # no more threads
-            is_apart = False
-        except BaseException:  # such as MemoryError: no caller receives this fence
+    is_apart = False
+    try:
+        with uninterruptible():
+            fence.enter()
+            with suppress(RuntimeError):  # no more threads
+                run_torch_apart("nostall-staging", run)
+                is_apart = True
+    except BaseException:  # an interrupt, or no memory; no caller receives this fence
+        if not is_apart:
             fence.end()
             fence.leave()
-            raise
+        raise
     if not is_apart:
         run()

@@ -91,7 +91,7 @@ def start(thread: threading.Thread) -> None:
 
 
 def on_done(future: Future[T], function: Callable[[Future[T]], object]) -> None:
-    """Call a function when a future is done: here and now, if it is."""
+    """Call a function when a future is done: if it is, here and now, where it may raise."""
     with uninterruptible():
         if not future.done():
             future.add_done_callback(function)

@@ -12,31 +12,38 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import TypeAlias
 
-from nostall._model.interrupts import start
+from nostall._model.interrupts import uninterruptible
 
 _MOST_KEPT = 4
-_kept: deque[SimpleQueue[tuple[str, Callable[[], object]]]] = deque()
+_Tasks: TypeAlias = "SimpleQueue[tuple[str, Callable[[], object]]]"
+_kept: deque[_Tasks] = deque()
+"""The queues of threads that wait. Both ends of a deque are safe to use from any thread."""
 
 
 def run_apart(name: str, work: Callable[[], object]) -> None:
     """Run ``work`` on a daemon thread of this name; returns at once.
 
+    Work that raises ends its thread. Nothing keeps work that has ended.
+
     Raises:
         RuntimeError: None is kept, and the system cannot start one.
     """
-    try:
-        tasks = _kept.pop()
-    except IndexError:
-        start(threading.Thread(target=_serve, args=(name, work), name=name, daemon=True))
-    else:
+    with uninterruptible():  # a thread that is taken gets something to do
+        try:
+            tasks = _kept.pop()
+        except IndexError:
+            tasks = SimpleQueue()
+            # It begins to wait before there is work, which could hold the interpreter lock.
+            threading.Thread(target=_serve, args=(tasks,), name=name, daemon=True).start()
         tasks.put((name, work))
 
 
-def _serve(name: str, work: Callable[[], object]) -> None:
-    tasks: SimpleQueue[tuple[str, Callable[[], object]]] = SimpleQueue()
+def _serve(tasks: _Tasks) -> None:
     thread = threading.current_thread()
     while True:
+        name, work = tasks.get()
         thread.name = name
         work()
         del work  # and what it holds
@@ -44,7 +51,6 @@ def _serve(name: str, work: Callable[[], object]) -> None:
             return
         thread.name = "nostall-kept"
         _kept.append(tasks)
-        name, work = tasks.get()
 
 
 os.register_at_fork(after_in_child=_kept.clear)

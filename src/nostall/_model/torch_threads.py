@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 
-from nostall._model.interrupts import is_done
+from nostall._model.interrupts import is_done, uninterruptible
 from nostall._model.kept_threads import run_apart
 
 _log = logging.getLogger("nostall")
@@ -39,13 +39,13 @@ def run_torch_apart(name: str, work: Callable[[], object]) -> Future[None]:
     """Run ``work`` on a daemon thread; an ending interpreter waits for its end, 20 s at most.
 
     Returns:
-        Its end, when nothing that it held is left.
+        Done when the work has ended, and references to it are dropped.
 
     Raises:
         RuntimeError: The system cannot start a thread.
     """
     ended: Future[None] = Future()
-    only = [work]
+    only = [work]  # dropped when it is called: its tensors are freed before the end is known
     del work
 
     def run() -> None:
@@ -55,12 +55,13 @@ def run_torch_apart(name: str, work: Callable[[], object]) -> Future[None]:
             _under_way.pop(ended, None)
             ended.set_result(None)
 
-    _under_way[ended] = name
-    try:
-        run_apart(name, run)
-    except BaseException:  # passed on: nobody ends it
-        _under_way.pop(ended, None)
-        raise
+    with uninterruptible():  # what has begun is waited for
+        _under_way[ended] = name
+        try:
+            run_apart(name, run)
+        except BaseException:  # passed on; it has not begun
+            _under_way.pop(ended, None)
+            raise
     return ended
 
 
