@@ -215,11 +215,11 @@ class Arena:
                 beyond_limit = self._await_room(nbytes, timeout_s, deadline, patience)
             return self._lease_new(nbytes, too_small, maker)
         finally:
-            self._drop_all(too_small)  # after an interrupt
             with uninterruptible(), self._lock:
                 if maker in self._makers:  # after an error or an interrupt: others wait for it
                     self._makers.remove(maker)
                     self._changed.notify_all()
+            self._drop_all(too_small)  # after an interrupt
 
     @property
     def _has_room(self) -> bool:

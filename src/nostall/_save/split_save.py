@@ -177,7 +177,7 @@ class SplitSave(BackgroundSave):
             except BaseException as error:  # becomes the report
                 report.set_result(self.failed(error, phase="stage"))
                 return
-            written.add_done_callback(lambda done: report.set_result(done.result()))
+            on_done(written, lambda done: report.set_result(done.result()))
 
         on_done(staging, go_on)
         return report

@@ -1,0 +1,110 @@
+"""Ctrl-C at many places of a save, then a save that must be committed.
+
+In a process of its own: an interrupt in one of Python's own locks, such as those of ``logging``,
+would stay with the tests that come after it.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import nostall
+from nostall import AsyncCallsQueue, FileSystemWriterAsync
+from nostall._engine import default_engine
+from nostall._memory.fence import any_under_way
+from nostall.options import EngineOptions
+from support.interrupts import calls, interrupted, takes_a_lock
+from support.states import schedule
+from support.waiting import wait_until
+
+_PLACES = 20
+"""So many of all the places, evenly spread from a random first one, in each run."""
+
+
+def state() -> dict[str, Any]:
+    """More than fits into the ring of a save that takes no snapshot."""
+    return {"large": torch.arange(1 << 16), "small": torch.ones(3)}
+
+
+def synchronous(path: Path) -> None:
+    dcp.save(state(), storage_writer=FileSystemWriterAsync(path), no_dist=True)
+
+
+def split(path: Path, **options: Any) -> None:
+    queue = AsyncCallsQueue()
+    try:
+        schedule(queue, path, state(), **options)
+        nostall.wait_staged()
+        queue.maybe_finalize_async_calls(blocking=True)
+    finally:
+        queue.close(abort=True)
+
+
+def through_tier(path: Path) -> None:
+    tier = path.parent / "tier"
+    writer = FileSystemWriterAsync(path, local_staging_dir=tier, local_staging_limit=1)
+    dcp.save(state(), storage_writer=writer, no_dist=True)
+
+
+SAVES: dict[str, Callable[[Path], None]] = {
+    "sync": synchronous,
+    "split": split,
+    "waves": split,
+    "overlapped": partial(split, staging="overlapped"),
+    "tier": through_tier,
+}
+HAPPENS = {"call": calls, "lock": takes_a_lock}
+
+
+def held() -> list[str]:
+    """What interrupted saves still hold, but for what the next save would collect."""
+    gc.collect()
+    arena = default_engine().arena
+    names = [thread.name for thread in threading.enumerate()]
+    found = [name for name in names if name.startswith(("nostall-writer", "nostall-staging"))]
+    found += ["a lease"] * len(arena._leased) + ["a block that is made"] * len(arena._makers)
+    return found + ["a snapshot under way"] * any_under_way()
+
+
+def main(kind: str, happens: str, times: int, path: Path) -> None:
+    """Print how many of the saves were interrupted."""
+    save = SAVES[kind]
+    options = EngineOptions(
+        chunk_nbytes=64 << 10,
+        io_threads=2,
+        save_timeout_s=20.0,
+        max_staging_bytes=64 << 10 if kind == "waves" else None,
+    )
+    nostall.configure(options)
+    save(path)
+    with interrupted(0, HAPPENS[happens]) as passed:
+        save(path)
+    step = max(1, passed[0] // _PLACES)
+    interrupts = 0
+    for at in range(random.randint(1, step), passed[0] + 1, step):
+        try:
+            with interrupted(at, HAPPENS[happens], times=times):
+                save(path)
+        except (KeyboardInterrupt, CheckpointException):
+            interrupts += 1
+        # The old checkpoint or the new one; in a tier, it is brought to its path meanwhile.
+        assert save is through_tier or nostall.verify(path).ok, at
+    wait_until(lambda: not held())
+    save(path)
+    wait_until(lambda: nostall.verify(path).ok)
+    print(interrupts)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
