@@ -99,6 +99,12 @@ os.environ.update(
 )
 
 
+def compile_once(session: nox.Session) -> None:
+    """Keep the bytecode of tests and their programs: many processes import them."""
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""
+    session.env["PYTHONPYCACHEPREFIX"] = str(Path(session.create_tmp()).resolve() / "bytecode")
+
+
 def install(session: nox.Session, *requirements: str, pins: str = CONSTRAINTS) -> None:
     """Install from an index, held to the pins."""
     session.install("-c", pins, *requirements)
@@ -211,6 +217,7 @@ def run_tests_with(session: nox.Session, instead: Mapping[str, str]) -> None:
     pins = other_pins(session, instead)
     install_group(session, "test", pins)
     install_package(session, pins=pins)
+    compile_once(session)
     session.run("python", "-m", "pytest", *SIDE_BY_SIDE, *session.posargs)
 
 

@@ -88,7 +88,7 @@ def test_a_rank_that_cannot_complete_its_save_at_exit_ends_with_an_error(
 ) -> None:
     """In bounded time: the other ranks are gone, or the process group is."""
     with pytest.raises(RanksFailed, match="requests were lost at exit"):
-        run_ranks(2, "endings:ends_on_ranks", tmp_path, how)
+        run_ranks(2, "endings:ends_on_ranks", tmp_path, how, whole_end=True)
     assert not nostall.is_complete(tmp_path / "first")
 
 
@@ -109,7 +109,9 @@ def test_a_failure_of_dcp_async_save_is_not_silent(
 
 def test_queues_are_finished_in_the_same_order_on_all_ranks(tmp_path: Path) -> None:
     """At the interpreter's end, in the order of first requests: each has its own checkpoint."""
-    run_ranks(2, "endings:queues_are_finished_in_the_same_order_on_all_ranks", tmp_path)
+    run_ranks(
+        2, "endings:queues_are_finished_in_the_same_order_on_all_ranks", tmp_path, whole_end=True
+    )
     for number in range(6):
         assert nostall.verify(tmp_path / f"{number}").ok
         loaded = {"rank0": torch.zeros(9), "rank1": torch.zeros(9)}
@@ -302,7 +304,7 @@ def test_a_rank_ends_though_another_one_never_answers(tmp_path: Path) -> None:
     """With its error, so that the launcher ends the one that hangs."""
     program = "endings:one_raises_after_a_poll_while_the_other_hangs"
     with pytest.raises(RanksFailed, match="ValueError: the error in the loop") as failed:
-        run_ranks(2, program, tmp_path, timeout_s=60)
+        run_ranks(2, program, tmp_path, timeout_s=60, whole_end=True)
     assert "was not done after" not in str(failed.value)
     assert not nostall.is_complete(tmp_path / "save")
 

@@ -269,7 +269,7 @@ def test_process_groups_come_and_go(tmp_path: Path) -> None:
 @pytest.mark.parametrize("then", ["wait", "give up", "wait there", "swap"])
 def test_a_checkpoint_outlives_its_process_group(tmp_path: Path, then: str) -> None:
     """Which is destroyed before the save is finalised: no rank takes its files away."""
-    for found in run_ranks(2, "early:without_its_process_group", tmp_path, then):
+    for found in run_ranks(2, "early:without_its_process_group", tmp_path, then, whole_end=True):
         assert found is True
 
 
@@ -284,7 +284,7 @@ def test_a_save_that_comes_too_late_for_its_process_group_says_so(tmp_path: Path
 
 def test_a_program_may_end_without_finalising_what_is_committed(tmp_path: Path) -> None:
     """Having destroyed its process group: the checkpoint is whole, and no rank reports a loss."""
-    run_ranks(2, "early:ends_after_the_commit", tmp_path)
+    run_ranks(2, "early:ends_after_the_commit", tmp_path, whole_end=True)
     assert nostall.verify(tmp_path / f"{WARM}").ok
 
 
@@ -294,7 +294,7 @@ def test_a_program_may_end_without_finalising_what_is_committed(tmp_path: Path) 
 @pytest.mark.parametrize("how", ["wait", "close", "one polls"])
 def test_a_signal_before_the_last_poll_costs_no_save(tmp_path: Path, how: str) -> None:
     """The answer to that poll says that a process is to end, and not that the save is done."""
-    for found in run_ranks(2, "early:signalled_before_the_end", tmp_path, how):
+    for found in run_ranks(2, "early:signalled_before_the_end", tmp_path, how, whole_end=True):
         assert found == {"pending": 0, "whole": True}
 
 
@@ -323,7 +323,7 @@ def test_a_forked_child_waits_for_no_answer(tmp_path: Path) -> None:
 
 def test_a_process_ends_though_a_thread_is_in_the_store(tmp_path: Path) -> None:
     """With its own exit status: torch aborts a process whose thread returns too late."""
-    assert run_ranks(2, "early:ended", tmp_path) == [True, True]
+    assert run_ranks(2, "early:ended", tmp_path, whole_end=True) == [True, True]
 
 
 # --- what one poll does ---------------------------------------------------------------------------

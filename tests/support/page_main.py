@@ -6,7 +6,6 @@ much longer than most programs. Ranks get the environment that torchrun gives th
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import os
 import runpy
@@ -14,12 +13,13 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import NoReturn
 
 # Loaded once, for all forked processes; steps of optimizers import the former.
 import torch._dynamo
 import torch.distributed.checkpoint
 import torch.distributed.fsdp  # noqa: F401  # as said
+
+from support.ending import end
 
 TIMEOUT_S = 60
 
@@ -68,13 +68,6 @@ def run(program: Path, log: Path) -> int:
         traceback.print_exc()
         return 1
     return 0
-
-
-def end(status: int) -> NoReturn:
-    """End the process as an interpreter does, but for a second in which torch is taken apart."""
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.ending import end
 
 NOT_MET = "a rank has not met the others"
 """Printed if this rank's program has not begun."""
+WHOLE_END = "RANKS_HAVE_A_WHOLE_END"
+"""In the environment: the program is about the end of the interpreter."""
 
 
 def main() -> None:
@@ -40,3 +42,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    if not os.environ.get(WHOLE_END):
+        end()
