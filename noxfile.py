@@ -99,8 +99,9 @@ os.environ.update(
 )
 
 
-def compile_once(session: nox.Session) -> None:
-    """Keep the bytecode of tests and their programs: many processes import them."""
+def spare_processors(session: nox.Session) -> None:
+    """Keep the bytecode of tests, which many processes import, and no thread of torch's spins."""
+    session.env["OMP_NUM_THREADS"] = "1"
     session.env["PYTHONDONTWRITEBYTECODE"] = ""
     session.env["PYTHONPYCACHEPREFIX"] = str(Path(session.create_tmp()).resolve() / "bytecode")
 
@@ -217,7 +218,7 @@ def run_tests_with(session: nox.Session, instead: Mapping[str, str]) -> None:
     pins = other_pins(session, instead)
     install_group(session, "test", pins)
     install_package(session, pins=pins)
-    compile_once(session)
+    spare_processors(session)
     session.run("python", "-m", "pytest", *SIDE_BY_SIDE, *session.posargs)
 
 

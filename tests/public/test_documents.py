@@ -147,10 +147,16 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, code in PROGRAMS.items():
         (out / f"{name}.py").write_text(code + "\n")
     names = [*PROGRAMS, "tutorial-train"]
+    path = os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
     run = subprocess.run(
         [sys.executable, str(RUNNER), *(f"{ranks_of(name)}:{name}.py" for name in names)],
         cwd=out,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": WARNINGS},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": path,
+            "PYTHONWARNINGS": WARNINGS,
+        },
         capture_output=True,
         text=True,
         timeout=200,
