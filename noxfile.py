@@ -193,6 +193,7 @@ def coverage(session: nox.Session) -> None:
     """Run the test suite, and require that it reaches most lines; arguments go to pytest."""
     install_group(session, "test")
     install_package(session)
+    spare_processors(session)
     # Absolute and outside the tree: tests change the current directory, and so do the processes
     # they start.
     session.env["COVERAGE_FILE"] = str(Path(session.create_tmp()).resolve() / "coverage")
