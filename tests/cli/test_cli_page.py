@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import nostall
 from cli.conftest import Run
 from nostall._cli.arguments import Status
 from nostall.cli import _COMMANDS
+from support import loaded
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
 NUMBERS = re.compile(r"\d+(?:[.:-]\d+)*")
@@ -67,7 +67,7 @@ def output_of(command: str, run: Run) -> str:
 
 def script(block: str) -> str:
     """The output of a script, with the real program."""
-    program = f'nostall() {{ {shlex.quote(sys.executable)} -W ignore -m nostall "$@"; }}\n'
+    program = f'nostall() {{ {shlex.join(loaded.python())} -W ignore -m nostall "$@"; }}\n'
     root = str(Path(nostall.__file__).parents[1])
     return subprocess.run(
         ["bash", "-c", program + block],

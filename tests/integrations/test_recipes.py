@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from nostall.integrity import is_complete
+from support import loaded
 from support.pages import code_blocks
 from support.ranks import run_ranks
 
@@ -37,9 +37,9 @@ def run(program: str, folder: Path, *command: str) -> None:
     with TemporaryDirectory(prefix="ray-", dir="/tmp") as short:
         ray = {"RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0"}
         ended = subprocess.run(
-            [sys.executable, "-W", "ignore", *command, "program.py"],
+            [*loaded.python(), "-W", "ignore", *command, "program.py"],
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **ray},
+            env={**os.environ, loaded.EXECUTABLE: loaded.executable(), **ray},
             capture_output=True,
             text=True,
             timeout=250,

@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -41,6 +40,7 @@ from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import Verification
 from nostall.options import EngineOptions
 from nostall.testing import Fault, Hold, inject
+from support import loaded
 from support.training import Job, disturb
 
 NAMES = "step-%09d"
@@ -801,7 +801,7 @@ for step in (1, 2):
     manager.save(step, {{"weight": torch.full((100,), float(step))}})
 {ending}
 """
-    run = subprocess.run([sys.executable, "-c", program], timeout=100, check=False)
+    run = subprocess.run([*loaded.python(), "-c", program], timeout=100, check=False)
     assert run.returncode == status
     state = numbered(0)
     restored = CheckpointManager(tmp_path).restore(state)

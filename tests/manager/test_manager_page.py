@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from nostall import CheckpointManager, manager
+from support import loaded
 from support.pages import DOCS, code_blocks
 
 BLOCKS = code_blocks("manager.md")
@@ -17,7 +17,7 @@ BLOCKS = code_blocks("manager.md")
 def run(program: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     warnings = ("-W", "error", "-W", "ignore:TypedStorage is deprecated:UserWarning")
     return subprocess.run(
-        [sys.executable, *warnings, "-c", program],
+        [*loaded.python(), *warnings, "-c", program],
         cwd=cwd,
         capture_output=True,
         text=True,

@@ -17,6 +17,7 @@ import nostall
 from nostall._model import checksum
 from nostall.core import AsyncCallsQueue
 from nostall.testing import writer_pids
+from support import loaded
 from support.ranks import TESTS
 from support.states import blobs, schedule
 
@@ -92,7 +93,7 @@ with AsyncCallsQueue() as queue:
 def test_without_the_extra_a_checkpoint_is_the_same(tmp_path: Path) -> None:
     """Byte for byte; the standard library's sums are as good."""
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, str(tmp_path / "without"), str(TESTS)],
+        [*loaded.python(), "-c", WITHOUT, str(tmp_path / "without"), str(TESTS)],
         capture_output=True,
         text=True,
         timeout=60,

@@ -54,6 +54,7 @@ from nostall._bench.tables import failed
 from nostall._bench.transformer import train_one_step, training_nbytes, width_for
 from nostall._bench.workloads import State, differences, make_workload, tensors_of
 from nostall.cli import main
+from support import loaded
 from support.waiting import wait_until
 
 SMALL = 256 << 10
@@ -417,13 +418,13 @@ def test_the_command_line_writes_all_samples_as_json(
 def test_two_ranks_start_themselves_and_agree(tmp_path: Path) -> None:
     """``--ranks 2`` starts torchrun, saves collectively, verifies both parts, reports once."""
     file = tmp_path / "report.json"
-    command = [sys.executable, "-m", "nostall", "bench", "--ranks", "2", "--bytes", "256KiB"]
+    command = [*loaded.python(), "-m", "nostall", "bench", "--ranks", "2", "--bytes", "256KiB"]
     command += ["--rounds", "1", "--contenders", "nostall,nostall dcp.save,torch.save"]
     command += ["--memory-saves", "2", "--slowdown-rounds", "1", "--no-probes"]
     command += ["--idle-rounds", "0", "--plain-saves", "1"]
     command += ["--directory", str(tmp_path), "--json", str(file)]
     root = str(Path(nostall.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": root, loaded.EXECUTABLE: loaded.executable()}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=110, check=False
     )

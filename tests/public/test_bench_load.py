@@ -45,6 +45,7 @@ from nostall._bench.tables import failed
 from nostall._bench.targets import check_targets
 from nostall._bench.workloads import State, Workload, make_workload, tensors_of
 from nostall.cli import main
+from support.loaded import executable
 from support.ranks import run_script
 
 SMALL = 256 << 10
@@ -512,9 +513,10 @@ def restart_options(directory: Path, **changes: Any) -> RestartOptions:
 
 
 def test_a_restart_is_divided_into_its_stages(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fresh processes of nostall and stock load tensors and objects; JSON has every stage."""
+    """New processes of nostall and stock load tensors and objects; JSON has every stage."""
+    monkeypatch.setattr("sys.executable", executable())
     file = tmp_path / "report.json"
     arguments = ["bench", "--restart", "--shape", "mixed", "--bytes", "1MiB", "--rounds", "1"]
     arguments += ["--directory", str(tmp_path), "--json", str(file)]

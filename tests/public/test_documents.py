@@ -19,6 +19,7 @@ import pytest
 
 from nostall._model.lifecycle import TRANSITIONS, State
 from nostall.options import EngineOptions
+from support import loaded
 from support.pages import code_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +59,7 @@ def test_the_programs_of_the_readme_run_and_resume(tmp_path: Path) -> None:
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-W", "error", "-c", KILLED_IN_STEP_90, str(script), *arguments],
+            [*loaded.python(), "-W", "error", "-c", KILLED_IN_STEP_90, str(script), *arguments],
             cwd=tmp_path,
             env={**os.environ, "OMP_NUM_THREADS": "1"},  # threads that spin wait for busy cores
             capture_output=True,
@@ -194,7 +195,7 @@ def test_the_program_on_the_page_about_resuming_resumes_in_a_new_process(tmp_pat
     second += "print(repr(train_step()), scheduler.last_epoch)"
     shown = [
         subprocess.run(
-            [sys.executable, "-c", program],
+            [*loaded.python(), "-c", program],
             cwd=tmp_path,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": WARNINGS},
             capture_output=True,

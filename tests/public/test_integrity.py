@@ -9,7 +9,6 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from enum import Enum
@@ -36,6 +35,7 @@ from nostall.errors import DamagedCheckpointError, OptionError, ReadError, Unkno
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import State
 from nostall.state_dict_saver import CheckpointMetadataCache
+from support import loaded
 from support.manifests import with_manifest_of
 from support.permissions import without_permission
 from support.states import read_metadata, schedule, small_state
@@ -288,7 +288,7 @@ def test_the_command_says_what_is_wrong_and_exits_accordingly(
     assert "as it was written" in capsys.readouterr().out
     file = cut_off(tmp_path / "save")
     damaged = subprocess.run(
-        [sys.executable, "-m", "nostall", "verify", str(tmp_path / "save")],
+        [*loaded.python(), "-m", "nostall", "verify", str(tmp_path / "save")],
         capture_output=True,
         text=True,
         timeout=120,

@@ -11,7 +11,6 @@ import io
 import os
 import signal
 import subprocess
-import sys
 import threading
 import weakref
 import zipfile
@@ -42,6 +41,7 @@ from nostall._read.items.workers import Workers
 from nostall._read.plan import Wanted
 from nostall.errors import DamagedCheckpointError, OptionError
 from nostall.filesystem_reader import Verify
+from support import loaded
 from support.interrupts import interrupted, takes_a_lock
 from support.states import read_metadata
 
@@ -127,7 +127,7 @@ for target_dtype in dtypes:
 
 def test_values_at_any_address_are_converted(tmp_path: Path) -> None:
     """Archives begin at any byte of a file; instructions for whole vectors need aligned memory."""
-    command = [sys.executable, "-c", _ALL_CONVERSIONS, str(tmp_path / "saved")]
+    command = [*loaded.python(), "-c", _ALL_CONVERSIONS, str(tmp_path / "saved")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from programs import accelerator
+from support import loaded
 from support.ranks import TESTS
 
 BARE = """
@@ -24,7 +24,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def run_command(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [
-        sys.executable,
+        *loaded.python(),
         "-W",
         "ignore",
         "-c",

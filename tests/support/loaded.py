@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import atexit
 import os
+import shlex
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
 SERVER = HERE / "loaded_server.py"
 CLIENT = HERE / "loaded_client.py"
+EXECUTABLE = "LOADED_EXECUTABLE"
 
 
 def python(*, ranks: bool = False) -> tuple[str, ...]:
@@ -31,6 +34,21 @@ def python(*, ranks: bool = False) -> tuple[str, ...]:
     """
     addresses = [_address(number) for number in range(1 + ranks)]
     return sys.executable, "-I", "-S", str(CLIENT), ",".join(addresses)
+
+
+@cache
+def executable() -> str:
+    """A program that takes the place of ``sys.executable`` for what a program starts itself.
+
+    A program in a fork has it as its ``sys.executable`` if ``EXECUTABLE`` in its environment says
+    so. Isolated interpreters, such as the writer process, are started as always.
+    """
+    own = shlex.join(python())
+    with tempfile.NamedTemporaryFile("w", prefix="python-", delete=False) as file:
+        atexit.register(os.unlink, file.name)
+        file.write(f'#!/bin/sh\n[ "$1" = -I ] && exec {sys.executable} "$@"\nexec {own} "$@"\n')
+    os.chmod(file.name, 0o700)
+    return file.name
 
 
 @cache

@@ -93,6 +93,7 @@ def become(directory: str, environment: dict[str, str]) -> None:
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
+    sys.executable = environment.get("LOADED_EXECUTABLE", sys.executable)
     if "PYTHONFAULTHANDLER" in environment:
         faulthandler.enable()
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
@@ -108,7 +109,7 @@ def run(arguments: list[str]) -> None:
         if arguments.pop(0) == "-u":
             sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]  # a text stream
         else:
-            warnings.simplefilter(arguments.pop(0))  # type: ignore[arg-type]  # one of the actions
+            warnings._setoption(arguments.pop(0))  # type: ignore[attr-defined]  # as Python does
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path[0] = os.getcwd()
