@@ -24,6 +24,7 @@ from nostall import AsyncCallsQueue, FileSystemWriterAsync
 from nostall._engine import default_engine
 from nostall._memory.fence import any_under_way
 from nostall.options import EngineOptions
+from support.ending import end
 from support.interrupts import calls, interrupted, takes_a_lock
 from support.states import schedule
 from support.waiting import wait_until
@@ -108,3 +109,4 @@ def main(kind: str, happens: str, times: int, path: Path) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
+    end()

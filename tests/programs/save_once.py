@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.testing import Hold, inject
+from support.ending import end
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -45,6 +46,7 @@ if __name__ == "__main__":
         for thread in threading.enumerate():  # it aborts uploads of others, as long as we live
             if thread.name == "nostall-unfinished":
                 thread.join()
+        end()
     else:
         with Hold(points[0]) as hold, inject(hold.fault):
             save_in_background(where, int(number))

@@ -562,9 +562,10 @@ class FakeWay(Way):
 
 
 def test_a_wrong_restart_ends_with_status_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is named; a process that fails is, too, and the others are measured."""
+    monkeypatch.setattr("sys.executable", executable())
     seconds = dict.fromkeys(first_step.STAGES, 0.1)
     right = FakeWay("right", {"seconds": seconds, "wrong": []})
     assert bench_restarts(restart_options(tmp_path), [right], []) == 0
