@@ -43,9 +43,8 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def imports_are_not_collected() -> Iterator[None]:
-    """Exempt what the tests of a file have imported, too: some packages are as large as torch."""
-    yield
+def imports_are_not_collected() -> None:
+    """Exempt what the files before have imported, too: some packages are as large as torch."""
     gc.collect()
     gc.freeze()
 
