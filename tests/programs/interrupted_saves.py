@@ -6,8 +6,8 @@ would stay with the tests that come after it.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
-import random
 import sys
 import threading
 from collections.abc import Callable
@@ -29,8 +29,10 @@ from support.interrupts import calls, interrupted, takes_a_lock
 from support.states import schedule
 from support.waiting import wait_until
 
-_PLACES = 20
-"""So many of all the places, evenly spread from a random first one, in each run."""
+_PLACES = 40
+"""So many of all the places, evenly spread, in each run."""
+_LONGEST_S = 80
+"""After that the stacks of all threads are printed: a save hangs."""
 
 
 def state() -> dict[str, Any]:
@@ -78,8 +80,17 @@ def held() -> list[str]:
     return found + ["a snapshot under way"] * any_under_way()
 
 
-def main(kind: str, happens: str, times: int, path: Path) -> None:
-    """Print how many of the saves were interrupted."""
+def main(kind: str, happens: str, times: int, path: Path, offset: float) -> None:
+    """Print how many of the saves were interrupted.
+
+    Args:
+        kind: Of the saves.
+        happens: At what kind of places they are interrupted.
+        times: How often at each.
+        path: Where they save.
+        offset: The first place, as a part of the distance between two.
+    """
+    faulthandler.dump_traceback_later(_LONGEST_S, exit=True)
     save = SAVES[kind]
     options = EngineOptions(
         chunk_nbytes=64 << 10,
@@ -93,7 +104,7 @@ def main(kind: str, happens: str, times: int, path: Path) -> None:
         save(path)
     step = max(1, passed[0] // _PLACES)
     interrupts = 0
-    for at in range(random.randint(1, step), passed[0] + 1, step):
+    for at in range(1 + int(offset * step), passed[0] + 1, step):
         try:
             with interrupted(at, HAPPENS[happens], times=times):
                 save(path)
@@ -108,5 +119,5 @@ def main(kind: str, happens: str, times: int, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), float(sys.argv[5]))
     end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ def test_a_save_after_an_interrupted_one_is_committed(
     tmp_path: Path, kind: str, happens: str, times: int
 ) -> None:
     """Wherever the main thread was, and if Ctrl-C was pressed once more at once."""
-    arguments = kind, happens, str(times), str(tmp_path / "save")
+    # The offset of the places is another in each order of the tests, and the same in the same one.
+    arguments = kind, happens, str(times), str(tmp_path / "save"), str(random.random())
     done = run_script("programs/interrupted_saves.py", *arguments, cwd=tmp_path, timeout_s=90)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 0
