@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from nostall import nvrx_alias
-from support import loaded
 
 Facts = dict[str, Any]
 PACKAGE = "nvidia_resiliency_ext"
@@ -99,7 +98,7 @@ def run(folder: Path, text: str, *command: str, path: Path | None = None) -> Fac
     before = [str(path)] if path is not None else []
     paths = [*before, *sys.path]
     ended = subprocess.run(
-        [*loaded.python(), "-W", "ignore", *command, str(script), "one", "--two"],
+        [sys.executable, "-W", "ignore", *command, str(script), "one", "--two"],
         cwd=folder.parent,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,

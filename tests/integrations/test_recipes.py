@@ -39,7 +39,12 @@ def run(program: str, folder: Path, *command: str) -> None:
         ended = subprocess.run(
             [*loaded.python(), "-W", "ignore", *command, "program.py"],
             cwd=folder,
-            env={**os.environ, loaded.EXECUTABLE: loaded.executable(), **ray},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                loaded.EXECUTABLE: loaded.executable(),
+                **ray,
+            },
             capture_output=True,
             text=True,
             timeout=250,

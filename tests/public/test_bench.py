@@ -424,7 +424,8 @@ def test_two_ranks_start_themselves_and_agree(tmp_path: Path) -> None:
     command += ["--idle-rounds", "0", "--plain-saves", "1"]
     command += ["--directory", str(tmp_path), "--json", str(file)]
     root = str(Path(nostall.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": root, loaded.EXECUTABLE: loaded.executable()}
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    environment[loaded.EXECUTABLE] = loaded.executable()
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=110, check=False
     )

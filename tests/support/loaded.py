@@ -43,10 +43,10 @@ def executable() -> str:
     A program in a fork has it as its ``sys.executable`` if ``EXECUTABLE`` in its environment says
     so. Isolated interpreters, such as the writer process, are started as always.
     """
-    own = shlex.join(python())
+    real, own = shlex.quote(sys.executable), shlex.join(python())
     with tempfile.NamedTemporaryFile("w", prefix="python-", delete=False) as file:
         atexit.register(os.unlink, file.name)
-        file.write(f'#!/bin/sh\n[ "$1" = -I ] && exec {sys.executable} "$@"\nexec {own} "$@"\n')
+        file.write(f'#!/bin/sh\n[ "$1" = -I ] && exec {real} "$@"\nexec {own} "$@"\n')
     os.chmod(file.name, 0o700)
     return file.name
 

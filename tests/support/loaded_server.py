@@ -93,7 +93,7 @@ def become(directory: str, environment: dict[str, str]) -> None:
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
-    sys.executable = environment.get("LOADED_EXECUTABLE", sys.executable)
+    sys.executable = environment.get("LOADED_EXECUTABLE", sys.executable)  # see loaded.EXECUTABLE
     if "PYTHONFAULTHANDLER" in environment:
         faulthandler.enable()
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)

@@ -14,8 +14,6 @@ from support.rank_main import NOT_MET, WHOLE_END
 
 TESTS = Path(__file__).parents[1]
 TIMEOUT_S = 120.0
-_STARTED_AGAIN = 2
-"""Gloo fails to connect ranks now and then on a busy machine: no test is about that."""
 _RANKS_SEE = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "CUDA_VISIBLE_DEVICES": ""}
 """Ranks of gloo on the CPU, also where there is an accelerator: there may be fewer than ranks."""
 
@@ -63,10 +61,10 @@ def run_ranks(
     out.mkdir(parents=True, exist_ok=True)
     command = [program, str(out), *args]
     environment = {**os.environ, **_RANKS_SEE, WHOLE_END: "1" if whole_end else ""}
-    again = 0
     status, output = _ended(world_size, command, timeout_s, environment)
-    while status != 0 and NOT_MET in output and again < _STARTED_AGAIN:
-        again += 1
+    if status != 0 and NOT_MET in output:
+        # Gloo itself failed to connect ranks, as it did once in thousands of starts on a busy
+        # machine ("connectFullMesh failed"): no test is about that.
         status, output = _ended(world_size, command, timeout_s, environment)
     results = []
     for rank in range(world_size):
