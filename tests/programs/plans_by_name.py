@@ -280,7 +280,7 @@ def in_background(out: Path, staging: str) -> dict[str, Any]:
     planner, planned, right = nostall.SavePlanner(), [], []
     for number in range(4):
         path = out / f"{number}"
-        writer = nostall.FileSystemWriterAsync(path, staging=staging)  # type: ignore[arg-type]
+        writer = nostall.FileSystemWriterAsync(path, staging=staging)  # type: ignore[arg-type]  # one of the modes
         with plannings() as made:
             saving = dcp.async_save(make_state(number), storage_writer=writer, planner=planner)
             upload = saving if isinstance(saving, Future) else saving.upload_completion

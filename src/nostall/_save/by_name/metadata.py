@@ -113,7 +113,7 @@ def _read(sent: SentMetadata) -> None:
             raise _gone("was replaced by a later save", path)
         attributes = vars(sent)
         attributes.update(vars(metadata))
-        sent.__class__ = Metadata  # type: ignore[assignment]
+        sent.__class__ = Metadata  # type: ignore[assignment]  # what dcp.save returns
         del attributes[_WHERE]
 
 
