@@ -24,12 +24,19 @@ import torch.distributed.checkpoint as dcp
 
 import nostall
 from nostall._engine import default_engine
+from nostall._model.values import WrittenFile
 from nostall._save import finalize
 from nostall._storage.deadlines import begin
 from nostall._storage.posix_storage import PosixStorage
-from nostall._tier import promoting
+from nostall._tier import parts, promoting
 from nostall._tier.copied_files import CopiedFiles
-from nostall._tier.local import committed_in, held, write_part
+from nostall._tier.local import (
+    committed_in,
+    held,
+    record_destination,
+    remove_done_parts,
+    write_part,
+)
 from nostall._tier.parts import obsolete, parts_at
 from nostall._tier.promoting import PromotionJob, promote
 from nostall._writer.position import Position
@@ -601,6 +608,31 @@ def test_a_part_that_another_process_has_brought_is_left_alone(tier: str, root: 
     promote_too_late(job)
     assert [part.name for part in parts_at(PosixStorage(job.destination))] == [record]
     assert len(list(Path(job.destination).glob("__*"))) == 2
+
+
+def test_a_part_that_comes_to_its_destination_meanwhile_is_not_removed(tier: str) -> None:
+    """Old parts are looked for while the newest one is being copied, as its save is not committed.
+
+    Its files must be there when the coordinator publishes the metadata.
+    """
+    directories, records = [f"{tier}/step-{step}" for step in range(5)], []
+    for directory in directories:
+        record_destination(directory, f"{directory}-far", by_rank=True)
+        Path(directory, "__0_0.distcp").write_bytes(b"shard")
+        file = WrittenFile(name="__0_0.distcp", nbytes=5, crc32=None)
+        records.append(write_part(directory, 0, [file]))
+        if directory != directories[-1]:
+            parts.end(directory, records[-1])
+
+    def copied_now(directory: str, old: Any) -> None:
+        if directory == directories[0]:
+            parts.end(directories[-1], records[-1])
+        parts.remove_old(directory, old)
+
+    with patch("nostall._tier.local.remove_old", copied_now):
+        remove_done_parts(tier)
+    have_files = [Path(directory, "__0_0.distcp").exists() for directory in directories]
+    assert have_files == [False, False, True, True, True]
 
 
 @pytest.mark.parametrize("name", ["../outside.distcp", "/etc/passwd", 7, None, "README"])

@@ -236,9 +236,9 @@ def remove_done_parts(tier: str) -> None:
             (part for parts in found.values() for part in parts), key=lambda part: part.at_s
         ):
             newest[part.rank] = [*newest.get(part.rank, []), part][-_PARTS_KEPT:]
-        kept = [part.name for parts in newest.values() for part in parts]
-        for directory in found:
-            remove_old(directory, kept)
+        kept = {part.name for parts in newest.values() for part in parts}
+        for directory, parts in found.items():
+            remove_old(directory, [part for part in parts if part.name not in kept])
 
 
 @dataclass(frozen=True, slots=True)

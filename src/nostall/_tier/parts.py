@@ -105,22 +105,21 @@ def end(directory: str, name: str) -> None:
     storage.flush()
 
 
-def remove_old(directory: str, kept: Iterable[str]) -> None:
+def remove_old(directory: str, old: Iterable[Part]) -> None:
     """Remove parts that are at their destination; errors are ignored.
 
     Args:
         directory: In the local tier.
-        kept: Names of records that stay, with their files.
+        old: The parts. All others stay, also those that have come to their destination since.
     """
     storage = PosixStorage(directory)
     with suppress(OSError):  # another rank of this host does the same
-        names = set(kept)
-        parts = parts_at(storage, are_done=True)
-        used = {file.name for part in parts if part.name in names for file in part.files}
-        for part in parts:
-            if part.name not in names:
-                storage.remove(file.name for file in part.files if file.name not in used)
-                storage.remove([part.name])
+        parts = {part.name: part for part in old}
+        others = [*parts_at(storage), *parts_at(storage, are_done=True)]
+        used = {file.name for part in others if part.name not in parts for file in part.files}
+        for part in parts.values():
+            storage.remove(file.name for file in part.files if file.name not in used)
+            storage.remove([part.name])
 
 
 def obsolete(destination: Storage, mine: set[str]) -> tuple[list[str], list[str]]:
