@@ -243,11 +243,11 @@ class FileSystemWriterAsync(FileSystemWriter):
             CheckpointExistsError: A checkpoint exists, and ``overwrite=False``.
             WriteError: The directory cannot be made.
         """
-        file_format = settings_of(self, self._own).options.file_format
-        require_representable(plan, file_format, rank=self.rank or 0)
+        settings = settings_of(self, self._own)
+        require_representable(plan, settings.options.file_format, rank=self.rank or 0)
         if self._is_coordinator:
             with report_loss(str(self.path)):
-                self._rank_save.settings = settings_of(self, self._own)
+                self._rank_save.settings = settings
                 self._rank_save.make_ready()
         return plan if self.use_collectives else self.prepare_decentralized_global_plan(plan)
 

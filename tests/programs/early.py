@@ -49,7 +49,7 @@ from nostall.testing import Fault, Hold, inject
 from programs.planning import collectives
 from support.waiting import DEADLINE_S, wait_until
 
-WARM = 4
+WARM = 3
 """After so many saves the coordinator has all results, and nothing is planned."""
 
 

@@ -23,7 +23,7 @@ from support.waiting import wait_until
 def test_a_save_is_committed_though_nobody_polls(tmp_path: Path, ranks: int) -> None:
     """One poll asks, the next one has the answer; training communicates in no other way."""
     for rank, found in enumerate(run_ranks(ranks, "early:steady", tmp_path)):
-        assert found["whole"] == [True] * 8
+        assert found["whole"] == [True] * (WARM + 4)
         assert found["collectives before"] == {}
         assert found["polls"] == 2
         assert found["collectives"] == {"all_reduce": 1}  # of the first poll
@@ -59,13 +59,13 @@ def test_a_dead_rank_costs_the_others_one_reduction(tmp_path: Path) -> None:
         assert each["collectives"] == {"all_reduce": 1}
         assert set(each["store"]) <= {"set", "check"}  # looks; their number depends on the time
         assert each["store"]["set"] <= 2
-        assert each["whole"] == [True, True, True, True, False]
+        assert each["whole"] == [True] * WARM + [False]
 
 
 def test_saves_of_other_structures_are_committed_together(tmp_path: Path) -> None:
     """Also if one rank's structure has changed without the others' knowledge."""
     for found in run_ranks(2, "early:planned_first", tmp_path):
-        assert found["whole"] == [True] * 6
+        assert found["whole"] == [True] * (WARM + 2)
         assert found["changed"]["collectives"]["broadcast"] == 1
         assert set(found["changed"]["store"]) <= {"set", "check"}
 
@@ -103,7 +103,7 @@ def test_a_failure_is_raised_on_all_ranks(tmp_path: Path, program: str, how: str
 def test_ranks_that_count_differently_commit_together(tmp_path: Path) -> None:
     """And plan together, so that the saves after that are committed early again."""
     for found in run_ranks(2, "early:without_a_common_count", tmp_path):
-        assert found["whole"] == [True] * 10
+        assert found["whole"] == [True] * (WARM + 6)
         assert found["again"] == {}
 
 
@@ -138,15 +138,15 @@ def test_ranks_count_anew_before_they_count_too_many_directories() -> None:
 def test_without_the_store_saves_are_committed_together(tmp_path: Path) -> None:
     """It is gone for one of the ranks."""
     for found in run_ranks(2, "early:without_a_store", tmp_path):
-        assert found["whole"] == [True] * 6
+        assert found["whole"] == [True] * (WARM + 2)
 
 
 @pytest.mark.parametrize("point", ["commit", "publish"])
 def test_a_coordinator_that_is_killed_leaves_what_was_committed(tmp_path: Path, point: str) -> None:
     """The save before is whole; the one that it was about to commit is not there."""
     run_ranks(2, "early:killed", tmp_path, point, check=False)
-    assert nostall.verify(tmp_path / "3").ok
-    assert not nostall.is_complete(tmp_path / "4")
+    assert nostall.verify(tmp_path / f"{WARM - 1}").ok
+    assert not nostall.is_complete(tmp_path / f"{WARM}")
 
 
 @pytest.mark.parametrize(
@@ -184,12 +184,12 @@ def test_a_process_alone_commits_without_a_poll(tmp_path: Path) -> None:
     job = Job(tmp_path)
     early = early_of(job.save())
     wait_until(lambda: early.committed > 0)
-    assert nostall.is_complete(tmp_path / "4")
+    assert nostall.is_complete(tmp_path / f"{WARM}")
     assert job.queue.pending == 1
-    assert job.queue.poll() == [4]
+    assert job.queue.poll() == [WARM]
     loaded = {"rank0": torch.zeros(1000)}
-    nostall.load(loaded, tmp_path / "4")
-    assert bool((loaded["rank0"] == 4).all())
+    nostall.load(loaded, tmp_path / f"{WARM}")
+    assert bool((loaded["rank0"] == WARM).all())
 
 
 # --- ranks that differ, several saves, and ends of other kinds ------------------------------------
@@ -225,7 +225,7 @@ def test_of_two_saves_to_a_directory_the_later_one_wins(tmp_path: Path) -> None:
 def test_records_of_different_saves_are_not_mixed(tmp_path: Path) -> None:
     """Where ranks count differently, and more than one save is in flight."""
     for found in run_ranks(2, "early:counted_differently_in_flight", tmp_path):
-        assert found["values"] == [[4.0, 4.0], [5.0, 5.0]]
+        assert found["values"] == [[WARM] * 2, [WARM + 1] * 2]
         assert found["whole"] is True
 
 
@@ -332,7 +332,7 @@ def test_a_process_ends_though_a_thread_is_in_the_store(tmp_path: Path) -> None:
 def test_the_poll_that_finalises_one_finalises_all_that_are_done(tmp_path: Path) -> None:
     """The first one only asks."""
     for found in run_ranks(2, "early:several_in_one_poll", tmp_path):
-        assert found == [[], [4, 5, 6]]
+        assert found == [[], [WARM, WARM + 1, WARM + 2]]
 
 
 def test_an_adapters_poll_commits_at_once(tmp_path: Path) -> None:
@@ -349,4 +349,4 @@ def test_what_a_later_save_has_removed_is_not_published(tmp_path: Path) -> None:
     save.visit.is_removed = True
     with pytest.raises(CheckpointException, match="a later save to the directory has removed"):
         job.queue.wait()
-    assert not nostall.is_complete(tmp_path / "4")
+    assert not nostall.is_complete(tmp_path / f"{WARM}")

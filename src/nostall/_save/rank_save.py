@@ -183,9 +183,12 @@ class RankSave:
             state_dict: The planned state dict.
             flat: The same, flattened by the planner.
         """
-        if not isinstance(self._state, SplitSave):
+        split = self.split
+        if split is None:
             return None
-        return session.learn(self._state.prepared, state_dict, flat, default_engine())
+        learned = session.learn(split.prepared, state_dict, flat, default_engine())
+        split.prepared = session.as_known(split.prepared, learned)
+        return learned
 
     def fail_later(self, error: NostallError) -> None:
         """Record that planning failed on this rank; reported when the save is finalised."""

@@ -215,10 +215,15 @@ def prepare_known(
         layout = renamed(layout, target.naming)
     planned = PlannedSave(share=share, sources=sources)
     target.progress.expect(layout.nbytes)
-    as_known = share is known.share and target.settings.transform_descriptors is None
-    return PreparedSave(
-        planned=planned, layout=layout, target=target, known=known if as_known else None
-    )
+    return as_known(PreparedSave(planned=planned, layout=layout, target=target), known)
+
+
+def as_known(prepared: PreparedSave, known: KnownSave | None) -> PreparedSave:
+    """A prepared save with the known one, if its results are the same, apart from file names."""
+    is_same = known is not None and prepared.planned.share is known.share
+    if not is_same or prepared.target.settings.transform_descriptors is not None:
+        return prepared
+    return replace(prepared, known=known)
 
 
 def _with_lengths(
