@@ -1,9 +1,10 @@
 """Programs of tests in processes that have torch already: ``loaded.python()``.
 
 Importing torch takes seconds, longer than most programs run. One process does it, and nothing else,
-or two, where there are ranks. Each program runs in a fork of it, and imports nostall itself. A
-small client in its place passes on arguments, environment, standard streams, SIGTERM and SIGINT,
-ends as the program ends, and takes it along when it is killed.
+and two more, where there are ranks. Each program runs in a fork of it. It imports nostall itself,
+but for ranks: two processes have it for them, unless coverage is measured. A small client in its
+place passes on arguments, environment, standard streams, SIGTERM and SIGINT, ends as the program
+ends, and takes it along when it is killed.
 
 Not for programs that measure memory, or whose environment torch reads when it is imported.
 """
@@ -23,6 +24,8 @@ HERE = Path(__file__).parent
 SERVER = HERE / "loaded_server.py"
 CLIENT = HERE / "loaded_client.py"
 EXECUTABLE = "LOADED_EXECUTABLE"
+_OF_RANKS = ("nostall.core", "nostall.filesystem_async", "nostall.state_dict_saver")
+"""What nearly all ranks import, which takes 0.1 s."""
 
 
 def python(*, ranks: bool = False) -> tuple[str, ...]:
@@ -32,7 +35,7 @@ def python(*, ranks: bool = False) -> tuple[str, ...]:
         ranks: Whether torchrun starts it. Strings then have other hashes on odd ranks than on even
             ones, as in interpreters of their own, so that sets come in another order.
     """
-    addresses = [_address(number) for number in range(1 + ranks)]
+    addresses = [_address("0", *_OF_RANKS), _address("1", *_OF_RANKS)] if ranks else [_address("")]
     return sys.executable, "-I", "-S", str(CLIENT), ",".join(addresses)
 
 
@@ -52,22 +55,25 @@ def executable() -> str:
 
 
 @cache
-def _address(number: int) -> str:
-    """The address of a process that has loaded torch, which ends with this one."""
-    address = f"loaded-{os.getpid()}-{number}-{os.urandom(4).hex()}"
+def _address(name: str, *modules: str) -> str:
+    """The address of a process that has loaded torch, which all workers of a test run share.
+
+    Args:
+        name: Tells it from others.
+        *modules: What else it loads. Coverage would miss what runs when they are imported.
+    """
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    owner = os.getppid() if is_worker else os.getpid()
+    address = f"loaded-{owner}-{os.environ.get('PYTEST_XDIST_TESTRUNUID', '')}-{name}"
+    modules = () if "COVERAGE_PROCESS_CONFIG" in os.environ else modules
     # Each program measures its own coverage; torch loads faster without.
     environment = {name: value for name, value in os.environ.items() if "COVERAGE" not in name}
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(SERVER), address],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+    subprocess.run(
+        [sys.executable, "-W", "ignore", str(SERVER), address, str(owner), *modules],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
         env={**environment, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
+        check=True,
     )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    atexit.register(process.wait)
-    atexit.register(process.stdin.close)
-    with process.stdout:
-        assert process.stdout.readline() == b"ready\n"
     return address

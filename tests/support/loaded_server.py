@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import gc
 import importlib.util
@@ -31,26 +32,41 @@ TESTS = str(Path(__file__).parents[1])
 """Where programs find ``support`` and ``programs``."""
 
 
-def await_request() -> dict[str, Any]:
-    """Return in a fork for each program, with what it is to run."""
-    for module in MODULES:
-        if importlib.util.find_spec(module):
-            importlib.import_module(module)
+def await_request(address: str, owner: str, *more_modules: str) -> dict[str, Any]:
+    """Return in a fork for each program, with what it is to run.
+
+    Args:
+        address: Where clients connect. If it is taken, another process serves it already.
+        owner: Id of the process with which this one ends.
+        *more_modules: What to load besides ``MODULES``.
+    """
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind("\0" + sys.argv[1])
+        try:
+            listening.bind("\0" + address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            sys.exit()
         listening.listen()
-        print("ready", flush=True)
+        if os.fork() > 0:  # clients can connect
+            os._exit(0)
+        owner_ended = os.pidfd_open(int(owner))
+        for module in (*MODULES, *more_modules):
+            if importlib.util.find_spec(module):
+                importlib.import_module(module)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         gc.collect()
         gc.freeze()
         while True:
-            ready, _, _ = select.select([listening, sys.stdin], [], [])
-            if sys.stdin in ready:  # it is closed: the tests have ended
+            sources: list[Any] = [listening, owner_ended]
+            ready, _, _ = select.select(sources, [], [])
+            if owner_ended in ready:
                 os._exit(0)
             channel, _ = listening.accept()
             if is_this_users(channel) and os.fork() == 0:
                 break
             channel.close()
+    os.close(owner_ended)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     return start_and_watch(channel)
 
@@ -129,6 +145,6 @@ def run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    wanted = await_request()
+    wanted = await_request(*sys.argv[1:])
     become(wanted["directory"], wanted["environment"])
     run(wanted["arguments"])
