@@ -186,7 +186,7 @@ def test_saves_over_each_other_make_no_metadata_anew(found: list[Found]) -> None
     for rank, facts in enumerate(found):
         said = facts["over_itself"]
         if rank == 0:
-            assert said["made"] == [1, 1, 1, 1, 0, 0]
+            assert said["made"] == [1, 1, 1, 0, 0, 0]
             assert said["metadata"] == [True] * 6
         assert said["names"] == [[]] * 6
         assert said["wrong"] == []
