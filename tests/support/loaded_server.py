@@ -6,7 +6,7 @@ import errno
 import faulthandler
 import gc
 import importlib.util
-import json
+import marshal
 import os
 import runpy
 import select
@@ -17,7 +17,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 # What programs, steps of optimizers, sharded models and torchrun import, and what counts coverage.
 MODULES = (
@@ -32,7 +32,25 @@ TESTS = str(Path(__file__).parents[1])
 """Where programs find ``support`` and ``programs``."""
 
 
-def await_request(address: str, owner: str, *more_modules: str) -> dict[str, Any]:
+class Request(NamedTuple):
+    """What a client sends."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+    directory: str
+
+
+class Program(NamedTuple):
+    """A fork that has become a program."""
+
+    pid: int
+    ended: int
+    """A descriptor that is ready when it has ended."""
+    channel: socket.socket
+    """To the client in its place."""
+
+
+def await_request(address: str, owner: str, *more_modules: str) -> Request:
     """Return in a fork for each program, with what it is to run.
 
     Args:
@@ -40,35 +58,60 @@ def await_request(address: str, owner: str, *more_modules: str) -> dict[str, Any
         owner: Id of the process with which this one ends.
         *more_modules: What to load besides ``MODULES``.
     """
-    with socket.socket(socket.AF_UNIX) as listening:
-        try:
-            listening.bind("\0" + address)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            sys.exit()
-        listening.listen()
-        if os.fork() > 0:  # clients can connect
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        listening.bind("\0" + address)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        sys.exit()
+    listening.listen()
+    if os.fork() > 0:  # clients can connect
+        os._exit(0)
+    owner_ended = os.pidfd_open(int(owner))
+    for module in (*MODULES, *more_modules):
+        if importlib.util.find_spec(module):
+            importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    running: list[Program] = []
+    while True:
+        told = [each for program in running for each in (program.ended, program.channel)]
+        sources: list[Any] = [listening, owner_ended, *told]
+        ready, _, _ = select.select(sources, [], [])
+        if owner_ended in ready:
+            for program in running:
+                os.kill(program.pid, signal.SIGKILL)
             os._exit(0)
-        owner_ended = os.pidfd_open(int(owner))
-        for module in (*MODULES, *more_modules):
-            if importlib.util.find_spec(module):
-                importlib.import_module(module)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        gc.collect()
-        gc.freeze()
-        while True:
-            sources: list[Any] = [listening, owner_ended]
-            ready, _, _ = select.select(sources, [], [])
-            if owner_ended in ready:
-                os._exit(0)
-            channel, _ = listening.accept()
-            if is_this_users(channel) and os.fork() == 0:
-                break
+        for program in [*running]:
+            if program.ended in ready:
+                running.remove(program)
+                report_end(program)
+            elif program.channel in ready:
+                pass_on(program)
+        if listening not in ready:
+            continue
+        channel, _ = listening.accept()
+        head, streams, _, _ = socket.recv_fds(channel, 8, 3)
+        if not (is_this_users(channel) and head):
             channel.close()
-    os.close(owner_ended)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    return start_and_watch(channel)
+            continue
+        with channel.makefile("rb") as stream:
+            request = Request(*marshal.loads(stream.read(int.from_bytes(head, "little"))))
+        pid = os.fork()
+        if pid == 0:
+            for each in (listening, channel, *(program.channel for program in running)):
+                each.close()
+            for number in (owner_ended, *(program.ended for program in running)):
+                os.close(number)
+            os.setsid()
+        for number, descriptor in enumerate(streams):
+            if pid == 0:
+                os.dup2(descriptor, number)
+            os.close(descriptor)
+        if pid == 0:
+            return request
+        running.append(Program(pid, os.pidfd_open(pid), channel))
 
 
 def is_this_users(channel: socket.socket) -> bool:
@@ -77,31 +120,21 @@ def is_this_users(channel: socket.socket) -> bool:
     return int.from_bytes(credentials[4:8], sys.byteorder) == os.getuid()
 
 
-def start_and_watch(channel: socket.socket) -> dict[str, Any]:
-    """Return in a fork that becomes the program; tell the client how it has ended."""
-    head, streams, _, _ = socket.recv_fds(channel, 8, 3)
-    with channel.makefile("rb") as stream:
-        request: dict[str, Any] = json.loads(stream.read(int.from_bytes(head, "little")))
-    pid = os.fork()
-    if pid == 0:
-        channel.close()
-        os.setsid()
-        for number, descriptor in enumerate(streams):
-            os.dup2(descriptor, number)
-            os.close(descriptor)
-        return request
-    for descriptor in streams:
-        os.close(descriptor)
-    program: Any = os.pidfd_open(pid)
-    while program not in select.select([program, channel], [], [])[0]:
-        (number,) = channel.recv(1) or (signal.SIGKILL,)  # the client has been killed
-        os.kill(pid, number)
-        if number == signal.SIGKILL:
-            break
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def pass_on(program: Program) -> None:
+    """Pass on a signal of the client, or end the program if the client has been killed."""
+    number = b""
+    with suppress(ConnectionError):
+        number = program.channel.recv(1)
+    os.kill(program.pid, number[0] if number else signal.SIGKILL)
+
+
+def report_end(program: Program) -> None:
+    """Tell the client how a program has ended."""
+    status = os.waitstatus_to_exitcode(os.waitpid(program.pid, 0)[1])
     with suppress(OSError):
-        channel.sendall(str(status).encode())
-    os._exit(0)  # which closes the channel: the client ends after this process
+        program.channel.sendall(str(status).encode())
+    program.channel.close()
+    os.close(program.ended)
 
 
 def become(directory: str, environment: dict[str, str]) -> None:
@@ -146,5 +179,5 @@ def run(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     wanted = await_request(*sys.argv[1:])
-    become(wanted["directory"], wanted["environment"])
-    run(wanted["arguments"])
+    become(wanted.directory, wanted.environment)
+    run(wanted.arguments)
