@@ -516,7 +516,7 @@ def reader_after_resume(out: Path) -> Facts:
 
 
 def over_itself(out: Path) -> Facts:
-    """Saves that replace each other through one cache; from the fifth on only names are new."""
+    """Saves that replace each other through one cache; from the fourth on only names are new."""
     cache, path = CheckpointMetadataCache(), out / "over itself"
     facts: Facts = {"made": [], "wrong": [], "names": [], "metadata": []}
     for number in range(6):

@@ -1,10 +1,10 @@
 """Programs of tests in processes that have torch already: ``loaded.python()``.
 
-Importing torch takes seconds, longer than most programs run. One process does it, and nothing else,
-and two more, where there are ranks. Each program runs in a fork of it. It imports nostall itself,
-but for ranks: two processes have it for them, unless coverage is measured. A small client in its
-place passes on arguments, environment, standard streams, SIGTERM and SIGINT, ends as the program
-ends, and takes it along when it is killed.
+Importing torch takes seconds, longer than most programs run. One process does only that; two more
+do it for ranks. Each program runs in a fork. It imports nostall itself, except on ranks: their two
+processes have imported it already, unless coverage is measured. A small client in its place passes
+on arguments, environment, standard streams, SIGTERM and SIGINT, ends as the program ends, and takes
+it along when it is killed.
 
 Not for programs that measure memory, or whose environment torch reads when it is imported.
 """
@@ -56,15 +56,16 @@ def executable() -> str:
 
 @cache
 def _address(name: str, *modules: str) -> str:
-    """The address of a process that has loaded torch, which all workers of a test run share.
+    """The address of a process that loads torch; all workers of a test run share it.
 
     Args:
-        name: Tells it from others.
-        *modules: What else it loads. Coverage would miss what runs when they are imported.
+        name: Distinguishes it from the others.
+        *modules: What else it loads. Nothing under coverage, which would miss what runs during the
+            import.
     """
-    is_worker = "PYTEST_XDIST_WORKER" in os.environ
-    owner = os.getppid() if is_worker else os.getpid()
-    address = f"loaded-{owner}-{os.environ.get('PYTEST_XDIST_TESTRUNUID', '')}-{name}"
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    owner = os.getpid() if run is None else os.getppid()
+    address = f"loaded-{owner}-{run or os.urandom(8).hex()}-{name}"
     modules = () if "COVERAGE_PROCESS_CONFIG" in os.environ else modules
     # Each program measures its own coverage; torch loads faster without.
     environment = {name: value for name, value in os.environ.items() if "COVERAGE" not in name}

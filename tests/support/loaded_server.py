@@ -1,4 +1,4 @@
-"""The process that has loaded torch, and forks for each program: see ``loaded.py``."""
+"""A process that has loaded torch, and forks for each program: see ``loaded.py``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import socket
 import sys
 import warnings
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -40,7 +41,8 @@ class Request(NamedTuple):
     directory: str
 
 
-class Program(NamedTuple):
+@dataclass
+class Program:
     """A fork that has become a program."""
 
     pid: int
@@ -48,6 +50,32 @@ class Program(NamedTuple):
     """A descriptor that is ready when it has ended."""
     channel: socket.socket
     """To the client in its place."""
+    has_client: bool = True
+
+    @property
+    def watched(self) -> list[Any]:
+        """What may become ready."""
+        return [self.ended, self.channel] if self.has_client else [self.ended]
+
+    def pass_on(self) -> None:
+        """Pass on a signal of the client, or end the program if the client has been killed."""
+        number = b""
+        with suppress(ConnectionError):
+            number = self.channel.recv(1)
+        self.has_client = bool(number)
+        os.kill(self.pid, number[0] if number else signal.SIGKILL)
+
+    def report_end(self) -> None:
+        """Tell the client how the program has ended."""
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        with suppress(OSError):
+            self.channel.sendall(str(status).encode())
+        self.close()
+
+    def close(self) -> None:
+        """Let go of it, here or in the fork of another program."""
+        self.channel.close()
+        os.close(self.ended)
 
 
 def await_request(address: str, owner: str, *more_modules: str) -> Request:
@@ -76,8 +104,7 @@ def await_request(address: str, owner: str, *more_modules: str) -> Request:
     gc.freeze()
     running: list[Program] = []
     while True:
-        told = [each for program in running for each in (program.ended, program.channel)]
-        sources: list[Any] = [listening, owner_ended, *told]
+        sources = [listening, owner_ended, *(each for one in running for each in one.watched)]
         ready, _, _ = select.select(sources, [], [])
         if owner_ended in ready:
             for program in running:
@@ -86,55 +113,45 @@ def await_request(address: str, owner: str, *more_modules: str) -> Request:
         for program in [*running]:
             if program.ended in ready:
                 running.remove(program)
-                report_end(program)
+                program.report_end()
             elif program.channel in ready:
-                pass_on(program)
-        if listening not in ready:
-            continue
-        channel, _ = listening.accept()
-        head, streams, _, _ = socket.recv_fds(channel, 8, 3)
-        if not (is_this_users(channel) and head):
-            channel.close()
-            continue
-        with channel.makefile("rb") as stream:
-            request = Request(*marshal.loads(stream.read(int.from_bytes(head, "little"))))
-        pid = os.fork()
-        if pid == 0:
-            for each in (listening, channel, *(program.channel for program in running)):
-                each.close()
-            for number in (owner_ended, *(program.ended for program in running)):
-                os.close(number)
-            os.setsid()
-        for number, descriptor in enumerate(streams):
+                program.pass_on()
+        if listening in ready and (received := receive(listening.accept()[0])):
+            request, streams, channel = received
+            pid = os.fork()
             if pid == 0:
-                os.dup2(descriptor, number)
-            os.close(descriptor)
-        if pid == 0:
-            return request
-        running.append(Program(pid, os.pidfd_open(pid), channel))
+                listening.close()
+                channel.close()
+                os.close(owner_ended)
+                for program in running:
+                    program.close()
+                os.setsid()
+                for number, descriptor in enumerate(streams):
+                    os.dup2(descriptor, number)
+                    os.close(descriptor)
+                return request
+            for descriptor in streams:
+                os.close(descriptor)
+            running.append(Program(pid, os.pidfd_open(pid), channel))
 
 
-def is_this_users(channel: socket.socket) -> bool:
-    """Whether the same user is at the other end; such an address is open to everyone."""
+def receive(channel: socket.socket) -> tuple[Request, list[int], socket.socket] | None:
+    """A client's request, standard streams and channel; ``None`` if it has been killed meanwhile.
+
+    Also if it is another user's: such an address is open to everyone.
+    """
     credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int.from_bytes(credentials[4:8], sys.byteorder) == os.getuid()
-
-
-def pass_on(program: Program) -> None:
-    """Pass on a signal of the client, or end the program if the client has been killed."""
-    number = b""
-    with suppress(ConnectionError):
-        number = program.channel.recv(1)
-    os.kill(program.pid, number[0] if number else signal.SIGKILL)
-
-
-def report_end(program: Program) -> None:
-    """Tell the client how a program has ended."""
-    status = os.waitstatus_to_exitcode(os.waitpid(program.pid, 0)[1])
-    with suppress(OSError):
-        program.channel.sendall(str(status).encode())
-    program.channel.close()
-    os.close(program.ended)
+    streams: list[int] = []
+    if int.from_bytes(credentials[4:8], sys.byteorder) == os.getuid():
+        head, streams, _, _ = socket.recv_fds(channel, 8, 3)
+        nbytes = int.from_bytes(head, "little")
+        # No byte more: signals follow.
+        content = channel.recv(nbytes, socket.MSG_WAITALL)
+        if head and len(content) == nbytes:
+            return Request(*marshal.loads(content)), streams, channel
+    for descriptor in (*streams, channel.detach()):
+        os.close(descriptor)
+    return None
 
 
 def become(directory: str, environment: dict[str, str]) -> None:

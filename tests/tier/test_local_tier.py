@@ -33,6 +33,7 @@ from nostall._tier.copied_files import CopiedFiles
 from nostall._tier.local import (
     committed_in,
     held,
+    old_parts,
     record_destination,
     remove_done_parts,
     write_part,
@@ -610,29 +611,42 @@ def test_a_part_that_another_process_has_brought_is_left_alone(tier: str, root: 
     assert len(list(Path(job.destination).glob("__*"))) == 2
 
 
-def test_a_part_that_comes_to_its_destination_meanwhile_is_not_removed(tier: str) -> None:
+def test_a_part_that_reaches_its_destination_meanwhile_is_not_removed(tier: str) -> None:
     """Old parts are looked for while the newest one is being copied, as its save is not committed.
 
     Its files must be there when the coordinator publishes the metadata.
     """
-    directories, records = [f"{tier}/step-{step}" for step in range(5)], []
+    directories = [f"{tier}/step-{step}" for step in range(5)]
+    records = [new_part(directory) for directory in directories]
+    for directory, record in zip(directories[:-1], records[:-1], strict=True):
+        parts.end(directory, record)
+    old = old_parts(tier, directories[-1])
+    parts.end(directories[-1], records[-1])
+    for directory, found in old.items():
+        parts.remove_old(directory, found)
+    remove_done_parts(tier, directories[-1])
+    assert have_files(directories) == [False, False, False, True, True]
+
+
+def test_parts_of_the_present_save_stay_though_the_clock_was_set_back(tier: str) -> None:
+    """They are the oldest by their times."""
+    directories = [f"{tier}/step-{step}" for step in range(4)]
     for directory in directories:
-        record_destination(directory, f"{directory}-far", by_rank=True)
-        Path(directory, "__0_0.distcp").write_bytes(b"shard")
-        file = WrittenFile(name="__0_0.distcp", nbytes=5, crc32=None)
-        records.append(write_part(directory, 0, [file]))
-        if directory != directories[-1]:
-            parts.end(directory, records[-1])
+        parts.end(directory, new_part(directory))
+    remove_done_parts(tier, directories[0])
+    assert have_files(directories) == [True, False, True, True]
 
-    def copied_now(directory: str, old: Any) -> None:
-        if directory == directories[0]:
-            parts.end(directories[-1], records[-1])
-        parts.remove_old(directory, old)
 
-    with patch("nostall._tier.local.remove_old", copied_now):
-        remove_done_parts(tier)
-    have_files = [Path(directory, "__0_0.distcp").exists() for directory in directories]
-    assert have_files == [False, False, True, True, True]
+def new_part(directory: str) -> str:
+    """Leave a file of rank 0, and the record that it is to be copied; the record's name."""
+    record_destination(directory, f"{directory}-far", by_rank=True)
+    Path(directory, "__0_0.distcp").write_bytes(b"shard")
+    return write_part(directory, 0, [WrittenFile(name="__0_0.distcp", nbytes=5, crc32=None)])
+
+
+def have_files(directories: list[str]) -> list[bool]:
+    """Whether each directory has the file of rank 0."""
+    return [Path(directory, "__0_0.distcp").exists() for directory in directories]
 
 
 @pytest.mark.parametrize("name", ["../outside.distcp", "/etc/passwd", 7, None, "README"])

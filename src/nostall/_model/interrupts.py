@@ -67,7 +67,7 @@ class _Section:
             _signal.signal(SIGINT, self._later)
 
     def __exit__(self, *_: object) -> None:
-        later = self._later
+        later, self._later = self._later, None
         if later is None:
             return
         if _signal.getsignal(SIGINT) is later:

@@ -179,6 +179,8 @@ class RankSave:
     def learn(self, state_dict: dict[str, Any], flat: dict[str, Any]) -> session.KnownSave | None:
         """The reusable part of the prepared save, before staging; ``None`` if nothing is safe.
 
+        This save sends its results with a token then, to which the next one may refer.
+
         Args:
             state_dict: The planned state dict.
             flat: The same, flattened by the planner.

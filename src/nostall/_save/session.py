@@ -219,7 +219,7 @@ def prepare_known(
 
 
 def as_known(prepared: PreparedSave, known: KnownSave | None) -> PreparedSave:
-    """A prepared save with the known one, if its results are the same, apart from file names."""
+    """The prepared save, with the known one if their results are equal apart from file names."""
     is_same = known is not None and prepared.planned.share is known.share
     if not is_same or prepared.target.settings.transform_descriptors is not None:
         return prepared

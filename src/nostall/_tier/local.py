@@ -223,22 +223,35 @@ def has_waiting_parts(directory: str) -> bool:
     return bool(parts_at(PosixStorage(directory)))
 
 
-def remove_done_parts(tier: str) -> None:
-    """Remove all but the newest two parts of each rank that are at their destination.
+def remove_done_parts(tier: str, directory: str) -> None:
+    """Remove old parts; errors are ignored, as other ranks of the host do the same.
 
-    Errors are ignored: other ranks of the host do the same.
+    Args:
+        tier: The local tier.
+        directory: The directory in it that the present save writes to.
     """
     with suppress(OSError):
-        directories = directories_in(tier)
-        found = {path: parts_at(PosixStorage(path), are_done=True) for path in directories}
-        newest: dict[int, list[Part]] = {}
-        for part in sorted(
-            (part for parts in found.values() for part in parts), key=lambda part: part.at_s
-        ):
-            newest[part.rank] = [*newest.get(part.rank, []), part][-_PARTS_KEPT:]
-        kept = {part.name for parts in newest.values() for part in parts}
-        for directory, parts in found.items():
-            remove_old(directory, [part for part in parts if part.name not in kept])
+        for path, old in old_parts(tier, directory).items():
+            remove_old(path, old)
+
+
+def old_parts(tier: str, directory: str) -> dict[str, list[Part]]:
+    """By directory, the parts at their destination, but for the newest two of each rank.
+
+    None of those in ``directory``, whatever the clock says: their save may not be committed yet.
+
+    Raises:
+        OSError: The local disk refuses.
+    """
+    found = {path: parts_at(PosixStorage(path), are_done=True) for path in directories_in(tier)}
+    newest: dict[int, list[Part]] = {}
+    for part in sorted(
+        (part for parts in found.values() for part in parts), key=lambda part: part.at_s
+    ):
+        newest[part.rank] = [*newest.get(part.rank, []), part][-_PARTS_KEPT:]
+    kept = {part.name for parts in newest.values() for part in parts}
+    old = {path: [each for each in parts if each.name not in kept] for path, parts in found.items()}
+    return {path: parts for path, parts in old.items() if parts and path != directory}
 
 
 @dataclass(frozen=True, slots=True)

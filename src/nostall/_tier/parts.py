@@ -110,7 +110,7 @@ def remove_old(directory: str, old: Iterable[Part]) -> None:
 
     Args:
         directory: In the local tier.
-        old: The parts. All others stay, also those that have come to their destination since.
+        old: The parts. All others stay, also those that have reached their destination since.
     """
     storage = PosixStorage(directory)
     with suppress(OSError):  # another rank of this host does the same

@@ -178,7 +178,7 @@ class Promotions:
             with self._lock:
                 self._pending[directory, record] = promotion
             self._submit(promotion)
-        start_apart("nostall-tier", partial(remove_done_parts, tier))
+        start_apart("nostall-tier", partial(remove_done_parts, tier, directory))
 
     def resume(self, tier: str) -> list[Promotion]:
         """Promote all committed checkpoints of a local tier that are not promoted.

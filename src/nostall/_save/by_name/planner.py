@@ -261,7 +261,7 @@ class SavePlanner(DefaultSavePlanner):
             save=save,
         )
         self._plans.of_rank.remember(plan)
-        return replace(prepared, known=save)
+        return session.as_known(prepared, save)
 
 
 def for_split_saves(planner: DCPSavePlanner) -> DCPSavePlanner:
