@@ -342,7 +342,7 @@ def docs(session: nox.Session) -> None:
     install_group(session, "docs")
     install_package(session)
     built = Path(session.create_tmp()).resolve()
-    sphinx = ("sphinx-build", "-q", "-W", "--keep-going", "-E", "-b", "html")
+    sphinx = ("sphinx-build", "-q", "-W", "--keep-going", "-E", "-j", "2", "-b", "html")
     session.run(*sphinx, "-d", str(built / "doctrees"), "docs", str(built / "html"))
     session.log(f"built {built / 'html' / 'index.html'}")
 

@@ -17,6 +17,7 @@ import pytest
 from nostall._memory.arena import Arena, Block, Lease, address_of
 from nostall._memory.available import available_nbytes
 from nostall.errors import ReservationError, SaveAbortedError, SaveTimeoutError
+from support import loaded
 
 MIB = 1 << 20
 UNIT = 2 * MIB
@@ -455,7 +456,7 @@ assert held.held
 )
 def test_a_forked_child_has_nothing_to_do_with_the_arena(script: str) -> None:
     """A data loader's worker keeps no block alive, loses no memory to one, and does not wait."""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=60)
+    subprocess.run([*loaded.python(), "-W", "ignore", "-c", script], check=True, timeout=60)
 
 
 # --- finding --------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from nostall._memory import nontemporal
 from nostall._memory.copying import CopyMethod, Places
 from nostall.core import AsyncCallsQueue
 from nostall.options import EngineOptions
+from support import loaded
 from support.states import blobs, schedule
 
 MIB = 1 << 20
@@ -199,7 +200,7 @@ for switch in (False, True):
     print("nostall-copy-past-caches" in Path("/proc/self/maps").read_text())
 """
     ended = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
+        [*loaded.python(), "-c", program, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path))},
         capture_output=True,
         text=True,

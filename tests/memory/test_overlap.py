@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -43,6 +42,7 @@ from nostall.state_dict_saver import (
     save_state_dict_async_plan,
 )
 from nostall.testing import Fault, Hold, inject
+from support import loaded
 from support.interrupts import interrupted
 from support.ranks import run_ranks
 from support.states import blobs, schedule, small_state
@@ -182,7 +182,7 @@ def test_an_optimizers_step_waits_for_all_snapshots(tmp_path: Path) -> None:
         stepping.result(60)
         assert parameter[0] == -1
     for name in ("one", "two"):
-        assert torch.equal(loaded(tmp_path / name, "p", MUCH), torch.zeros(MUCH))
+        assert torch.equal(values_at(tmp_path / name, "p", MUCH), torch.zeros(MUCH))
 
 
 def test_a_snapshot_that_fails_is_not_waited_for(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_step_waits_no_longer_than_a_save_may_take(tmp_path: Path) -> None:
     schedule(queue, tmp_path / "next", {"p": parameter}, staging="overlapped")
     sgd(parameter).step()
     queue.close()
-    assert torch.equal(loaded(tmp_path / "next", "p", MUCH), -torch.ones(MUCH))
+    assert torch.equal(values_at(tmp_path / "next", "p", MUCH), -torch.ones(MUCH))
 
 
 def test_steps_of_other_threads_are_not_disturbed_by_saves(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_hook_of_ones_own_waits_too(tmp_path: Path) -> None:
         hook(optimizer, (), {})
         with torch.no_grad():
             parameter.fill_(1)
-    assert torch.equal(loaded(tmp_path, "p", MUCH), torch.zeros(MUCH))
+    assert torch.equal(values_at(tmp_path, "p", MUCH), torch.zeros(MUCH))
     handle.remove()
     assert not optimizer._optimizer_step_pre_hooks
 
@@ -294,10 +294,10 @@ def test_waiting_counts_also_when_there_was_nothing_to_wait_for_any_more(
         {"of the save": writer.wait_staged, "of all": nostall.wait_staged}[wait]()
         state["weight"].fill_(1)
         hold.release()
-    assert torch.equal(loaded(tmp_path / "saved", "weight", MUCH), torch.zeros(MUCH))
+    assert torch.equal(values_at(tmp_path / "saved", "weight", MUCH), torch.zeros(MUCH))
 
 
-def loaded(path: Path, name: str, length: int) -> torch.Tensor:
+def values_at(path: Path, name: str, length: int) -> torch.Tensor:
     state = {name: torch.full((length,), -1.0)}
     dcp.load(state, checkpoint_id=path, no_dist=True)
     return state[name]
@@ -514,7 +514,7 @@ with inject(Fault.delay("stage", 0.5)):
 def test_an_interpreter_that_ends_lets_a_snapshot_be_completed(tmp_path: Path) -> None:
     """A thread that came back from torch later would abort the process with a core dump."""
     done = subprocess.run(
-        [sys.executable, "-c", ENDS_WHILE_STAGING, str(tmp_path)],
+        [*loaded.python(), "-c", ENDS_WHILE_STAGING, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=60,

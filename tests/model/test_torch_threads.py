@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-import sys
+
+from support import loaded
 
 ENDS_WHILE_GLOO_WORKS = """
 import torch
@@ -19,7 +20,7 @@ for _ in range(100):
 def test_an_interpreter_that_ends_lets_gloo_free_its_tensors() -> None:
     """A thread that did it later would abort the process; the group was not destroyed."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ENDS_WHILE_GLOO_WORKS],
+        [*loaded.python(), "-W", "ignore", "-c", ENDS_WHILE_GLOO_WORKS],
         capture_output=True,
         text=True,
         timeout=60,
