@@ -37,20 +37,21 @@ class ResultsReference:
     """The present names of the files, in the order of the first report."""
 
 
+_OF_RESULTS = (Results, ResultsReference)  # made once: there are thousands of ranks
 RankOutcome = Results | ResultsReference | _torch.WrappedException
 """A rank's report of its part of a save."""
 
 
 def token_of(outcome: RankOutcome) -> str | None:
     """The token of these results, if a later save may refer to them."""
-    return outcome.token if isinstance(outcome, Results | ResultsReference) else None
+    return outcome.token if isinstance(outcome, _OF_RESULTS) else None
 
 
 def _files_of(outcomes: Sequence[RankOutcome]) -> list[str]:
     return [
         name
         for each in outcomes
-        if isinstance(each, Results | ResultsReference)
+        if isinstance(each, _OF_RESULTS)
         for name in each.files
     ]
 
