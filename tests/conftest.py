@@ -17,18 +17,6 @@ from support import loaded
 from support.object_store import SERVERS, S3Server, s3_server
 from support.waiting import command_of
 
-LONG_FILES = {
-    "test_bench.py",
-    "test_documents.py",
-    "test_early_commit.py",
-    "test_leftovers.py",
-    "test_local_tier.py",
-    "test_nvrx_alias.py",
-    "test_resources.py",
-    "test_s3.py",
-}
-"""Those that take more than 25 s, beside the programs in ``stress``."""
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--s3=swift`` runs the tests of S3 against another server."""
@@ -45,9 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files, so that none is still running when the others have ended."""
-    items.sort(
-        key=lambda item: "stress" not in item.path.parts and item.path.name not in LONG_FILES
-    )
+    items.sort(key=lambda item: "stress" not in item.path.parts)
 
 
 def pytest_collection_finish() -> None:
