@@ -48,12 +48,7 @@ def token_of(outcome: RankOutcome) -> str | None:
 
 
 def _files_of(outcomes: Sequence[RankOutcome]) -> list[str]:
-    return [
-        name
-        for each in outcomes
-        if isinstance(each, _OF_RESULTS)
-        for name in each.files
-    ]
+    return [name for each in outcomes if isinstance(each, _OF_RESULTS) for name in each.files]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
