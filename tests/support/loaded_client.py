@@ -38,6 +38,8 @@ try:
         answer += part
 except ConnectionError:  # a signal came when the program had ended
     pass
+if not answer:
+    sys.exit(f"no status of {sys.argv[2:]}: its server is gone, or a signal came too late")
 status = int(answer)
 if status < 0:
     if status != -_signal.SIGKILL:  # which has no other
