@@ -132,22 +132,32 @@ def oldest() -> dict[str, str]:
     }
 
 
-def install_group(session: nox.Session, group: str, pins: str = CONSTRAINTS) -> None:
-    """Install one dependency group of pyproject.toml."""
-    wanted = nox.project.dependency_groups({"dependency-groups": GROUPS}, group)
-    install(session, *wanted, pins=pins)
+def of_groups(*groups: str) -> tuple[str, ...]:
+    """The requirements of dependency groups of pyproject.toml."""
+    return nox.project.dependency_groups({"dependency-groups": GROUPS}, *groups)
 
 
 def install_package(
-    session: nox.Session, *options: str, extra: str | None = None, pins: str = CONSTRAINTS
+    session: nox.Session,
+    *groups: str,
+    extra: str | None = None,
+    needs: bool = True,
+    pins: str = CONSTRAINTS,
 ) -> None:
     """Build nostall from this tree and install it, not as an editable: as it is shipped.
 
     Without build isolation: an isolated build would fetch a backend that no pin holds.
+
+    Args:
+        session: Where.
+        *groups: Dependency groups of pyproject.toml that are installed, too.
+        extra: Extras of nostall.
+        needs: Whether what nostall needs is installed.
+        pins: A file of constraints.
     """
-    install(session, BUILD_BACKEND, pins=pins)
-    wanted = f"{ROOT}[{extra}]" if extra else str(ROOT)
-    install(session, "--no-build-isolation", *options, wanted, pins=pins)
+    install(session, *of_groups(*groups), BUILD_BACKEND, pins=pins)
+    options = ("--no-build-isolation", *(() if needs else ("--no-deps",)))
+    install(session, *options, f"{ROOT}[{extra}]" if extra else str(ROOT), pins=pins)
 
 
 @nox.session
@@ -159,24 +169,21 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def stores(session: nox.Session) -> None:
     """Run the tests of object stores with all clients and servers; arguments go to pytest."""
-    install_group(session, "stores")
-    install_package(session, extra="fast")
+    install_package(session, "stores", extra="fast")
     session.run("python", "-m", "pytest", *(session.posargs or STORES))
 
 
 @nox.session
 def swift(session: nox.Session) -> None:
     """Run the tests of S3 against OpenStack Swift instead of moto; arguments go to pytest."""
-    install_group(session, "swift")
-    install_package(session, extra="fast")
+    install_package(session, "swift", extra="fast")
     session.run("python", "-m", "pytest", "--s3=swift", *(session.posargs or STORES))
 
 
 @nox.session
 def emulators(session: nox.Session) -> None:
     """Save to emulators of Google's and Microsoft's stores; the latter only where npm is."""
-    install_group(session, "emulators")
-    install_package(session, extra="fast")
+    install_package(session, "emulators", extra="fast")
     modules = Path(session.create_tmp()).resolve() / "node_modules"
     if shutil.which("npm") is None:
         session.warn("npm is not installed: the tests with azurite are skipped")
@@ -191,8 +198,7 @@ def emulators(session: nox.Session) -> None:
 @nox.session
 def coverage(session: nox.Session) -> None:
     """Run the test suite, and require that it reaches most lines; arguments go to pytest."""
-    install_group(session, "test")
-    install_package(session)
+    install_package(session, "test")
     spare_processors(session)
     # Absolute and outside the tree: tests change the current directory, and so do the processes
     # they start.
@@ -208,8 +214,7 @@ def coverage(session: nox.Session) -> None:
 @nox.session
 def unit(session: nox.Session) -> None:
     """Run the fast tests, in half a minute; arguments after `--` go to pytest."""
-    install_group(session, "test")
-    install_package(session)
+    install_package(session, "test")
     fast = ("-n", "2", "--dist", "worksteal", "-m", "not slow")
     session.run("python", "-m", "pytest", *fast, *UNIT_TESTS, *session.posargs)
 
@@ -217,8 +222,7 @@ def unit(session: nox.Session) -> None:
 def run_tests_with(session: nox.Session, instead: Mapping[str, str]) -> None:
     """Run the test suite against the installed package, with other versions of what it needs."""
     pins = other_pins(session, instead)
-    install_group(session, "test", pins)
-    install_package(session, pins=pins)
+    install_package(session, "test", pins=pins)
     spare_processors(session)
     session.run("python", "-m", "pytest", *SIDE_BY_SIDE, *session.posargs)
 
@@ -244,8 +248,7 @@ def tests_python(session: nox.Session) -> None:
 @nox.session
 def torchao(session: nox.Session) -> None:
     """Run the tests that need torchao; arguments after `--` go to pytest."""
-    install_group(session, "torchao")
-    install_package(session)
+    install_package(session, "torchao")
     session.run(
         "pytest", "tests/public/test_torchao.py", "tests/save/test_values.py", *session.posargs
     )
@@ -253,8 +256,7 @@ def torchao(session: nox.Session) -> None:
 
 def run_framework(session: nox.Session, name: str) -> None:
     """Run an adapter's tests with the real framework, then measure both side by side."""
-    install_group(session, name)
-    install_package(session, extra="fast")
+    install_package(session, name, extra="fast")
     session.run("pytest", f"tests/integrations/test_{name}.py", *session.posargs)
     session.run("python", "-W", "ignore", f"tests/integrations/measure_{name}.py")
 
@@ -293,8 +295,7 @@ def recipes(session: nox.Session, framework: str) -> None:
 @nox.session
 def megatron(session: nox.Session) -> None:
     """Save with Megatron-core; arguments after `--` go to pytest, `measure` compares the cost."""
-    install_group(session, "megatron")
-    install_package(session)
+    install_package(session, "megatron")
     for version, needed in MEGATRON.items():
         if needed:
             install(session, *needed)
@@ -317,8 +318,7 @@ def megatron(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check format, rules, and which module may import which; nothing is imported."""
-    install_group(session, "lint")
-    install_package(session, "--no-deps")
+    install_package(session, "lint", needs=False)
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")
     session.run("lint-imports")
@@ -330,8 +330,7 @@ def types(session: nox.Session) -> None:
 
     pyright checks how users call the package.
     """
-    install_group(session, "types")
-    install(session, *PYPROJECT["project"]["dependencies"])
+    install(session, *of_groups("types"), *PYPROJECT["project"]["dependencies"])
     session.run("mypy")
     session.run("pyright")
 
@@ -339,8 +338,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation; a warning is an error."""
-    install_group(session, "docs")
-    install_package(session)
+    install_package(session, "docs")
     built = Path(session.create_tmp()).resolve()
     sphinx = ("sphinx-build", "-q", "-W", "--keep-going", "-E", "-j", "2", "-b", "html")
     session.run(*sphinx, "-d", str(built / "doctrees"), "docs", str(built / "html"))
@@ -358,64 +356,56 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def soak(session: nox.Session) -> None:
     """Kill trainers and writers at random moments, 1,000 times unless arguments say otherwise."""
-    install_group(session, "test")
-    install_package(session)
+    install_package(session, "test")
     session.run("python", "-W", "ignore", "tests/stress/soak.py", *session.posargs)
 
 
 @nox.session
 def soak_manager(session: nox.Session) -> None:
     """Kill trainers that use a manager, 1,000 times unless arguments say otherwise."""
-    install_group(session, "test")
-    install_package(session)
+    install_package(session, "test")
     session.run("python", "-W", "ignore", "tests/stress/manager_soak.py", *session.posargs)
 
 
 @nox.session
 def soak_stores(session: nox.Session) -> None:
     """Kill trainers that save to a server of S3; `-- --kills 200`."""
-    install_group(session, "test")
-    install_package(session)
+    install_package(session, "test")
     session.run("python", "-W", "ignore", "tests/stress/object_soak.py", *session.posargs)
 
 
 @nox.session
 def soak_linger(session: nox.Session) -> None:
     """Kill trainers of saves that outlive them, and recover what is left; `-- --kills 200`."""
-    install_group(session, "test")
-    install_package(session)
+    install_package(session, "test")
     session.run("python", "-W", "ignore", "tests/stress/linger_soak.py", *session.posargs)
 
 
 @nox.session
 def soak_tier(session: nox.Session) -> None:
     """Kill trainers that save through a local tier; `-- --kills 200`."""
-    install_group(session, "test")
-    install_package(session)
+    install_package(session, "test")
     session.run("python", "-W", "ignore", "tests/stress/tier_soak.py", *session.posargs)
 
 
 @nox.session
 def matrix(session: nox.Session) -> None:
     """Run every cell of the fault matrix, or what arguments after `--` say."""
-    install_group(session, "test")
-    install_package(session)
+    install_package(session, "test")
     session.run("python", "-W", "ignore", "tests/stress/matrix.py", *session.posargs)
 
 
 @nox.session
 def mounts(session: nox.Session) -> None:
     """Save on mounted file systems with caches and faults; skipped where none can be mounted."""
-    install_group(session, "mounts")
-    install_package(session)
+    install_package(session, "mounts")
     session.run("python", "-W", "ignore", "tests/stress/mounted_saves.py", *session.posargs)
 
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
     """Feed 1,000,000 hostile inputs to everything that reads, unless arguments say otherwise."""
-    install_group(session, "test")
-    install_package(session)
+    install_package(session, "test")
     session.run("python", "-W", "ignore", "tests/stress/fuzz.py", *session.posargs)
 
 
@@ -437,7 +427,7 @@ def gpu(session: nox.Session) -> None:
 @nox.session
 def dist(session: nox.Session) -> None:
     """Build the wheel from the sdist, install it afresh, and look at what a user gets."""
-    install_group(session, "dist")
+    install(session, *of_groups("dist"))
     tmp = Path(session.create_tmp()).resolve()
     out = tmp / "dist"
     for old in out.glob("*"):

@@ -7,7 +7,6 @@ import importlib
 import signal
 from collections.abc import Iterator
 
-import psutil
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -15,7 +14,7 @@ from nostall import _engine
 from nostall.core import AsyncCallsQueue
 from support import loaded
 from support.object_store import SERVERS, S3Server, s3_server
-from support.waiting import command_of
+from support.processes import command_of, descendants
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,15 +51,11 @@ def imports_are_not_collected() -> None:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Every test ends with no process of ours running and the default engine gone."""
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    before = descendants()
     yield
     _engine.reset()
     gc.collect()
-    left = {
-        command_of(child)
-        for child in psutil.Process().children(recursive=True)
-        if child.pid not in before
-    }
+    left = {command_of(pid) for pid in descendants() - before}
     # Programs of tests are forks of another process, but have their clients here.
     assert not [each for each in left if "nostall" in each or str(loaded.CLIENT) in each]
 

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-import psutil
-
 import nostall
 from nostall.options import EngineOptions
 
@@ -128,14 +126,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         os.sched_yield()
-
-
-def command_of(process: psutil.Process) -> str:
-    """The command line of a process; empty if it has ended."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
 
 
 def stands_in(thread: threading.Thread, function: Callable[..., Any]) -> bool:

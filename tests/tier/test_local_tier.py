@@ -57,9 +57,10 @@ from nostall.state_dict_saver import CheckpointMetadataCache
 from programs.through_tier import destination_of, save, state_of
 from support import loaded
 from support.object_store import S3Server
+from support.processes import command_of
 from support.ranks import TESTS, RanksFailed, run_ranks
 from support.states import schedule
-from support.waiting import command_of, wait_until
+from support.waiting import wait_until
 
 PATIENCE_S = 60.0
 
@@ -112,7 +113,7 @@ def step_at(place: str) -> int | None:
 def promoting_processes() -> list[psutil.Process]:
     """Those of this process."""
     children = psutil.Process().children()
-    return [each for each in children if "nostall._tier" in command_of(each)]
+    return [each for each in children if "nostall._tier" in command_of(each.pid)]
 
 
 @contextmanager

@@ -1,0 +1,38 @@
+"""What a test has started."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def descendants() -> set[int]:
+    """Process ids of the children of this process, of their children, and so on.
+
+    The kernel lists those of each thread; psutil looks at all processes there are.
+    """
+    assert Path("/proc/thread-self/children").exists(), "a kernel without CONFIG_PROC_CHILDREN"
+    found: set[int] = set()
+    unseen = _children(os.getpid())
+    while unseen:
+        found |= unseen
+        unseen = {child for pid in unseen for child in _children(pid)}
+    return found
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process; empty if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
+    return ""
+
+
+def _children(pid: int) -> set[int]:
+    """Those of all its threads that have not ended."""
+    found: set[int] = set()
+    with suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                found.update(map(int, (thread / "children").read_text().split()))
+    return found
