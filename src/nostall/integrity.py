@@ -34,7 +34,7 @@ from nostall._model.names import OF_FILE_SYSTEM, order_of_commit
 from nostall._model.reads import ReadCounter
 from nostall._storage.destination import place_of
 from nostall._storage.places import is_address, may_have, storage_at
-from nostall._storage.port import Files, leaves_open, reason
+from nostall._storage.port import Files, Version, leaves_open, reason
 from nostall._storage.reading import open_to_read
 from nostall.errors import (
     DamagedCheckpointError,
@@ -47,6 +47,8 @@ __all__ = ["Damage", "State", "Verification", "is_complete", "latest_complete", 
 
 _log = logging.getLogger("nostall")
 _THREADS = 8
+_ATTEMPTS = 3
+"""How often a checkpoint is verified that another one replaces meanwhile."""
 
 
 class State(str, Enum):
@@ -277,6 +279,8 @@ def verify(
     inside them are checked against the sizes and CRC-32 sums that ``torch.save`` stores; this does
     not detect two exchanged files of the same layout.
 
+    If a save replaces the checkpoint meanwhile, the new one is verified.
+
     Args:
         path: Checkpoint directory, or an address in an object store.
         threads: Number of files to read at a time.
@@ -288,8 +292,29 @@ def verify(
     Raises:
         OptionError: The client of an object store is missing.
     """
-    directory = _path_of(path)
-    files = storage_at(directory)
+    files = storage_at(_path_of(path))
+    for _ in range(_ATTEMPTS):
+        version = _version_of(files)
+        found = _verified(files, threads, progress)
+        if found.ok or _version_of(files) == version:
+            return found
+    again = Damage(
+        file=_torch.METADATA_NAME, what="replaced whenever it was read", is_certain=False
+    )
+    return Verification(path=files.where(), state=_state_with([again]), damages=(again,))
+
+
+def _version_of(files: Files) -> Version | None:
+    """The version of the metadata; ``None`` if there is none, or storage does not answer."""
+    with suppress(OSError):
+        return files.stat(_torch.METADATA_NAME).version
+    return None
+
+
+def _verified(
+    files: Files, threads: int, progress: Callable[[int, int], object] | None
+) -> Verification:
+    directory = files.where()
     try:
         description = read_description(files, with_items=True)
     except (FileNotFoundError, NotADirectoryError):

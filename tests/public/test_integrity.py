@@ -581,6 +581,27 @@ def test_metadata_that_is_too_long_is_not_read(
     by_queue(tmp_path / "by_stock", small_state())  # nor by a save that replaces it
 
 
+def test_a_checkpoint_that_is_replaced_meanwhile_is_not_damaged(tmp_path: Path) -> None:
+    """The new one is verified; one that is replaced again and again is not judged."""
+
+    def verified(saves: int) -> integrity.Verification:
+        seeds = iter(range(1, saves + 1))
+
+        def replace(nbytes: int, total: int) -> None:
+            if (seed := next(seeds, None)) is not None:
+                by_save(tmp_path, state_of(seed), thread_count=4)
+
+        by_save(tmp_path, state_of(), thread_count=4)
+        return nostall.verify(tmp_path, threads=1, progress=replace)
+
+    assert verified(1).ok
+    found = verified(1000)
+    assert (found.state, str(*found.damages)) == (
+        State.UNREADABLE,
+        ".metadata: replaced whenever it was read",
+    )
+
+
 def test_where_there_is_none_is_not_damage(tmp_path: Path) -> None:
     """No directory, none that a save was committed to, or a file."""
     by_queue(tmp_path / "uncommitted", small_state())
