@@ -185,6 +185,13 @@ def test_unknown_object_stores_are_wrong_arguments(run: Run) -> None:
         assert (status, "nowhere://" in error) == (2, True)
 
 
+def test_an_address_that_lost_a_slash_is_a_wrong_argument(run: Run) -> None:
+    """Not a directory that does not exist."""
+    for name, *more in (["ls"], ["prune", "--keep", "latest=1"], ["verify"], ["convert", "new"]):
+        status, _, error = run(name, "s3:/bucket/checkpoints", *more)
+        assert (status, "slashes is lost" in error) == (2, True)
+
+
 def test_commands_that_find_nothing_say_where_checkpoints_are(tmp_path: Path, run: Run) -> None:
     """One or two levels too high, or the checkpoint instead of its root."""
     for step in (1, 2):

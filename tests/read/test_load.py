@@ -228,6 +228,14 @@ def test_errors_are_typed_and_name_the_place(tmp_path: Path) -> None:
         pytest.raises(DamagedCheckpointError, match=r"(?s)CRC-32.*items a.*__0_0\.distcp"),
     ):
         nostall.load({"a": torch.zeros(1 << 20)}, tmp_path, verify="crc")
+    save(tmp_path / "objects", {"o": {"n": (1, 2)}})
+    shard = tmp_path / "objects" / "__0_0.distcp"
+    archive = shard.read_bytes().index(b"PK")
+    with (
+        damaged(shard, archive),
+        pytest.raises(DamagedCheckpointError, match=rf"(?s)object 'o\.n'.*path={shard}"),
+    ):
+        nostall.load({"o": {"n": None}}, tmp_path / "objects")
     index = (tmp_path / ".metadata").read_bytes().index(b"#nostall-index")
     with damaged(tmp_path / ".metadata", index), pytest.raises(DamagedCheckpointError):
         nostall.load({"a": torch.zeros(1 << 20)}, tmp_path)

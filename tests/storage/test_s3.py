@@ -170,10 +170,16 @@ def test_what_is_sent_anew_was_not_removed_before(
     assert s3.unfinished(url.split("/")[2]) == []
 
 
-def test_a_bucket_that_does_not_exist_is_no_empty_directory() -> None:
+@pytest.mark.usefixtures("s3")
+def test_a_bucket_that_does_not_exist_is_no_empty_directory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """A job that finds no checkpoint starts from scratch."""
     with pytest.raises(ReadError, match="bucket"):
         nostall.latest_complete("s3://there-is-none/run")
+    for command in (["ls"], ["latest"], ["prune", "--keep", "latest=1"]):
+        assert main([*command, "s3://there-is-none/run"]) == 1
+        assert "bucket does not exist" in capsys.readouterr().err
 
 
 def test_a_split_save_is_committed_by_finalising(queue: AsyncCallsQueue, url: str) -> None:

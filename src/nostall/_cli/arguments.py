@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
 from typing import Protocol, TypeVar
 
-from nostall._storage.destination import place_of
+from nostall._storage.destination import place_of, require_possible
 from nostall._storage.places import is_address
 from nostall.errors import OptionError
 
@@ -76,9 +76,12 @@ def place(text: str) -> str:
     """A type for argparse: a path as it is, or what an address leads to.
 
     Raises:
-        ArgumentTypeError: The text is empty, or an address that cannot be used.
+        ArgumentTypeError: The text is empty, or an address that cannot be used or has lost a slash.
     """
-    return checked(place_of)(text) if is_address(text) else not_empty(text)
+    if is_address(text):
+        return checked(place_of)(text)
+    checked(require_possible)(not_empty(text))
+    return text
 
 
 def at_least(least: int) -> Callable[[str], int]:

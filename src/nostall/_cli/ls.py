@@ -49,13 +49,19 @@ def run(parsed: argparse.Namespace) -> int:
                 str(each.files),
                 format_age(now_s - each.at_s),
                 each.state.value,
-                each.name if each.link is None else f"{each.name} -> {each.link}",
+                _named(each),
             )
             for each in checkpoints
         ],
         right="step size files age",
     )
     return Status.FINE
+
+
+def _named(each: Listed) -> str:
+    if each.link is not None:
+        return f"{each.name} -> {each.link}"
+    return each.name if each.destination is None else f"{each.name}, for {each.destination}"
 
 
 def _plain(listed: Listed) -> dict[str, object]:

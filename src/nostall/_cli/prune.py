@@ -34,8 +34,8 @@ HELP = "remove checkpoints that no policy keeps; a dry run by default"
 DESCRIPTION = (
     "Remove the complete checkpoints that no policy keeps. Always kept: the last"
     " committed complete checkpoint, whatever a symbolic link in ROOT leads to, names that do"
-    " not end with a step, everything that is not complete, and everything that is not directly"
-    " in ROOT."
+    " not end with a step, everything that is not complete or in a local tier, and everything that"
+    " is not directly in ROOT."
 )
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _INTERVAL = re.compile(r"(\d+)([smhd])")
@@ -189,7 +189,10 @@ def why_kept(
     candidates = [
         each
         for each in checkpoints
-        if each.state is State.COMPLETE and each.step is not None and not each.is_inside
+        if each.state is State.COMPLETE
+        and each.step is not None
+        and not each.is_inside
+        and each.destination is None
     ]
     kept = {path: ", ".join(why) for path, why in reasons(candidates, rules).items()}
     for each in checkpoints:
@@ -197,6 +200,8 @@ def why_kept(
             kept[each.path] = each.state.value
         elif each.is_inside:
             kept[each.path] = "inside of another directory"
+        elif each.destination is not None:
+            kept[each.path] = "in a local tier"
         elif each.step is None:
             kept[each.path] = "no step in its name"
         elif os.path.realpath(each.path) in linked:

@@ -20,12 +20,13 @@ _BEGIN = b"PK\x03\x04"
 _REFUSED = re.compile(r"WeightsUnpickler error: (.*?)(?:\. |$)", re.MULTILINE)
 
 
-def object_in(content: io.BytesIO, name: str, *, trust: bool, hint: str) -> Any:
+def object_in(content: io.BytesIO, name: str, *, path: str, trust: bool, hint: str) -> Any:
     """The object in an archive of ``torch.save``.
 
     Args:
         content: The archive.
         name: Name of the item, for errors.
+        path: The file or checkpoint that it is from, for errors.
         trust: Unpickle any class, which can run code; otherwise those that ``weights_only`` allows.
         hint: How to trust it, for errors.
 
@@ -43,9 +44,10 @@ def object_in(content: io.BytesIO, name: str, *, trust: bool, hint: str) -> Any:
     except (pickle.UnpicklingError, Harmful) as error:
         kind = DamagedCheckpointError if trust else UntrustedObjectError
         why = f"{what}: {reason_of(error)}"
-        raise kind(why, phase="read", hint=None if trust else hint) from error
+        raise kind(why, phase="read", path=path, hint=None if trust else hint) from error
     except Exception as error:  # a pickle can raise anything
-        raise DamagedCheckpointError(f"{what}: {reason_of(error)}", phase="read") from error
+        why = f"{what}: {reason_of(error)}"
+        raise DamagedCheckpointError(why, phase="read", path=path) from error
 
 
 def loaded_safely(archive: BinaryIO) -> Any:

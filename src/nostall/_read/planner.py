@@ -169,13 +169,20 @@ class Planner(DefaultLoadPlanner):
             hint=f"`nostall inspect` lists what a checkpoint has; `keys` selects{hint}",
         )
 
+    def _file_of(self, read_item: ReadItem) -> str:
+        assert isinstance(self.metadata, Metadata)
+        place = self.metadata.storage_data[read_item.storage_index]
+        return f"{self._path}/{place.relative_path}"
+
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         whole = self._whole.get(read_item.dest_index.fqn)
         return super().resolve_tensor(read_item) if whole is None else whole
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
-        loaded = object_in(value, name, trust=self._trust, hint=TRUST_HINT)
+        loaded = object_in(
+            value, name, path=self._file_of(read_item), trust=self._trust, hint=TRUST_HINT
+        )
         *outer, last = self.mappings[name]
         container: Any = self.original_state_dict
         for key in outer:

@@ -72,7 +72,9 @@ def to_file(source: str, target: str, *, trust: bool) -> int:
         flat: dict[Any, Any] = dict.fromkeys(item.key for item in checkpoint.items)
         objects = [item for item in checkpoint.items if not item.is_tensor]
         for key, content in read_objects(checkpoint, objects).items():
-            flat[key] = object_in(io.BytesIO(content), str(key), trust=trust, hint=TRUST_HINT)
+            flat[key] = object_in(
+                io.BytesIO(content), str(key), path=source, trust=trust, hint=TRUST_HINT
+            )
         read_tensors(checkpoint, checkpoint.items, flat, directory)
         _save(nested(flat, checkpoint.metadata.planner_data, source), target)
     return len(flat)

@@ -25,8 +25,9 @@ from nostall._model.names import (
 )
 from nostall._storage.destination import place_of
 from nostall._storage.places import is_address, storage_at
-from nostall._storage.port import Files, Stat, leaves_open
+from nostall._storage.port import Files, Stat, leaves_open, reason
 from nostall._storage.reading import open_to_read
+from nostall._tier.local import destination_of
 from nostall.errors import (
     DamagedCheckpointError,
     NostallError,
@@ -68,11 +69,16 @@ class Listed:
     """Whether nostall has committed it."""
     link: str | None = None
     """Where a symbolic link leads that has this path; ``None`` for a directory."""
+    destination: str | None = None
+    """Where a checkpoint in a local tier belongs."""
 
     @property
     def step(self) -> int | None:
-        """The number at the end of the name, as in ``step-100`` or ``step=100.ckpt``."""
-        return step_in(self.name)
+        """The number at the end of the name, as in ``step-100`` or ``step=100.ckpt``.
+
+        In a local tier, where names end with digits of a hash, the destination's.
+        """
+        return step_in(self.destination or self.name)
 
     @property
     def order(self) -> tuple[float, bool, int, str]:
@@ -93,17 +99,22 @@ def list_checkpoints(root: str) -> list[Listed]:
 
     Raises:
         NotThere: ``root`` does not exist.
-        ReadError: It cannot be read, or a symbolic link in its path is broken.
+        ReadError: It cannot be read, a symbolic link in its path is broken, or its bucket does not
+            exist.
         OptionError: It is a file.
     """
     require_no_file(root)
     try:
         paths = _directories_in(root)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotThere(f"{root}: {why_not_there(root)}") from error
     except OSError as error:
+        is_absent = isinstance(error, FileNotFoundError | NotADirectoryError)
+        if is_absent and not is_address(root):
+            raise NotThere(f"{root}: {why_not_there(root)}") from error
         raise ReadError(
-            f"cannot list checkpoints: {error.strerror}", errno=error.errno, path=root
+            f"cannot list checkpoints: {reason(error)}",
+            errno=error.errno,
+            path=root,
+            hint="check the address, and the rights to list it" if is_address(root) else None,
         ) from error
     found = [each for path in paths for each in _at_or_in(path)]
     return sorted(found, key=lambda each: each.order)
@@ -245,6 +256,7 @@ def look_at(path: str) -> Listed | None:
             at_s = max((each.modified_s for each in stats.values()), default=0.0)
         else:
             at_s = os.stat(path).st_mtime
+        destination = None if is_address(path) else destination_of(path)
     except OSError:
         return None
     nbytes = sum(each.nbytes for each in stats.values())
@@ -263,6 +275,7 @@ def look_at(path: str) -> Listed | None:
         files=len(shards if manifest is None else manifest.files),
         at_s=at_s if manifest is None else manifest.committed_at_s,
         manifest=manifest is not None,
+        destination=destination,
     )
 
 
