@@ -130,11 +130,13 @@ class OptionError(NostallError, ValueError):
 
 
 class SaveError(NostallError):
-    """A save failed, and this rank has published no ``.metadata`` for it.
+    """A save failed, and no rank has published a ``.metadata`` for it.
 
-    Nor has any other rank, except after :class:`RankLostError` and :class:`SaveTimeoutError`: the
-    coordinator may be among the ranks that this one cannot reach. See :class:`NotDurableError` for
-    metadata that may have been published.
+    Except after :class:`RankLostError`, :class:`SaveTimeoutError` and
+    :class:`RankMismatchError`: the coordinator may be among the ranks that this one cannot reach,
+    and in the steady state a save is committed when all ranks have written, before they agree to
+    finalise it. What is published is whole. See :class:`NotDurableError` for metadata that may have
+    been published.
     """
 
 

@@ -781,10 +781,24 @@ def test_a_program_whose_promotion_is_late_fails(tier: str, root: str) -> None:
     assert "a job that starts with the same local_staging_dir goes on" in ended.stderr
 
 
+def test_a_program_that_gave_its_promotion_up_is_not_told_to_wait(tier: str, root: str) -> None:
+    """The removal of the local checkpoint ends the promotion, and no later job goes on."""
+    Path(root).write_text("nothing gets there")
+    give_up = f"os.rename(saved.promotion.local_path, {tier + '-gone'!r});"
+    wait = f"\ntry: saved.promotion.result({PATIENCE_S})\nexcept nostall.NostallError: pass"
+    with _saving_once(tier, root, PATIENCE_S, f"import os; {give_up}{wait}") as process:
+        _, said = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    last = said.splitlines()[-1]
+    assert f"not at its destination: path={destination_of(root, 0)}: the local checkpoint" in last
+    assert "goes on" not in last
+    assert "waiting up to" not in said
+
+
 def test_ctrl_c_ends_the_wait_for_promotions(tier: str, root: str) -> None:
     """The exit status says that something is missing, all the same."""
     Path(root).write_text("nothing gets there")
-    with _saving_once(tier, root, exit_timeout_s=PATIENCE_S) as process:
+    with _saving_once(tier, root, PATIENCE_S) as process:
         assert process.stderr is not None
         line = next(line for line in process.stderr if "waiting up to" in line)
         assert "1 checkpoints that are not at their destination" in line
@@ -795,17 +809,19 @@ def test_ctrl_c_ends_the_wait_for_promotions(tier: str, root: str) -> None:
 
 
 def _run_to_its_end(tier: str, root: str) -> subprocess.CompletedProcess[str]:
-    with _saving_once(tier, root, exit_timeout_s=5.0) as process:
+    with _saving_once(tier, root, 5.0) as process:
         _, said = process.communicate(timeout=PATIENCE_S)
     return subprocess.CompletedProcess(process.args, process.returncode, stderr=said)
 
 
-def _saving_once(tier: str, root: str, *, exit_timeout_s: float) -> subprocess.Popen[str]:
+def _saving_once(
+    tier: str, root: str, exit_timeout_s: float, then: str = ""
+) -> subprocess.Popen[str]:
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
         "import nostall; from programs.through_tier import save;"
         f"nostall.configure(nostall.EngineOptions(exit_timeout_s={exit_timeout_s}));"
-        f"save({tier!r}, {root!r}, 0)"
+        f"saved = save({tier!r}, {root!r}, 0);{then}"
     )
     return subprocess.Popen(
         [*loaded.python(), "-W", "ignore", "-c", code],

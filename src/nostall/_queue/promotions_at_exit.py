@@ -27,24 +27,20 @@ def finish_promotions_at_exit() -> None:
     if not missing:
         return
     timeout_s = min(default_engine().options.exit_timeout_s, preemption.left_s)
+    going_on = sum(not promotion.done for promotion in missing)
     try:
-        _log.warning(
-            "the interpreter ends with %d checkpoints that are not at their destination; waiting"
-            " up to %g s",
-            len(missing),
-            timeout_s,
-        )
+        if going_on:
+            _log.warning(
+                "the interpreter ends with %d checkpoints that are not at their destination;"
+                " waiting up to %g s",
+                going_on,
+                timeout_s,
+            )
         left = await_all(missing, timeout_s)
     except BaseException:  # Ctrl-C, or the end of the time that SIGTERM leaves
         left = missing_promotions()
     for promotion in left:
-        _log.error(
-            "not at its destination: path=%s: %s; it is committed in %s, and a job that starts"
-            " with the same local_staging_dir goes on",
-            promotion.path,
-            promotion.why_waiting,
-            promotion.local_path,
-        )
+        _log.error("not at its destination: path=%s: %s", promotion.path, promotion.why_missing)
     if left:
         default_engine().promotions.close()
         is_preempted = preemption.is_ending or preemption.is_too_late

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -131,6 +132,18 @@ class Promotion:
             return self._trouble or "nothing is written"
         done = f"{status.written_nbytes / 1e6:.1f} of {status.nbytes / 1e6:.1f} MB are written"
         return f"{self._trouble}; {done}" if self._trouble else done
+
+    @property
+    def why_missing(self) -> str:
+        """Why the destination does not have the checkpoint, and whether it may still get there."""
+        failure = result_of(self._outcome) if self.done else None
+        why = self.why_waiting if failure is None else failure.message
+        if not os.path.exists(os.path.join(self.local_path, self.record)):
+            return why
+        return (
+            f"{why}; it is committed in {self.local_path}, and a job that starts with the same"
+            " local_staging_dir goes on"
+        )
 
     def moved(self, nbytes: int, of_nbytes: int) -> None:
         """Record progress."""
