@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -119,7 +120,8 @@ class Job:
         polls = 0
         while self.queue.pending:
             polls += 1
-            self.queue.poll()
+            if not self.queue.poll():
+                time.sleep(0.001)  # a step
         return polls
 
     def is_whole(self, number: int) -> bool:

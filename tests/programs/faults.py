@@ -220,7 +220,8 @@ def poll(queue: AsyncCallsQueue, deadline_s: float = 60.0) -> None:
     """Poll once a step, as a training loop does, until the queue is empty."""
     deadline = time.monotonic() + deadline_s
     while queue.pending:
-        queue.poll()
+        if not queue.poll():
+            time.sleep(0.001)  # a step
         # Any rank past the deadline ends the loop on every rank.
         late = torch.tensor([int(time.monotonic() > deadline)])
         dist.all_reduce(late, op=dist.ReduceOp.MAX)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import sys
 import threading
 
-from moto.server import DomainDispatcherApplication, create_backend_app
+from moto.server import create_backend_app
 from werkzeug.serving import make_server
 
 from support.faulty_store import Faulty
 
 if __name__ == "__main__":
-    store = DomainDispatcherApplication(create_backend_app)
-    faulty = Faulty(store, lambda environ: environ["werkzeug.socket"])
+    # Of S3 alone: an application for all services looks for the one that each request means.
+    faulty = Faulty(create_backend_app("s3"), lambda environ: environ["werkzeug.socket"])
     server = make_server("127.0.0.1", 0, faulty, threaded=True)
     sys.stdout.write(f"http://127.0.0.1:{server.server_port}\n")
     sys.stdout.flush()

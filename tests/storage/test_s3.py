@@ -610,7 +610,8 @@ def test_uploads_of_a_job_that_was_killed_are_aborted_by_the_next_save(
     assert len(s3.unfinished(bucket)) == 1
     assert nostall.latest_complete(f"s3://{bucket}/run") is None
     # The store rounds when it began, and Linux when a process was started, each to a second.
-    wait_until(lambda: time.time() > s3.last_begun_s(bucket) + 2)
+    begun_s = s3.last_begun_s(bucket)
+    wait_until(lambda: time.time() > begun_s + 2)
     done = run_script("programs/save_once.py", url, "2", cwd=tmp_path, timeout_s=60)
     assert done.returncode == 0, done.stderr
     assert is_loaded(url, 2)
@@ -626,7 +627,8 @@ def test_whole_files_of_a_job_that_was_killed_are_removed_when_they_are_old(
     storage.put(left, 3, on_created=lambda _: None).finish()
     save(url, 1)
     assert left in storage.list()
-    wait_until(lambda: time.time() > storage.stat(left).modified_s + 2)
+    written_s = storage.stat(left).modified_s
+    wait_until(lambda: time.time() > written_s + 2)
     monkeypatch.setattr(leftovers, "_SAVES_PER_AGE", 0)  # otherwise an hour
     save(url, 2)
     assert len(storage.list()) == 2

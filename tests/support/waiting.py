@@ -121,11 +121,14 @@ def error_of(call: Callable[[], object]) -> BaseException | None:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Return when it holds; that it does not within a minute is a failure."""
+    """Return when it holds; that it does not within a minute is a failure.
+
+    It looks every millisecond: without a pause it would keep a processor from what it waits for.
+    """
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline
-        os.sched_yield()
+        time.sleep(0.001)
 
 
 def stands_in(thread: threading.Thread, function: Callable[..., Any]) -> bool:
