@@ -16,6 +16,9 @@ from support import loaded
 from support.object_store import SERVERS, S3Server, s3_server
 from support.processes import command_of, descendants
 
+LONGEST = {"test_early_commit.py", "test_outliving.py", "test_s3.py"}
+"""Files that take more than a minute, besides the programs in ``stress``."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--s3=swift`` runs the tests of S3 against another server."""
@@ -32,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files, so that none is still running when the others have ended."""
-    items.sort(key=lambda item: "stress" not in item.path.parts)
+    items.sort(key=lambda item: "stress" not in item.path.parts and item.path.name not in LONGEST)
 
 
 def pytest_collection_finish() -> None:
