@@ -132,7 +132,7 @@ def oldest() -> dict[str, str]:
     }
 
 
-def of_groups(*groups: str) -> tuple[str, ...]:
+def requirements_of(*groups: str) -> tuple[str, ...]:
     """The requirements of dependency groups of pyproject.toml."""
     return nox.project.dependency_groups({"dependency-groups": GROUPS}, *groups)
 
@@ -141,7 +141,7 @@ def install_package(
     session: nox.Session,
     *groups: str,
     extra: str | None = None,
-    needs: bool = True,
+    with_dependencies: bool = True,
     pins: str = CONSTRAINTS,
 ) -> None:
     """Build nostall from this tree and install it, not as an editable: as it is shipped.
@@ -149,14 +149,14 @@ def install_package(
     Without build isolation: an isolated build would fetch a backend that no pin holds.
 
     Args:
-        session: Where.
+        session: The nox session.
         *groups: Dependency groups of pyproject.toml that are installed, too.
-        extra: Extras of nostall.
-        needs: Whether what nostall needs is installed.
+        extra: Extras of nostall, separated by commas.
+        with_dependencies: Whether what nostall needs is installed, too.
         pins: A file of constraints.
     """
-    install(session, *of_groups(*groups), BUILD_BACKEND, pins=pins)
-    options = ("--no-build-isolation", *(() if needs else ("--no-deps",)))
+    install(session, *requirements_of(*groups), BUILD_BACKEND, pins=pins)
+    options = ("--no-build-isolation", *(() if with_dependencies else ("--no-deps",)))
     install(session, *options, f"{ROOT}[{extra}]" if extra else str(ROOT), pins=pins)
 
 
@@ -318,7 +318,7 @@ def megatron(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check format, rules, and which module may import which; nothing is imported."""
-    install_package(session, "lint", needs=False)
+    install_package(session, "lint", with_dependencies=False)
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")
     session.run("lint-imports")
@@ -330,7 +330,7 @@ def types(session: nox.Session) -> None:
 
     pyright checks how users call the package.
     """
-    install(session, *of_groups("types"), *PYPROJECT["project"]["dependencies"])
+    install(session, *requirements_of("types"), *PYPROJECT["project"]["dependencies"])
     session.run("mypy")
     session.run("pyright")
 
@@ -427,7 +427,7 @@ def gpu(session: nox.Session) -> None:
 @nox.session
 def dist(session: nox.Session) -> None:
     """Build the wheel from the sdist, install it afresh, and look at what a user gets."""
-    install(session, *of_groups("dist"))
+    install(session, *requirements_of("dist"))
     tmp = Path(session.create_tmp()).resolve()
     out = tmp / "dist"
     for old in out.glob("*"):

@@ -4,7 +4,7 @@
 
     NostallError
     ├── OptionError           (also ValueError)   an invalid option, or two that exclude each other
-    ├── SaveError                                 a save failed; this rank has committed nothing
+    ├── SaveError                                 a save failed
     │   ├── StagingError                          the snapshot could not be taken
     │   ├── WriteError        (also OSError)      storage refused a shard file or the metadata
     │   ├── WriterDiedError                       the writer process ended before it answered
@@ -130,13 +130,13 @@ class OptionError(NostallError, ValueError):
 
 
 class SaveError(NostallError):
-    """A save failed, and no rank has published a ``.metadata`` for it.
+    """A save failed, as a rule before its ``.metadata`` was published.
 
-    Except after :class:`RankLostError`, :class:`SaveTimeoutError` and
-    :class:`RankMismatchError`: the coordinator may be among the ranks that this one cannot reach,
-    and in the steady state a save is committed when all ranks have written, before they agree to
-    finalise it. What is published is whole. See :class:`NotDurableError` for metadata that may have
-    been published.
+    After :class:`RankLostError`, :class:`RankMismatchError`, :class:`SaveAbortedError` and
+    :class:`SaveTimeoutError` it may be committed all the same: the coordinator may be among the
+    ranks that this one cannot reach, and in the steady state it commits as soon as all ranks have
+    written. A checkpoint that was published is whole. See :class:`NotDurableError` for metadata
+    that may not be durable.
     """
 
 
@@ -179,7 +179,7 @@ class SaveTimeoutError(SaveError, TimeoutError):
 
 
 class SaveAbortedError(SaveError):
-    """The save was aborted on request before it was committed."""
+    """The save was aborted on request."""
 
 
 class RankLostError(SaveError, RuntimeError):

@@ -48,7 +48,7 @@ __all__ = ["Damage", "State", "Verification", "is_complete", "latest_complete", 
 _log = logging.getLogger("nostall")
 _THREADS = 8
 _ATTEMPTS = 3
-"""How often a checkpoint is verified that another one replaces meanwhile."""
+"""How often a checkpoint is looked at that saves replace meanwhile."""
 
 
 class State(str, Enum):
@@ -58,7 +58,8 @@ class State(str, Enum):
     """It is as it was written, as far as there are checksums."""
     DAMAGED = "damaged"
     UNREADABLE = "unreadable"
-    """Storage does not let some of it be read, and the rest is as it was written."""
+    """Storage does not let some of it be read, and the rest is as it was written; or saves have
+    replaced it again and again."""
     NOT_UNDERSTOOD = "not understood"
     """It has no manifest, and metadata with parts that this nostall and this torch do not know."""
     NOT_THERE = "not there"
@@ -130,6 +131,19 @@ def why_incomplete(directory: str, *, deep: bool = False) -> str | None:
         what = [str(damage) for damage in found.damages]
         return None if found.ok else ", ".join(what) or found.note or found.state.value
     files = storage_at(directory)
+    why = _why_incomplete(files)
+    for _ in range(_ATTEMPTS):
+        if why is None:
+            break
+        version = _version_of(files)
+        why = _why_incomplete(files)
+        if _version_of(files) == version:  # no save has replaced it meanwhile
+            break
+    return why
+
+
+def _why_incomplete(files: Files) -> str | None:
+    """As :func:`why_incomplete`, by one look at the metadata and the sizes of files."""
     try:
         description = read_description(files, with_items=False)
     except UnknownMetadataError:
@@ -279,7 +293,8 @@ def verify(
     inside them are checked against the sizes and CRC-32 sums that ``torch.save`` stores; this does
     not detect two exchanged files of the same layout.
 
-    If a save replaces the checkpoint meanwhile, the new one is verified.
+    If there is damage, and a save has replaced the checkpoint meanwhile, the new one is verified,
+    and ``progress`` begins anew. One that is replaced three times in a row is ``UNREADABLE``.
 
     Args:
         path: Checkpoint directory, or an address in an object store.
@@ -301,7 +316,7 @@ def verify(
     again = Damage(
         file=_torch.METADATA_NAME, what="replaced whenever it was read", is_certain=False
     )
-    return Verification(path=files.where(), state=_state_with([again]), damages=(again,))
+    return Verification(path=files.where(), state=State.UNREADABLE, damages=(again,))
 
 
 def _version_of(files: Files) -> Version | None:

@@ -16,7 +16,7 @@ from werkzeug.serving import make_server
 from support.faulty_store import Faulty
 
 if __name__ == "__main__":
-    # Of S3 alone: an application for all services looks for the one that each request means.
+    # S3 alone: the application for all services has to find out which one each request is for.
     faulty = Faulty(create_backend_app("s3"), lambda environ: environ["werkzeug.socket"])
     server = make_server("127.0.0.1", 0, faulty, threaded=True)
     sys.stdout.write(f"http://127.0.0.1:{server.server_port}\n")

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 import nostall
 from nostall import integrity
+from nostall._commit.checking import read_description
 from nostall._commit.manifest import manifest_alone, split
 from nostall._storage import posix_files, reading
 from nostall.cli import main
@@ -595,6 +596,17 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_damaged(tmp_path: Path) 
         return nostall.verify(tmp_path, threads=1, progress=replace)
 
     assert verified(1).ok
+    seeds = iter([5])
+
+    def read_then_replace(*arguments: Any, **options: Any) -> Any:
+        described = read_description(*arguments, **options)
+        for seed in seeds:
+            by_save(tmp_path, state_of(seed), thread_count=4)
+        return described
+
+    with patch("nostall.integrity.read_description", read_then_replace):
+        assert nostall.is_complete(tmp_path)
+    assert next(seeds, None) is None
     found = verified(1000)
     assert (found.state, str(*found.damages)) == (
         State.UNREADABLE,

@@ -29,7 +29,7 @@ def command_of(pid: int) -> str:
 
 
 def _children(pid: int) -> set[int]:
-    """Those of all its threads that have not ended."""
+    """Those of all its threads."""
     found: set[int] = set()
     with suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():

@@ -212,12 +212,14 @@ def why_kept(
 
 
 def _verified(each: Listed) -> Listed:
-    """The same, but damaged if a byte differs from what was written."""
+    """The same, but damaged if a byte differs from what was written, or unreadable."""
+    from nostall.integrity import State as Found
     from nostall.integrity import verify
 
-    if each.state is not State.COMPLETE or verify(each.path).ok:
+    if each.state is not State.COMPLETE or (found := verify(each.path)).ok:
         return each
-    return replace(each, state=State.DAMAGED)
+    is_unreadable = found.state is Found.UNREADABLE
+    return replace(each, state=State.UNREADABLE if is_unreadable else State.DAMAGED)
 
 
 def _unchanged(each: Listed) -> bool:

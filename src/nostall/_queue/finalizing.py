@@ -179,7 +179,7 @@ def aborted_by_another_thread(call: Call) -> SaveAbortedError:
         " it",
         rank=coordination_for(None).rank,
         phase="write",
-        hint="it was not committed; the queue can be used again",
+        hint="it may be committed: ask nostall.is_complete; the queue can be used again",
     )
 
 

@@ -27,13 +27,13 @@ def finish_promotions_at_exit() -> None:
     if not missing:
         return
     timeout_s = min(default_engine().options.exit_timeout_s, preemption.left_s)
-    going_on = sum(not promotion.done for promotion in missing)
+    unfinished = sum(not promotion.done for promotion in missing)
     try:
-        if going_on:
+        if unfinished:
             _log.warning(
                 "the interpreter ends with %d checkpoints that are not at their destination;"
                 " waiting up to %g s",
-                going_on,
+                unfinished,
                 timeout_s,
             )
         left = await_all(missing, timeout_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
@@ -33,6 +32,8 @@ _ENTRY = (
 )
 _IO_THREADS = 4
 """Few: a slow destination gains nothing from more, and training needs the processors."""
+_FINAL = ("CheckpointExistsError", "DamagedCheckpointError")
+"""Kinds of failures after which no later job tries again, or it fails in the same way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +112,7 @@ class Promotion:
         Raises:
             SaveTimeoutError: It is not, yet; it stays in the local tier.
             DamagedCheckpointError: The local checkpoint is damaged, so it never will be.
+            CheckpointExistsError: Another job's checkpoint there must not be replaced.
             SaveError: Its process could not be started, or died again and again.
         """
         if not is_done(self._outcome, threading.TIMEOUT_MAX if timeout is None else timeout):
@@ -135,11 +137,11 @@ class Promotion:
 
     @property
     def why_missing(self) -> str:
-        """Why the destination does not have the checkpoint, and whether it may still get there."""
+        """Why the destination does not have the checkpoint, and what to do."""
         failure = result_of(self._outcome) if self.done else None
+        if failure is not None and failure.kind in _FINAL:
+            return f"{failure.message} ({failure.hint})"
         why = self.why_waiting if failure is None else failure.message
-        if not os.path.exists(os.path.join(self.local_path, self.record)):
-            return why
         return (
             f"{why}; it is committed in {self.local_path}, and a job that starts with the same"
             " local_staging_dir goes on"

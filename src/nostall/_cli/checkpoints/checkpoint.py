@@ -26,8 +26,8 @@ from nostall._commit.manifest import Manifest, split
 from nostall._commit.metadata import extents_of, load_metadata
 from nostall._storage.places import storage_at
 from nostall._storage.reading import open_to_read, read_metadata
-from nostall.errors import DamagedCheckpointError
-from nostall.integrity import verify, why_damaged
+from nostall.errors import DamagedCheckpointError, ReadError
+from nostall.integrity import State, verify, why_damaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +229,12 @@ def require_undamaged(checkpoint: Checkpoint) -> None:
         found = verify(checkpoint.path, progress=report)
     if not found.ok:
         what = ", ".join(map(str, found.damages)) or found.note
+        if found.state is State.UNREADABLE:
+            raise ReadError(
+                f"the checkpoint cannot be read: {what}",
+                path=checkpoint.path,
+                hint="try again when storage answers, and no save replaces it",
+            )
         raise DamagedCheckpointError(f"the checkpoint is damaged: {what}", path=checkpoint.path)
 
 

@@ -114,7 +114,7 @@ def list_checkpoints(root: str) -> list[Listed]:
             f"cannot list checkpoints: {reason(error)}",
             errno=error.errno,
             path=root,
-            hint="check the address, and the rights to list it" if is_address(root) else None,
+            hint=f"check the {'address' if is_address(root) else 'path'}, and the right to list it",
         ) from error
     found = [each for path in paths for each in _at_or_in(path)]
     return sorted(found, key=lambda each: each.order)
@@ -256,9 +256,12 @@ def look_at(path: str) -> Listed | None:
             at_s = max((each.modified_s for each in stats.values()), default=0.0)
         else:
             at_s = os.stat(path).st_mtime
-        destination = None if is_address(path) else destination_of(path)
     except OSError:
         return None
+    try:
+        destination = None if is_address(path) else destination_of(path)
+    except OSError:
+        return _unreadable(path)
     nbytes = sum(each.nbytes for each in stats.values())
     manifest = None
     if committed:
