@@ -54,7 +54,7 @@ def imports_are_not_collected() -> None:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Every test ends with no process of ours running and the default engine gone."""
-    before = descendants() | descendants()  # the kernel may leave one out while another one ends
+    before = descendants()
     yield
     _engine.reset()
     gc.collect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import nostall
 from cli.conftest import Run
 from nostall._cli.checkpoints.listing import Listed, State
 from nostall._cli.prune import Rule, parse_rules, reasons, why_kept
+from support.permissions import without_permission
 from support.states import save_stock_way
 
 
@@ -145,6 +147,18 @@ def test_checkpoints_in_a_local_tier_stay(tmp_path: Path, run: Run) -> None:
     assert status == 0
     assert shown.count("in a local tier") == len(names)
     assert there(tier) == names
+
+
+def test_what_cannot_be_read_is_not_damage(tmp_path: Path, run: Run) -> None:
+    """It stays, and whoever converts it learns why."""
+    save(tmp_path, 1, 2)
+    (shard,) = (tmp_path / "step-1").glob("*.distcp")
+    with without_permission(shard):
+        shown = run("prune", tmp_path, "--keep", "latest=1", "--deep", "--delete")[1]
+        assert re.search(r"keep +unreadable +step-1", shown)
+        status, _, error = run("convert", tmp_path / "step-1", tmp_path / "new.pt")
+    assert (status, "cannot be read" in error, "damaged" in error) == (1, True, False)
+    assert there(tmp_path) == {"step-1", "step-2"}
 
 
 def at_once(*paths: Path) -> None:

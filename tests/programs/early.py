@@ -121,7 +121,7 @@ class Job:
         while self.queue.pending:
             polls += 1
             if not self.queue.poll():
-                time.sleep(0.001)  # a step
+                time.sleep(0.001)  # training's: without it, polls would keep a core from the writer
         return polls
 
     def is_whole(self, number: int) -> bool:

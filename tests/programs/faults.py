@@ -221,7 +221,7 @@ def poll(queue: AsyncCallsQueue, deadline_s: float = 60.0) -> None:
     deadline = time.monotonic() + deadline_s
     while queue.pending:
         if not queue.poll():
-            time.sleep(0.001)  # a step
+            time.sleep(0.001)  # training's: without it, polls would keep a core from the writer
         # Any rank past the deadline ends the loop on every rank.
         late = torch.tensor([int(time.monotonic() > deadline)])
         dist.all_reduce(late, op=dist.ReduceOp.MAX)

@@ -10,9 +10,14 @@ from pathlib import Path
 def descendants() -> set[int]:
     """Process ids of the children of this process, of their children, and so on.
 
-    The kernel lists those of each thread; psutil looks at all processes there are.
+    The kernel lists those of each thread; psutil looks at all processes there are. It may leave one
+    out while another one ends, so this looks twice.
     """
     assert Path("/proc/thread-self/children").exists(), "a kernel without CONFIG_PROC_CHILDREN"
+    return _listed() | _listed()
+
+
+def _listed() -> set[int]:
     found: set[int] = set()
     unseen = _children(os.getpid())
     while unseen:
