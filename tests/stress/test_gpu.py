@@ -11,7 +11,7 @@ import torch
 
 from programs import accelerator
 from support import loaded
-from support.ranks import TESTS
+from support.ranks import TESTS, run_ranks
 
 BARE = """
 import runpy, sys
@@ -45,6 +45,29 @@ def run_command(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
 def test_on_an_accelerator(check: accelerator.Check, tmp_path: Path) -> None:
     """Each of these says in its own docstring what it promises."""
     check(tmp_path, "cuda")
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.slow),  # a rehearsal
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator here"),
+            ],
+        ),
+    ],
+)
+def test_ranks_that_share_a_device_save_and_load_what_is_on_it(device: str, tmp_path: Path) -> None:
+    """Split saves, overlapped ones and dcp.async_save, into the steady state, loaded by stock."""
+    found = run_ranks(
+        2, "ranks_on_device:everything", tmp_path, device, with_device=device == "cuda"
+    )
+    assert len(found[0]) == 15
+    for rank in found:
+        assert {name: wrong for name, wrong in rank.items() if wrong} == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator here")

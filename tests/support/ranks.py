@@ -14,8 +14,9 @@ from support.rank_main import NOT_MET, WHOLE_END
 
 TESTS = Path(__file__).parents[1]
 TIMEOUT_S = 120.0
-_RANKS_SEE = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "CUDA_VISIBLE_DEVICES": ""}
-"""Ranks of gloo on the CPU, also where there is an accelerator: there may be fewer than ranks."""
+_RANKS_SEE = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+_NO_DEVICE = {"CUDA_VISIBLE_DEVICES": ""}
+"""Ranks are on the CPU, also where there is an accelerator: there may be fewer than ranks."""
 
 
 def run_script(
@@ -45,6 +46,7 @@ def run_ranks(
     timeout_s: float = TIMEOUT_S,
     check: bool = True,
     whole_end: bool = False,
+    with_device: bool = False,
 ) -> list[Any]:
     """Run ``module:function`` of ``tests/programs`` on every rank; the results in rank order.
 
@@ -57,10 +59,12 @@ def run_ranks(
         timeout_s: The whole process group is killed after this many seconds.
         check: Whether a rank that fails is an error here.
         whole_end: Whether interpreters are taken apart at the end, which takes 0.25 s more each.
+        with_device: Whether the ranks see the accelerator, which they share.
     """
     out.mkdir(parents=True, exist_ok=True)
     command = [program, str(out), *args]
     environment = {**os.environ, **_RANKS_SEE, WHOLE_END: "1" if whole_end else ""}
+    environment |= {} if with_device else _NO_DEVICE
     status, output = _ended(world_size, command, timeout_s, environment)
     if status != 0 and NOT_MET in output:
         # Gloo itself failed to connect ranks, as it did once in thousands of starts on a busy

@@ -1,0 +1,99 @@
+"""Ranks of gloo whose state is on one device, which they share: saves off it and loads onto it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import nostall
+from nostall.core import AsyncCallsQueue
+from nostall.filesystem_async import FileSystemWriterAsync
+from support.states import schedule
+
+State = dict[str, Any]
+SAVES = 5
+"""Enough to reach the steady state."""
+SHAPE = (1024, 1024)
+
+
+def state_of(version: int, device: str, mesh: DeviceMesh, *, blank: bool = False) -> State:
+    """Tensors that all ranks have, slices of one, and one of this rank alone."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+
+    def made(seed: int) -> torch.Tensor:
+        if blank:
+            return torch.zeros(SHAPE, device=device)
+        generator = torch.Generator().manual_seed(1000 * version + seed)
+        return torch.randn(SHAPE, generator=generator).to(device)
+
+    return {
+        **{f"replicated.{number}": made(number) for number in range(4)},
+        "half": made(10).to(torch.bfloat16),
+        "sharded": DTensor.from_local(made(20).chunk(count)[rank], mesh, [Shard(0)]),
+        f"own.{rank}": made(30 + rank),
+        "step": torch.tensor(0.0 if blank else float(version), device=device),
+    }
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def advance(state: State) -> None:
+    """A step, of which kernels are still to run when this returns."""
+    for value in state.values():
+        whole(value).add_(1)
+
+
+def wrongly_loaded(path: Path, version: int, device: str, mesh: DeviceMesh) -> list[str]:
+    """What differs from a version after loads by stock and by nostall, together and alone."""
+    expected = state_of(version, device, mesh)
+    wrong = []
+    for load in ("stock", "reader", "load", "load once"):
+        found = state_of(version, device, mesh, blank=True)
+        if load == "stock":
+            dcp.load(found, checkpoint_id=path)
+        elif load == "reader":
+            dcp.load(found, storage_reader=nostall.FileSystemReader(path))
+        else:
+            once = load == "load once"
+            nostall.load(found, path, process_group=dist.group.WORLD, read_once=once)
+        wrong += [
+            f"{load}: {name}"
+            for name, value in found.items()
+            if not torch.equal(whole(value), whole(expected[name]))
+        ]
+    return wrong
+
+
+def everything(out: Path, device: str) -> dict[str, list[str]]:
+    """Save as frameworks do, both ways, and load each checkpoint; what differs."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    wrong = {}
+    with AsyncCallsQueue() as queue:
+        for staging in ("blocking", "overlapped"):
+            for number in range(SAVES):
+                state = state_of(number, device, mesh)
+                path = out / f"{staging}-{number}"
+                schedule(queue, path, state, staging=staging)
+                if staging == "overlapped":
+                    nostall.wait_staged()
+                advance(state)
+                while queue.get_num_unfinalized_calls():
+                    queue.maybe_finalize_async_calls()
+                wrong[path.name] = wrongly_loaded(path, number, device, mesh)
+    for number in range(SAVES):
+        state = state_of(number, device, mesh)
+        path = out / f"async-{number}"
+        response = dcp.async_save(state, storage_writer=FileSystemWriterAsync(path))
+        advance(state)
+        getattr(response, "upload_completion", response).result()
+        wrong[path.name] = wrongly_loaded(path, number, device, mesh)
+    return wrong
