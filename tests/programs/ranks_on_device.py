@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,6 @@ def everything(out: Path, device: str) -> dict[str, list[str]]:
         path = out / f"async-{number}"
         response = dcp.async_save(state, storage_writer=FileSystemWriterAsync(path))
         advance(state)
-        getattr(response, "upload_completion", response).result()
+        (response if isinstance(response, Future) else response.upload_completion).result()
         wrong[path.name] = wrongly_loaded(path, number, device, mesh)
     return wrong
