@@ -277,6 +277,7 @@ def snapshot_memory_is_pinned(out: Path, device: str) -> None:
 
 def memory_that_cannot_be_pinned_is_no_kernels_fault(out: Path, device: str) -> None:
     """What CUDA refuses is forgotten by the time the next kernel is launched."""
+    torch.ones(3, device=device)  # CUDA is in use, or nothing is pinned
     refused = False
     try:
         pin(4096, 4096)  # nothing is mapped there

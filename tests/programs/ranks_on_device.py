@@ -76,6 +76,7 @@ def wrongly_loaded(path: Path, version: int, device: str, mesh: DeviceMesh) -> l
 
 def everything(out: Path, device: str) -> dict[str, list[str]]:
     """Save as frameworks do, both ways, and load each checkpoint; what differs."""
+    torch.ones(3, device=device)  # the mesh takes the device in use, or else that of its own number
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     wrong = {}
     with AsyncCallsQueue() as queue:

@@ -22,6 +22,12 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+FAIL_THEMSELVES = (
+    {"dcp.async_save pinned stager"} if torch.__version__.startswith("2.11.") else set[str]()
+)
+"""Contenders of stock that fail in torch's own code: a ``KeyError`` in the stager of torch 2.11."""
+
+
 def run_command(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [
         *loaded.python(),
@@ -100,5 +106,7 @@ def test_the_command_for_accelerators_can_be_rehearsed(tmp_path: Path) -> None:
     for benchmark in found["benchmarks"].values():
         assert len(benchmark["limits"]["pinned_copy_s"]) >= 1
         assert {"nostall", "nostall overlapped", "dcp.save"} <= benchmark["ratios"].keys()
-        for row in benchmark["contenders"].values():
-            assert (row["wrong"], row["error"]) == ([], None)
+        failed = {name for name, row in benchmark["contenders"].items() if row["error"]}
+        assert failed == FAIL_THEMSELVES
+        for name, row in benchmark["contenders"].items():
+            assert row["wrong"] == [] or name in failed
