@@ -181,6 +181,13 @@ def swift(session: nox.Session) -> None:
 
 
 @nox.session
+def seaweedfs(session: nox.Session) -> None:
+    """Run the tests of S3 against SeaweedFS instead of moto; arguments go to pytest."""
+    install_package(session, "seaweedfs", extra="fast")
+    session.run("python", "-m", "pytest", "--s3=seaweedfs", *(session.posargs or STORES))
+
+
+@nox.session
 def emulators(session: nox.Session) -> None:
     """Save to emulators of Google's and Microsoft's stores; the latter only where npm is."""
     install_package(session, "emulators", extra="fast")

@@ -33,7 +33,7 @@ def training() -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
-def test_steps_are_saved_kept_and_restored(root: str) -> None:
+def test_steps_are_saved_kept_and_restored(s3: S3Server, root: str) -> None:
     """With policies, metrics, extra, generators, and parts of what is restored."""
     state = training()
     keep = [KeepLatest(2), KeepBest(1, "loss", "min")]
@@ -54,7 +54,7 @@ def test_steps_are_saved_kept_and_restored(root: str) -> None:
         first = manager.restore(other, step=1)
         assert first is not None
         assert first.step == 1
-    assert sorted(storage_at(root).list()) == [f"step-{step:09d}" for step in (1, 3, 4)]
+    assert s3.names_below(root) == [f"step-{step:09d}" for step in (1, 3, 4)]
     assert nostall.latest_complete(root) == f"{root}/step-000000004"
 
 
@@ -124,7 +124,7 @@ def test_a_busy_store_does_not_hide_the_newest_step(
     assert "damaged" not in caplog.text
 
 
-def test_parts_are_one_step(root: str) -> None:
+def test_parts_are_one_step(s3: S3Server, root: str) -> None:
     """It is committed when both are, and removed with both."""
     with CheckpointManager(root, parts=["model", "optimizer"], keep=KeepLatest(1)) as manager:
         for step in range(3):
@@ -134,8 +134,8 @@ def test_parts_are_one_step(root: str) -> None:
         restored = manager.restore(other)
         assert restored is not None
         assert restored.step == 2
-    assert storage_at(root).list() == ["step-000000002"]
-    assert sorted(storage_at(f"{root}/step-000000002").list()) == ["model", "optimizer"]
+    assert s3.names_below(root) == ["step-000000002"]
+    assert s3.names_below(f"{root}/step-000000002") == ["model", "optimizer"]
 
 
 def test_ranks_save_and_restore_together(root: str, tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 """Saves to a loopback S3 server by several writers in turns: blocked, durable, memory.
 
-Each writer has a process of its own, with the same state. Prints medians without the first round:
-how long ``dcp.async_save`` takes to return, and until the checkpoint is durable; and the most that
-the process and its children have beyond what they had before the first save, by their proportional
-shares of memory. The server runs on the same cores.
+Each writer has a process of its own, with the same state. Prints medians and extremes without the
+first round: how long ``dcp.async_save`` takes to return, and until the checkpoint is durable; and
+the most that the process and its children have beyond what they had before the first save, by their
+proportional shares of memory. The server runs on the same cores; each turn begins when it is at
+rest, and each round with another writer.
 
-    python tests/stress/object_bench.py --mib 1024 --rounds 3
+    python tests/stress/object_bench.py --server seaweedfs --mib 1024 --rounds 5
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -40,6 +42,9 @@ from support.object_store import s3_server
 
 TENSORS = 256
 _LOOK_AGAIN_S = 0.1
+_REST_S = 1.0
+_AT_REST = 0.05
+"""Of a processor, over that time."""
 NEEDS = {
     "nostall": "nostall",
     "nostall, directory": "nostall",
@@ -164,14 +169,44 @@ def profile(bucket: str, endpoint: str) -> dict[str, Any]:
     return {"profiles": {"store": store}}
 
 
+def summary(samples: Sequence[float], *, digits: int) -> str:
+    """Median and extremes."""
+    median, least, most = statistics.median(samples), min(samples), max(samples)
+    return f"{median:.{digits}f} [{least:.{digits}f}, {most:.{digits}f}]"
+
+
+def cpu_s(root: psutil.Process) -> float:
+    """Processor time of a process and its children."""
+    total = 0.0
+    for each in [root, *root.children(recursive=True)]:
+        with suppress(psutil.Error):
+            times = each.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def wait_for_rest() -> None:
+    """Return when this process's children, the server among them, do next to nothing."""
+    root = psutil.Process()
+    before = cpu_s(root)
+    while True:
+        time.sleep(_REST_S)
+        now = cpu_s(root)
+        if now - before < _AT_REST * _REST_S:
+            return
+        before = now
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--server", choices=("moto", "seaweedfs"), default="moto")
     parser.add_argument("--mib", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     nbytes = arguments.mib << 20
     with ExitStack() as stack:
-        server = stack.enter_context(s3_server())
+        bare = ("--bare",) if arguments.server == "seaweedfs" else ()
+        server = stack.enter_context(s3_server(arguments.server, *bare))
         bucket = server.new_bucket()
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (directory / "msc.json").write_text(json.dumps(profile(bucket, server.endpoint)))
@@ -183,17 +218,21 @@ def main() -> None:
         }
         took: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
         for number in range(arguments.rounds + 1):
-            for name, contender in contenders.items():
+            names = deque(contenders)
+            names.rotate(-number)
+            for name in names:
                 key = f"{name.replace(' ', '-')}-{number}"
-                took[name].append(contender.save(key))
+                wait_for_rest()
+                took[name].append(contenders[name].save(key))
                 shutil.rmtree(directory / key, ignore_errors=True)
                 for left in server.keys(bucket):
                     S3Client(bucket)._s3.delete_object(Bucket=bucket, Key=left)
         for name, contender in contenders.items():
-            blocked_s, durable_s = map(statistics.median, zip(*took[name][1:], strict=True))
+            blocked_s, durable_s = zip(*took[name][1:], strict=True)
             more = (contender.peak_nbytes - contender.before_nbytes) / nbytes
+            blocked = summary([1e3 * each for each in blocked_s], digits=0)
             print(
-                f"{name:21} blocked {1e3 * blocked_s:5.0f} ms  durable {durable_s:5.1f} s"
+                f"{name:21} blocked {blocked} ms  durable {summary(durable_s, digits=1)} s"
                 f"  memory {more:.2f} of the state",
                 flush=True,
             )

@@ -25,6 +25,7 @@ from support.ranks import TESTS
 SERVERS = {
     "moto": ("s3_server", "test", "test"),
     "swift": ("swift_server", "test:tester", "testing"),
+    "seaweedfs": ("seaweedfs_server", "test", "test"),
 }
 """Program, name and password of what tests may run against."""
 ENVIRONMENT = {"AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
@@ -80,6 +81,12 @@ class S3Server:
         """All keys of a bucket, in order."""
         return list(self.sizes(bucket))
 
+    def names_below(self, url: str) -> list[str]:
+        """The names right below an address that keys of objects have, in order."""
+        bucket, _, prefix = url.removeprefix("s3://").partition("/")
+        below = (key for key in self.keys(bucket) if key.startswith(f"{prefix}/"))
+        return sorted({key[len(prefix) + 1 :].partition("/")[0] for key in below})
+
 
 def is_loaded(url: str, seed: int, reader: Callable[[str], Any] = nostall.FileSystemReader) -> bool:
     """Whether a checkpoint has the state of this seed, to the last bit."""
@@ -92,13 +99,13 @@ def is_loaded(url: str, seed: int, reader: Callable[[str], Any] = nostall.FileSy
 
 
 @contextmanager
-def s3_server(name: str = "moto") -> Iterator[S3Server]:
+def s3_server(name: str = "moto", *options: str) -> Iterator[S3Server]:
     """Start a server; its address and credentials are in the environment meanwhile."""
     program, user, password = SERVERS[name]
     with ExitStack() as stack:
         directory = stack.enter_context(TemporaryDirectory())
         process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", f"programs.{program}", directory],
+            [sys.executable, "-W", "ignore", "-m", f"programs.{program}", directory, *options],
             cwd=TESTS,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
