@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.metadata import (
 
 import nostall
 from nostall import _torch
-from nostall._commit.index.items import entries_and_places, read_index
+from nostall._commit.index.items import read_index
+from nostall._commit.index.on_demand import on_demand
 from nostall._commit.index.parsing import parsed
 from nostall._commit.index.writing import WrittenIndex
 from nostall._commit.manifest import split, with_manifest
 from nostall._commit.publication import publication_of
-from nostall._describe.on_demand import on_demand
 from nostall._model import checksum
 from nostall._model.values import WrittenFile
 from nostall.errors import NostallError
@@ -55,7 +55,8 @@ def test_an_index_says_what_the_metadata_says(original: Metadata) -> None:
     assert index is not None
     read = parsed(content_of(index), nbytes_of(index))
     assert read is not None
-    entries, places = entries_and_places(read, path="")
+    found = on_demand(read, path="")
+    entries, places = found.state_dict_metadata, found.storage_data
     assert (entries, places) == (original.state_dict_metadata, original.storage_data)
     assert list(entries) == list(original.state_dict_metadata)
     assert [each.index for each in places] == [each.index for each in original.storage_data]
@@ -220,12 +221,13 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_a_save_writes_an_index(checkpoint: Path) -> None:
     """``verify`` reads it, and it has the items of stock's reader."""
     with (checkpoint / ".metadata").open("rb") as stream:
-        found = read_index(stream, path="")
-    assert found is not None
-    index, _ = found
+        read = read_index(stream, path="")
+    assert read is not None
+    index, _ = read
     stock = dcp.FileSystemReader(checkpoint).read_metadata()
-    entries, places = entries_and_places(index, path="")
-    assert (entries, places) == (stock.state_dict_metadata, stock.storage_data)
+    found = on_demand(index, path="")
+    assert found.state_dict_metadata == stock.state_dict_metadata
+    assert found.storage_data == stock.storage_data
     assert nostall.verify(checkpoint).ok
 
 

@@ -217,3 +217,18 @@ def test_threads_look_into_one_description_at_the_same_time(checkpoint: Path) ->
         with ThreadPoolExecutor(4) as threads:
             for each in [threads.submit(look) for _ in range(4)]:
                 each.result()
+
+
+def test_metadata_may_be_written_anew(checkpoint: Path) -> None:
+    """By a program that renames items: both readers read its pickle."""
+    metadata = nostall.FileSystemReader(checkpoint).read_metadata()
+    entries, places = metadata.state_dict_metadata, metadata.storage_data
+    entries["renamed"] = entries.pop("model.weight")
+    for index in [index for index in places if index.fqn == "model.weight"]:
+        places[dataclasses.replace(index, fqn="renamed")] = places.pop(index)
+    metadata.planner_data = {"renamed": ("renamed",), "epoch": ("epoch",)}
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    for reader in (dcp.FileSystemReader, nostall.FileSystemReader):
+        loaded = {"renamed": torch.zeros(6)}
+        dcp.load(loaded, storage_reader=reader(checkpoint), no_dist=True)
+        assert loaded["renamed"].tolist() == list(range(6))

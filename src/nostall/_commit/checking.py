@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from nostall import _torch
 from nostall._commit.index.columns import ItemIndex
-from nostall._commit.index.items import entries_and_places, read_index
+from nostall._commit.index.items import read_index
+from nostall._commit.index.on_demand import on_demand
 from nostall._commit.manifest import DAMAGED_HINT, manifest_alone, manifest_of, split
 from nostall._commit.metadata import Extent, extents_of, load_metadata, planned_indices
 from nostall._model.values import WrittenFile
@@ -169,10 +170,15 @@ def _extents(metadata: Metadata, path: str) -> Mapping[str, list[Extent]]:
 def _require_agreement(index: ItemIndex, metadata: Metadata, path: str) -> None:
     """Require that the index and the pickle describe the same items and places."""
     try:
-        said = entries_and_places(index, path=path)
+        said = on_demand(index, path=path)
     except UnknownMetadataError:  # but this torch knows all that the pickle has
-        said = None
-    if said != (metadata.state_dict_metadata, metadata.storage_data):
+        agrees = False
+    else:
+        agrees = (
+            said.state_dict_metadata == metadata.state_dict_metadata
+            and said.storage_data == metadata.storage_data
+        )
+    if not agrees:
         raise DamagedCheckpointError(
             "its index and its pickle describe different items",
             phase="verify",
