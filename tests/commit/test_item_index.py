@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from nostall._commit.index.parsing import parsed
 from nostall._commit.index.writing import WrittenIndex
 from nostall._commit.manifest import split, with_manifest
 from nostall._commit.publication import publication_of
+from nostall._describe.for_reading import for_reading
 from nostall._model import checksum
 from nostall._model.values import WrittenFile
 from nostall.errors import NostallError
@@ -62,14 +64,17 @@ def test_an_index_says_what_the_metadata_says(original: Metadata) -> None:
     assert [each.index for each in places] == [each.index for each in original.storage_data]
 
 
-@given(metadata())
-def test_items_made_on_demand_are_those_of_the_metadata(original: Metadata) -> None:
+@pytest.mark.parametrize("make", [on_demand, for_reading])
+@given(original=metadata())
+def test_items_made_on_demand_are_those_of_the_metadata(
+    make: Callable[..., Metadata], original: Metadata
+) -> None:
     """Also where alike items share an entry; what is not there is absent."""
     index = index_of(original)
     assert index is not None
     read = parsed(content_of(index), nbytes_of(index))
     assert read is not None
-    shared = on_demand(read, path="")
+    shared = make(read, path="")
     for name, entry in original.state_dict_metadata.items():
         assert shared.state_dict_metadata.get(name) == entry
         assert shared.state_dict_metadata[name] == entry

@@ -58,6 +58,7 @@ USES: list[Callable[[dict[Any, Any]], Any]] = [
     lambda d: d.get("absent", 5),
     lambda d: d.get(next(iter(d))),
     lambda d: "absent" in d,
+    lambda d: (len(list(d.items())), d.get("absent", 5), "absent" in d),
     lambda d: all(key in d for key in list(d)),
     lambda d: [d[key] for key in list(d)],
     repr,

@@ -14,6 +14,7 @@ from nostall._commit.index.items import read_index
 from nostall._commit.index.on_demand import on_demand
 from nostall._commit.manifest import DAMAGED_HINT, Manifest
 from nostall._commit.metadata import extents_of, load_metadata
+from nostall._describe.for_reading import for_reading
 from nostall._describe.indexed import indexed_metadata
 from nostall._model import checksum
 from nostall._model.collection import no_collection
@@ -85,7 +86,7 @@ class Indexed:
         self._path = path
         # One attribute: threads share this object. At worst, two of them unpickle the same bytes.
         self._pickle: _Unread | bytes | Metadata = _Unread()
-        self.shared = on_demand(index, path=path)
+        self.shared = for_reading(index, path=path)
         """For reading only; it has nothing but items."""
 
     def private(self, source: Source, *, load_id: str) -> Metadata:

@@ -43,15 +43,15 @@ def on_demand(index: ItemIndex, *, path: str) -> Metadata:
 class OnDemand(dict[K, V]):
     """A dictionary that makes a value when it is looked up, and all on any other use.
 
-    Python calls ``__missing__`` for a key that the dictionary itself does not have yet. Threads may
-    look up values at the same time.
+    Python calls ``__missing__`` for a key that the dictionary itself does not have yet. Several
+    threads may read it.
     """
 
     def __init__(self, items: Items) -> None:
         super().__init__()
         self._items: Items | None = items
         """``None`` as soon as everything was made."""
-        self._lock = RLock()
+        self._completing = RLock()
 
     @abstractmethod
     def _made(self, items: Items, key: K) -> V:
@@ -62,12 +62,12 @@ class OnDemand(dict[K, V]):
         """All keys and values, in their order."""
 
     def __missing__(self, key: K) -> V:
-        with self._lock:
-            if self._items is None or dict.__contains__(self, key):  # another thread was faster
-                return dict.__getitem__(self, key)
-            made = self._made(self._items, key)
-            dict.__setitem__(self, key, made)
-            return made
+        items = self._items
+        if items is not None:
+            return dict.setdefault(self, key, self._made(items, key))
+        if dict.__contains__(self, key):  # another thread has just made everything
+            return dict.__getitem__(self, key)
+        raise KeyError(key)
 
     def get(self, key: K, default: Any = None) -> Any:
         try:
@@ -80,18 +80,21 @@ class OnDemand(dict[K, V]):
 
     def _whole(self) -> Self:
         """This dictionary, with everything in it; what was looked up before is the same object."""
-        with self._lock:
+        with self._completing:
             if self._items is not None:
                 with no_collection():
                     whole = dict(self._all(self._items))
-                    whole.update(zip(dict.keys(self), dict.values(self), strict=True))
+                    whole.update(list(dict.items(self)))
                     dict.clear(self)
                     dict.update(self, whole)
                 self._items = None
         return self
 
+    def copy(self) -> dict[K, V]:
+        return dict(dict.items(self._whole()))
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        return dict, (dict.copy(self._whole()),)
+        return dict, (self.copy(),)
 
 
 def _on_everything(name: str) -> Callable[..., Any]:
@@ -107,7 +110,7 @@ def _on_everything(name: str) -> Callable[..., Any]:
 
 for _name in (
     *("__delitem__", "__eq__", "__ior__", "__iter__", "__len__", "__ne__", "__or__", "__repr__"),
-    *("__reversed__", "__ror__", "__setitem__", "clear", "copy", "items", "keys", "pop"),
+    *("__reversed__", "__ror__", "__setitem__", "clear", "items", "keys", "pop"),
     *("popitem", "setdefault", "update", "values"),
 ):
     setattr(OnDemand, _name, _on_everything(_name))
