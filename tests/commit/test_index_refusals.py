@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import nostall
 from nostall._commit.index.columns import HEADER, InvalidIndexError, ItemIndex
-from nostall._commit.index.on_demand import on_demand
+from nostall._commit.index.items import entries_and_places
 from nostall._commit.index.parsing import parsed
 from nostall._commit.index.writing import WrittenIndex, encoded, written
 from nostall._commit.manifest import split, with_manifest
@@ -183,10 +183,10 @@ def outcome_of(content: bytes) -> Metadata | None:
         assert index is not None or content[16:24] != (1).to_bytes(8, "little")
         if index is None:
             return None
-        found = on_demand(index, path="")
+        entries, places = entries_and_places(index, path="")
     except (InvalidIndexError, UnknownMetadataError):
         return None
-    return Metadata(found.state_dict_metadata.copy(), storage_data=found.storage_data.copy())
+    return Metadata(entries, storage_data=places)
 
 
 def test_each_change_of_an_index_without_a_checksum_is_an_error_or_possible_metadata() -> None:
@@ -214,7 +214,7 @@ def test_a_name_of_torch_that_is_not_a_dtype_imports_nothing(
     properties = [row._replace(dtype="_inductor") for row in original().properties]
     index = dataclasses.replace(original(), properties=properties)
     with pytest.raises(UnknownMetadataError, match="'_inductor'"):
-        on_demand(index, path="")
+        entries_and_places(index, path="")
     assert asked == []
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,12 @@ from torch.distributed.checkpoint.metadata import (
 
 import nostall
 from nostall import _torch
-from nostall._commit.index.items import read_index
-from nostall._commit.index.on_demand import on_demand
+from nostall._commit.index.items import entries_and_places, read_index
 from nostall._commit.index.parsing import parsed
 from nostall._commit.index.writing import WrittenIndex
 from nostall._commit.manifest import split, with_manifest
 from nostall._commit.publication import publication_of
-from nostall._describe.for_reading import for_reading
+from nostall._describe.on_demand import on_demand
 from nostall._model import checksum
 from nostall._model.values import WrittenFile
 from nostall.errors import NostallError
@@ -57,24 +55,20 @@ def test_an_index_says_what_the_metadata_says(original: Metadata) -> None:
     assert index is not None
     read = parsed(content_of(index), nbytes_of(index))
     assert read is not None
-    found = on_demand(read, path="")
-    entries, places = found.state_dict_metadata, found.storage_data
+    entries, places = entries_and_places(read, path="")
     assert (entries, places) == (original.state_dict_metadata, original.storage_data)
     assert list(entries) == list(original.state_dict_metadata)
     assert [each.index for each in places] == [each.index for each in original.storage_data]
 
 
-@pytest.mark.parametrize("make", [on_demand, for_reading])
-@given(original=metadata())
-def test_items_made_on_demand_are_those_of_the_metadata(
-    make: Callable[..., Metadata], original: Metadata
-) -> None:
+@given(metadata())
+def test_items_made_on_demand_are_those_of_the_metadata(original: Metadata) -> None:
     """Also where alike items share an entry; what is not there is absent."""
     index = index_of(original)
     assert index is not None
     read = parsed(content_of(index), nbytes_of(index))
     assert read is not None
-    shared = make(read, path="")
+    shared = on_demand(read, path="")
     for name, entry in original.state_dict_metadata.items():
         assert shared.state_dict_metadata.get(name) == entry
         assert shared.state_dict_metadata[name] == entry
@@ -226,13 +220,12 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_a_save_writes_an_index(checkpoint: Path) -> None:
     """``verify`` reads it, and it has the items of stock's reader."""
     with (checkpoint / ".metadata").open("rb") as stream:
-        read = read_index(stream, path="")
-    assert read is not None
-    index, _ = read
+        found = read_index(stream, path="")
+    assert found is not None
+    index, _ = found
     stock = dcp.FileSystemReader(checkpoint).read_metadata()
-    found = on_demand(index, path="")
-    assert found.state_dict_metadata == stock.state_dict_metadata
-    assert found.storage_data == stock.storage_data
+    entries, places = entries_and_places(index, path="")
+    assert (entries, places) == (stock.state_dict_metadata, stock.storage_data)
     assert nostall.verify(checkpoint).ok
 
 

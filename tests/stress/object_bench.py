@@ -43,6 +43,7 @@ from support.object_store import s3_server
 TENSORS = 256
 _LOOK_AGAIN_S = 0.1
 _REST_S = 1.0
+_NO_REST_S = 60.0
 _AT_REST = 0.05
 """Of a processor, over that time."""
 NEEDS = {
@@ -189,8 +190,10 @@ def wait_for_rest() -> None:
     """Return when this process's children, the server among them, do next to nothing."""
     root = psutil.Process()
     before = cpu_s(root)
+    deadline = time.monotonic() + _NO_REST_S
     while True:
         time.sleep(_REST_S)
+        assert time.monotonic() < deadline, "the server does not come to rest"
         now = cpu_s(root)
         if now - before < _AT_REST * _REST_S:
             return

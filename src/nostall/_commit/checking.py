@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from nostall import _torch
 from nostall._commit.index.columns import ItemIndex
-from nostall._commit.index.items import read_index
-from nostall._commit.index.on_demand import on_demand
+from nostall._commit.index.items import entries_and_places, read_index
 from nostall._commit.manifest import DAMAGED_HINT, manifest_alone, manifest_of, split
 from nostall._commit.metadata import Extent, extents_of, load_metadata, planned_indices
 from nostall._model.values import WrittenFile
@@ -170,15 +169,10 @@ def _extents(metadata: Metadata, path: str) -> Mapping[str, list[Extent]]:
 def _require_agreement(index: ItemIndex, metadata: Metadata, path: str) -> None:
     """Require that the index and the pickle describe the same items and places."""
     try:
-        said = on_demand(index, path=path)
+        said = entries_and_places(index, path=path)
     except UnknownMetadataError:  # but this torch knows all that the pickle has
-        agrees = False
-    else:
-        agrees = (
-            said.state_dict_metadata == metadata.state_dict_metadata
-            and said.storage_data == metadata.storage_data
-        )
-    if not agrees:
+        said = None
+    if said != (metadata.state_dict_metadata, metadata.storage_data):
         raise DamagedCheckpointError(
             "its index and its pickle describe different items",
             phase="verify",

@@ -10,12 +10,11 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 from nostall._commit.guarded_program import HINT
 from nostall._commit.index.columns import ItemIndex
-from nostall._commit.index.items import read_index
-from nostall._commit.index.on_demand import on_demand
+from nostall._commit.index.items import entries_and_places, read_index
 from nostall._commit.manifest import DAMAGED_HINT, Manifest
 from nostall._commit.metadata import extents_of, load_metadata
-from nostall._describe.for_reading import for_reading
 from nostall._describe.indexed import indexed_metadata
+from nostall._describe.on_demand import on_demand
 from nostall._model import checksum
 from nostall._model.collection import no_collection
 from nostall._storage.port import Source
@@ -86,7 +85,7 @@ class Indexed:
         self._path = path
         # One attribute: threads share this object. At worst, two of them unpickle the same bytes.
         self._pickle: _Unread | bytes | Metadata = _Unread()
-        self.shared = for_reading(index, path=path)
+        self.shared = on_demand(index, path=path)
         """For reading only; it has nothing but items."""
 
     def private(self, source: Source, *, load_id: str) -> Metadata:
@@ -105,8 +104,9 @@ class Indexed:
         if isinstance(self._pickle, _Unread):
             stream = part_as_stream(source, 0, self._manifest.metadata_nbytes)
             self._pickle = read_metadata(stream, self._path)
-        own = on_demand(self._index, path=self._path)
-        return indexed_metadata(own.state_dict_metadata, own.storage_data, self._rest(load_id))
+        with no_collection():
+            entries, places = entries_and_places(self._index, path=self._path)
+        return indexed_metadata(entries, places, self._rest(load_id))
 
     def _rest(self, load_id: str) -> Callable[[], dict[str, Any]]:
         def rest() -> dict[str, Any]:

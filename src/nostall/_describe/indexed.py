@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from nostall._commit.index.on_demand import OnDemand
+from nostall._commit.index.items import Entries, Places
 
 _REST = "nostall.rest"
 """Not a name that code could have for an attribute."""
@@ -16,10 +16,7 @@ _ITEMS = ("state_dict_metadata", "storage_data")
 
 
 class IndexedMetadata(Metadata):
-    """Metadata without what only its pickle has; it becomes a plain ``Metadata`` on first use.
-
-    Of what only its pickle has, that is: a load needs items alone.
-    """
+    """Metadata without what only its pickle has; it becomes a plain ``Metadata`` on first use."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -56,7 +53,7 @@ for _field in fields(Metadata):
 
 
 def indexed_metadata(
-    entries: dict[str, Any], places: dict[Any, Any], rest: Callable[[], dict[str, Any]]
+    entries: Entries, places: Places, rest: Callable[[], dict[str, Any]]
 ) -> IndexedMetadata:
     """Metadata with these items.
 
@@ -76,10 +73,6 @@ def _completed(metadata: Metadata) -> Metadata:
     if rest is not None:  # otherwise another thread was faster
         for name, value in rest().items():
             vars(metadata).setdefault(name, value)
-        for name in _ITEMS:
-            mapping = vars(metadata)[name]
-            if isinstance(mapping, OnDemand):  # a pickle of it would name a class
-                vars(metadata)[name] = mapping.copy()
         vars(metadata).pop(_REST, None)
     metadata.__class__ = Metadata
     return metadata

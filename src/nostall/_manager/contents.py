@@ -208,8 +208,9 @@ def read_about(directory: str) -> About | None:
         UnknownMetadataError: A newer nostall has written it.
         NostallError: The checkpoint is damaged.
     """
-    metadata = CachedMetadataFileSystemReader(directory, cache_metadata=False).read_metadata()
-    place = (metadata.storage_data or {}).get(MetadataIndex(ABOUT, torch.Size([0])))
+    reader = CachedMetadataFileSystemReader(directory, cache_metadata=False)
+    places = reader.shared_metadata().storage_data
+    place = None if places is None else places.get(MetadataIndex(ABOUT, torch.Size([0])))
     if place is None:
         return None
     files = storage_at(directory)

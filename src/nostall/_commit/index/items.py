@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -18,6 +19,9 @@ from nostall._commit.index.columns import InvalidIndexError, ItemIndex, Properti
 from nostall._commit.index.parsing import parsed
 from nostall._commit.manifest import DAMAGED_HINT, Manifest, index_alone
 from nostall.errors import UnknownMetadataError, UntrustedMetadataError
+
+Entries: TypeAlias = dict[str, TensorStorageMetadata | BytesStorageMetadata]
+Places: TypeAlias = dict[MetadataIndex, _torch.StorageInfo]
 
 
 def read_index(stream: BinaryIO, *, path: str) -> tuple[ItemIndex, Manifest] | None:
@@ -151,3 +155,29 @@ class Items:
             "transform_descriptors": None if index.transforms is None else list(index.transforms),
         }
         return info
+
+
+def entries_and_places(index: ItemIndex, *, path: str) -> tuple[Entries, Places]:
+    """What ``state_dict_metadata`` and ``storage_data`` are in metadata with this index.
+
+    Raises:
+        UnknownMetadataError: As :class:`Items`.
+    """
+    items, new = Items(index, path=path), object.__new__
+    entries: Entries = {}
+    places: Places = {}
+    at = 0
+    for row, name in enumerate(index.names):
+        entries[name] = entry = items.entry(row)
+        if type(entry) is TensorStorageMetadata:
+            for number, chunk in enumerate(entry.chunks):
+                key = new(MetadataIndex)
+                key.__dict__.update(fqn=name, index=number, offset=chunk.offsets)
+                places[key] = items.info(at)
+                at += 1
+        else:
+            key = new(MetadataIndex)
+            key.__dict__.update(fqn=name, index=None)
+            places[key] = items.info(at)
+            at += 1
+    return entries, places

@@ -1,8 +1,4 @@
-"""The items of an index as mappings for reading only: items that are alike share an entry.
-
-``nostall.load`` of 20,000 tensors takes two thirds of the time that it takes with entries of their
-own.
-"""
+"""The items of an index as the mappings of a ``Metadata``, whose values are made when asked for."""
 
 from __future__ import annotations
 
@@ -24,8 +20,8 @@ from nostall._commit.index.items import Items
 Entry = TensorStorageMetadata | BytesStorageMetadata
 
 
-def for_reading(index: ItemIndex, *, path: str) -> Metadata:
-    """Metadata with the items of an index, and nothing else.
+def on_demand(index: ItemIndex, *, path: str) -> Metadata:
+    """Metadata with the items of an index, and nothing else; for reading only.
 
     Raises:
         UnknownMetadataError: It has a dtype or another value that this torch does not know.
