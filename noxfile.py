@@ -59,7 +59,7 @@ assert "site-packages" in nostall.__file__, nostall.__file__
 nostall.FileSystemWriterAsync
 """
 
-# Four at a time on two cores: tests wait for other processes half of the time. Those of a file
+# Five at a time on two cores: tests wait for other processes half of the time. Those of a file
 # stay together, as they share what ranks have done for them. Files begin in the order of
 # tests/conftest.py, not those with the most tests first: the longest file has two.
 SIDE_BY_SIDE = ("-n", "5", "--dist", "loadfile", "--no-loadscope-reorder")
