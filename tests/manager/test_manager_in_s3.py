@@ -54,7 +54,9 @@ def test_steps_are_saved_kept_and_restored(s3: S3Server, root: str) -> None:
         first = manager.restore(other, step=1)
         assert first is not None
         assert first.step == 1
-    assert s3.names_below(root) == [f"step-{step:09d}" for step in (1, 3, 4)]
+    kept = [f"step-{step:09d}" for step in (1, 3, 4)]
+    assert s3.names_below(root) == kept
+    assert not s3.forgets_prefixes or sorted(storage_at(root).list()) == kept
     assert nostall.latest_complete(root) == f"{root}/step-000000004"
 
 
@@ -135,6 +137,7 @@ def test_parts_are_one_step(s3: S3Server, root: str) -> None:
         assert restored is not None
         assert restored.step == 2
     assert s3.names_below(root) == ["step-000000002"]
+    assert not s3.forgets_prefixes or storage_at(root).list() == ["step-000000002"]
     assert s3.names_below(f"{root}/step-000000002") == ["model", "optimizer"]
 
 

@@ -203,6 +203,7 @@ def test_the_last_complete_checkpoint_is_found_and_removed(s3: S3Server, bucket:
         nostall.remove_checkpoint(f"{root}/step-{step}")
     assert nostall.latest_complete(root) == f"{root}/step-1"
     assert s3.names_below(root) == ["notes", "step-1"]
+    assert not s3.forgets_prefixes or sorted(storage_at(root).list()) == ["notes", "step-1"]
     with pytest.raises(OptionError, match="not a checkpoint"):
         nostall.remove_checkpoint(f"{root}/notes")
 

@@ -39,6 +39,8 @@ class S3Server:
     endpoint: str
     knows_if_match: bool
     """Whether it replaces an object on a condition; otherwise a request without one follows."""
+    forgets_prefixes: bool = True
+    """Whether it lists no prefix whose objects were removed; SeaweedFS does for over a minute."""
 
     def new_bucket(self) -> str:
         """Make a bucket; returns its name."""
@@ -120,7 +122,9 @@ def s3_server(name: str = "moto", *options: str) -> Iterator[S3Server]:
         stack.callback(_restore, before)
         os.environ.update(ENVIRONMENT, AWS_ENDPOINT_URL=endpoint)
         os.environ.update(AWS_ACCESS_KEY_ID=user, AWS_SECRET_ACCESS_KEY=password)
-        yield S3Server(endpoint, knows_if_match=name != "swift")
+        yield S3Server(
+            endpoint, knows_if_match=name != "swift", forgets_prefixes=name != "seaweedfs"
+        )
 
 
 def _restore(environment: dict[str, str]) -> None:
