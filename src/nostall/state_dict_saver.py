@@ -33,7 +33,7 @@ from nostall._ranks.failures import exception_for, sendable
 from nostall._ranks.group import coordination_of, require_members
 from nostall._save.coordinator import commit_split_save
 from nostall._save.early_commit import EarlyCommit
-from nostall._save.messages import Ending, RankMessage
+from nostall._save.messages import Ending, RankMessage, decoded
 from nostall._save.metadata_cache import CheckpointMetadataCache
 from nostall._save.rank_save import RankSave
 from nostall._save.split_plan import SaveSession, plan_save, session_of
@@ -140,7 +140,7 @@ def _prepare_to_commit_early(
     known, storage_meta = cache.known_results, writer.storage_meta()
     saving = weakref.ref(save)  # otherwise a plan that is dropped would stay until it is collected
 
-    def message() -> RankMessage | None:
+    def message() -> bytes | None:
         save = saving()
         split = None if save is None else save.split
         if save is None or split is None:
@@ -152,7 +152,7 @@ def _prepare_to_commit_early(
         outcome = ResultsReference(token=token, files=split.prepared.files)
         return _message(save, split.written_files, outcome, session)
 
-    def commit(messages: Sequence[RankMessage]) -> Ending:
+    def commit(messages: Sequence[bytes]) -> Ending:
         save = saving()
         if save is None:
             raise SaveAbortedError("the save was given up", phase="commit")
@@ -172,8 +172,8 @@ def _prepare_to_commit_early(
 
 def _message(
     save: RankSave, written: RankFiles, outcome: RankOutcome, session: SaveSession
-) -> RankMessage:
-    return RankMessage(
+) -> bytes:
+    message = RankMessage(
         outcome=outcome,
         written=written,
         changed_plan=session.changed_plan,
@@ -181,6 +181,7 @@ def _message(
         counts_alike=session.save is not None,
         took_s=save.took_s,
     )
+    return message.encoded()
 
 
 @commits
@@ -292,7 +293,7 @@ def _commit_together(
                     save, messages, metadata, session, writer.storage_meta, known
                 )
             else:
-                known.fill_in([each.outcome for each in messages])
+                known.fill_in([each.outcome for each in decoded(messages)])
         ending = coordination.broadcast(ending)
     if cache is not None:
         cache.sent_token = token_of(outcome)

@@ -12,7 +12,7 @@ from nostall import _torch
 from nostall._commit.known_results import Results, ResultsReference
 from nostall._model.completion import SaveId
 from nostall._model.values import RankFiles, WrittenFile
-from nostall._save.messages import RankMessage
+from nostall._save.messages import RankMessage, decoded
 from nostall.errors import WriteError
 
 FILES = (
@@ -41,8 +41,10 @@ def test_a_message_arrives_as_it_was_sent(outcome: Any, files: Any, save: SaveId
         counts_alike=save is not None,
         took_s=1.5,
     )
-    assert pickle.loads(pickle.dumps(message)) == message
-    assert pickle.loads(pickle.dumps(written)) == written
+    (received,) = decoded([message.encoded()])
+    assert received == message
+    assert repr(received) == repr(message)  # which names the types: all these are tuples
+    assert repr(pickle.loads(pickle.dumps(written))) == repr(written)
 
 
 def test_a_failure_arrives_as_one() -> None:
@@ -57,6 +59,6 @@ def test_a_failure_arrives_as_one() -> None:
         counts_alike=False,
         took_s=0.0,
     )
-    received = pickle.loads(pickle.dumps(message)).outcome
+    (received,) = (each.outcome for each in decoded([message.encoded()]))
     assert isinstance(received, tuple)
     assert (str(received[0]), type(received[0])) == (str(failure[0]), WriteError)

@@ -71,11 +71,11 @@ def require_one_save(saves: Sequence[Hashable], *, rank: int | None = None, path
     Raises:
         RankMismatchError: Two ranks finalise different saves.
     """
-    ranks: dict[Hashable, list[int]] = defaultdict(list)
-    for number, save in enumerate(saves):
-        if save is not None:
-            ranks[save].append(number)
-    if len(ranks) > 1:
+    if len(set(saves) - {None}) > 1:
+        ranks: dict[Hashable, list[int]] = defaultdict(list)
+        for number, save in enumerate(saves):
+            if save is not None:
+                ranks[save].append(number)
         first, second, *_ = ranks.values()
         raise RankMismatchError(
             f"ranks finalise {len(ranks)} different saves to this directory, for example ranks"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
@@ -28,8 +28,7 @@ class Results:
     """Identifies results that a later save may refer to."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResultsReference:
+class ResultsReference(NamedTuple):
     """A reference to write results that the coordinator received before, under this token."""
 
     token: str
@@ -91,12 +90,16 @@ class KnownResults:
         everyone: list[list[WriteResult] | _torch.WrappedException] = []
         for rank, each in enumerate(outcomes):
             match each:
+                case ResultsReference(token=token):  # mostly
+                    known = self._of_rank.get(rank)
+                    if known is None or known.token != token:
+                        everyone.append(_unknown(rank))
+                    else:
+                        everyone.append(known.items)
                 case Results(items=items, token=token):
                     if token is not None:
                         self._of_rank[rank] = each
                     everyone.append(items)
-                case ResultsReference(token=token):
-                    everyone.append(self._recall(rank, token))
                 case failure:
                     everyone.append(failure)
         return everyone
@@ -145,18 +148,16 @@ class KnownResults:
                 publication=publication,
             )
 
-    def _recall(self, rank: int, token: str) -> list[WriteResult] | _torch.WrappedException:
-        known = self._of_rank.get(rank)
-        if known is not None and known.token == token:
-            return known.items
-        return _torch.wrap_exception(
-            SaveError(
-                "this rank refers to results of an earlier save that the coordinator does not have",
-                rank=rank,
-                phase="collect",
-                hint="use one metadata cache per sequence of saves, in the same way on all ranks",
-            )
+
+def _unknown(rank: int) -> _torch.WrappedException:
+    return _torch.wrap_exception(
+        SaveError(
+            "this rank refers to results of an earlier save that the coordinator does not have",
+            rank=rank,
+            phase="collect",
+            hint="use one metadata cache per sequence of saves, in the same way on all ranks",
         )
+    )
 
 
 def _renamed(items: Sequence[WriteResult], names: Mapping[str, str]) -> list[WriteResult]:

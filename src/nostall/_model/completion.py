@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _NAME = re.compile(r"\.complete-([0-9a-f]{16})-(\d{1,15})-(\d{1,9})-(\d{1,9})", re.ASCII)
 UNFINISHED = ".tmp"
@@ -17,9 +18,8 @@ MOST_SERIES = (1 << 63) - 1
 """A reduction of ranks carries signed 64-bit integers."""
 
 
-@dataclass(frozen=True, slots=True)
-class SaveId:
-    """Identifies one save; the same on all its ranks."""
+class SaveId(NamedTuple):
+    """Identifies one save; the same on all its ranks. A tuple, to be fast to make and compare."""
 
     series: int
     """A random number that ranks have agreed on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from nostall._model.jobs import FileReceipt, Seal, SealTable, page_aligned
 
@@ -146,9 +146,8 @@ class Layout:
         return last.image_offset + page_aligned(last.nbytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenFile:
-    """Manifest entry of one shard file."""
+class WrittenFile(NamedTuple):
+    """Manifest entry of one shard file. A tuple, as the coordinator makes thousands per save."""
 
     name: str
     """Path below the checkpoint directory."""
@@ -173,9 +172,8 @@ class KeptFile:
     """What tells whether the item of a slot is unchanged, one per slot."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankFiles:
-    """The files that one rank has written for a save, and their directory."""
+class RankFiles(NamedTuple):
+    """The files that one rank has written for a save, and their directory. See WrittenFile."""
 
     directory: str
     """The checkpoint directory, as given on this rank."""
@@ -186,25 +184,6 @@ class RankFiles:
     belong to a checkpoint."""
     belongs_at: str | None = None
     """Where the checkpoint goes from a local tier."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """In one call with plain values: the coordinator gets one from each rank, in each save."""
-        files = None
-        if self.files is not None:
-            files = tuple((each.name, each.nbytes, each.crc32) for each in self.files)
-        return _rank_files, (self.directory, files, self.left, self.belongs_at)
-
-
-def _rank_files(
-    directory: str,
-    files: tuple[tuple[str, int, int | None], ...] | None,
-    left: tuple[str, ...],
-    belongs_at: str | None,
-) -> RankFiles:
-    found = None
-    if files is not None:
-        found = tuple(WrittenFile(name=name, nbytes=n, crc32=crc32) for name, n, crc32 in files)
-    return RankFiles(directory=directory, files=found, left=left, belongs_at=belongs_at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
@@ -32,7 +32,7 @@ from nostall._save.finalize import (
     publication_of_results,
 )
 from nostall._save.leftovers import remove_unpublished
-from nostall._save.messages import Ending, RankMessage
+from nostall._save.messages import Ending, decoded
 from nostall._save.rank_save import RankSave
 from nostall._save.session import WrittenItems
 from nostall._save.split_plan import SaveSession
@@ -41,9 +41,19 @@ from nostall._storage.places import is_same
 from nostall.errors import SaveError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ready:
+    """A save that only has to be published."""
+
+    publication: Publication
+    metadata: Metadata
+    finished: FinishedMetadata
+    ending: Ending
+
+
 def commit_split_save(
     save: RankSave,
-    messages: Sequence[RankMessage],
+    messages: Sequence[bytes],
     planned: Metadata | None,
     session: SaveSession,
     storage_meta: Callable[[], StorageMeta | None],
@@ -53,44 +63,65 @@ def commit_split_save(
 
     Args:
         save: The save of this rank.
-        messages: Those of all ranks of the group, in rank order.
+        messages: An encoded :class:`RankMessage` of each rank of the group, in rank order.
         planned: The metadata that they have planned.
         session: The planning results that remain on this rank.
         storage_meta: Returns DCP's part of the metadata that is specific to this save.
         known: What this rank knows of earlier results.
     """
-    changed = {
-        number: each.changed_plan
-        for number, each in enumerate(messages)
-        if each.changed_plan is not None
-    }
-    series = None if all(each.counts_alike for each in messages) else new_series()
-    end = partial(Ending, changed=bool(changed), series=series)
-    outcomes = [each.outcome for each in messages]
-    verdict = collect(known.fill_in(outcomes))
-    if isinstance(verdict, Abort):
-        return end(failures=verdict.failures, published=False)
     is_published = False
     try:
-        written = [each.written for each in messages]
-        _require_written_here(save, written)
-        require_one_save(
-            [each.save_here for each in messages], rank=session.rank, path=save.settings.directory
-        )
-        metadata = _metadata_to_publish(planned, session, changed)
-        publication = None if changed else known.publication(outcomes, metadata)
-        if publication is None:
-            publication = _publication(metadata, outcomes, verdict.results, known)
-        finished = finish_metadata(publication, written, storage_meta())
+        ready = _prepare(save, messages, planned, session, storage_meta, known)
+        if isinstance(ready, Abort):
+            return Ending(failures=ready.failures, published=False, changed=True)
         is_published = True  # assumed until an error rules it out
-        _publish(save, publication, metadata, finished)
+        _publish(save, ready.publication, ready.metadata, ready.finished)
     except Exception as error:  # sent to every rank
-        return end(
+        return Ending(
             failures={session.rank: sendable(_torch.wrap_exception(error))},
             published=is_published and not is_unpublished(error),
+            changed=True,
         )
-    slowest = max(range(len(messages)), key=lambda each: messages[each].took_s)
-    return end(failures={}, published=True, slowest_rank=slowest)
+    return ready.ending
+
+
+@no_collection()  # messages are made and dropped here, so none is ever looked at
+def _prepare(
+    save: RankSave,
+    messages: Sequence[bytes],
+    planned: Metadata | None,
+    session: SaveSession,
+    storage_meta: Callable[[], StorageMeta | None],
+    known: KnownResults,
+) -> _Ready | Abort:
+    of_ranks = decoded(messages)
+    outcomes = [each.outcome for each in of_ranks]
+    verdict = collect(known.fill_in(outcomes))
+    if isinstance(verdict, Abort):
+        return verdict
+    written = [each.written for each in of_ranks]
+    _require_written_here(save, written)
+    require_one_save(
+        [each.save_here for each in of_ranks], rank=session.rank, path=save.settings.directory
+    )
+    changed = {
+        rank: each.changed_plan
+        for rank, each in enumerate(of_ranks)
+        if each.changed_plan is not None
+    }
+    metadata = _metadata_to_publish(planned, session, changed)
+    publication = None if changed else known.publication(outcomes, metadata)
+    if publication is None:
+        publication = _publication(metadata, outcomes, verdict.results, known)
+    ending = Ending(
+        failures={},
+        published=True,
+        changed=bool(changed),
+        series=None if all(each.counts_alike for each in of_ranks) else new_series(),
+        slowest_rank=max(range(len(of_ranks)), key=lambda rank: of_ranks[rank].took_s),
+    )
+    finished = finish_metadata(publication, written, storage_meta())
+    return _Ready(publication=publication, metadata=metadata, finished=finished, ending=ending)
 
 
 @no_collection()

@@ -12,7 +12,6 @@ up: a rank that is too late leaves its files.
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 import time
 from collections import deque
@@ -27,7 +26,7 @@ from nostall._model.torch_threads import run_torch_apart
 from nostall._ranks.agreement import PATIENCE_S
 from nostall._ranks.records import Records
 from nostall._ranks.reports import CANCEL_TIMEOUT_S
-from nostall._save.messages import Ending, RankMessage
+from nostall._save.messages import Ending
 from nostall._storage.deadlines import in_time
 from nostall.errors import NotDurableError, SaveTimeoutError
 
@@ -81,8 +80,8 @@ class EarlyCommit:
         rank: int,
         retired: Retired,
         *,
-        message: Callable[[], RankMessage | None],
-        commit: Callable[[Sequence[RankMessage]], Ending] | None,
+        message: Callable[[], bytes | None],
+        commit: Callable[[Sequence[bytes]], Ending] | None,
         timeout_s: float,
     ) -> None:
         self.agreed: Ending | None = None
@@ -164,10 +163,10 @@ class EarlyCommit:
         self._is_offered = True  # before it looks whether the save is given up: see withdraw()
         if self._stopped.is_set():
             return False
-        self._records.put(pickle.dumps(message))
+        self._records.put(message)
         return True
 
-    def _commit_when_all_have(self, commit: Callable[[Sequence[RankMessage]], Ending]) -> None:
+    def _commit_when_all_have(self, commit: Callable[[Sequence[bytes]], Ending]) -> None:
         pause_s, deadline_s = _FIRST_PAUSE_S, time.monotonic() + self._timeout_s
         while not self._records.are_complete():
             if self._stopped.wait(pause_s) or time.monotonic() > deadline_s:
@@ -178,7 +177,7 @@ class EarlyCommit:
                 return
             self._is_claimed = True
         if self._records.claim(_COMMIT):
-            self._ending = commit([pickle.loads(each) for each in self._records.all()])
+            self._ending = commit(self._records.all())
 
     # --- its end --------------------------------------------------------------------------------
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlan
 
 from nostall import _torch
 from nostall._commit.known_results import RankOutcome, ResultsReference
+from nostall._model.collection import no_collection
 from nostall._model.completion import SaveId
-from nostall._model.values import RankFiles
+from nostall._model.values import RankFiles, WrittenFile
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankMessage:
-    """Sent by each rank to the coordinator when it finalises."""
+class RankMessage(NamedTuple):
+    """Sent by each rank to the coordinator when it finalises.
+
+    The coordinator gets thousands per save, so this and its parts are tuples, and sent as plain
+    ones: frozen dataclasses, pickled as such, take three times as long to arrive.
+    """
 
     outcome: RankOutcome
     written: RankFiles
@@ -27,37 +33,41 @@ class RankMessage:
     took_s: float
     """From the start of planning until the files were durable."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """In one call with plain values, as far as possible: see :class:`RankFiles`."""
-        outcome: Any = self.outcome
-        is_reference = isinstance(outcome, ResultsReference)
-        return _rank_message, (
-            (outcome.token, outcome.files) if is_reference else outcome,
-            is_reference,
-            self.written,
+    def encoded(self) -> bytes:
+        """What is sent; see :func:`decoded`."""
+        outcome, written, save = self.outcome, self.written, self.save_here
+        plain = (
+            isinstance(outcome, ResultsReference),
+            outcome[:] if isinstance(outcome, ResultsReference) else outcome,
+            (
+                written.directory,
+                written.files and [each[:] for each in written.files],
+                written.left,
+                written.belongs_at,
+            ),
             self.changed_plan,
-            self.save_here and (self.save_here.series, self.save_here.number),
+            save and save[:],
             self.counts_alike,
             self.took_s,
         )
+        return pickle.dumps(plain)
 
 
-def _rank_message(
-    outcome: Any,
-    is_reference: bool,  # noqa: FBT001  # pickled by position
-    written: RankFiles,
-    changed_plan: SavePlan | None,
-    save_here: tuple[int, int] | None,
-    counts_alike: bool,  # noqa: FBT001  # pickled by position
-    took_s: float,
-) -> RankMessage:
+@no_collection()
+def decoded(messages: Sequence[bytes]) -> list[RankMessage]:
+    """Messages that ranks have sent."""
+    return list(map(_decoded, messages))
+
+
+def _decoded(message: bytes) -> RankMessage:
+    is_reference, outcome, written, changed_plan, save_here, *rest = pickle.loads(message)
+    directory, files, *others = written
     return RankMessage(
-        outcome=ResultsReference(token=outcome[0], files=outcome[1]) if is_reference else outcome,
-        written=written,
-        changed_plan=changed_plan,
-        save_here=save_here and SaveId(*save_here),
-        counts_alike=counts_alike,
-        took_s=took_s,
+        ResultsReference(*outcome) if is_reference else outcome,
+        RankFiles(directory, files and tuple([WrittenFile(*each) for each in files]), *others),
+        changed_plan,
+        save_here and SaveId(*save_here),
+        *rest,
     )
 
 

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from nostall._model.names import is_ours_to_remove
 from nostall._model.values import WrittenFile
@@ -43,7 +43,7 @@ class Part:
 
     def encoded(self) -> bytes:
         """The content of its record."""
-        files = [asdict(each) for each in self.files]
+        files = [each._asdict() for each in self.files]
         return json.dumps({"at": self.at_s, "files": files, "damage": self.damage}).encode()
 
 

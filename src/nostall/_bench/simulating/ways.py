@@ -165,10 +165,10 @@ class SplitFunctions:
             exchange.broadcast("commit", ending, state.ranks)
         self._saves += 1
 
-    def _message(self, rank: int, path: Path) -> RankMessage:
+    def _message(self, rank: int, path: Path) -> bytes:
         state = self._state
         token, files = f"{rank:032x}", (state.file(rank),)
-        return RankMessage(
+        message = RankMessage(
             outcome=ResultsReference(token=token, files=files)
             if self._saves
             else Results(items=state.results(rank), files=files, token=token),
@@ -178,6 +178,7 @@ class SplitFunctions:
             counts_alike=True,
             took_s=1.0,
         )
+        return message.encoded()
 
 
 class PlansByName:
