@@ -163,7 +163,6 @@ def commit_results(
         WriteError: The metadata could not be published.
     """
     written = [getattr(of_rank, "written", None) for of_rank in results]
-    names = [_files_in(of_rank) for of_rank in results]
     plan = save.named_plan
     is_published = is_committed = False
     _require_files(save)
@@ -178,6 +177,7 @@ def commit_results(
         if not is_published or is_unpublished(error):
             if save.visit is not None:
                 save.visit.is_removed = True
+            names = [_files_in(of_rank) for of_rank in results]
             remove_unpublished(save.settings.metadata_path, names, written)
         raise
     finally:

@@ -43,7 +43,7 @@ class Part:
 
     def encoded(self) -> bytes:
         """The content of its record."""
-        files = [each._asdict() for each in self.files]
+        files = [{"name": n, "nbytes": nbytes, "crc32": crc32} for n, nbytes, crc32 in self.files]
         return json.dumps({"at": self.at_s, "files": files, "damage": self.damage}).encode()
 
 

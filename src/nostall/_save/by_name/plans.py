@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from nostall._commit.known_results import KnownResults
 from nostall._commit.local_plans import PlanColumns, compact, in_full
 from nostall._plan.global_plan import Share
-from nostall._plan.planner import serialize
+from nostall._plan.planner import changed, serialize
 from nostall._plan.together import reusable_metadata
 from nostall._save.session import KnownSave
 from nostall.errors import SaveError
@@ -114,10 +114,20 @@ class PlanAnswer(SavePlan):
     """What turns the rank's own plan into this one, if that is sent."""
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self.is_known:  # one per rank, in each save
+            return _known, (self.storage_data, self.name, self.rank, self.most, self.sent_token)
         parts = vars(self)
         if isinstance(self.items, ItemsInColumns):
             parts = {**parts, "items": [], "planner_data": None, "share": self.items.share}
         return partial(PlanAnswer, **parts), ()
+
+
+def _known(
+    storage_data: Any, name: str, rank: int, most: int, sent_token: str | None
+) -> PlanAnswer:
+    return PlanAnswer(
+        [], storage_data, name=name, rank=rank, is_known=True, most=most, sent_token=sent_token
+    )
 
 
 # --- a rank ---------------------------------------------------------------------------------------
@@ -257,15 +267,10 @@ class CoordinatorPlans:
         """
         known = self._common(plans)
         if known is not None:
+            answer, token_of = _known(None, known.name, 0, known.most, None), known.results.token
             return [
-                PlanAnswer(
-                    [],
-                    storage_data=plan.storage_data,
-                    name=known.name,
-                    rank=rank,
-                    is_known=True,
-                    most=known.most,
-                    sent_token=known.results.token(rank),
+                changed(
+                    answer, storage_data=plan.storage_data, rank=rank, sent_token=token_of(rank)
                 )
                 for rank, plan in enumerate(plans)
             ], known
