@@ -109,6 +109,18 @@ class Proxy:
 
     def __call__(self, environ: dict[str, Any], begin: Start) -> Iterable[bytes]:
         upstream = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        try:
+            answer = self._answer(upstream, environ)
+        except BaseException:
+            upstream.close()
+            raise
+        headers = [each for each in answer.getheaders() if each[0].lower() not in OF_ONE_HOP]
+        begin(f"{answer.status} {answer.reason}", headers)
+        return self._body(upstream, answer)
+
+    def _answer(
+        self, upstream: http.client.HTTPConnection, environ: dict[str, Any]
+    ) -> http.client.HTTPResponse:
         method = environ["REQUEST_METHOD"]
         upstream.putrequest(method, environ["RAW_URI"], skip_host=True, skip_accept_encoding=True)
         for name, value in headers_of(environ):
@@ -122,10 +134,7 @@ class Proxy:
                 raise ConnectionResetError
             upstream.send(piece)
             left -= len(piece)
-        answer = upstream.getresponse()
-        headers = [each for each in answer.getheaders() if each[0].lower() not in OF_ONE_HOP]
-        begin(f"{answer.status} {answer.reason}", headers)
-        return self._body(upstream, answer)
+        return upstream.getresponse()
 
     def _body(
         self, upstream: http.client.HTTPConnection, answer: http.client.HTTPResponse
