@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from math import inf
 
-from nostall import _torch
 from nostall._commit.checking import (
     Damage,
     Description,
@@ -27,15 +24,14 @@ from nostall._commit.checking import (
     size_of,
     unreadable,
 )
+from nostall._commit.committed import committed_latest_first
 from nostall._commit.guarded_program import HINT
-from nostall._commit.manifest import manifest_alone
 from nostall._model.checksum import use_fastest
-from nostall._model.names import OF_FILE_SYSTEM, order_of_commit
+from nostall._model.names import METADATA_NAME
 from nostall._model.reads import ReadCounter
 from nostall._storage.destination import place_of
-from nostall._storage.places import is_address, may_have, storage_at
-from nostall._storage.port import Files, Version, leaves_open, reason
-from nostall._storage.reading import open_to_read
+from nostall._storage.places import is_address, storage_at
+from nostall._storage.port import Files, Version
 from nostall.errors import (
     DamagedCheckpointError,
     ReadError,
@@ -149,9 +145,9 @@ def _why_incomplete(files: Files) -> str | None:
     except UnknownMetadataError:
         raise
     except (DamagedCheckpointError, UntrustedMetadataError) as error:
-        return f"{_torch.METADATA_NAME}: {error.message}"
+        return f"{METADATA_NAME}: {error.message}"
     except OSError as error:
-        return f"{_torch.METADATA_NAME}: {unreadable(error)}"
+        return f"{METADATA_NAME}: {unreadable(error)}"
     for file in description.files:
         _, damage = size_of(files, file)
         if damage is not None:
@@ -215,71 +211,6 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
     return None
 
 
-def committed_latest_first(root: str) -> list[str]:
-    """The directories in ``root`` with a metadata file, last committed first; also behind links.
-
-    Raises:
-        ReadError: ``root`` is not a directory, or cannot be read.
-    """
-    if is_address(root):
-        return _committed_in_store_latest_first(root)
-    candidates = []
-    try:
-        with os.scandir(root) as entries:
-            for entry in entries:
-                if entry.name == OF_FILE_SYSTEM:
-                    continue
-                metadata = os.path.join(entry.path, _torch.METADATA_NAME)
-                if _may_be_file(metadata):
-                    at_s = _committed_at_s(entry.path)
-                    order = order_of_commit(entry.path, at_s, is_link=entry.is_symlink())
-                    candidates.append((order, entry.path))
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        if isinstance(error, NotADirectoryError) and not os.path.lexists(root):
-            return []  # it is a directory above that is a file
-        raise ReadError(
-            f"cannot list checkpoints: {error.strerror}",
-            errno=error.errno,
-            phase="read",
-            path=root,
-            hint="pass the parent directory of the checkpoint directories",
-        ) from error
-    return [path for _, path in sorted(candidates, reverse=True)]
-
-
-def _committed_in_store_latest_first(root: str) -> list[str]:
-    def candidate(name: str) -> tuple[tuple[float, bool, int, str], str] | None:
-        place = f"{root}/{name}"
-        if not may_have(storage_at(place), _torch.METADATA_NAME):
-            return None
-        at_s = _committed_at_s(place) or inf  # unknown: looked at first, so that it is named
-        return order_of_commit(place, at_s, is_link=False), place
-
-    try:
-        names = storage_at(root).list()
-    except OSError as error:
-        raise ReadError(
-            f"cannot list checkpoints: {reason(error)}",
-            errno=error.errno,
-            phase="read",
-            path=root,
-            hint="check the address, and the rights to list it",
-        ) from error
-    with ThreadPoolExecutor(_THREADS, "nostall-latest") as pool:  # each takes two requests
-        found = [each for each in pool.map(candidate, names) if each is not None]
-    return [place for _, place in sorted(found, reverse=True)]
-
-
-def _may_be_file(path: str) -> bool:
-    """Whether a regular file has this name; also true if storage does not say."""
-    try:
-        return stat.S_ISREG(os.stat(path).st_mode)
-    except OSError as error:
-        return leaves_open(error)
-
-
 def verify(
     path: str | os.PathLike[str],
     *,
@@ -313,16 +244,14 @@ def verify(
         found = _verified(files, threads, progress)
         if found.ok or _version_of(files) == version:
             return found
-    again = Damage(
-        file=_torch.METADATA_NAME, what="replaced whenever it was read", is_certain=False
-    )
+    again = Damage(file=METADATA_NAME, what="replaced whenever it was read", is_certain=False)
     return Verification(path=files.where(), state=State.UNREADABLE, damages=(again,))
 
 
 def _version_of(files: Files) -> Version | None:
     """The version of the metadata; ``None`` if there is none, or storage does not answer."""
     with suppress(OSError):
-        return files.stat(_torch.METADATA_NAME).version
+        return files.stat(METADATA_NAME).version
     return None
 
 
@@ -333,12 +262,12 @@ def _verified(
     try:
         description = read_description(files, with_items=True)
     except (FileNotFoundError, NotADirectoryError):
-        note = f"no checkpoint was committed here: {_torch.METADATA_NAME} does not exist"
+        note = f"no checkpoint was committed here: {METADATA_NAME} does not exist"
         return Verification(path=directory, state=State.NOT_THERE, note=note)
     except UnknownMetadataError as error:
         return Verification(path=directory, state=State.NOT_UNDERSTOOD, note=error.message)
     except (OSError, DamagedCheckpointError, UntrustedMetadataError) as error:
-        damage = damage_by(error, _torch.METADATA_NAME)
+        damage = damage_by(error, METADATA_NAME)
         return Verification(path=directory, state=_state_with([damage]), damages=(damage,))
     return _compared(files, description, threads, progress)
 
@@ -385,17 +314,3 @@ def _state_with(damages: Sequence[Damage]) -> State:
     if any(damage.is_certain for damage in damages):
         return State.DAMAGED
     return State.UNREADABLE if damages else State.WHOLE
-
-
-def _committed_at_s(directory: str) -> float:
-    """When a checkpoint was committed; the next best time if its metadata cannot be read."""
-    with suppress(OSError):
-        with open_to_read(storage_at(directory), _torch.METADATA_NAME) as stream:
-            manifest = manifest_alone(stream)
-        if manifest is not None:
-            return manifest.committed_at_s
-    with suppress(OSError):
-        return storage_at(directory).stat(_torch.METADATA_NAME).modified_s
-    with suppress(OSError):
-        return os.stat(directory).st_mtime
-    return 0.0

@@ -363,8 +363,8 @@ def test_damage_of_many_items_is_a_short_line(tmp_path: Path, run: Run) -> None:
     assert len(damage["items"]) == 20
 
 
-def test_lists_and_help_need_no_torch(tmp_path: Path) -> None:
-    """Help, and the list and a dry run over nostall's checkpoints, are answered at once."""
+def test_lists_help_and_the_latest_need_no_torch(tmp_path: Path) -> None:
+    """They, and a dry run over nostall's checkpoints, are answered at once."""
     save(tmp_path / "step-1")
     program = f"""
 import contextlib, sys
@@ -373,6 +373,7 @@ for arguments in (["--help"], ["prune", "--help"]):
     with contextlib.suppress(SystemExit):
         main(arguments)
 assert main(["ls", {str(tmp_path)!r}]) == 0
+assert main(["latest", {str(tmp_path)!r}]) == 0
 assert main(["prune", {str(tmp_path)!r}, "--keep", "latest=1"]) == 0
 assert "torch" not in sys.modules
 """

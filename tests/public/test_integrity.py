@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 import nostall
 from nostall import integrity
+from nostall._commit import committed
 from nostall._commit.checking import read_description
 from nostall._commit.manifest import manifest_alone, split
 from nostall._storage import posix_files, reading
@@ -669,7 +670,7 @@ def test_the_latest_is_not_denied_while_storage_is_away(tmp_path: Path, operatio
     for path in ("one/save", "two/old", "two/save"):
         by_queue(tmp_path / path, small_state())
     storage = AwayOs(operation, "save/")
-    with patch.object(integrity, "os", storage), patch.object(posix_files, "os", storage):
+    with patch.object(committed, "os", storage), patch.object(posix_files, "os", storage):
         with pytest.raises(ReadError, match="1 are not understood or cannot be read") as caught:
             nostall.latest_complete(tmp_path / "one")
         assert nostall.latest_complete(tmp_path / "two") == str(tmp_path / "two" / "old")

@@ -13,6 +13,7 @@ from nostall._cli.checkpoints.listing import (
     why_not_there,
 )
 from nostall._cli.output import counted
+from nostall._commit.committed import committed_latest_first
 from nostall.errors import DamagedCheckpointError
 
 HELP = "print the path of the last complete checkpoint"
@@ -54,8 +55,6 @@ def _require_nothing_committed(root: str) -> None:
     Raises:
         DamagedCheckpointError: One is: a job must not take this for a start from scratch.
     """
-    from nostall.integrity import committed_latest_first
-
     committed = committed_latest_first(root)
     if committed:
         raise DamagedCheckpointError(

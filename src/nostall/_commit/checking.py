@@ -1,23 +1,18 @@
 """What a checkpoint says of its shard files, and the verification of one of them.
 
 A file is verified by its size, and by its checksum in the manifest or those of the archives in it.
+torch is imported only for the items in the metadata: with a manifest, sizes need none of them.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from typing import BinaryIO
+from typing import TYPE_CHECKING
 
-from torch.distributed.checkpoint.metadata import Metadata
-
-from nostall import _torch
-from nostall._commit.index.columns import ItemIndex
-from nostall._commit.index.items import entries_and_places, read_index
-from nostall._commit.manifest import DAMAGED_HINT, manifest_alone, manifest_of, split
-from nostall._commit.metadata import Extent, extents_of, load_metadata, planned_indices
+from nostall._commit.manifest import manifest_alone, manifest_of
+from nostall._model.names import METADATA_NAME
 from nostall._model.values import WrittenFile
 from nostall._storage.places import storage_at
 from nostall._storage.port import Files, Stat, leaves_open, may_pass
@@ -27,15 +22,11 @@ from nostall._storage.reading import (
     crc32_of_file,
     damage_of_container,
     open_to_read,
-    read_metadata,
 )
-from nostall.errors import (
-    DamagedCheckpointError,
-    NostallError,
-    ReadError,
-    UnknownMetadataError,
-    UntrustedMetadataError,
-)
+from nostall.errors import NostallError, ReadError
+
+if TYPE_CHECKING:
+    from nostall._commit.metadata import Extent
 
 _FEW = 3
 """Names in a text; the attribute has them all."""
@@ -99,23 +90,15 @@ def read_description(files: Files, *, with_items: bool) -> Description:
             the index says other things of the items than the pickle.
         OSError: The metadata cannot be read.
     """
-    path = files.where(_torch.METADATA_NAME)
-    extents: Mapping[str, list[Extent]] = {}
-    note = None
-    with open_to_read(files, _torch.METADATA_NAME) as stream:
+    path = files.where(METADATA_NAME)
+    extents: Mapping[str, Sequence[Extent]] = {}
+    note: str | None = None
+    with open_to_read(files, METADATA_NAME) as stream:
         manifest = manifest_of(stream, path=path)
         if with_items or manifest is None:
-            indexed = read_index(stream, path=path)
-            try:
-                metadata = _metadata_in(stream, path)
-                extents = _extents(metadata, path)
-            except (DamagedCheckpointError, UntrustedMetadataError) as error:
-                if manifest is None:
-                    raise
-                note = error.message  # the manifest confirms the bytes
-            else:
-                if indexed is not None:
-                    _require_agreement(indexed[0], metadata, path)
+            from nostall._commit.stored_items import extents_in  # imports torch
+
+            extents, note = extents_in(stream, path=path, is_confirmed=manifest is not None)
     if manifest is None:
         listed = [
             WrittenFile(name=name, nbytes=each[-1].end, crc32=None)
@@ -138,47 +121,6 @@ def read_description(files: Files, *, with_items: bool) -> Description:
         has_manifest=manifest is not None,
         note=note,
     )
-
-
-def _metadata_in(stream: BinaryIO, path: str) -> Metadata:
-    try:
-        content = read_metadata(stream, path)
-    except ReadError as error:
-        raise UnknownMetadataError(error.message, phase="read", path=path) from error
-    pickled, _ = split(content, path=path)
-    return load_metadata(pickled, path=path)
-
-
-def _extents(metadata: Metadata, path: str) -> Mapping[str, list[Extent]]:
-    """Locations of the items of a checkpoint, by file."""
-    missing = set(planned_indices(metadata)).difference(metadata.storage_data or ())
-    if missing:
-        named = sorted({str(index.fqn) for index in missing})[:3]
-        raise DamagedCheckpointError(
-            f"it has no location for {len(missing)} of its items, among them {named}",
-            phase="verify",
-            path=path,
-            hint=DAMAGED_HINT,
-        )
-    by_file: dict[str, list[Extent]] = defaultdict(list)
-    for extent in extents_of(metadata, path=path):
-        by_file[extent.file].append(extent)
-    return by_file
-
-
-def _require_agreement(index: ItemIndex, metadata: Metadata, path: str) -> None:
-    """Require that the index and the pickle describe the same items and places."""
-    try:
-        said = entries_and_places(index, path=path)
-    except UnknownMetadataError:  # but this torch knows all that the pickle has
-        said = None
-    if said != (metadata.state_dict_metadata, metadata.storage_data):
-        raise DamagedCheckpointError(
-            "its index and its pickle describe different items",
-            phase="verify",
-            path=path,
-            hint=DAMAGED_HINT,
-        )
 
 
 def size_of(files: Files, expected: ExpectedFile) -> tuple[int, Damage | None]:
@@ -213,7 +155,7 @@ def require_answers(directory: str) -> None:
     """
     files = storage_at(directory)
     try:
-        with open_to_read(files, _torch.METADATA_NAME) as stream:
+        with open_to_read(files, METADATA_NAME) as stream:
             manifest_alone(stream)
         for name in files.list():
             with suppress(ReadError):  # not a regular file

@@ -7,6 +7,8 @@ import re
 from enum import Enum
 
 METADATA_SUFFIX = ".metadata"
+METADATA_NAME = METADATA_SUFFIX
+"""That of the file whose publication commits a checkpoint; stock DCP's."""
 OF_FILE_SYSTEM = "lost+found"
 """A directory at the root of a file system, into which only the administrator may look."""
 SHARD_SUFFIX = ".distcp"

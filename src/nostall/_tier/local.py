@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from nostall._model.names import METADATA_SUFFIX as METADATA_NAME
+from nostall._model.names import METADATA_NAME
 from nostall._model.values import WrittenFile
 from nostall._storage.port import Version
 from nostall._storage.posix_storage import PosixStorage

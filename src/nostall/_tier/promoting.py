@@ -17,8 +17,7 @@ from nostall._commit.manifest import Manifest, manifest_alone
 from nostall._commit.publish import commit
 from nostall._model import checksum
 from nostall._model.jobs import Failure
-from nostall._model.names import METADATA_SUFFIX as METADATA_NAME
-from nostall._model.names import is_ours_to_remove
+from nostall._model.names import METADATA_NAME, is_ours_to_remove
 from nostall._model.values import WrittenFile
 from nostall._storage import posix
 from nostall._storage.places import is_address, object_storage_at, storage_at

@@ -16,7 +16,7 @@ from nostall._cli.arguments import NotThere
 from nostall._cli.output import counted
 from nostall._commit.manifest import Manifest, manifest_of
 from nostall._model.names import (
-    METADATA_SUFFIX,
+    METADATA_NAME,
     OF_FILE_SYSTEM,
     is_metadata_of_one_rank,
     is_ours_to_remove,
@@ -132,7 +132,7 @@ def list_links(root: str) -> list[Listed]:
 
 def _directories_in(path: str) -> list[str]:
     if is_address(path):
-        return [f"{path}/{name}" for name in storage_at(path).list() if name != METADATA_SUFFIX]
+        return [f"{path}/{name}" for name in storage_at(path).list() if name != METADATA_NAME]
     with os.scandir(path) as entries:
         return [
             entry.path
@@ -246,12 +246,12 @@ def look_at(path: str) -> Listed | None:
     try:
         entries = storage.list()
         shards = list(filter(is_ours_to_remove, entries))
-        committed = METADATA_SUFFIX in entries
+        committed = METADATA_NAME in entries
         if not committed and not shards:
             return None
         stats = _stats_of(storage, entries)
-        if METADATA_SUFFIX in stats:
-            at_s = stats[METADATA_SUFFIX].modified_s
+        if METADATA_NAME in stats:
+            at_s = stats[METADATA_NAME].modified_s
         elif is_address(path):
             at_s = max((each.modified_s for each in stats.values()), default=0.0)
         else:
@@ -295,7 +295,7 @@ def _state_of_committed(path: str) -> tuple[State, Manifest | None]:
     files = storage_at(path)
     manifest = None
     try:
-        with open_to_read(files, METADATA_SUFFIX) as stream:
+        with open_to_read(files, METADATA_NAME) as stream:
             manifest = manifest_of(stream, path=path)
         if manifest is None:
             from nostall.integrity import is_complete
