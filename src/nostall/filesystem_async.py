@@ -30,7 +30,6 @@ import nostall._queue.promotions_at_exit  # noqa: F401  # waits for them when th
 from nostall import _torch
 from nostall._engine import default_engine
 from nostall._plan.items import require_representable
-from nostall._plan.planner import changed
 from nostall._queue.at_exit import report_loss
 from nostall._queue.preemption import preemption
 from nostall._ranks.group import coordination_for
@@ -262,16 +261,13 @@ class FileSystemWriterAsync(FileSystemWriter):
 
         Unless names of files are unique.
         """
+        plans = super().prepare_global_plan(plans)
         settings = self._rank_save.settings
-        is_beside = not settings.has_unique_names and settings.may_replace(default_engine())
-        prefixes = [
-            _torch.StoragePrefix(f"__{rank}_") if plan.storage_data is None else plan.storage_data
-            for rank, plan in enumerate(plans)
-        ]
-        if is_beside:
-            prefixes = [Beside(each.prefix, str(self.path)) for each in prefixes]
+        if settings.has_unique_names or not settings.may_replace(default_engine()):
+            return plans
         return [
-            changed(plan, storage_data=each) for plan, each in zip(plans, prefixes, strict=True)
+            replace(plan, storage_data=Beside(plan.storage_data.prefix, str(self.path)))
+            for plan in plans
         ]
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:

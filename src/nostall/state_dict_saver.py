@@ -150,7 +150,7 @@ def _prepare_to_commit_early(
         if split.has_to_run:
             split.require_complete()
         outcome = ResultsReference(token=token, files=split.prepared.files)
-        return _message(save, split.written_files, outcome, session)
+        return _message(save, split.written_files, outcome, session).encoded()
 
     def commit(messages: Sequence[bytes]) -> Ending:
         save = saving()
@@ -172,8 +172,8 @@ def _prepare_to_commit_early(
 
 def _message(
     save: RankSave, written: RankFiles, outcome: RankOutcome, session: SaveSession
-) -> bytes:
-    message = RankMessage(
+) -> RankMessage:
+    return RankMessage(
         outcome=outcome,
         written=written,
         changed_plan=session.changed_plan,
@@ -181,7 +181,6 @@ def _message(
         counts_alike=session.save is not None,
         took_s=save.took_s,
     )
-    return message.encoded()
 
 
 @commits
@@ -258,7 +257,7 @@ def _end(save: RankSave, session: SaveSession, ending: Ending) -> None:
     try:
         if cache is not None:
             cache.note_finalised(save.split)
-            if ending.changed or ending.failures:
+            if ending.changed:
                 cache.forget()
             elif ending.series is not None:
                 cache.begin_series(ending.series)
@@ -283,7 +282,8 @@ def _commit_together(
     save, cache, coordination = writer._rank_save, session.cache, coordination_of(session)
     message, ending = _message(save, save.written_files, outcome, session), None
     with save.timeline.measure("commit"):
-        messages = coordination.gather(message)
+        is_alone = coordination.world_size == 1  # its message keeps the causes of errors
+        messages = coordination.gather(message if is_alone else message.encoded())
         if messages is not None:
             early = None if save.split is None else save.split.early
             ending = None if early is None else early.finish()

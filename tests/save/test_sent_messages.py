@@ -13,7 +13,7 @@ from nostall._commit.known_results import Results, ResultsReference
 from nostall._model.completion import SaveId
 from nostall._model.values import RankFiles, WrittenFile
 from nostall._save.messages import RankMessage, decoded
-from nostall.errors import WriteError
+from nostall.errors import SaveError, WriteError
 
 FILES = (
     WrittenFile(name="__0_0.distcp", nbytes=5, crc32=7),
@@ -62,3 +62,18 @@ def test_a_failure_arrives_as_one() -> None:
     (received,) = (each.outcome for each in decoded([message.encoded()]))
     assert isinstance(received, tuple)
     assert (str(received[0]), type(received[0])) == (str(failure[0]), WriteError)
+
+
+def test_a_message_that_cannot_be_read_is_an_error_with_its_rank() -> None:
+    """Of a phase after which finalising gathers the messages anew."""
+    whole = RankMessage(
+        outcome=ResultsReference(token="0" * 32, files=()),
+        written=RankFiles(directory="/d", files=()),
+        changed_plan=None,
+        save_here=None,
+        counts_alike=True,
+        took_s=0.0,
+    ).encoded()
+    with pytest.raises(SaveError, match="truncated") as raised:
+        decoded([whole, whole[:-5]])
+    assert (raised.value.rank, raised.value.phase) == (1, "collect")

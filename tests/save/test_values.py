@@ -307,3 +307,23 @@ def test_a_tensor_that_stands_for_another_is_refused(tmp_path: Path, kind: str) 
         with pytest.raises((CheckpointException, StagingError), match=f"'item'.*{reason}"):
             save(tmp_path / way, {"item": make()})
         assert not (tmp_path / way / ".metadata").exists()
+
+
+class Unpicklable:
+    """Its pickling fails."""
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        return 1 // 0, ()
+
+
+def test_the_error_of_a_process_that_saves_alone_has_its_cause(tmp_path: Path) -> None:
+    """With the traceback of the code that failed, which a message between ranks cannot carry."""
+    queue = AsyncCallsQueue()
+    schedule(queue, tmp_path, {"w": torch.ones(3), "object": Unpicklable()})
+    with pytest.raises(CheckpointException) as raised:
+        queue.maybe_finalize_async_calls(blocking=True)
+    cause: BaseException | None = raised.value.failures[0][0]
+    while cause is not None and not isinstance(cause, ZeroDivisionError):
+        cause = cause.__cause__
+    assert cause is not None
+    assert cause.__traceback__ is not None

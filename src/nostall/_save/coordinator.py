@@ -32,7 +32,7 @@ from nostall._save.finalize import (
     publication_of_results,
 )
 from nostall._save.leftovers import remove_unpublished
-from nostall._save.messages import Ending, decoded
+from nostall._save.messages import Ending, RankMessage, decoded
 from nostall._save.rank_save import RankSave
 from nostall._save.session import WrittenItems
 from nostall._save.split_plan import SaveSession
@@ -42,7 +42,7 @@ from nostall.errors import SaveError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ready:
+class _ReadySave:
     """A save that only has to be published."""
 
     publication: Publication
@@ -53,7 +53,7 @@ class _Ready:
 
 def commit_split_save(
     save: RankSave,
-    messages: Sequence[bytes],
+    messages: Sequence[RankMessage | bytes],
     planned: Metadata | None,
     session: SaveSession,
     storage_meta: Callable[[], StorageMeta | None],
@@ -63,7 +63,7 @@ def commit_split_save(
 
     Args:
         save: The save of this rank.
-        messages: An encoded :class:`RankMessage` of each rank of the group, in rank order.
+        messages: Those of all ranks of the group, in rank order, as :func:`decoded` takes them.
         planned: The metadata that they have planned.
         session: The planning results that remain on this rank.
         storage_meta: Returns DCP's part of the metadata that is specific to this save.
@@ -71,7 +71,7 @@ def commit_split_save(
     """
     is_published = False
     try:
-        ready = _prepare(save, messages, planned, session, storage_meta, known)
+        ready = _decide(save, messages, planned, session, storage_meta, known)
         if isinstance(ready, Abort):
             return Ending(failures=ready.failures, published=False, changed=True)
         is_published = True  # assumed until an error rules it out
@@ -85,15 +85,18 @@ def commit_split_save(
     return ready.ending
 
 
-@no_collection()  # messages are made and dropped here, so none is ever looked at
-def _prepare(
+# The collector would visit each message several times. In here it waits for storage only if ranks
+# name the directory differently, or with a local tier: then the caller waits, too.
+@no_collection()
+def _decide(
     save: RankSave,
-    messages: Sequence[bytes],
+    messages: Sequence[RankMessage | bytes],
     planned: Metadata | None,
     session: SaveSession,
     storage_meta: Callable[[], StorageMeta | None],
     known: KnownResults,
-) -> _Ready | Abort:
+) -> _ReadySave | Abort:
+    """The save to publish, or the failures of ranks."""
     of_ranks = decoded(messages)
     outcomes = [each.outcome for each in of_ranks]
     verdict = collect(known.fill_in(outcomes))
@@ -121,7 +124,7 @@ def _prepare(
         slowest_rank=max(range(len(of_ranks)), key=lambda rank: of_ranks[rank].took_s),
     )
     finished = finish_metadata(publication, written, storage_meta())
-    return _Ready(publication=publication, metadata=metadata, finished=finished, ending=ending)
+    return _ReadySave(publication=publication, metadata=metadata, finished=finished, ending=ending)
 
 
 @no_collection()
@@ -195,7 +198,7 @@ def commit_results(
 def _files_in(results: list[WriteResult]) -> set[str]:
     """Names of the files of a rank's results."""
     named = results.files if isinstance(results, WrittenItems) else ()
-    return {*named, *(each.storage_data.relative_path for each in results)}
+    return {*named, *(getattr(each.storage_data, "relative_path", "") for each in results)}
 
 
 @no_collection()

@@ -14,13 +14,14 @@ from nostall._commit.known_results import RankOutcome, ResultsReference
 from nostall._model.collection import no_collection
 from nostall._model.completion import SaveId
 from nostall._model.values import RankFiles, WrittenFile
+from nostall.errors import SaveError
 
 
 class RankMessage(NamedTuple):
     """Sent by each rank to the coordinator when it finalises.
 
-    The coordinator gets thousands per save, so this and its parts are tuples, and sent as plain
-    ones: frozen dataclasses, pickled as such, take three times as long to arrive.
+    The coordinator gets thousands per save. So this and its parts are tuples, and they are sent as
+    tuples without a class: frozen dataclasses take three times as long to unpickle.
     """
 
     outcome: RankOutcome
@@ -36,37 +37,51 @@ class RankMessage(NamedTuple):
     def encoded(self) -> bytes:
         """What is sent; see :func:`decoded`."""
         outcome, written, save = self.outcome, self.written, self.save_here
-        plain = (
+        parts = (
             isinstance(outcome, ResultsReference),
             outcome[:] if isinstance(outcome, ResultsReference) else outcome,
             (
                 written.directory,
-                written.files and [each[:] for each in written.files],
+                None if written.files is None else [each[:] for each in written.files],
                 written.left,
                 written.belongs_at,
             ),
             self.changed_plan,
-            save and save[:],
+            None if save is None else save[:],
             self.counts_alike,
             self.took_s,
         )
-        return pickle.dumps(plain)
+        return pickle.dumps(parts)
 
 
 @no_collection()
-def decoded(messages: Sequence[bytes]) -> list[RankMessage]:
-    """Messages that ranks have sent."""
-    return list(map(_decoded, messages))
+def decoded(messages: Sequence[RankMessage | bytes]) -> list[RankMessage]:
+    """The messages of all ranks; that of a process that saves alone was not encoded.
+
+    Raises:
+        SaveError: One cannot be read.
+    """
+    found: list[RankMessage] = []
+    for rank, each in enumerate(messages):
+        try:
+            found.append(each if isinstance(each, RankMessage) else _decoded(each))
+        except Exception as error:  # a pickle can raise anything
+            raise SaveError(
+                f"the message of a rank cannot be read: {error!r:.200}", rank=rank, phase="collect"
+            ) from error
+    return found
 
 
 def _decoded(message: bytes) -> RankMessage:
-    is_reference, outcome, written, changed_plan, save_here, *rest = pickle.loads(message)
+    is_reference, outcome, written, changed_plan, save, *rest = pickle.loads(message)
     directory, files, *others = written
+    if files is not None:
+        files = tuple([WrittenFile(*each) for each in files])
     return RankMessage(
         ResultsReference(*outcome) if is_reference else outcome,
-        RankFiles(directory, files and tuple([WrittenFile(*each) for each in files]), *others),
+        RankFiles(directory, files, *others),
         changed_plan,
-        save_here and SaveId(*save_here),
+        None if save is None else SaveId(*save),
         *rest,
     )
 
@@ -79,7 +94,7 @@ class Ending:
     published: bool
     """Whether the metadata is published, or may be; after a failure, too."""
     changed: bool
-    """Whether the next save is planned together, as a rank's structure has changed."""
+    """Whether the next save is planned together: a rank's structure has changed, or it failed."""
     series: int | None = None
     """A new one of identities, if ranks may count their saves differently."""
     slowest_rank: int | None = None

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from nostall._commit.known_results import KnownResults
 from nostall._commit.local_plans import PlanColumns, compact, in_full
 from nostall._plan.global_plan import Share
-from nostall._plan.planner import changed, serialize
+from nostall._plan.planner import serialize
 from nostall._plan.together import reusable_metadata
 from nostall._save.session import KnownSave
 from nostall.errors import SaveError
@@ -267,11 +267,8 @@ class CoordinatorPlans:
         """
         known = self._common(plans)
         if known is not None:
-            answer, token_of = _known(None, known.name, 0, known.most, None), known.results.token
             return [
-                changed(
-                    answer, storage_data=plan.storage_data, rank=rank, sent_token=token_of(rank)
-                )
+                _known(plan.storage_data, known.name, rank, known.most, known.results.token(rank))
                 for rank, plan in enumerate(plans)
             ], known
         local = [self._whole(plan, rank) for rank, plan in enumerate(plans)]
