@@ -8,6 +8,7 @@ import os
 from nostall._cli.arguments import NotThere, Status, place
 from nostall._cli.checkpoints.listing import (
     elsewhere,
+    is_complete_by_manifest,
     require_no_checkpoint,
     require_no_file,
     why_not_there,
@@ -35,10 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Print one path."""
-    from nostall.integrity import latest_complete
-
     require_no_file(parsed.root)
-    found = latest_complete(parsed.root, deep=parsed.deep)
+    found = _latest_complete(parsed.root, deep=parsed.deep)
     if found is None:
         _require_nothing_committed(parsed.root)
         require_no_checkpoint(parsed.root)
@@ -47,6 +46,16 @@ def run(parsed: argparse.Namespace) -> int:
         raise NotThere(f"{parsed.root}: {why}{elsewhere(parsed.root)}")
     print(found)
     return Status.FINE
+
+
+def _latest_complete(root: str, *, deep: bool) -> str | None:
+    """As :func:`nostall.latest_complete`, and without torch if it is the last one committed."""
+    for last in committed_latest_first(root)[:1]:
+        if not deep and is_complete_by_manifest(last):
+            return last
+    from nostall.integrity import latest_complete
+
+    return latest_complete(root, deep=deep)
 
 
 def _require_nothing_committed(root: str) -> None:

@@ -1,7 +1,6 @@
 """What a checkpoint says of its shard files, and the verification of one of them.
 
 A file is verified by its size, and by its checksum in the manifest or those of the archives in it.
-torch is imported only for the items in the metadata: with a manifest, sizes need none of them.
 """
 
 from __future__ import annotations
@@ -9,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from nostall._commit.manifest import manifest_alone, manifest_of
+from nostall._commit.metadata import Extent
+from nostall._commit.stored_items import extents_in
 from nostall._model.names import METADATA_NAME
 from nostall._model.values import WrittenFile
 from nostall._storage.places import storage_at
-from nostall._storage.port import Files, Stat, leaves_open, may_pass
+from nostall._storage.port import Files, Stat, leaves_open, may_pass, reason
 from nostall._storage.reading import (
     ChecksumMissing,
     NoArchive,
@@ -24,9 +24,6 @@ from nostall._storage.reading import (
     open_to_read,
 )
 from nostall.errors import NostallError, ReadError
-
-if TYPE_CHECKING:
-    from nostall._commit.metadata import Extent
 
 _FEW = 3
 """Names in a text; the attribute has them all."""
@@ -96,8 +93,6 @@ def read_description(files: Files, *, with_items: bool) -> Description:
     with open_to_read(files, METADATA_NAME) as stream:
         manifest = manifest_of(stream, path=path)
         if with_items or manifest is None:
-            from nostall._commit.stored_items import extents_in  # imports torch
-
             extents, note = extents_in(stream, path=path, is_confirmed=manifest is not None)
     if manifest is None:
         listed = [
@@ -164,7 +159,7 @@ def require_answers(directory: str) -> None:
     except OSError as error:
         if leaves_open(error):
             raise ReadError(
-                f"the checkpoint cannot be read: {error.strerror}",
+                f"the checkpoint cannot be read: {reason(error)}",
                 errno=error.errno,
                 phase="read",
                 path=directory,
@@ -220,7 +215,7 @@ def damage_by(error: OSError | NostallError, file: str) -> Damage:
 
 def unreadable(error: OSError | NostallError) -> str:
     """Why a file cannot be read."""
-    return error.message if isinstance(error, NostallError) else f"cannot be read: {error.strerror}"
+    return error.message if isinstance(error, NostallError) else f"cannot be read: {reason(error)}"
 
 
 def _look_into(files: Files, expected: ExpectedFile, on_read: Callable[[int], object]) -> Looked:

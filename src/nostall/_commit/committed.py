@@ -46,7 +46,7 @@ def committed_latest_first(root: str) -> list[str]:
         if isinstance(error, NotADirectoryError) and not os.path.lexists(root):
             return []  # it is a directory above that is a file
         raise ReadError(
-            f"cannot list checkpoints: {error.strerror}",
+            f"cannot list checkpoints: {reason(error)}",
             errno=error.errno,
             phase="read",
             path=root,

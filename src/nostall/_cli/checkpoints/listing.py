@@ -312,6 +312,17 @@ def _state_of_committed(path: str) -> tuple[State, Manifest | None]:
     return State.COMPLETE if whole else State.DAMAGED, manifest
 
 
+def is_complete_by_manifest(path: str) -> bool:
+    """Whether a manifest says that a checkpoint is complete; torch is needed without a manifest."""
+    files = storage_at(path)
+    try:
+        with open_to_read(files, METADATA_NAME) as stream:
+            manifest = manifest_of(stream, path=path)
+        return manifest is not None and _have_sizes(files, manifest)
+    except (DamagedCheckpointError, OSError):
+        return False
+
+
 def _have_sizes(files: Files, manifest: Manifest) -> bool:
     try:
         return all(files.stat(file.name).nbytes == file.nbytes for file in manifest.files)
