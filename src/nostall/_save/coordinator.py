@@ -1,27 +1,24 @@
-"""How a save ends: the outcomes of all ranks become one published checkpoint, or failures.
+"""How a save ends: the results of all ranks become one published checkpoint, or failures.
 
-Runs on the coordinator. Every refusal comes before the commit, and nothing is published then.
+Runs on the coordinator. Every refusal comes before the commit, and nothing is published then. Saves
+by the split functions have more to decide: see ``split_commit``.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
-from nostall._commit.collect import collect, require_one_directory, require_one_save
+from nostall._commit.collect import collect, require_one_directory
 from nostall._commit.known_results import KnownResults, RankOutcome
 from nostall._commit.publication import Publication
 from nostall._engine import default_engine
 from nostall._model.collection import no_collection
 from nostall._model.values import Abort, RankFiles
-from nostall._plan.together import new_series, replanned_metadata
-from nostall._ranks.failures import sendable
 from nostall._save import finalize
 from nostall._save.by_name.metadata import send_as_note
 from nostall._save.by_name.plans import NamedGlobalPlan
@@ -32,122 +29,32 @@ from nostall._save.finalize import (
     publication_of_results,
 )
 from nostall._save.leftovers import remove_unpublished
-from nostall._save.messages import Ending, RankMessage, decoded
 from nostall._save.rank_save import RankSave
 from nostall._save.session import WrittenItems
-from nostall._save.split_plan import SaveSession
 from nostall._storage.deadlines import in_time
 from nostall._storage.places import is_same
 from nostall.errors import SaveError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ReadySave:
-    """A save that only has to be published."""
-
-    publication: Publication
-    metadata: Metadata
-    finished: FinishedMetadata
-    ending: Ending
-
-
-def commit_split_save(
-    save: RankSave,
-    messages: Sequence[RankMessage | bytes],
-    planned: Metadata | None,
-    session: SaveSession,
-    storage_meta: Callable[[], StorageMeta | None],
-    known: KnownResults,
-) -> Ending:
-    """Commit a split save if every rank wrote all its files.
-
-    Args:
-        save: The save of this rank.
-        messages: Those of all ranks of the group, in rank order, as :func:`decoded` takes them.
-        planned: The metadata that they have planned.
-        session: The planning results that remain on this rank.
-        storage_meta: Returns DCP's part of the metadata that is specific to this save.
-        known: What this rank knows of earlier results.
-    """
-    is_published = False
-    try:
-        ready = _decide(save, messages, planned, session, storage_meta, known)
-        if isinstance(ready, Abort):
-            return Ending(failures=ready.failures, published=False, changed=True)
-        is_published = True  # assumed until an error rules it out
-        _publish(save, ready.publication, ready.metadata, ready.finished)
-    except Exception as error:  # sent to every rank
-        return Ending(
-            failures={session.rank: sendable(_torch.wrap_exception(error))},
-            published=is_published and not is_unpublished(error),
-            changed=True,
-        )
-    return ready.ending
-
-
-# The collector would visit each message several times. In here it waits for storage only if ranks
-# name the directory differently, or with a local tier: then the caller waits, too.
 @no_collection()
-def _decide(
-    save: RankSave,
-    messages: Sequence[RankMessage | bytes],
-    planned: Metadata | None,
-    session: SaveSession,
-    storage_meta: Callable[[], StorageMeta | None],
-    known: KnownResults,
-) -> _ReadySave | Abort:
-    """The save to publish, or the failures of ranks."""
-    of_ranks = decoded(messages)
-    outcomes = [each.outcome for each in of_ranks]
-    verdict = collect(known.fill_in(outcomes))
-    if isinstance(verdict, Abort):
-        return verdict
-    written = [each.written for each in of_ranks]
-    _require_written_here(save, written)
-    require_one_save(
-        [each.save_here for each in of_ranks], rank=session.rank, path=save.settings.directory
-    )
-    changed = {
-        rank: each.changed_plan
-        for rank, each in enumerate(of_ranks)
-        if each.changed_plan is not None
-    }
-    metadata = _metadata_to_publish(planned, session, changed)
-    publication = None if changed else known.publication(outcomes, metadata)
-    if publication is None:
-        publication = _publication(metadata, outcomes, verdict.results, known)
-    ending = Ending(
-        failures={},
-        published=True,
-        changed=bool(changed),
-        series=None if all(each.counts_alike for each in of_ranks) else new_series(),
-        slowest_rank=max(range(len(of_ranks)), key=lambda rank: of_ranks[rank].took_s),
-    )
-    finished = finish_metadata(publication, written, storage_meta())
-    return _ReadySave(publication=publication, metadata=metadata, finished=finished, ending=ending)
-
-
-@no_collection()
-def _publication(
+def publication_of_outcomes(
     metadata: Metadata,
     outcomes: Sequence[RankOutcome],
     results: Sequence[list[WriteResult]],
     known: KnownResults,
 ) -> Publication:
+    """A publication made anew, which later saves of the same results use again.
+
+    Args:
+        metadata: The planned metadata.
+        outcomes: Of all ranks.
+        results: Those that the outcomes are or refer to.
+        known: Where the publication is kept.
+    """
     everything = known.under_new_names(outcomes, results)
     publication = publication_of_results(metadata, everything)
     known.note_published(outcomes, metadata, publication)
     return publication
-
-
-def _metadata_to_publish(
-    planned: Metadata | None, session: SaveSession, changed: dict[int, SavePlan]
-) -> Metadata:
-    if changed:
-        return replanned_metadata(changed, session.reused_plans, session.planner)
-    if planned is None:
-        raise SaveError("the coordinator has no metadata to publish", phase="commit")
-    return planned
 
 
 def commit_results(
@@ -170,11 +77,11 @@ def commit_results(
     is_published = is_committed = False
     _require_files(save)
     try:
-        _require_written_here(save, written)
+        require_written_here(save, written)
         publication = _publication_by_dcp(metadata, results, plan)
         finished = finish_metadata(publication, written, storage_meta())
         is_published = True  # assumed until an error rules it out
-        _publish(save, publication, metadata, finished)
+        publish(save, publication, metadata, finished)
         is_committed = True
     except Exception as error:  # passed on; files that nothing refers to go
         if not is_published or is_unpublished(error):
@@ -216,7 +123,7 @@ def _publication_by_dcp(
             verdict = collect(plan.results.fill_in(outcomes))
             if isinstance(verdict, Abort):
                 raise next(iter(verdict.failures.values()))[0]
-            publication = _publication(planned, outcomes, verdict.results, plan.results)
+            publication = publication_of_outcomes(planned, outcomes, verdict.results, plan.results)
     return publication
 
 
@@ -241,7 +148,7 @@ def _require_files(save: RankSave) -> None:
         )
 
 
-def _require_written_here(save: RankSave, written: Sequence[RankFiles | None]) -> None:
+def require_written_here(save: RankSave, written: Sequence[RankFiles | None]) -> None:
     """Refuse to commit files in another directory.
 
     Raises:
@@ -266,7 +173,7 @@ def _require_written_here(save: RankSave, written: Sequence[RankFiles | None]) -
         save.settings.tier.require_files(written, default_engine(), rank)
 
 
-def _publish(
+def publish(
     save: RankSave, publication: Publication, metadata: Metadata, finished: FinishedMetadata
 ) -> None:
     """Publish finished metadata.

@@ -24,9 +24,9 @@ from nostall._model.completion import SaveId
 from nostall._model.values import RankFiles, WrittenFile
 from nostall._plan.together import global_plan_of, reusable_metadata, with_local_plans
 from nostall._save.by_name.plans import GroupPlans, PlanAnswer, PlanQuestion, SentPlan
-from nostall._save.coordinator import commit_split_save
 from nostall._save.messages import RankMessage
 from nostall._save.session import WrittenItems
+from nostall._save.split_commit import commit_split_save
 from nostall._save.split_plan import SaveSession
 from nostall.filesystem_async import FileSystemWriterAsync
 
