@@ -57,7 +57,7 @@ class SaveStats:
     """Those of them that were linked, not written: see ``frozen``."""
     files: int
     plan_s: float
-    """Planning and resolving, without the layout."""
+    """Planning and resolving by the split functions, without the layout; 0 where DCP plans."""
     layout_s: float
     stage_s: float
     """Taking the snapshot; concurrent with training under overlapped staging."""

@@ -374,6 +374,7 @@ for arguments in (["--help"], ["prune", "--help"]):
         main(arguments)
 assert main(["ls", {str(tmp_path)!r}]) == 0
 assert main(["latest", {str(tmp_path)!r}]) == 0
+assert main(["latest", {str(tmp_path / "none")!r}]) == 3
 assert main(["prune", {str(tmp_path)!r}, "--keep", "latest=1"]) == 0
 assert "torch" not in sys.modules
 """

@@ -184,7 +184,7 @@ def test_interrupts_end_with_one_line(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nostall.integrity.latest_complete", interrupted)
+    monkeypatch.setattr("nostall._cli.latest.committed_latest_first", interrupted)
     assert run("latest", tmp_path) == (130, "", "nostall: interrupted\n")
 
 

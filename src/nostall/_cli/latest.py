@@ -50,9 +50,11 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _latest_complete(root: str, *, deep: bool) -> str | None:
     """As :func:`nostall.latest_complete`, and without torch if it is the last one committed."""
-    for last in committed_latest_first(root)[:1]:
-        if not deep and is_complete_by_manifest(last):
-            return last
+    committed = committed_latest_first(root)
+    if not committed:
+        return None
+    if not deep and is_complete_by_manifest(committed[0]):
+        return committed[0]
     from nostall.integrity import latest_complete
 
     return latest_complete(root, deep=deep)
