@@ -90,7 +90,7 @@ class KnownResults:
         everyone: list[list[WriteResult] | _torch.WrappedException] = []
         for rank, each in enumerate(outcomes):
             match each:
-                case ResultsReference(token=token):  # first: it is so in the steady state
+                case ResultsReference(token=token):  # first, as all are in the steady state
                     known = self._of_rank.get(rank)
                     if known is None or known.token != token:
                         everyone.append(_unknown(rank))

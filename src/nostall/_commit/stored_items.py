@@ -29,17 +29,17 @@ def extents_in(
     Args:
         stream: The file.
         path: For errors.
-        is_confirmed: Whether the manifest has confirmed the bytes: then metadata that are not
-            understood, or that name no place for an item, are no error.
+        is_confirmed: Whether the manifest has confirmed the bytes. Then metadata that cannot be
+            used does not raise.
 
     Returns:
-        The items, and why there are none in spite of such metadata.
+        The items; and ``None``, or why no items are returned for confirmed metadata.
 
     Raises:
-        UnknownMetadataError: The metadata is not understood.
-        UntrustedMetadataError: The metadata is malformed; or the index of the items is.
-        DamagedCheckpointError: The metadata is damaged, an item has no location, or the index says
-            other things of the items than the pickle.
+        UnknownMetadataError: The metadata is not understood, and not confirmed.
+        UntrustedMetadataError: The metadata is malformed and not confirmed; or the index is.
+        DamagedCheckpointError: The metadata is damaged, or an item has no location, and the
+            metadata is not confirmed; or the index and the pickle describe different items.
         OSError: The file cannot be read.
     """
     indexed = read_index(stream, path=path)

@@ -105,6 +105,7 @@ def commit_results(
 def _files_in(results: list[WriteResult]) -> set[str]:
     """Names of the files of a rank's results."""
     named = results.files if isinstance(results, WrittenItems) else ()
+    # Results of a user's writer may not say: then its files stay, and the first error is raised.
     return {*named, *(getattr(each.storage_data, "relative_path", "") for each in results)}
 
 

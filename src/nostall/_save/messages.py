@@ -67,7 +67,10 @@ def decoded(messages: Sequence[RankMessage | bytes]) -> list[RankMessage]:
             found.append(each if isinstance(each, RankMessage) else _decoded(each))
         except Exception as error:  # a pickle can raise anything
             raise SaveError(
-                f"the message of a rank cannot be read: {error!r:.200}", rank=rank, phase="collect"
+                f"the message of a rank cannot be read: {error!r:.200}",
+                rank=rank,
+                phase="collect",
+                hint="run the same versions of nostall and torch on all ranks",
             ) from error
     return found
 
@@ -94,7 +97,7 @@ class Ending:
     published: bool
     """Whether the metadata is published, or may be; after a failure, too."""
     changed: bool
-    """Whether the next save is planned together: a rank's structure has changed, or it failed."""
+    """Whether the next save is planned together: a rank's structure changed, or the save failed."""
     series: int | None = None
     """A new one of identities, if ranks may count their saves differently."""
     slowest_rank: int | None = None

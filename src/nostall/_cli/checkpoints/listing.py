@@ -313,14 +313,9 @@ def _state_of_committed(path: str) -> tuple[State, Manifest | None]:
 
 
 def is_complete_by_manifest(path: str) -> bool:
-    """Whether a manifest says that a checkpoint is complete; torch is needed without a manifest."""
-    files = storage_at(path)
-    try:
-        with open_to_read(files, METADATA_NAME) as stream:
-            manifest = manifest_of(stream, path=path)
-        return manifest is not None and _have_sizes(files, manifest)
-    except (DamagedCheckpointError, OSError):
-        return False
+    """Whether a checkpoint has a manifest and is complete; torch is imported if it has none."""
+    state, manifest = _state_of_committed(path)
+    return manifest is not None and state is State.COMPLETE
 
 
 def _have_sizes(files: Files, manifest: Manifest) -> bool:

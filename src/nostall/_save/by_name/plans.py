@@ -115,14 +115,20 @@ class PlanAnswer(SavePlan):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.is_known:  # one per rank, in each save
-            return _known, (self.storage_data, self.name, self.rank, self.most, self.sent_token)
+            return _known_answer, (
+                self.storage_data,
+                self.name,
+                self.rank,
+                self.most,
+                self.sent_token,
+            )
         parts = vars(self)
         if isinstance(self.items, ItemsInColumns):
             parts = {**parts, "items": [], "planner_data": None, "share": self.items.share}
         return partial(PlanAnswer, **parts), ()
 
 
-def _known(
+def _known_answer(
     storage_data: Any, name: str, rank: int, most: int, sent_token: str | None
 ) -> PlanAnswer:
     return PlanAnswer(
@@ -268,7 +274,9 @@ class CoordinatorPlans:
         known = self._common(plans)
         if known is not None:
             return [
-                _known(plan.storage_data, known.name, rank, known.most, known.results.token(rank))
+                _known_answer(
+                    plan.storage_data, known.name, rank, known.most, known.results.token(rank)
+                )
                 for rank, plan in enumerate(plans)
             ], known
         local = [self._whole(plan, rank) for rank, plan in enumerate(plans)]
