@@ -26,9 +26,10 @@ from nostall._model.jobs import (
     page_aligned,
 )
 from nostall._model.lifecycle import State
+from nostall._model.threads import start_apart
 from nostall._ranks.reports import await_report
 from nostall._save.background import BackgroundSave
-from nostall._storage.deadlines import begin, start_apart
+from nostall._storage.deadlines import begin
 from nostall._storage.destination import absolute
 from nostall._storage.posix import (
     has_identity,

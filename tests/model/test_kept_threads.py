@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from nostall._model.kept_threads import run_apart
+from nostall._model.threads import run_apart
 from nostall._storage.deadlines import in_time
 from support.waiting import wait_until
 

@@ -28,6 +28,7 @@ from support.ranks import run_ranks
 
 PACKAGE = Path(nostall.__file__).parent
 OF_OTHERS = {
+    "_asdict",
     "_codecs",
     "_compat_pickle",
     "_exit",

@@ -7,7 +7,6 @@ import mmap
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -193,7 +192,7 @@ def _write(storage: MemoryStorage, *, retries: int) -> bytes:
         job="job",
         rank=0,
         directory="unused",
-        files=(file, replace(file, name="b.distcp")),
+        files=(file, file._replace(name="b.distcp")),
         sync_files=True,
         io_threads=3,
         chunk_nbytes=mmap.PAGESIZE,

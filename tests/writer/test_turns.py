@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -76,7 +75,7 @@ class Writer:
             for each in range(3)
         )
         faults = () if hold is None else (hold.fault.plain,)
-        job = replace(job_of(out, images, limit), job=f"{name}/0", faults=faults)
+        job = job_of(out, images, limit)._replace(job=f"{name}/0", faults=faults)
         return self._process.submit(job, self._lease)
 
     def cancel(self, name: str) -> None:

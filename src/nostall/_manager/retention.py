@@ -17,7 +17,7 @@ from nostall._manager.contents import read_about
 from nostall._manager.policies import Policy, StepRecord, steps_to_keep, unseen_metrics
 from nostall._manager.steps import StepDirectories, held
 from nostall._model.interrupts import is_done, uninterruptible
-from nostall._storage.deadlines import start_apart
+from nostall._model.threads import start_apart
 from nostall.errors import (
     DamagedCheckpointError,
     NostallError,

@@ -8,7 +8,6 @@ ranks have left theirs, any process can commit the save. Nothing here imports to
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import NamedTuple
 
 _NAME = re.compile(r"\.complete-([0-9a-f]{16})-(\d{1,15})-(\d{1,9})-(\d{1,9})", re.ASCII)
@@ -31,8 +30,7 @@ class SaveId(NamedTuple):
         return SaveId(self.series, self.number + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class RecordName:
+class RecordName(NamedTuple):
     """The name of a completion record, by its parts."""
 
     save: SaveId

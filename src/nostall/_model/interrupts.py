@@ -20,11 +20,13 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]  # has no stub
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from signal import SIGINT
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:  # the writer process does not need them
+    from concurrent.futures import Future
 
 T = TypeVar("T")
 

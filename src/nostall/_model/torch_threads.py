@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from nostall._model.interrupts import is_done, uninterruptible
-from nostall._model.kept_threads import run_apart
+from nostall._model.threads import run_apart
 
 _log = logging.getLogger("nostall")
 

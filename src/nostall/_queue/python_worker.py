@@ -20,7 +20,6 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import asdict
 from types import FunctionType
 from typing import Any
 
@@ -151,7 +150,7 @@ def serve(socket_fd: int, parent_pid: int) -> None:
                 errno=error.errno if isinstance(error, OSError) else None,
                 traceback=traceback.format_exc(),
             )
-        plain = None if failure is None else asdict(failure)
+        plain = None if failure is None else failure._asdict()
         send(sock, {"type": "returned", "job": job, "failure": plain})
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from nostall._engine import Engine, default_engine
@@ -77,7 +76,7 @@ class BackgroundSave(ABC):
         """An error as this rank's report, with at least the path of the checkpoint."""
         failure = failure_of(error, phase=phase)
         path = failure.path or self.progress.path
-        return RankFailed(rank=self.rank, failure=replace(failure, path=path))
+        return RankFailed(rank=self.rank, failure=failure._replace(path=path))
 
     def abort(self, failure: Failure | None = None) -> None:
         """Cancel the save, within a bounded time; no effect on a save that is over.

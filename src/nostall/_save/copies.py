@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 
 from nostall._engine import Engine
 from nostall._model.interrupts import on_done
@@ -132,8 +131,7 @@ def kept_receipt(kept: KeptFile, name: str, file: FileLayout, began_s: float) ->
         file: The planned file.
         began_s: When that began, by ``time.monotonic()``.
     """
-    return replace(
-        kept.receipt,
+    return kept.receipt._replace(
         name=name,
         planned_name=file.name,
         started_s=began_s,

@@ -29,13 +29,14 @@ from nostall._commit.publish import commit
 from nostall._engine import Engine
 from nostall._model import checksum
 from nostall._model.collection import no_collection
+from nostall._model.threads import start_apart
 from nostall._model.values import RankFiles
 from nostall._save.leftovers import abort_unfinished, files_of, unused
 from nostall._storage import directories
-from nostall._storage.deadlines import in_time, start_apart
+from nostall._storage.deadlines import in_time
 from nostall._storage.directories import Visit
 from nostall._storage.places import may_have, storage_at
-from nostall._storage.unused_files import REMOVAL_TIMEOUT_S, remove_in_time
+from nostall._storage.removal_in_time import REMOVAL_TIMEOUT_S, remove_in_time
 from nostall._writer.faults import Faults
 from nostall.errors import (
     NotDurableError,

@@ -41,7 +41,7 @@ from nostall._save.unchanged import keep, link_unchanged, with_linked
 from nostall._storage.deadlines import in_time
 from nostall._storage.directories import Visit
 from nostall._storage.places import storage_at
-from nostall._storage.unused_files import remove_in_time
+from nostall._storage.removal_in_time import remove_in_time
 from nostall._tier.promotion import Promotion
 from nostall.errors import NostallError, OptionError, StagingError
 from nostall.stats import SaveStats, Timeline

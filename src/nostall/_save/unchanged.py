@@ -137,7 +137,7 @@ def with_linked(prepared: PreparedSave, report: RankReport) -> RankReport:
     """The report of a rank with the files that it has linked."""
     if not prepared.linked or not isinstance(report, RankWritten):
         return report
-    return replace(report, receipts=(*report.receipts, *prepared.linked))
+    return report._replace(receipts=(*report.receipts, *prepared.linked))
 
 
 def keep(prepared: PreparedSave, report: RankReport, engine: Engine) -> None:

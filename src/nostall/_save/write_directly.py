@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -100,7 +100,7 @@ def _write(
     }
     (job,) = jobs(prepared.to_write, prepared.target, engine)
     return perform(
-        replace(job, io_threads=threads),
+        job._replace(io_threads=threads),
         images,
         cancelled=cancelled,
         chunk_planner=engine.chunk_plans.plan,

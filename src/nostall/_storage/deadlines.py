@@ -6,34 +6,18 @@ holds until storage answers; an exiting interpreter does not wait for it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from nostall._model.interrupts import is_done, start
-from nostall._model.kept_threads import run_apart
+from nostall._model.interrupts import is_done
+from nostall._model.threads import run_apart, start_apart
 from nostall.errors import SaveTimeoutError
 
 _INTERRUPTED_TIMEOUT_S = 2.0
 
 T = TypeVar("T")
-
-
-def start_apart(name: str, work: Callable[[], object]) -> threading.Thread | None:
-    """Run ``work`` on a separate daemon thread.
-
-    Returns:
-        The thread; ``None`` if none could be started, as at exit: ``work`` is done then.
-    """
-    thread = threading.Thread(target=work, name=name, daemon=True)
-    try:
-        start(thread)
-    except RuntimeError:
-        work()
-        return None
-    return thread
 
 
 def begin(name: str, call: Callable[[], T]) -> Future[T]:

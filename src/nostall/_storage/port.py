@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import NamedTuple, NewType, Protocol
 
 Version = NewType("Version", str)
 """Identifies one content of a name: an ETag, or inode, modification time and length."""
@@ -31,8 +30,7 @@ class Conflict(OSError):
         return Conflict, (self.filename,)
 
 
-@dataclass(frozen=True, slots=True)
-class Stat:
+class Stat(NamedTuple):
     """What storage knows of a file."""
 
     nbytes: int

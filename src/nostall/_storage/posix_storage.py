@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from nostall._model.names import METADATA_SUFFIX
-from nostall._storage.deadlines import start_apart
+from nostall._model.threads import start_apart
 from nostall._storage.port import ABSENT, Conflict, Draft, Version, reason
 from nostall._storage.posix import (
     UnfinishedFile,

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-from nostall._storage.deadlines import start_apart
+from nostall._model.threads import start_apart
 from nostall._storage.places import is_address
 from nostall._storage.posix import close_all, has_room_for, remove_and_hold
 from nostall._storage.unused_files import remove_files

@@ -10,8 +10,7 @@ import io
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import IO, Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 
 class StreamTransform(Protocol):
@@ -21,8 +20,7 @@ class StreamTransform(Protocol):
         """A stream that transforms what is written to it and writes the result to ``output``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamTarget:
+class StreamTarget(NamedTuple):
     """The user's callables for one save."""
 
     open_file: Callable[..., Any]

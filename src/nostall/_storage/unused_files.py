@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 
 from nostall._model.completion import is_completion
 from nostall._model.names import METADATA_SUFFIX
 from nostall._storage import posix
-from nostall._storage.deadlines import in_time
 from nostall._storage.places import is_address, object_storage_at, storage_at
 from nostall._storage.port import Files
 from nostall._storage.reading import open_to_read, read_metadata
-from nostall.errors import NostallError, SaveTimeoutError
+from nostall.errors import NostallError
 
-_log = logging.getLogger("nostall")
-
-REMOVAL_TIMEOUT_S = 2.0
-"""For files of a failed save; after that the removal goes on in the background."""
-_NAMED = 8
 _OF_RANK = re.compile(r"__(\d+)_\d+[^/]*\Z")
 
 
@@ -80,33 +73,3 @@ def _content(storage: Files, name: str) -> bytes:
             return read_metadata(stream, storage.where(name))
     except (FileNotFoundError, NotADirectoryError):
         return b""
-
-
-def remove_in_time(
-    paths: Sequence[str],
-    *,
-    remove: Callable[[Sequence[str]], object] = remove_unnamed,
-    timeout_s: float = REMOVAL_TIMEOUT_S,
-) -> None:
-    """Remove files, by default those that no metadata names; waits ``timeout_s`` seconds at most.
-
-    After that the files are logged; removal continues in the background while this process lives.
-    """
-    if not paths:
-        return
-    try:
-        in_time(
-            lambda: remove(paths),
-            timeout_s=timeout_s,
-            doing="removing files",
-            phase="remove",
-            path=paths[0],
-        )
-    except SaveTimeoutError:
-        named = ", ".join(paths[:_NAMED]) + (", ..." if len(paths) > _NAMED else "")
-        _log.warning(
-            "storage has not removed %d files within %g s; they may stay, unused: %s",
-            len(paths),
-            timeout_s,
-            named,
-        )

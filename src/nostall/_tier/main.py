@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -96,7 +96,7 @@ class _Promoter:
             self.send({"type": "progress", "job": name, "trouble": _described(error)})
             delay_s, attempt.delay_s = attempt.delay_s, min(2 * attempt.delay_s, _LONGEST_DELAY_S)
             return delay_s
-        plain = None if failure is None else asdict(failure)
+        plain = None if failure is None else failure._asdict()
         self.send({"type": "promoted", "job": name, "failure": plain})
         return None
 

@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 from nostall._model.interrupts import on_done, uninterruptible
 from nostall._model.jobs import Failure
 from nostall._model.names import METADATA_SUFFIX as METADATA_NAME
+from nostall._model.threads import start_apart
 from nostall._model.values import WrittenFile
 from nostall._ranks.failures import failure_of
-from nostall._storage.deadlines import in_time, start_apart
+from nostall._storage.deadlines import in_time
 from nostall._tier.local import (
     committed_in,
     has_waiting_parts,
@@ -304,7 +304,7 @@ class Promotions:
                 _log.warning("promoting again: path=%s: %s", promotion.path, failure.message)
                 self._submit(promotion)
                 return
-            failure = replace(failure, path=promotion.path, phase="promote")
+            failure = failure._replace(path=promotion.path, phase="promote")
         self._end(promotion, failure)
 
     def _end(self, promotion: Promotion, failure: Failure | None) -> None:

@@ -26,7 +26,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from nostall._model.jobs import (
     FileImage,
@@ -150,13 +149,13 @@ def _work_through(tasks: Sequence[_FileTask], thread_count: int, at: Position) -
     work_together(chunks.write, min(thread_count, chunks.count), give_up=chunks.give_up)
 
 
-@dataclass(slots=True)
 class _Chunk:
     """One chunk of one file, and the phase of the thread that works on it."""
 
-    task: _FileTask
-    number: int
-    phase: str = "open"
+    def __init__(self, task: _FileTask, number: int) -> None:
+        self.task = task
+        self.number = number
+        self.phase = "open"
 
 
 class _GivenUp(Exception):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from functools import reduce
+from typing import NamedTuple
 
 from nostall._model import checksum
 from nostall._model.jobs import Completion, RankWritten, WriteWork
@@ -22,8 +22,7 @@ _FORMAT = 1
 _SUM_NBYTES = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionRecord:
+class CompletionRecord(NamedTuple):
     """What a rank has left."""
 
     began_s: float
@@ -39,9 +38,9 @@ class CompletionRecord:
 def encoded(completion: Completion, written: RankWritten) -> tuple[bytes, ...]:
     """The content of the record of a rank that has written its files."""
     receipts = (*completion.linked, *written.receipts)
-    bare = tuple(replace(each, work=WriteWork(), failed_attempts=()) for each in receipts)
+    bare = tuple(each._replace(work=WriteWork(), failed_attempts=()) for each in receipts)
     line = {
-        **report_to_message("", replace(written, receipts=bare)),
+        **report_to_message("", written._replace(receipts=bare)),
         "format": _FORMAT,
         "name": completion.name,
         "began": completion.began_s,

@@ -7,7 +7,6 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 
 from nostall._memory.arena import Block, Lease
@@ -15,7 +14,7 @@ from nostall._model import checksum
 from nostall._model.interrupts import on_done
 from nostall._model.jobs import Failure, RankFailed, RankReport, SealTable, WriteJob
 from nostall._storage.posix import remove_empty_files
-from nostall._storage.unused_files import remove_in_time
+from nostall._storage.removal_in_time import remove_in_time
 from nostall._writer.child import Addressed, ChildProcess
 from nostall._writer.framing import Message
 from nostall._writer.messages import (
@@ -115,7 +114,7 @@ class WriterProcess(ChildProcess[RankReport]):
             paths = [os.path.join(job.directory, image.name) for image in job.files]
             remove_empty_files(paths)  # made last, and not reported
             return RankFailed(
-                rank=job.rank, failure=replace(failure, path=paths[0] if paths else job.directory)
+                rank=job.rank, failure=failure._replace(path=paths[0] if paths else job.directory)
             )
 
         self._created[job.job] = note

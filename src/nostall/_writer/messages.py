@@ -10,7 +10,6 @@ from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
 from typing import Any
 
 from nostall._model.jobs import (
@@ -86,10 +85,9 @@ def job_to_message(job: WriteJob, seals: int) -> Message:
         for image in job.files
     ]
     stream = None if job.stream is None else b64encode(job.stream).decode()
-    plain = {field.name: getattr(job, field.name) for field in fields(job)}
     completion = None if job.completion is None else _completion_to_plain(job.completion)
     changed = {"files": files, "seals": seals, "stream": stream, "completion": completion}
-    return {**plain, **changed, "type": "write"}
+    return {**job._asdict(), **changed, "type": "write"}
 
 
 @_decoding("a write job")
@@ -133,8 +131,12 @@ def job_from_message(
 
 def report_to_message(job: str, report: RankReport) -> Message:
     """A rank's report as a message."""
-    kind = "failed" if isinstance(report, RankFailed) else "written"
-    return {"type": kind, "job": job, "report": asdict(report)}
+    plain: Message
+    if isinstance(report, RankFailed):
+        kind, plain = "failed", {"failure": report.failure._asdict()}
+    else:
+        kind, plain = "written", {"receipts": [_receipt_to_plain(each) for each in report.receipts]}
+    return {"type": kind, "job": job, "report": {"rank": report.rank, **plain}}
 
 
 @_decoding("a report")
@@ -212,7 +214,7 @@ def _completion_to_plain(completion: Completion) -> Message:
         "name": completion.name,
         "began_s": completion.began_s,
         "results_nbytes": len(completion.results),
-        "linked": [asdict(receipt) for receipt in completion.linked],
+        "linked": [_receipt_to_plain(receipt) for receipt in completion.linked],
         "linger_s": completion.linger_s,
     }
 
@@ -229,6 +231,10 @@ def _completion_from_plain(plain: Message | None, content: bytes) -> Completion 
         linked=tuple(map(_receipt_from_plain, plain["linked"])),
         linger_s=_seconds(plain["linger_s"]),
     )
+
+
+def _receipt_to_plain(receipt: FileReceipt) -> Message:
+    return {**receipt._asdict(), "work": receipt.work._asdict()}
 
 
 def _receipt_from_plain(plain: Message) -> FileReceipt:
@@ -262,7 +268,7 @@ def _span_from_plain(plain: list[Any]) -> tuple[str, int, float, float]:
 
 
 def _seal_to_plain(seal: Seal) -> Message:
-    return {**asdict(seal), "id_names": seal.id_names.decode("ascii")}
+    return {**seal._asdict(), "id_names": seal.id_names.decode("ascii")}
 
 
 def _packed(kind: str, numbers: Sequence[int]) -> str:

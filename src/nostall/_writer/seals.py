@@ -12,8 +12,7 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from nostall._model import checksum
 from nostall._model.crc import combine
@@ -27,8 +26,7 @@ _PLANS_KEPT = 16
 """Images, not jobs. With more files, every job plans anew, which takes a fraction of sealing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(NamedTuple):
     """Slots of one chunk with entire payloads in it and containers of one form."""
 
     sealer: Sealer
@@ -36,8 +34,7 @@ class Run:
     payloads_at: array[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PayloadPart:
+class PayloadPart(NamedTuple):
     """The part of a payload in one chunk, if the payload is not entirely in it."""
 
     slot: int
@@ -45,8 +42,7 @@ class PayloadPart:
     end: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitPayload:
+class SplitPayload(NamedTuple):
     """A payload in several chunks; belongs to the last of them."""
 
     slot: int
@@ -58,8 +54,7 @@ class SplitPayload:
     """Lengths of its parts in the chunks after the first one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkPlan:
+class ChunkPlan(NamedTuple):
     """What to checksum and to seal in one chunk."""
 
     begin: int
@@ -71,8 +66,7 @@ class ChunkPlan:
     """Payloads and parts, in file order, whose CRCs are combined, not computed again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImagePlan:
+class ImagePlan(NamedTuple):
     """The payloads of one image, by chunk."""
 
     slot_count: int

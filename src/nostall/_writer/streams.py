@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from nostall._model.jobs import FileImage, FileReceipt, WriteJob, WriteWork
 from nostall._model.together import work_together
@@ -28,24 +27,34 @@ class _GivenUp(Exception):
     """Another file failed; this one stops."""
 
 
-@dataclass
 class StreamFiles:
-    """The files of a job; each thread takes one after the other."""
+    """The files of a job; each thread takes one after the other.
 
-    job: WriteJob
-    images: Mapping[str, Image]
-    """The bytes of each file, by name; each must be entirely in memory."""
-    faults: Faults
-    """The faults that a test has asked for."""
-    at: Position
-    """Records the new files and the progress."""
-    targets: Sequence[StreamTarget]
-    """The user's callables, once for each thread."""
-    chunk_planner: ChunkPlanner
-    """As of :class:`~nostall._writer.seals.ChunkPlans`."""
+    Args:
+        job: The job.
+        images: The bytes of each file, by name; each must be entirely in memory.
+        faults: The faults that a test has asked for.
+        at: Records the new files and the progress.
+        targets: The user's callables, once for each thread.
+        chunk_planner: As of :class:`~nostall._writer.seals.ChunkPlans`.
+    """
 
-    def __post_init__(self) -> None:
-        self._left = deque(self.job.files)
+    def __init__(
+        self,
+        job: WriteJob,
+        images: Mapping[str, Image],
+        faults: Faults,
+        at: Position,
+        targets: Sequence[StreamTarget],
+        chunk_planner: ChunkPlanner,
+    ) -> None:
+        self._job = job
+        self._images = images
+        self._faults = faults
+        self._at = at
+        self._targets = targets
+        self._chunk_planner = chunk_planner
+        self._left = deque(job.files)
         self._done: dict[str, FileReceipt] = {}
         self._failure: Exception | None = None
         self._failing = threading.Lock()
@@ -58,11 +67,11 @@ class StreamFiles:
             Cancelled: The job was cancelled.
             Exception: An error of the user's callables, the first one.
         """
-        threads = min(len(self.targets), len(self.job.files))
+        threads = min(len(self._targets), len(self._job.files))
         work_together(self._write_some, threads, give_up=self._give_up)
         if self._failure is not None:
             raise self._failure
-        return tuple(self._done[image.name] for image in self.job.files)
+        return tuple(self._done[image.name] for image in self._job.files)
 
     def _write_some(self, thread: int) -> None:
         """Write files until none is left, or one has failed."""
@@ -71,21 +80,21 @@ class StreamFiles:
                 image = self._left.popleft()
             except IndexError:
                 return
-            self._write_one(image, self.targets[thread])
+            self._write_one(image, self._targets[thread])
 
     def _give_up(self) -> None:
         """Let each thread stop at the next piece of its file."""
         self._given_up.set()
 
     def _write_one(self, image: FileImage, target: StreamTarget) -> None:
-        path = os.path.join(self.job.directory, image.name)
+        path = os.path.join(self._job.directory, image.name)
         try:
             self._require_wanted()
-            self.faults.at("open", path)
+            self._faults.at("open", path)
             # The user's callable may replace an existing file, so it must be one of this save.
             path, fd = create_new(path)
             try:
-                self.at.create(path)
+                self._at.create(path)
             finally:
                 os.close(fd)
             self._done[image.name] = self._written(image, path, target)
@@ -100,17 +109,17 @@ class StreamFiles:
         with self._failing:
             if self._failure is None:
                 self._failure = error
-                self.at.move("write", path)
+                self._at.move("write", path)
         self._give_up()
 
     def _require_wanted(self) -> None:
-        self.at.raise_if_cancelled()
+        self._at.raise_if_cancelled()
         if self._given_up.is_set():
             raise _GivenUp
 
     def _written(self, image: FileImage, path: str, target: StreamTarget) -> FileReceipt:
-        window = self.images[image.name].window(0, image.nbytes, thread=0)
-        payloads = Payloads(self.chunk_planner(image.seals, [0, image.nbytes]))
+        window = self._images[image.name].window(0, image.nbytes, thread=0)
+        payloads = Payloads(self._chunk_planner(image.seals, [0, image.nbytes]))
         payloads.sum_parts(window, 0)
         payloads.seal_ending_in(window, 0)
         started_s = time.monotonic()
@@ -124,20 +133,20 @@ class StreamFiles:
             path,
             window.memory,
             blobs,
-            chunk_nbytes=self.job.chunk_nbytes,
-            sync=self.job.sync_files,
+            chunk_nbytes=self._job.chunk_nbytes,
+            sync=self._job.sync_files,
             before_each=self._require_wanted,
         )
-        self.at.wrote(image.nbytes)
+        self._at.wrote(image.nbytes)
         finished_s = time.monotonic()
         return FileReceipt(
-            name=os.path.relpath(path, self.job.directory),
+            name=os.path.relpath(path, self._job.directory),
             planned_name=image.name,
             nbytes=sum(length for _, length in extents),
             crc32_of_file=None,
             extents=extents if target.transforms else None,
             started_s=started_s,
             finished_s=finished_s,
-            fsynced=self.job.sync_files,
+            fsynced=self._job.sync_files,
             work=WriteWork(write_s=finished_s - started_s),
         )
