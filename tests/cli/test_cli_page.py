@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 import nostall
 from cli.conftest import Run
+from nostall._cli import recover
 from nostall._cli.arguments import Status
 from nostall.cli import _COMMANDS
+from nostall.recovery import Recovery, RecoveryState
 from support import loaded
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
@@ -91,7 +98,47 @@ def test_the_page_and_the_help_list_the_same_exit_statuses(run: Run) -> None:
 
 def test_the_page_lists_every_command(run: Run) -> None:
     """As ``--help`` does."""
-    listed = set(re.findall(r"^\| `([a-z]+)[ `]", PAGE, re.MULTILINE)) - {"latest=N", "every"}
-    assert set(_COMMANDS) <= listed
+    first = PAGE.split("\n## ")[0]
+    assert set(_COMMANDS) <= set(re.findall(r"^\| `([a-z]+)[ `]", first, re.MULTILINE))
     shown = run("--help")[1]
     assert all(re.search(rf"^    {name} ", shown, re.MULTILINE) for name in _COMMANDS)
+
+
+def fields_of(value: Any) -> set[str]:
+    """Names of the fields of objects, at any depth; the fields of ``kept`` are paths."""
+    if isinstance(value, list):
+        return set().union(*map(fields_of, value))
+    if isinstance(value, dict):
+        names = {name for name in value if os.sep not in name}
+        return names.union(*map(fields_of, value.values()))
+    return set()
+
+
+def test_the_page_describes_every_field_of_the_json(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the row of the command that prints it."""
+    for step in (1, 2, 3):
+        writer = nostall.FileSystemWriterAsync(tmp_path / f"step-{step}", sync_files=False)
+        state = {"weight": torch.full((4, 2), step), "step": step}
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    first, second = tmp_path / "step-1", tmp_path / "step-2"
+    found = Recovery(str(first), RecoveryState.INCOMPLETE, missing_ranks=(1,))
+    monkeypatch.setattr(recover, "_recover_all", lambda *_: ([found], []))
+    shutil.copytree(first, tmp_path / "damaged")
+    (tmp_path / "damaged" / "__0_0.distcp").write_bytes(b"")
+    table = PAGE.split("\n## JSON\n")[1].split("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.*)", table, re.MULTILINE))
+    commands: dict[str, list[list[object]]] = {
+        "ls": [[tmp_path]],
+        "inspect": [[first]],
+        "diff": [["--values", first, second]],
+        "verify": [[tmp_path / "damaged"]],
+        "prune": [["--keep", "latest=2", tmp_path], ["--keep", "latest=1", "--delete", tmp_path]],
+        "recover": [[tmp_path]],
+    }
+    assert set(rows) == set(commands)
+    for command, calls in commands.items():
+        printed = [json.loads(run(command, "--json", *arguments)[1]) for arguments in calls]
+        assert fields_of(printed)
+        assert fields_of(printed) <= set(re.findall(r"`(\w+)`", rows[command])), command

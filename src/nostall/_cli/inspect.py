@@ -133,7 +133,7 @@ def _print_json(checkpoint: Checkpoint, items: Sequence[Item], damage: str | Non
     print_json(
         {
             "path": checkpoint.path,
-            "committed_at": None if manifest is None else manifest.committed_at_s,
+            "committed_at_s": None if manifest is None else manifest.committed_at_s,
             "nostall": None if manifest is None else manifest.version,
             "damage": damage,
             "items": [
