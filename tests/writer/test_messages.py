@@ -130,7 +130,9 @@ def test_a_job_arrives_as_it_was_sent(job: WriteJob) -> None:
     assert (number, arrived) == (7, tables)
     kept = job.completion
     content = b"" if kept is None else kept.results + kept.metadata
-    assert job_from_message(over_the_wire(job_to_message(job, 7)), {7: arrived}, content) == job
+    there = job_from_message(over_the_wire(job_to_message(job, 7)), {7: arrived}, content)
+    assert there == job
+    assert repr(there) == repr(job)  # named tuples of other classes are equal
 
 
 @given(report=REPORTS)
@@ -138,7 +140,9 @@ def test_a_report_arrives_as_it_was_sent(report: RankReport) -> None:
     """Receipts and failures, with each optional field present or not."""
     message = over_the_wire(report_to_message("j/0/1", report))
     assert message["job"] == "j/0/1"
-    assert report_from_message(message) == report
+    arrived = report_from_message(message)
+    assert arrived == report
+    assert repr(arrived) == repr(report)  # named tuples of other classes are equal
 
 
 TABLE_LISTS = st.lists(SEAL_TABLES, min_size=1, max_size=3).map(tuple)

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from nostall._commit.publication import Publication
 from nostall._model.interrupts import is_done, start
+from nostall._storage.deadlines import remove_in_time
 from nostall._storage.places import storage_at
 from nostall._storage.port import Draft
-from nostall._storage.removal_in_time import remove_in_time
 
 _log = logging.getLogger("nostall")
 

@@ -25,7 +25,7 @@ from signal import SIGINT
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-if TYPE_CHECKING:  # the writer process does not need them
+if TYPE_CHECKING:  # the writer process needs none; their import loads logging, too
     from concurrent.futures import Future
 
 T = TypeVar("T")

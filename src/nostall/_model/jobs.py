@@ -1,8 +1,8 @@
 """Values that the trainer and the writer process exchange: jobs, receipts and reports.
 
 Nothing here imports torch. Values of the trainer alone are in ``nostall._model.values``: every
-import delays the start of the writer process. These are named tuples for the same reason: data
-classes, with what ``dataclasses`` imports, took 18 ms more.
+import delays the start of the writer process. These are named tuples for the same reason: as
+dataclasses, with what that module imports, they took 18 ms more of processor time.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class FileReceipt(NamedTuple):
     """Clock reading (``time.monotonic``) at the first write."""
     finished_s: float
     fsynced: bool
-    work: WriteWork = WriteWork()  # frozen
+    work: WriteWork = WriteWork()  # immutable
     failed_attempts: tuple[str, ...] = ()
     """The error of each attempt that was retried."""
     is_linked: bool = False

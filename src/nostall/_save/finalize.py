@@ -33,10 +33,9 @@ from nostall._model.threads import start_apart
 from nostall._model.values import RankFiles
 from nostall._save.leftovers import abort_unfinished, files_of, unused
 from nostall._storage import directories
-from nostall._storage.deadlines import in_time
+from nostall._storage.deadlines import REMOVAL_TIMEOUT_S, in_time, remove_in_time
 from nostall._storage.directories import Visit
 from nostall._storage.places import may_have, storage_at
-from nostall._storage.removal_in_time import REMOVAL_TIMEOUT_S, remove_in_time
 from nostall._writer.faults import Faults
 from nostall.errors import (
     NotDurableError,

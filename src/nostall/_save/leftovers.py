@@ -24,10 +24,10 @@ from nostall._model.names import (
 )
 from nostall._model.values import RankFiles
 from nostall._storage import directories, posix
+from nostall._storage.deadlines import remove_in_time
 from nostall._storage.places import is_address
 from nostall._storage.port import Files, Storage, reason
 from nostall._storage.reading import open_to_read, read_metadata
-from nostall._storage.removal_in_time import remove_in_time
 from nostall.errors import ReadError
 
 _log = logging.getLogger("nostall")

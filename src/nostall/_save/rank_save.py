@@ -38,10 +38,9 @@ from nostall._save.settings import SaveTarget, WriterSettings
 from nostall._save.split_save import SplitSave
 from nostall._save.stager import stage_for_later, take_over
 from nostall._save.unchanged import keep, link_unchanged, with_linked
-from nostall._storage.deadlines import in_time
+from nostall._storage.deadlines import in_time, remove_in_time
 from nostall._storage.directories import Visit
 from nostall._storage.places import storage_at
-from nostall._storage.removal_in_time import remove_in_time
 from nostall._tier.promotion import Promotion
 from nostall.errors import NostallError, OptionError, StagingError
 from nostall.stats import SaveStats, Timeline

@@ -25,9 +25,9 @@ from nostall._save.outliving import Outliving
 from nostall._save.stage import give_up, stage, stage_in_background, without_sources
 from nostall._save.unchanged import keep, link_unchanged, with_linked
 from nostall._save.write import write_here, write_in_background
+from nostall._storage.deadlines import remove_in_time
 from nostall._storage.directories import Visit
 from nostall._storage.places import storage_at
-from nostall._storage.removal_in_time import remove_in_time
 from nostall._storage.unused_files import remove_files
 from nostall.errors import SaveAbortedError, SaveTimeoutError
 

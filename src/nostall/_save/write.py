@@ -29,8 +29,8 @@ from nostall._plan.skeleton import container_settings
 from nostall._ranks.failures import failure_of
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, await_report, joined, when_done
 from nostall._save.settings import SaveTarget
+from nostall._storage.deadlines import remove_in_time
 from nostall._storage.places import is_address, is_in_this_process
-from nostall._storage.removal_in_time import remove_in_time
 from nostall._storage.streams import StreamTarget
 from nostall._writer.files import perform
 from nostall._writer.images import WholeImage

@@ -6,15 +6,22 @@ holds until storage answers; an exiting interpreter does not wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
 from nostall._model.interrupts import is_done
 from nostall._model.threads import run_apart, start_apart
+from nostall._storage.unused_files import remove_unnamed
 from nostall.errors import SaveTimeoutError
 
+_log = logging.getLogger("nostall")
+
+REMOVAL_TIMEOUT_S = 2.0
+"""For files of a failed save; after that the removal goes on in the background."""
+_NAMED = 8
 _INTERRUPTED_TIMEOUT_S = 2.0
 
 T = TypeVar("T")
@@ -72,6 +79,36 @@ def in_time(
         return done.result()
     finally:
         del done  # the frame stays alive with an error's traceback
+
+
+def remove_in_time(
+    paths: Sequence[str],
+    *,
+    remove: Callable[[Sequence[str]], object] = remove_unnamed,
+    timeout_s: float = REMOVAL_TIMEOUT_S,
+) -> None:
+    """Remove files, by default those that no metadata names; waits ``timeout_s`` seconds at most.
+
+    After that the files are logged; removal continues in the background while this process lives.
+    """
+    if not paths:
+        return
+    try:
+        in_time(
+            lambda: remove(paths),
+            timeout_s=timeout_s,
+            doing="removing files",
+            phase="remove",
+            path=paths[0],
+        )
+    except SaveTimeoutError:
+        named = ", ".join(paths[:_NAMED]) + (", ..." if len(paths) > _NAMED else "")
+        _log.warning(
+            "storage has not removed %d files within %g s; they may stay, unused: %s",
+            len(paths),
+            timeout_s,
+            named,
+        )
 
 
 def _begin(work: Callable[[], object]) -> None:

@@ -152,6 +152,8 @@ def _work_through(tasks: Sequence[_FileTask], thread_count: int, at: Position) -
 class _Chunk:
     """One chunk of one file, and the phase of the thread that works on it."""
 
+    __slots__ = ("number", "phase", "task")
+
     def __init__(self, task: _FileTask, number: int) -> None:
         self.task = task
         self.number = number

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from nostall._model.jobs import (
@@ -116,8 +117,6 @@ def describe(error: BaseException, job: WriteJob, *, phase: str, path: str) -> F
 
     That of full storage has no traceback, in which nothing could be mended.
     """
-    import traceback  # few jobs fail, and every import delays the start of the writer process
-
     if isinstance(error, Cancelled):
         return Failure(kind="SaveAbortedError", message=str(error), phase=phase, path=path)
     code = error.errno if isinstance(error, OSError) and isinstance(error.errno, int) else None

@@ -13,8 +13,8 @@ from nostall._memory.arena import Block, Lease
 from nostall._model import checksum
 from nostall._model.interrupts import on_done
 from nostall._model.jobs import Failure, RankFailed, RankReport, SealTable, WriteJob
+from nostall._storage.deadlines import remove_in_time
 from nostall._storage.posix import remove_empty_files
-from nostall._storage.removal_in_time import remove_in_time
 from nostall._writer.child import Addressed, ChildProcess
 from nostall._writer.framing import Message
 from nostall._writer.messages import (

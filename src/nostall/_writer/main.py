@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import pickle
 import queue
 import signal
 import socket
@@ -240,8 +241,6 @@ def _streams(job: WriteJob) -> list[StreamTarget]:
     """The user's callables, for each thread its own: the only thing that is ever unpickled here."""
     if job.stream is None:
         return []
-    import pickle  # few jobs need it, and every import delays the start
-
     targets = [pickle.loads(job.stream) for _ in range(min(job.io_threads, len(job.files)))]
     assert all(isinstance(target, StreamTarget) for target in targets)
     return targets
