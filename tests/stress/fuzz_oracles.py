@@ -47,7 +47,8 @@ _HARMLESS_IMPORTS = ("encodings",)
 """A codec that a zip record's name asks for; a package of Python's that only translates text."""
 
 _ONLY_PARSED = "<unknown>"
-"""What ``ast.parse`` calls its input; tracebacks ask it where in a line an error is."""
+"""What ``ast.parse`` calls its input; tracebacks ask it where in a line an error is. Python 3.13
+looks for a file of this name when there is a mistake in the line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,8 @@ class Effects:
             return
         if event == "open":
             path, _, flags = arguments
+            if path == _ONLY_PARSED and not (isinstance(flags, int) and flags & _WRITING):
+                return
             if isinstance(flags, int) and flags & _WRITING:
                 self.seen.append(f"opens {path!r:.200} for writing")
             elif not isinstance(path, int) and not os.fsdecode(path).startswith(self._allowed):
