@@ -475,7 +475,10 @@ def _run_killed(tier: str, root: str, *, steps: int) -> None:
         assert process.stdout is not None
         for step in range(steps):
             assert int(process.stdout.readline()) == step
-        for each in [*psutil.Process(process.pid).children(), psutil.Process(process.pid)]:
+        trainer = psutil.Process(process.pid)
+        trainer.suspend()  # or it could start the process that promotes, which would be left
+        wait_until(lambda: trainer.status() == psutil.STATUS_STOPPED)
+        for each in [*trainer.children(), trainer]:
             each.kill()
 
 
