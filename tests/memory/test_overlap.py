@@ -520,7 +520,7 @@ def test_an_interpreter_that_ends_lets_a_snapshot_be_completed(tmp_path: Path) -
         timeout=60,
         check=False,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+    assert (done.returncode, done.stdout, loaded.errors_of(done)) == (0, "[]\n", "")
 
 
 def test_ctrl_c_ends_a_wait_at_once(python_handles_ctrl_c: None) -> None:

@@ -296,7 +296,7 @@ def test_the_command_says_what_is_wrong_and_exits_accordingly(
         timeout=120,
         check=False,
     )
-    assert (damaged.returncode, damaged.stderr) == (1, "")
+    assert (damaged.returncode, loaded.errors_of(damaged)) == (1, "")
     assert f"damaged: {file}: has " in damaged.stdout
     assert main(["verify", str(tmp_path / "save"), "--json"]) == 1
     plain = json.loads(capsys.readouterr().out)

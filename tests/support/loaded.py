@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -24,6 +25,7 @@ HERE = Path(__file__).parent
 SERVER = HERE / "loaded_server.py"
 CLIENT = HERE / "loaded_client.py"
 EXECUTABLE = "LOADED_EXECUTABLE"
+_LEAKS_OF_TRITON = re.compile(r"nanobind: leaked .*?refleaks\.html\n?", re.DOTALL)
 _OF_RANKS = ("nostall.core", "nostall.filesystem_async", "nostall.state_dict_saver")
 """What nearly all ranks import, which takes 0.1 s."""
 
@@ -37,6 +39,11 @@ def python(*, ranks: bool = False) -> tuple[str, ...]:
     """
     addresses = [_address("0", *_OF_RANKS), _address("1", *_OF_RANKS)] if ranks else [_address("")]
     return sys.executable, "-I", "-S", str(CLIENT), ",".join(addresses)
+
+
+def errors_of(program: subprocess.CompletedProcess[str]) -> str:
+    """Its standard error, but for what triton, which comes with CUDA, says when a fork ends."""
+    return _LEAKS_OF_TRITON.sub("", program.stderr)
 
 
 @cache
