@@ -85,11 +85,11 @@ class Effects:
             return
         if event == "open":
             path, _, flags = arguments
-            if path == _ONLY_PARSED and not (isinstance(flags, int) and flags & _WRITING):
-                return
             if isinstance(flags, int) and flags & _WRITING:
                 self.seen.append(f"opens {path!r:.200} for writing")
-            elif not isinstance(path, int) and not os.fsdecode(path).startswith(self._allowed):
+            elif path == _ONLY_PARSED or isinstance(path, int):
+                return
+            elif not os.fsdecode(path).startswith(self._allowed):
                 self.seen.append(f"opens {path!r:.200}")
         elif event == "import":
             name = str(arguments[0])
