@@ -138,7 +138,7 @@ def with_names(names: bytes) -> bytes:
 
 def with_tables(tables: bytes) -> bytes:
     """An index with another end."""
-    return written(original()).body + tables
+    return bytes(written(original()).body) + tables
 
 
 def with_one_dimension_less() -> bytes:

@@ -18,7 +18,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 import nostall
-from nostall._commit import ahead
 from nostall.core import AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
@@ -28,6 +27,7 @@ from nostall.state_dict_saver import (
     save_state_dict_async_plan,
 )
 from support.crashes import Disk, Operation, rebuild, recorded
+from support.long_metadata import treat_metadata_as_long
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def test_a_new_checkpoint_whose_metadata_is_written_ahead_is_there_as_a_whole_or
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread writes to it while the files are written; it has its name after they have theirs."""
-    monkeypatch.setattr(ahead, "WORTH_IT_NBYTES", 0)
+    treat_metadata_as_long(monkeypatch.setattr)
     root, cache = tmp_path / "root", CheckpointMetadataCache()
     root.mkdir()
     for number in range(4):

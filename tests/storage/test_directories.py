@@ -155,7 +155,7 @@ def test_a_commit_that_fails_leaves_the_file_of_another_process(tmp_path: Path) 
     path = str(tmp_path / ".metadata.tmp")
     ours, anothers = (posix.UnfinishedFile(path, sync=True) for _ in range(2))
     for file in (ours, anothers):
-        file.append([])
+        file.write([])
     with pytest.raises(WriteError, match="another process"):
         commit(storage, [b"ours"], metadata_name=".metadata", replaced_files=(), draft=ours)
     commit(storage, [b"another's"], metadata_name=".metadata", replaced_files=(), draft=anothers)

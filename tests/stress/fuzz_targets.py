@@ -41,7 +41,7 @@ from nostall.integrity import State
 from stress.fuzz_inputs import NUMBERS, TEXTS, VALUES, changed_bytes, changed_json, changed_program
 from stress.fuzz_messages import MessagesTarget
 from stress.fuzz_reads import ReadsTarget
-from support.indexes import index_of
+from support.indexes import content_of, index_of
 
 
 class Target(Protocol):
@@ -345,8 +345,8 @@ class IndexTarget:
         if chance.random() < 0.3:
             plain = {"files": index.files, "properties": index.properties}
             tables = changed_json(plain, chance).encode("utf-8", "surrogatepass")
-            return index.body + tables
-        content = index.body + index.tables
+            return bytes(index.body) + tables
+        content = content_of(index)
         if chance.random() < 0.5:
             return changed_bytes(content, chance, (content,))
         changed = bytearray(content)

@@ -33,6 +33,7 @@ from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.testing import Fault, Hold, inject, reset
 from stress.matrix_cells import Cell
+from support.long_metadata import treat_metadata_as_long
 from support.states import schedule
 from support.waiting import wait_until
 
@@ -50,7 +51,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 _LEARNING = 4
 """After so many saves of a structure nothing is planned, and ranks commit through the store."""
-_cache = CheckpointMetadataCache()
+_caches = [CheckpointMetadataCache()]
+"""One, until this process is looked at."""
 
 State = dict[str, Any]
 Report = dict[str, Any]
@@ -111,11 +113,12 @@ def fail_and_go_on(stage: Stage, rank: int, hold: Hold | None) -> None:
 
 
 def become_known(stage: Stage, queue: AsyncCallsQueue, rank: int) -> None:
-    """Save elsewhere, until a save is committed before anybody polls."""
+    """Save elsewhere, until a save is committed before anybody polls; metadata count as long."""
+    treat_metadata_as_long()
     for number in range(_LEARNING):
         save(replace(stage, path=stage.path.with_name(f"learning-{number}")), queue, rank, 1)
     path = stage.path.with_name("known")
-    schedule(queue, path, state_of(rank, 1), cache=_cache, **OPTIONS[stage.cell.shape])
+    schedule(queue, path, state_of(rank, 1), cache=_caches[0], **OPTIONS[stage.cell.shape])
     wait_until(lambda: nostall.is_complete(path))
     queue.wait()
 
@@ -170,7 +173,7 @@ def save(
             schedule(queue, stage.path, state, planner=planner, **options)
             queue.wait()
         case "early":
-            schedule(queue, stage.path, state, planner=planner, cache=_cache, **options)
+            schedule(queue, stage.path, state, planner=planner, cache=_caches[0], **options)
             queue.wait()
         case "overlapped":
             schedule(queue, stage.path, state, planner=planner, staging="overlapped", **options)
@@ -242,6 +245,7 @@ CLOSING_S = 10.0
 
 def still_open(path: Path) -> list[str]:
     """What this process has open or mapped of nostall's, which has been reset."""
+    _caches.clear()  # it has metadata in shared memory
     gc.collect()  # of what a failure's traceback holds
     for thread in threading.enumerate():
         if thread.name == "nostall-closing":  # storage takes its time to give back removed files

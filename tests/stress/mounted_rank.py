@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 import nostall
-from nostall._commit import ahead
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
+from support.long_metadata import treat_metadata_as_long
 from support.states import schedule
 from support.waiting import wait_until
 
@@ -148,7 +148,7 @@ def main(rank: str, world_size: str, meeting: str, mount: str, options: str) -> 
     faulthandler.register(signal.SIGUSR1)  # for who wants to know where it is stuck
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print is no answer
-    ahead.WORTH_IT_NBYTES = 0  # what is known is written ahead, short as it is
+    treat_metadata_as_long()
     nostall.configure(EngineOptions(**json.loads(options)))
     dist.init_process_group(
         "gloo",

@@ -22,7 +22,7 @@ from nostall._commit.index.writing import WrittenIndex
 
 def content_of(index: WrittenIndex) -> bytes:
     """The bytes of an index."""
-    return index.body + index.tables
+    return bytes(index.body) + index.tables
 
 
 def index_of(found: Metadata) -> WrittenIndex | None:

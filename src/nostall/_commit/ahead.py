@@ -1,9 +1,9 @@
 """Metadata that is written ahead of the commit, for structures that were saved before.
 
 Training waits for the commit's writes. The pickle of a known structure, and the index up to its
-tables, are known before the files are written; they go to a draft while the writer process writes
-the shard files. The commit appends the rest and publishes the draft. If the expected metadata
-differs, the draft is removed and the commit writes its own.
+tables, are known before the files are written, but for the names of files. They go to a draft while
+the shard files are written, and the writer process writes all of it that grows with the number of
+items. The commit writes the rest, and what is not as expected, and publishes the draft.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from enum import Enum, auto
 
-from torch.distributed.checkpoint.metadata import StorageMeta
-
 from nostall._commit.publication import Publication
 from nostall._model.interrupts import is_done, start
+from nostall._model.shared_bytes import Piece
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.places import storage_at
-from nostall._storage.port import Draft
+from nostall._storage.port import Draft, Elsewhere, PlacedPiece
 
 _log = logging.getLogger("nostall")
 
 WORTH_IT_NBYTES = 1 << 20
 """A commit writes less than this in about 1 ms."""
+_PATIENCE_S = 10.0
+"""How long a commit waits for a draft, which a process may write that is stopped or starved."""
 _REMOVAL_TIMEOUT_S = 1.0
 """Short: the caller has already waited for the save's files, and may have other reports to read."""
 
@@ -51,8 +52,8 @@ class WrittenAhead:
     Args:
         directory: The checkpoint directory.
         metadata_name: Name of the metadata file.
-        publication: The expected metadata.
-        storage_meta: DCP's part that is specific to this save.
+        content: The expected content, as far as it is known before the files are written.
+        elsewhere: Has another process write parts of it.
         sync: Whether the draft has to be durable.
     """
 
@@ -60,18 +61,20 @@ class WrittenAhead:
         self,
         directory: str,
         metadata_name: str,
-        publication: Publication,
-        storage_meta: StorageMeta | None,
+        content: Sequence[Piece],
+        elsewhere: Elsewhere | None = None,
         *,
         sync: bool,
     ) -> None:
         self._draft: Draft = storage_at(directory, sync=sync).draft(metadata_name)
-        self._publication = publication
-        self._content = publication.content_before_files(storage_meta)
+        self._content = content
+        self._elsewhere = elsewhere
         self._lock = threading.Lock()
         self._state = _State.WAITING
         self.settled: Future[None] = Future()
         """Done when no thread works on the draft any more."""
+        self._may_be_removed: Future[None] = Future()
+        """Done when the thread has made the draft, or will not."""
 
     def start(self) -> None:
         """Begin to write; at most once, and not after the end of the save."""
@@ -85,29 +88,20 @@ class WrittenAhead:
             self._end()
             self.settled.set_result(None)
 
-    def take(
-        self, publication: Publication, content: Sequence[bytes], *, timeout_s: float
-    ) -> Draft | None:
-        """The draft with the first pieces of the content, now the caller's, or ``None``.
+    def take(self, timeout_s: float) -> Draft | None:
+        """The draft, now the caller's; ``None`` if there is none.
 
         Args:
-            publication: The metadata to publish.
-            content: The pieces of the file. The draft is removed if they, or the publication,
-                differ from the expected ones.
-            timeout_s: How long to wait for the draft.
+            timeout_s: How long the caller has for the commit; it waits for a part of that.
         """
-        if publication is self._publication and self._begins(content):
-            if self._state is _State.WRITING:
-                is_done(self.settled, timeout_s)
-            if self._move(_State.WRITTEN, _State.OVER):
-                if self._draft.is_untouched():
-                    return self._draft
-                self._discard()  # removed or replaced from outside
+        if self._state is _State.WRITING:
+            is_done(self.settled, min(_PATIENCE_S, timeout_s / 4))
+        if self._move(_State.WRITTEN, _State.OVER):
+            if self._draft.is_untouched():
+                return self._draft
+            self._discard()  # removed or replaced from outside
         self.drop()
         return None
-
-    def _begins(self, content: Sequence[bytes]) -> bool:
-        return tuple(content[: len(self._content)]) == self._content
 
     def drop(self) -> None:
         """Remove the draft. Idempotent; if storage hangs, the removal ends in the background."""
@@ -115,8 +109,9 @@ class WrittenAhead:
             case _State.WAITING:
                 self.settled.set_result(None)
             case _State.WRITING:
-                if not is_done(self.settled, _REMOVAL_TIMEOUT_S):  # the thread removes it
-                    self._remove_in_time(self._draft.remove)  # the thread closes it
+                # Not for its end: this may be the thread that hears of what is written elsewhere.
+                is_done(self._may_be_removed, _REMOVAL_TIMEOUT_S)
+                self._remove_in_time(self._draft.remove)  # the thread closes it
             case _State.WRITTEN:
                 self._remove_in_time(self._discard)
 
@@ -139,7 +134,7 @@ class WrittenAhead:
         is_whole = False
         try:
             if self._state is _State.WRITING:
-                self._draft.append(self._content)
+                self._draft.write(self._content, elsewhere=self._write_elsewhere)
                 is_whole = True
         except Exception as error:  # the commit writes it again and reports storage errors
             _log.debug("metadata is not written ahead: path=%s: %s", self._draft.where, error)
@@ -147,7 +142,16 @@ class WrittenAhead:
             if not is_whole or not self._move(_State.WRITING, _State.WRITTEN):
                 self._end()
                 self._discard()
+            self._note_made()
             self.settled.set_result(None)
+
+    def _write_elsewhere(self, fd: int, pieces: list[PlacedPiece]) -> list[PlacedPiece]:
+        self._note_made()
+        return pieces if self._elsewhere is None else self._elsewhere(fd, pieces)
+
+    def _note_made(self) -> None:
+        if not self._may_be_removed.done():
+            self._may_be_removed.set_result(None)
 
     def _discard(self) -> None:
         self._draft.remove()

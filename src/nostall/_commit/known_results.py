@@ -129,7 +129,7 @@ class KnownResults:
         return publication
 
     def expected(self, planned: Metadata) -> Publication | None:
-        """The last publication, valid if all ranks write the same results to the same files."""
+        """The last publication: this save's, but for names of files, if ranks write the same."""
         last = self._published
         if last is None or not last.is_of(planned):
             return None

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from types import NoneType
 from typing import Any
 
@@ -29,6 +29,7 @@ from nostall._commit.metadata import PLANS_KEY
 from nostall._model import checksum
 from nostall._model.collection import no_collection
 from nostall._model.names import FileFormat
+from nostall._model.shared_bytes import Piece, SharedBytes
 
 _SUFFIXES = re.compile("|".join(re.escape(each.value) for each in FileFormat).encode())
 
@@ -47,13 +48,15 @@ def complete_metadata(metadata: Metadata, results: list[list[WriteResult]]) -> M
 class Publication:
     """Pickled metadata of a finished save without ``storage_meta``; reusable by equal saves."""
 
-    program: tuple[bytes, ...]
+    program: tuple[Piece, ...]
     """The pickle, in pieces, without its STOP instruction."""
     storage_data: Mapping[MetadataIndex, Any]
     files: frozenset[str]
     """Names of the shard files."""
     index: WrittenIndex | None
     """Of the items; ``None`` if it cannot represent all that the metadata says."""
+    shared: SharedBytes | None = None
+    """What long pieces of program and index are parts of, if others can read them there."""
 
     @cached_property
     def nbytes(self) -> int:
@@ -63,16 +66,35 @@ class Publication:
     @cached_property
     def crc32(self) -> int:
         """CRC-32 of the program."""
-        return reduce(lambda crc32, piece: checksum.crc32(piece, crc32), self.program, 0)
+        after = checksum.crc32 if self.shared is None else self.shared.crc32
+        return reduce(lambda crc32, piece: after(piece, crc32), self.program, 0)
 
-    def content(self, storage_meta: StorageMeta | None) -> tuple[bytes, ...]:
+    def content(self, storage_meta: StorageMeta | None) -> tuple[Piece, ...]:
         """The content of a ``.metadata`` file, in pieces: joining costs more than writing them."""
         return (*self.program, end_of_program(storage_meta))
 
-    def content_before_files(self, storage_meta: StorageMeta | None) -> tuple[bytes, ...]:
-        """The same, and the index up to its tables: what is known before the files are written."""
+    def content_before_files(self, storage_meta: StorageMeta | None) -> tuple[Piece, ...]:
+        """The same, and the index up to its tables: all that is not about the files of one save."""
         content = self.content(storage_meta)
         return content if self.index is None else (*content, self.index.body)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies have bytes of their own."""
+        index = self.index and replace(self.index, body=bytes(self.index.body))
+        program = (b"".join(self.program),)
+        copied = partial(Publication, program=program, storage_data=self.storage_data)
+        return partial(copied, files=self.files, index=index), ()
+
+    def to_share(self) -> Publication:
+        """The same in memory that other processes can read; unchanged if there is none left."""
+        index = self.index
+        try:
+            shared = SharedBytes((*self.program, b"" if index is None else index.body))
+        except OSError:
+            return self
+        if index is not None:
+            index = replace(index, body=shared.piece(self.nbytes, shared.nbytes))
+        return replace(self, program=(shared.piece(0, self.nbytes),), index=index, shared=shared)
 
     def renamed(self, names: Mapping[str, str]) -> Publication | None:
         """The same with other names of shard files; ``None`` if names in the pickle are ambiguous.
@@ -90,32 +112,40 @@ class Publication:
             storage_data=_UnderNewNames(self.storage_data, names),
             files=frozenset(names.values()),
             index=None if self.index is None else self.index.renamed(names),
+            shared=self.shared,
         )
         vars(renamed)["_cut"] = cut  # saves another search
         return renamed
 
     @cached_property
-    def _cut(self) -> list[bytes | str] | None:
+    def _cut(self) -> list[Piece | str] | None:
         """The program, with file names as separate texts: each occurs once, as pickle memoizes."""
         # An fqn that is the same object as a file name would be pickled as a reference to it. Names
         # are made by the layout, so other texts are other objects.
         if any(index.fqn in self.files for index in self.storage_data):
             return None
-        program = b"".join(self.program)
+        shared = self.shared
+        program = memoryview(self.program[0] if shared else b"".join(self.program))
+
+        def part(begin: int, end: int) -> Piece:
+            return shared.piece(begin, end) if shared else bytes(program[begin:end])
+
         names = {_pickled(name): name for name in self.files}
         lengths = {len(pickled) for pickled in names}
-        pieces: list[bytes | str] = []
+        pieces: list[Piece | str] = []
         done = 0
         # All names have one of these suffixes; searching for each of them would be too slow.
         for found in _SUFFIXES.finditer(program):
             end = found.end()
             for begin in (max(0, end - length) for length in lengths):
-                name = names.get(program[begin:end])
+                name = names.get(bytes(program[begin:end]))
                 if name is not None:
-                    pieces += [program[done:begin], name]
+                    pieces += [part(done, begin), name]
                     done = end
-        seen = [piece for piece in pieces if isinstance(piece, str)]
-        return [*pieces, program[done:]] if sorted(seen) == sorted(self.files) else None
+        seen = [each for each in pieces if isinstance(each, str)]
+        if sorted(seen) != sorted(self.files):
+            return None
+        return [*pieces, part(done, len(program))]
 
 
 def program_of(metadata: Metadata) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
+from nostall._model.shared_bytes import Piece
 from nostall._storage.port import ABSENT, Conflict, Draft, Storage, Version, reason
 from nostall.errors import NotDurableError, WriteError
 
@@ -16,7 +17,7 @@ _log = logging.getLogger("nostall")
 
 def commit(
     storage: Storage,
-    metadata: Sequence[bytes],
+    metadata: Sequence[Piece],
     *,
     metadata_name: str,
     replaced_files: Iterable[str],
@@ -30,7 +31,7 @@ def commit(
         metadata: Content of the metadata file, in pieces.
         metadata_name: ``.metadata``, or a rank's own name for saves without coordination.
         replaced_files: Names that are unreferenced after publishing; iterated only then.
-        draft: Holds the first pieces of the metadata; published or removed here.
+        draft: Holds much of the metadata already; published or removed here.
         at: Called before the metadata is written (``"commit"``) and before it is published
             (``"publish"``); may raise an error of storage.
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
+from nostall._commit.ahead import is_worth_it
 from nostall._commit.collect import collect, require_one_directory
 from nostall._commit.known_results import KnownResults, RankOutcome
 from nostall._commit.publication import Publication
@@ -42,6 +43,8 @@ def publication_of_outcomes(
     outcomes: Sequence[RankOutcome],
     results: Sequence[list[WriteResult]],
     known: KnownResults,
+    *,
+    to_share: bool = False,
 ) -> Publication:
     """A publication made anew, which later saves of the same results use again.
 
@@ -50,9 +53,12 @@ def publication_of_outcomes(
         outcomes: Of all ranks.
         results: Those that the outcomes are or refer to.
         known: Where the publication is kept.
+        to_share: Whether a writer process is to write it then, if it is long.
     """
     everything = known.under_new_names(outcomes, results)
     publication = publication_of_results(metadata, everything)
+    if to_share and is_worth_it(publication):
+        publication = publication.to_share()
     known.note_published(outcomes, metadata, publication)
     return publication
 

@@ -29,6 +29,7 @@ from nostall._commit.publish import commit
 from nostall._engine import Engine
 from nostall._model import checksum
 from nostall._model.collection import no_collection
+from nostall._model.shared_bytes import Piece
 from nostall._model.threads import start_apart
 from nostall._model.values import RankFiles
 from nostall._save.leftovers import abort_unfinished, files_of, unused
@@ -55,8 +56,8 @@ _log = logging.getLogger("nostall")
 class FinishedMetadata:
     """The content of a metadata file."""
 
-    content: Sequence[bytes]
-    """In pieces; those of :meth:`Publication.content_before_files` come first, with a manifest."""
+    content: Sequence[Piece]
+    """In pieces."""
     storage_meta: StorageMeta | None
     """DCP's part that is specific to this save."""
     left: frozenset[str]
@@ -177,9 +178,7 @@ def publish(
                 finished.content,
                 metadata_name=name,
                 replaced_files=left_over,
-                draft=None
-                if ahead is None
-                else ahead.take(publication, finished.content, timeout_s=timeout_s),
+                draft=None if ahead is None else ahead.take(timeout_s),
                 at=at,
             )
             paths = [storage.where(each) for each in names]

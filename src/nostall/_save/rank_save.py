@@ -8,9 +8,10 @@ results and figures; nothing about a save is kept elsewhere.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -146,15 +147,15 @@ class RankSave:
         Args:
             known: The reusable part of that save.
             sources: One per item of the plan: the live tensor, or the bytes.
-            expected: On the coordinator, the publication if file names are those of the last save.
+            expected: On the coordinator, the publication, but for the names of files.
             storage_meta: There, DCP's part of the metadata that is specific to this save.
         """
         # Looked up a moment ago on the coordinator: one thread for storage less.
         with self._target(known.share.plan, replaces=self._may_replace) as target:
             prepared = session.prepare_known(known, sources, target=target, engine=default_engine())
             split = SplitSave(prepared)
-            if expected is not None:
-                split.ahead = _written_ahead(expected, storage_meta, prepared, self.settings)
+            if expected is not None and prepared.known is not None:
+                split.ahead = written_ahead(expected, storage_meta, prepared.files, self.settings)
         self._state = split
 
     def prepare_to_outlive(
@@ -457,16 +458,29 @@ def _write(
     return prepared, report
 
 
-def _written_ahead(
+def written_ahead(
     expected: Publication,
     storage_meta: StorageMeta | None,
-    prepared: session.PreparedSave,
+    files: Sequence[str],
     settings: WriterSettings,
 ) -> WrittenAhead | None:
-    """Metadata to write ahead; ``None`` if it is short or this rank's files are unexpected."""
-    is_expected = prepared.known is not None and expected.files.issuperset(prepared.files)
-    if not (is_expected and is_worth_it(expected)):
+    """Metadata to write ahead; ``None`` if it is short, or all of it would be written again.
+
+    Args:
+        expected: All but the names of files.
+        storage_meta: DCP's part that is specific to this save.
+        files: Names of this rank's files.
+        settings: The settings of the writer.
+    """
+    # Names of other lengths move what comes after them.
+    fits = set(map(len, files)) <= set(map(len, expected.files))
+    if not (fits and is_worth_it(expected)):
         return None
-    name = os.path.basename(settings.metadata_path)
-    sync = settings.options.sync_files
-    return WrittenAhead(settings.directory, name, expected, storage_meta, sync=sync)
+    sync, shared = settings.options.sync_files, expected.shared
+    return WrittenAhead(
+        settings.directory,
+        os.path.basename(settings.metadata_path),
+        expected.content_before_files(storage_meta),
+        None if shared is None else partial(default_engine().write_shared, shared, sync=sync),
+        sync=sync,
+    )

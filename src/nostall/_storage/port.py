@@ -12,12 +12,20 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple, NewType, Protocol
+from typing import NamedTuple, NewType, Protocol, TypeAlias
+
+from nostall._model.shared_bytes import Piece
 
 Version = NewType("Version", str)
 """Identifies one content of a name: an ETag, or inode, modification time and length."""
 ABSENT = Version("")
 """The version of a name that does not exist."""
+
+
+PlacedPiece: TypeAlias = "tuple[int, Piece]"
+"""A piece of a content, after its offset."""
+Elsewhere: TypeAlias = "Callable[[int, list[PlacedPiece]], list[PlacedPiece]]"
+"""Has another process write pieces of a file, given by its descriptor; returns the others."""
 
 
 class Conflict(OSError):
@@ -98,26 +106,34 @@ class Upload(Protocol):
 
 
 class Draft(Protocol):
-    """The first part of a content, stored before it can be published; invisible to readers."""
+    """A content that is stored before it is published, as far as it is known; readers see nothing.
+
+    What is published may differ from it.
+    """
 
     @property
     def where(self) -> str:
         """Path or address, for errors and logs."""
 
-    def append(self, pieces: Sequence[bytes]) -> None:
-        """Store further pieces durably."""
+    def write(self, content: Sequence[Piece], *, elsewhere: Elsewhere | None = None) -> None:
+        """Store a content durably, in place of what was stored before.
+
+        Args:
+            content: In pieces.
+            elsewhere: Writes some of them if the draft is a file, as soon as that is made.
+        """
 
     def is_untouched(self) -> bool:
-        """Whether storage still has all that was appended."""
+        """Whether storage still has all that was written."""
 
     def remove(self) -> None:
         """Give it up; errors are ignored. Idempotent.
 
-        Another thread may append to it or close it meanwhile.
+        Another thread may write to it or close it meanwhile.
         """
 
     def close(self) -> None:
-        """Release it, published or not; not while another thread appends. Idempotent."""
+        """Release it, published or not; not while another thread writes. Idempotent."""
 
 
 class ReadableFiles(Protocol):
@@ -197,7 +213,7 @@ class Storage(Files, Protocol):
     def publish(
         self,
         name: str,
-        content: Sequence[bytes],
+        content: Sequence[Piece],
         *,
         draft: Draft | None = None,
         expected: Version | None = None,
@@ -208,7 +224,7 @@ class Storage(Files, Protocol):
         Args:
             name: Its name.
             content: The whole content, in pieces.
-            draft: Holds the first pieces already; closed here, and removed if nothing is published.
+            draft: Holds much of it already; closed here, and removed if nothing is published.
             expected: Publish only if the name has this version; ``None`` for any.
             before: Called right before the instant; publishes nothing if it raises.
 

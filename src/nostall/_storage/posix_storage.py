@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from nostall._model.names import METADATA_SUFFIX
+from nostall._model.shared_bytes import Piece
 from nostall._model.threads import start_apart
 from nostall._storage.port import ABSENT, Conflict, Draft, Version, reason
 from nostall._storage.posix import (
@@ -57,7 +58,7 @@ class PosixStorage(PosixFiles):
     def publish(
         self,
         name: str,
-        content: Sequence[bytes],
+        content: Sequence[Piece],
         *,
         draft: Draft | None = None,
         expected: Version | None = None,
@@ -67,7 +68,7 @@ class PosixStorage(PosixFiles):
         final, file = self.where(name), draft or self._temporary_for(name)
         try:
             with _durable_name(self.where()) if self._sync else nullcontext():
-                file.append(content[file.pieces :])
+                file.write(content)
             identity = file.finish()
             before()
             if expected is not None and self._version(name) != expected:
@@ -98,7 +99,7 @@ class PosixStorage(PosixFiles):
 
 
 def _rename(
-    final: str, temporary: str, identity: tuple[int, int], content: Sequence[bytes]
+    final: str, temporary: str, identity: tuple[int, int], content: Sequence[Piece]
 ) -> None:
     """Rename the temporary file, and verify the result.
 
@@ -197,7 +198,7 @@ def make_name_durable(path: str, *, what: str) -> None:
 
 
 def _is_there(
-    path: str, identity: tuple[int, int], content: Sequence[bytes], *, raises: bool = False
+    path: str, identity: tuple[int, int], content: Sequence[Piece], *, raises: bool = False
 ) -> bool:
     """Whether the written metadata appears under its name."""
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from nostall._memory.arena import Block, Lease
 from nostall._model import checksum
 from nostall._model.interrupts import on_done
 from nostall._model.jobs import Failure, RankFailed, RankReport, SealTable, WriteJob
+from nostall._model.shared_bytes import SharedBytes, SharedPart
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.posix import remove_empty_files
 from nostall._writer.child import Addressed, ChildProcess
@@ -23,6 +24,7 @@ from nostall._writer.messages import (
     progress_from_message,
     report_from_message,
     seals_to_message,
+    shared_to_message,
 )
 
 _ENTRY = (
@@ -30,6 +32,8 @@ _ENTRY = (
     " from nostall._writer.main import main; main(int(sys.argv[3]), int(sys.argv[4]), sys.argv[2])"
 )
 
+_SHARED = "shared "
+"""Begins the names of jobs that write shared memory."""
 SEALS_KEPT = 16
 """Number of jobs whose seal tables a writer process keeps: more than an engine keeps layouts."""
 
@@ -83,6 +87,7 @@ class WriterProcess(ChildProcess[RankReport]):
         """Jobs that the process finishes without this one."""
         self._mapped: set[int] = set()
         self._seals = SealsSent()
+        self._numbers = itertools.count()
         super().__init__(
             # -I -S: nothing of the user's environment, current directory and site-packages is
             # executed, except the package for faster checksums, if installed.
@@ -144,6 +149,34 @@ class WriterProcess(ChildProcess[RankReport]):
             content.writelines((job.completion.results, job.completion.metadata))
             content.flush()
             yield job_to_message(job, number), (content.fileno(),)
+
+    def write_shared(
+        self, fd: int, memory: SharedBytes, parts: Sequence[SharedPart], *, sync: bool
+    ) -> Future[RankReport]:
+        """Write parts of shared memory to a file of this process, at once, beside all jobs.
+
+        Args:
+            fd: The file's descriptor.
+            memory: The memory.
+            parts: What to write where.
+            sync: Whether to fsync the file.
+
+        Returns:
+            A future that always ends, as that of :meth:`submit`; its report has no receipts.
+        """
+        job = f"{_SHARED}{next(self._numbers)}"
+
+        def on_death(failure: Failure) -> RankReport:
+            return RankFailed(rank=0, failure=failure)
+
+        message = shared_to_message(job, parts, sync=sync)
+        return self._ask(job, on_death, [(message, (fd, memory.fd))], holds=memory)
+
+    @property
+    def idle(self) -> bool:
+        """Whether every save is answered; metadata of one that was given up may be written."""
+        with self._lock:
+            return all(job.startswith(_SHARED) for job in self._waiting)
 
     def unanswered(self, save: str) -> dict[str, Future[RankReport]]:
         """The unanswered jobs of a save, and their futures."""

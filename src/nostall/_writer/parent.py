@@ -28,7 +28,7 @@ def messages_from_parent(
     is_gone = parent is None
     # Without waiting: an incomplete message must not hide the end of the trainer. The socket itself
     # blocks, as an answer is sent however long the trainer takes to read it.
-    receiver = Receiver(sock, wait=False)
+    receiver = Receiver(sock, wait=False, descriptors=2)
     while True:
         if not is_gone and not receiver.buffered():
             is_gone = parent in {fd for fd, _ in poller.poll()}

@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from nostall._storage.port import ABSENT, Conflict, Draft, Stat, Version
+from nostall._model.shared_bytes import Piece
+from nostall._storage.port import ABSENT, Conflict, Draft, Elsewhere, Stat, Version
 from nostall.errors import NotDurableError
 
 __all__ = ["MemoryStorage"]
@@ -118,15 +119,13 @@ class MemoryStorage:
     def publish(
         self,
         name: str,
-        content: Sequence[bytes],
+        content: Sequence[Piece],
         *,
         draft: Draft | None = None,
         expected: Version | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> None:
         if draft is not None:
-            assert isinstance(draft, _Draft)
-            content = [*draft.content, *content[len(draft.content) :]]
             draft.close()
         before()
         with self._doing("publish", name):
@@ -217,15 +216,16 @@ class _Source:
 class _Draft:
     storage: MemoryStorage
     name: str
-    content: list[bytes] = field(default_factory=list)
 
     @property
     def where(self) -> str:
         return self.storage.where(self.name)
 
-    def append(self, pieces: Sequence[bytes]) -> None:
-        with self.storage._doing("append", self.name):
-            self.content += pieces
+    def write(self, content: Sequence[Piece], *, elsewhere: Elsewhere | None = None) -> None:
+        """Keeps nothing: what is published is given as a whole."""
+        del content, elsewhere
+        with self.storage._doing("draft", self.name):
+            pass
 
     def is_untouched(self) -> bool:
         return True

@@ -30,6 +30,8 @@ class Exchange:
     cpu_s: float = 0.0
     by_step: dict[str, float] = field(default_factory=dict)
     """The same, by step."""
+    writer_cpu_s: float = 0.0
+    """Of the coordinator's writer process."""
 
     @contextmanager
     def coordinator(self, step: str) -> Iterator[None]:

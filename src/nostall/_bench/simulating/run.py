@@ -20,11 +20,13 @@ from nostall._bench.simulating.exchange import Exchange
 from nostall._bench.simulating.state import ShardedState
 from nostall._bench.simulating.ways import Way
 from nostall._bench.tables import in_parts, number, table, where
+from nostall._engine import default_engine
 
 _LEGEND = """\
 first: with planning; later: median of the saves after the second; collectives, store: operations of
 the coordinator, without polls; up, down: bytes that it gets from a rank and sends to one; total: of
-all ranks, both ways; CPU: its processor time, without the network; kept: memory after the saves"""
+all ranks, both ways; CPU: its processor time, without the network, and that of its writer process;
+kept: memory after the saves"""
 _BEFORE_STEADY = 2
 
 
@@ -40,6 +42,8 @@ class SimulatedSave:
     """Of all ranks."""
     down_nbytes: int
     cpu_s: float
+    writer_cpu_s: float
+    """Of its writer process."""
     kept_nbytes: int | None
 
 
@@ -76,9 +80,12 @@ def _saves_of(way: Way, below: Path, rounds: int) -> list[SimulatedSave]:
     for number_of_save in range(_BEFORE_STEADY + rounds):
         gc.collect()
         exchange = Exchange()
+        began_s = _writers_cpu_s()
         way.save(exchange, below / f"{number_of_save}")
+        exchange.writer_cpu_s = _writers_cpu_s() - began_s
         exchanges.append(exchange)
-        shutil.rmtree(below / f"{number_of_save}")
+        if (made := below / f"{number_of_save}").exists():
+            shutil.rmtree(made)
     gc.collect()
     kept = psutil.Process().memory_info().rss - before
     first, later = exchanges[0], exchanges[_BEFORE_STEADY:]
@@ -87,6 +94,13 @@ def _saves_of(way: Way, below: Path, rounds: int) -> list[SimulatedSave]:
         _as_save(way, "first", first, None),
         _as_save(way, "later", steady, kept),
     ]
+
+
+def _writers_cpu_s() -> float:
+    """Processor time of the writer process, which is started if there is none."""
+    (writer,) = default_engine().writers(1)
+    times = psutil.Process(writer.pid).cpu_times()
+    return times.user + times.system
 
 
 def _median_s(exchanges: Sequence[Exchange]) -> float:
@@ -102,6 +116,7 @@ def _as_save(way: Way, save: str, exchange: Exchange, kept: int | None) -> Simul
         up_nbytes=exchange.up_nbytes,
         down_nbytes=exchange.down_nbytes,
         cpu_s=exchange.cpu_s,
+        writer_cpu_s=exchange.writer_cpu_s,
         kept_nbytes=kept,
     )
 
@@ -124,6 +139,7 @@ def render_simulation(report: SimulationReport) -> str:
             "total MB",
             "CPU s",
             "us per rank",
+            "writer CPU s",
             "kept MiB",
         )
     ]
@@ -138,6 +154,7 @@ def render_simulation(report: SimulationReport) -> str:
             number(each.up_nbytes + each.down_nbytes, 1e-6, 1),
             number(each.cpu_s, 1, 3),
             number(each.cpu_s / ranks, 1e6, 1),
+            number(each.writer_cpu_s, 1, 2),
             number(each.kept_nbytes, 2**-20, 0),
         )
         for each in report.saves

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlanner as DCPSavePlanner
 import nostall
 from nostall._bench.simulating.exchange import Exchange
 from nostall._bench.simulating.state import ShardedState
+from nostall._commit.ahead import WrittenAhead
 from nostall._commit.known_results import KnownResults, Results, ResultsReference
 from nostall._commit.local_plans import compact, sharing
 from nostall._model.completion import SaveId
@@ -25,7 +26,9 @@ from nostall._model.values import RankFiles, WrittenFile
 from nostall._plan.together import global_plan_of, reusable_metadata, with_local_plans
 from nostall._save.by_name.plans import GroupPlans, PlanAnswer, PlanQuestion, SentPlan
 from nostall._save.messages import RankMessage
+from nostall._save.rank_save import RankSave, written_ahead
 from nostall._save.session import WrittenItems
+from nostall._save.settings import WriterSettings
 from nostall._save.split_commit import commit_split_save
 from nostall._save.split_plan import SaveSession
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -149,12 +152,15 @@ class SplitFunctions:
                 made = global_plan_of(sharing(plans), writer, dcp.DefaultSavePlanner())
                 self._planned = with_local_plans(made.metadata, made.local)
             exchange.scatter("plan", made.final)
+        planned = reusable_metadata(self._planned)
+        with exchange.coordinator("ahead"):
+            ahead = self._written_ahead(planned, writer)
+        save = _CoordinatorsSave(writer._rank_save.settings, ahead)
         messages = exchange.gather("results", lambda rank: self._message(rank, path), state.ranks)
         session = SaveSession(None, False, 0)
-        planned = reusable_metadata(self._planned)
         with exchange.coordinator("commit"):
             ending = commit_split_save(
-                writer._rank_save, messages, planned, session, writer.storage_meta, self._known
+                save, messages, planned, session, writer.storage_meta, self._known
             )
         assert not ending.failures, ending.failures
         if self._saves:  # in the steady state, messages and claim go through the store
@@ -167,18 +173,59 @@ class SplitFunctions:
 
     def _message(self, rank: int, path: Path) -> bytes:
         state = self._state
-        token, files = f"{rank:032x}", (state.file(rank),)
+        token, files = f"{rank:032x}", (self._file(rank),)
         message = RankMessage(
             outcome=ResultsReference(token=token, files=files)
             if self._saves
             else Results(items=state.results(rank), files=files, token=token),
-            written=_written(state, rank, path),
+            written=_written(state, self._file(rank), rank, path),
             changed_plan=None,
             save_here=SaveId(1, self._saves),
             counts_alike=True,
             took_s=1.0,
         )
         return message.encoded()
+
+    def _written_ahead(
+        self, planned: Metadata, writer: FileSystemWriterAsync
+    ) -> WrittenAhead | None:
+        expected = self._known.expected(planned)
+        if expected is None:
+            return None
+        settings = writer._rank_save.settings
+        ahead = written_ahead(expected, writer.storage_meta(), [self._file(0)], settings)
+        if ahead is not None:
+            ahead.start()
+            ahead.settled.result()
+        return ahead
+
+    def _file(self, rank: int) -> str:
+        return self._state.file(rank)
+
+
+class SplitFunctionsInPlace(SplitFunctions):
+    """The same, but each save replaces the checkpoint in the directory, under new file names."""
+
+    name = "nostall split functions, in place"
+
+    def save(self, exchange: Exchange, path: Path) -> None:
+        super().save(exchange, path.parent / "in place")
+
+    def _file(self, rank: int) -> str:
+        name = super()._file(rank)
+        return name if not self._saves else name.replace(".", f"-{self._saves:08x}.")
+
+
+class _CoordinatorsSave(RankSave):
+    """A save without files, and with metadata that are written ahead."""
+
+    def __init__(self, settings: WriterSettings, ahead: WrittenAhead | None) -> None:
+        super().__init__(settings)
+        self._ahead = ahead
+
+    @property
+    def ahead(self) -> WrittenAhead | None:
+        return self._ahead
 
 
 class PlansByName:
@@ -223,15 +270,23 @@ class PlansByName:
         return PlanQuestion([], planner_data={}, ranks={self._name: rank})
 
     def _results_of(self, rank: int, path: Path, answer: PlanAnswer) -> WrittenItems:
-        state, written = self._state, _written(self._state, rank, path)
+        state = self._state
+        written = _written(state, state.file(rank), rank, path)
         items = () if answer.is_known else state.results(rank)
         files = (state.file(rank),)
         return WrittenItems(items, written, f"{rank:032x}", files, answer.is_known)
 
 
-def _written(state: ShardedState, rank: int, path: Path) -> RankFiles:
-    file = WrittenFile(name=state.file(rank), nbytes=state.nbytes, crc32=rank)
+def _written(state: ShardedState, name: str, rank: int, path: Path) -> RankFiles:
+    file = WrittenFile(name=name, nbytes=state.nbytes, crc32=rank)
     return RankFiles(directory=str(path), files=(file,))
 
 
-WAYS = (StockPlanner, StockCachingPlanner, GatheredResults, SplitFunctions, PlansByName)
+WAYS = (
+    StockPlanner,
+    StockCachingPlanner,
+    GatheredResults,
+    SplitFunctions,
+    SplitFunctionsInPlace,
+    PlansByName,
+)

@@ -15,8 +15,9 @@ from contextlib import suppress
 
 from nostall._model.jobs import page_aligned
 from nostall._model.names import is_ours_to_remove
+from nostall._model.shared_bytes import Piece
 from nostall._storage.objects.client import Client, CopyingClient, Parts
-from nostall._storage.port import Conflict, Draft, Stat, Version, may_pass, reason
+from nostall._storage.port import Conflict, Draft, Elsewhere, Stat, Version, may_pass, reason
 from nostall._storage.posix_files import between
 from nostall.errors import NotDurableError
 
@@ -153,7 +154,7 @@ class ObjectStorage:
     def publish(
         self,
         name: str,
-        content: Sequence[bytes],
+        content: Sequence[Piece],
         *,
         draft: Draft | None = None,
         expected: Version | None = None,
@@ -276,7 +277,7 @@ class _NoDraft:
     def __init__(self, where: str) -> None:
         self.where = where
 
-    def append(self, pieces: Sequence[bytes]) -> None:
+    def write(self, content: Sequence[Piece], *, elsewhere: Elsewhere | None = None) -> None:
         """Does nothing."""
 
     def is_untouched(self) -> bool:
