@@ -203,6 +203,28 @@ def test_a_commit_that_fails_leaves_nothing(
     saves.require(path, 6)
 
 
+class _ReadOnlyOs(RecordingOs):
+    """A system that removes nothing from a directory that was made read-only."""
+
+    def unlink(self, path: str) -> None:
+        raise OSError(errno.EACCES, "read-only", path)
+
+
+def test_what_could_not_be_removed_is_removed_by_the_next_commit(
+    saves: Saves, queue: AsyncCallsQueue
+) -> None:
+    """Although the failed save is still known to this process."""
+    with patch.object(posix, "os", _ReadOnlyOs()), inject(Fault.errno("commit", errno.EACCES)):
+        path = saves.start("new", 5)
+        with pytest.raises(CheckpointException) as caught:
+            queue.maybe_finalize_async_calls(blocking=True)
+    assert len(temporary(path)) == 1
+    saves.start("new", 6)
+    queue.maybe_finalize_async_calls(blocking=True)
+    saves.require(path, 6)
+    assert caught.value.failures  # the error still holds what it came from
+
+
 def test_a_save_that_is_aborted_leaves_nothing(saves: Saves, queue: AsyncCallsQueue) -> None:
     """Although it is never finalised."""
     with Hold("fsync") as hold, inject(hold.fault):

@@ -392,6 +392,7 @@ class UnfinishedFile:
         """Close all descriptors; errors are ignored. Idempotent."""
         self._is_closed = True
         close_all(self._opened)
+        _unfinished.discard(self)  # if it could not be removed, a later commit may do that
 
 
 _unfinished: WeakSet[UnfinishedFile] = WeakSet()
