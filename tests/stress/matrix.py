@@ -56,6 +56,7 @@ from stress.matrix_ranks import (
     differing,
     fail_and_go_on,
 )
+from support.waiting import wait_until
 
 PATIENCE_S = 40.0
 """No rank may be silent for longer."""
@@ -175,6 +176,7 @@ def act(cell: Cell, victim: Rank, path: Path) -> None:
             for pid in [victim.pid] if here else background:
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
         case "read-only directory":
+            wait_until(path.exists)  # the other rank may be the one that makes it
             path.chmod(0o555)
         case "directory removed":
             while path.exists():  # the other rank may be making files in it
