@@ -536,6 +536,22 @@ def test_writer_processes_keep_nothing_of_it(saves: Saves, queue: AsyncCallsQueu
     assert "constant-nostall" not in Path(f"/proc/{pid}/maps").read_text()
 
 
+def test_metadata_that_cannot_be_shared_stay_in_this_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which writes them, then."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    publication = publication_of(small())
+    assert publication.to_share().shared is not None
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with caplog.at_level("DEBUG", logger="nostall"):
+        assert publication.to_share() is publication
+    assert "too many open files" in caplog.text
+
+
 def test_a_plan_cache_can_be_copied(saves: Saves) -> None:
     """With the metadata that it shares; a save with the copy is like any other."""
     for copied in (copy.deepcopy(saves._cache), pickle.loads(pickle.dumps(saves._cache))):

@@ -7,6 +7,7 @@ the program into frames with a length.
 
 from __future__ import annotations
 
+import logging
 import pickle
 import re
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,8 @@ from nostall._model import checksum
 from nostall._model.collection import no_collection
 from nostall._model.names import FileFormat
 from nostall._model.shared_bytes import Piece, SharedBytes
+
+_log = logging.getLogger("nostall")
 
 _SUFFIXES = re.compile("|".join(re.escape(each.value) for each in FileFormat).encode())
 
@@ -90,7 +93,8 @@ class Publication:
         index = self.index
         try:
             shared = SharedBytes((*self.program, b"" if index is None else index.body))
-        except OSError:
+        except OSError as error:  # this process writes them, then
+            _log.debug("metadata are not shared with the writer process: %s", error)
             return self
         if index is not None:
             index = replace(index, body=shared.piece(self.nbytes, shared.nbytes))

@@ -28,6 +28,15 @@ class SharedPart(NamedTuple):
     nbytes: int
 
 
+class _Known(NamedTuple):
+    """A long part of shared memory."""
+
+    piece: memoryview
+    """Kept, so that no other object gets its identity."""
+    begin: int
+    crc32: int
+
+
 class SharedBytes:
     """Bytes in memory behind a descriptor.
 
@@ -39,28 +48,28 @@ class SharedBytes:
     """
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
-        # Snapshot memory has names of another form, and is closed in forked children.
+        # Forked children close snapshot memory, which they know by its names; these they may need.
         self.fd = os.memfd_create("constant-nostall", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.fd).atexit = False
         with open(self.fd, "wb", closefd=False) as stream:
             stream.writelines(pieces)
         self.nbytes = os.fstat(self.fd).st_size
         self._memory = memoryview(mmap.mmap(self.fd, self.nbytes, prot=mmap.PROT_READ))
-        self._known: dict[int, tuple[memoryview, int, int]] = {}
-        """Long pieces, where they begin, and their CRC-32, by identity."""
+        self._known: dict[int, _Known] = {}
+        """By the identity of the piece."""
 
     def piece(self, begin: int, end: int) -> Piece:
         """A part; a copy of it if it is short."""
         piece = self._memory[begin:end]
         if len(piece) < LONG_NBYTES:
             return bytes(piece)
-        self._known[id(piece)] = piece, begin, checksum.crc32(piece)
+        self._known[id(piece)] = _Known(piece, begin, checksum.crc32(piece))
         return piece
 
     def begin_of(self, piece: Piece) -> int | None:
         """The offset of a long part from :meth:`piece`; ``None`` for any other piece."""
         known = self._known.get(id(piece))
-        return None if known is None else known[1]
+        return None if known is None else known.begin
 
     def crc32(self, piece: Piece, before: int) -> int:
         """CRC-32 of a piece after other bytes; does not look at long parts again.
@@ -72,4 +81,4 @@ class SharedBytes:
         known = self._known.get(id(piece))
         if known is None:
             return checksum.crc32(piece, before)
-        return combine(before, known[2], len(piece))
+        return combine(before, known.crc32, len(piece))
