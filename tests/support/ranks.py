@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -65,10 +66,13 @@ def run_ranks(
     command = [program, str(out), *args]
     environment = {**os.environ, **_RANKS_SEE, WHOLE_END: "1" if whole_end else ""}
     environment |= {} if with_device else _NO_DEVICE
+    was_there = set(out.iterdir())
     status, output = _ended(world_size, command, timeout_s, environment)
     if status != 0 and NOT_MET in output:
         # Gloo itself failed to connect ranks, as it did once in thousands of starts on a busy
-        # machine ("connectFullMesh failed"): no test is about that.
+        # machine ("connectFullMesh failed"): no test is about that. The other ranks may have begun.
+        for left in set(out.iterdir()) - was_there:
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         status, output = _ended(world_size, command, timeout_s, environment)
     results = []
     for rank in range(world_size):
