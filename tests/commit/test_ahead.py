@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from nostall._commit import ahead as _ahead
 from nostall._commit.ahead import WrittenAhead
 from nostall._commit.publication import Publication, complete_metadata, publication_of
 from nostall._engine import Engine
+from nostall._model import threads
 from nostall._model.interrupts import is_done
 from nostall._model.shared_bytes import Piece, SharedBytes
 from nostall._storage import posix
@@ -685,6 +687,7 @@ def test_a_system_without_a_thread_to_give_is_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The commit writes everything then."""
+    monkeypatch.setattr(threads, "_kept", deque())
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -46,6 +47,7 @@ from nostall.core import AsyncCallsQueue
 from nostall.errors import (
     CheckpointExistsError,
     DamagedCheckpointError,
+    NostallError,
     OptionError,
     SaveTimeoutError,
     WriteError,
@@ -506,6 +508,20 @@ def test_promote_goes_on_without_a_save(tier: str, root: str) -> None:
     promotion.result(PATIENCE_S)
     assert step_at(destination_of(root, 0)) == 0
     assert nostall.promote(tier) == ()
+
+
+def test_a_promotion_that_ends_at_once_is_returned(
+    tier: str, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have failed: no process can be started for it, say."""
+    promotion = promotion_of(save(tier, root, 0))
+    promotion.result(PATIENCE_S)
+    (Path(promotion.local_path) / ".promoted").unlink()
+    nostall._engine.reset()
+    monkeypatch.setattr(sys, "executable", "")
+    (again,) = nostall.promote(tier)
+    with pytest.raises(NostallError, match=r"sys\.executable is empty"):
+        again.result(0.0)
 
 
 def test_a_half_copied_file_of_full_length_is_copied_again(tier: str, root: str) -> None:

@@ -15,8 +15,9 @@ from concurrent.futures import Future
 from enum import Enum, auto
 
 from nostall._commit.publication import Publication
-from nostall._model.interrupts import is_done, start
+from nostall._model.interrupts import is_done
 from nostall._model.shared_bytes import Piece
+from nostall._model.threads import run_apart
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.places import storage_at
 from nostall._storage.port import Draft, Elsewhere, PlacedPiece
@@ -80,10 +81,8 @@ class WrittenAhead:
         """Begin to write; at most once, and not after the end of the save."""
         if not self._move(_State.WAITING, _State.WRITING):
             return
-        # A daemon: the interpreter has to end even if storage hangs.
-        thread = threading.Thread(target=self._write, name="nostall-ahead", daemon=True)
         try:
-            start(thread)
+            run_apart("nostall-ahead", self._write)
         except RuntimeError:  # the system cannot start a thread
             self._end()
             self.settled.set_result(None)

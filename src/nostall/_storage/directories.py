@@ -147,9 +147,11 @@ def names_in_use(directory: str) -> set[str]:
 
 
 def _busy_in(directory: str) -> set[Visit]:
-    where = identity(directory)
     with _state.lock:
-        busy = [visit for visit in _state.visits if not visit._is_over()]
+        busy = {visit for visit in _state.visits if not visit._is_over()}
+    if all(visit._directory == directory for visit in busy):
+        return busy
+    where = identity(directory)  # only then: it looks at each directory of the path
     return {visit for visit in busy if identity(visit._directory) == where}
 
 

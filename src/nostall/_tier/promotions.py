@@ -198,10 +198,11 @@ class Promotions:
                         promotion = Promotion(tier, each.directory, each.destination, each.record)
                         self._pending[key] = promotion
                         new.append(promotion)
+                # Now: one that is over a moment later may have failed.
+                under_way = [each for each in self._pending.values() if each.tier == tier]
             for promotion in new:
                 self._submit(promotion)
-        with self._lock:
-            return [each for each in self._pending.values() if each.tier == tier]
+        return under_way
 
     @contextmanager
     def removing(self, destination: str) -> Iterator[bool]:
