@@ -182,6 +182,23 @@ def test_a_bucket_that_does_not_exist_is_no_empty_directory(
         assert "bucket does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("s3")
+@pytest.mark.parametrize(("nbytes", "phase"), [(4 << 10, "write"), (32 << 20, "open")])
+def test_a_save_to_a_bucket_that_does_not_exist_says_so(nbytes: int, phase: str) -> None:
+    """A short file is one request, a long one an upload, which has to be begun; neither is synced.
+
+    The next step is to look at the address.
+    """
+    state = {"weight": torch.zeros(nbytes, dtype=torch.uint8)}
+    with pytest.raises(CheckpointException) as raised:
+        dcp.save(state, storage_writer=FileSystemWriterAsync("s3://there-is-none/run"))
+    ((error, _),) = raised.value.failures.values()
+    assert isinstance(error, WriteError)
+    assert error.phase == phase
+    assert "bucket does not exist" in error.message
+    assert "check the address" in str(error)
+
+
 def test_a_split_save_is_committed_by_finalising(queue: AsyncCallsQueue, url: str) -> None:
     """As frameworks save."""
     schedule(queue, url, state_of(3))

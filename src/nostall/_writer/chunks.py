@@ -35,6 +35,7 @@ from nostall._model.jobs import (
     page_aligned,
 )
 from nostall._model.together import work_together
+from nostall._storage.places import is_address
 from nostall._storage.port import Files, Upload, may_pass
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image
@@ -245,7 +246,8 @@ class _FileTask:
             self._left -= 1
             last = self._left == 0
         if last:
-            chunk.phase = "fsync"
+            if self._job.sync_files and not is_address(self._job.directory):
+                chunk.phase = "fsync"
             self._faults.at("fsync", self.path)
             self._file.finish(self._crc32())
             self._finished_s = self._note("fsync", thread, started_s)

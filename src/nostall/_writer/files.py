@@ -133,6 +133,8 @@ def describe(error: BaseException, job: WriteJob, *, phase: str, path: str) -> F
             hint = "the credentials of this process do not allow it, or have expired"
         else:
             hint = f"user {os.geteuid()} may not write there; change that or save elsewhere"
+    elif code == errno.ENOENT and is_address(path):
+        hint = "check the address, and that its bucket exists"
     return Failure(
         kind="WriteError",
         message=f"{type(error).__name__}: {reason}",
