@@ -30,12 +30,11 @@ from nostall._model.interrupts import is_done, uninterruptible
 from nostall._model.jobs import RankFailed, RankReport, WriteJob
 from nostall._model.progress import SaveStatus, UnderWay
 from nostall._model.reads import LoadStatus, load_statuses
-from nostall._model.shared_bytes import SharedBytes, SharedPart
+from nostall._model.shared_bytes import PlacedPiece, SharedBytes
 from nostall._model.torch_threads import run_torch_apart
 from nostall._model.values import ItemShape, KeptFile, Layout
 from nostall._plan.layout import FileNaming, Packing, lay_out, renamed
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, joined, when_done
-from nostall._storage.port import PlacedPiece
 from nostall._storage.removed_files import RemovedFiles
 from nostall._tier.promotion import Promotion, PromotionStatus
 from nostall._tier.promotions import Promotions
@@ -218,11 +217,7 @@ class Engine:
         Raises:
             OSError: The process failed, or may still write: nothing else may be written there.
         """
-        parts = [
-            SharedPart(at, begin, len(piece))
-            for at, piece in pieces
-            if (begin := memory.begin_of(piece)) is not None
-        ]
+        parts, others = memory.divided(pieces)
         with self._lock:
             writers = [writer for writer in self._writers if writer.alive]
         if not parts or not writers:
@@ -233,7 +228,7 @@ class Engine:
         report = done.result()
         if isinstance(report, RankFailed):
             raise OSError(errno.EIO, report.failure.message)
-        return [(at, piece) for at, piece in pieces if memory.begin_of(piece) is None]
+        return others
 
     def writers(self, count: int) -> list[WriterProcess]:
         """``count`` running writer processes; dead ones are replaced.

@@ -28,10 +28,9 @@ from nostall._commit.publication import Publication, complete_metadata, publicat
 from nostall._engine import Engine
 from nostall._model import threads
 from nostall._model.interrupts import is_done
-from nostall._model.shared_bytes import Piece, SharedBytes
+from nostall._model.shared_bytes import Piece, PlacedPiece, SharedBytes
 from nostall._storage import posix
 from nostall._storage.places import storage_at
-from nostall._storage.port import PlacedPiece
 from nostall._writer.handle import WriterProcess
 from nostall.core import AsyncCallsQueue
 from nostall.state_dict_saver import CheckpointMetadataCache

@@ -33,11 +33,10 @@ from nostall._commit.publish import commit
 from nostall._engine import default_engine
 from nostall._model import shared_bytes
 from nostall._model.names import is_draft
-from nostall._model.shared_bytes import SharedBytes, SharedPart
+from nostall._model.shared_bytes import PlacedPiece, SharedBytes
 from nostall._save import finalize
 from nostall._save.leftovers import files_of
 from nostall._storage import posix, removed_files
-from nostall._storage.port import PlacedPiece
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.posix_storage import PosixStorage
 from nostall._storage.removed_files import RemovedFiles
@@ -101,10 +100,9 @@ def test_a_file_always_has_the_content_it_was_given_last(data: st.DataObject) ->
         pool = [*(shared.piece(*each) for each in bounds), b"", b"short", b"longer than that"]
 
         def elsewhere(fd: int, pieces: list[PlacedPiece]) -> list[PlacedPiece]:
-            own = [(at, piece) for at, piece in pieces if shared.begin_of(piece) is not None]
-            parts = [SharedPart(at, shared.begin_of(piece) or 0, len(piece)) for at, piece in own]
+            parts, others = shared.divided(pieces)
             posix.write_parts(fd, shared.fd, parts, sync=False)
-            return [each for each in pieces if each not in own]
+            return others
 
         file = posix.UnfinishedFile(os.path.join(directory, "file"), sync=False)
         for content in data.draw(st.lists(st.lists(st.sampled_from(pool)), min_size=1, max_size=4)):

@@ -9,7 +9,7 @@ import zlib
 import pytest
 
 from nostall._model import shared_bytes
-from nostall._model.shared_bytes import SharedBytes
+from nostall._model.shared_bytes import SharedBytes, SharedPart
 
 
 @pytest.fixture
@@ -25,9 +25,10 @@ def test_parts_are_the_bytes_that_were_shared(content: bytes) -> None:
     assert shared.nbytes == len(content)
     assert isinstance(long, memoryview)
     assert long.readonly
-    assert shared.begin_of(long) == 7
-    assert shared.begin_of(short) is None
-    assert shared.begin_of(bytes(long)) is None
+    copied = bytes(long)
+    parts, others = shared.divided([(100, long), (5, short), (8, copied)])
+    assert parts == [SharedPart(at=100, begin=7, nbytes=len(long))]
+    assert others == [(5, short), (8, copied)]
     assert os.pread(shared.fd, len(content), 0) == content
 
 

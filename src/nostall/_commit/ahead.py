@@ -16,11 +16,11 @@ from enum import Enum, auto
 
 from nostall._commit.publication import Publication
 from nostall._model.interrupts import is_done
-from nostall._model.shared_bytes import Piece
+from nostall._model.shared_bytes import Piece, PlacedPiece
 from nostall._model.threads import run_apart
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.places import storage_at
-from nostall._storage.port import Draft, Elsewhere, PlacedPiece
+from nostall._storage.port import Draft, Elsewhere
 
 _log = logging.getLogger("nostall")
 

@@ -13,6 +13,8 @@ from nostall._model.crc import combine
 
 Piece: TypeAlias = "bytes | memoryview"
 """A part of a content. It does not change."""
+PlacedPiece: TypeAlias = "tuple[int, Piece]"
+"""A piece and, before it, its offset in a file."""
 
 LONG_NBYTES = 64 << 10
 """Shorter pieces are copied and joined: that costs less than a call for each."""
@@ -66,10 +68,16 @@ class SharedBytes:
         self._known[id(piece)] = _Known(piece, begin, checksum.crc32(piece))
         return piece
 
-    def begin_of(self, piece: Piece) -> int | None:
-        """The offset of a long part from :meth:`piece`; ``None`` for any other piece."""
-        known = self._known.get(id(piece))
-        return None if known is None else known.begin
+    def divided(self, pieces: Iterable[PlacedPiece]) -> tuple[list[SharedPart], list[PlacedPiece]]:
+        """The long parts from :meth:`piece` among pieces of a file, and the other pieces."""
+        parts, others = [], []
+        for at, piece in pieces:
+            known = self._known.get(id(piece))
+            if known is None:
+                others.append((at, piece))
+            else:
+                parts.append(SharedPart(at, known.begin, len(piece)))
+        return parts, others
 
     def crc32(self, piece: Piece, before: int) -> int:
         """CRC-32 of a piece after other bytes; does not look at long parts again.

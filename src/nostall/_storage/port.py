@@ -14,7 +14,7 @@ import errno
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, NewType, Protocol, TypeAlias
 
-from nostall._model.shared_bytes import Piece
+from nostall._model.shared_bytes import Piece, PlacedPiece
 
 Version = NewType("Version", str)
 """Identifies one content of a name: an ETag, or inode, modification time and length."""
@@ -22,8 +22,6 @@ ABSENT = Version("")
 """The version of a name that does not exist."""
 
 
-PlacedPiece: TypeAlias = "tuple[int, Piece]"
-"""A piece of a content, after its offset."""
 Elsewhere: TypeAlias = "Callable[[int, list[PlacedPiece]], list[PlacedPiece]]"
 """Has another process write pieces of a file, given by its descriptor; returns the others."""
 

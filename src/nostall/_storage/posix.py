@@ -27,8 +27,8 @@ from weakref import WeakSet
 from nostall._model import shared_bytes
 from nostall._model.jobs import page_aligned
 from nostall._model.names import is_draft
-from nostall._model.shared_bytes import Piece, SharedPart
-from nostall._storage.port import Elsewhere, PlacedPiece
+from nostall._model.shared_bytes import Piece, PlacedPiece, SharedPart
+from nostall._storage.port import Elsewhere
 
 _MOST_TO_HOLD = 64
 """Removed files; a rank has a few of them, and a process may open about a thousand."""

@@ -32,8 +32,6 @@ _ENTRY = (
     " from nostall._writer.main import main; main(int(sys.argv[3]), int(sys.argv[4]), sys.argv[2])"
 )
 
-_SHARED = "shared "
-"""Begins the names of jobs that write shared memory."""
 SEALS_KEPT = 16
 """Number of jobs whose seal tables a writer process keeps: more than an engine keeps layouts."""
 
@@ -164,7 +162,7 @@ class WriterProcess(ChildProcess[RankReport]):
         Returns:
             A future that always ends, as that of :meth:`submit`; its report has no receipts.
         """
-        job = f"{_SHARED}{next(self._numbers)}"
+        job = f"shared {next(self._numbers)}"
 
         def on_death(failure: Failure) -> RankReport:
             return RankFailed(rank=0, failure=failure)
@@ -174,9 +172,9 @@ class WriterProcess(ChildProcess[RankReport]):
 
     @property
     def idle(self) -> bool:
-        """Whether every save is answered; metadata of one that was given up may be written."""
+        """Whether it has no snapshot to write; it may write metadata of a save that was given up."""
         with self._lock:
-            return all(job.startswith(_SHARED) for job in self._waiting)
+            return not any(isinstance(each.holds, Lease) for each in self._waiting.values())
 
     def unanswered(self, save: str) -> dict[str, Future[RankReport]]:
         """The unanswered jobs of a save, and their futures."""
