@@ -194,8 +194,8 @@ class CheckpointManager:
             extra: Anything that can be pickled; each rank has its own.
 
         Raises:
-            CheckpointException: A rank could not plan this save, or an earlier save failed; raised
-                on every rank.
+            CheckpointException: A rank could not plan this save, also for a state or metrics that
+                are not possible, or an earlier save failed; raised on every rank.
             OptionError: An argument is not possible, the manager is closed, a process group is
                 missing, or another process of this machine saves below the root.
             SaveTimeoutError: Storage does not answer rank 0; raised on every rank.
@@ -203,8 +203,8 @@ class CheckpointManager:
         self._require_open()
         self._require_group()
         step = require_integer("step", step, at_least=0)
-        numbers = numbers_of(metrics or {})
-        require_state(state, self._steps.parts)
+        if self._coordination().world_size == 1:  # other ranks would learn of it when planning
+            self._require_possible(state, metrics)
         self.poll()
         self._enter(step)
         paths = self._steps.checkpoints(step)
@@ -216,7 +216,7 @@ class CheckpointManager:
                 hint="leave one of them out",
             )
         handle = SaveHandle(step, self._steps.path(step), writers, self._pending.wait)
-        planner, items = self._captured(state, step, numbers, extra)
+        planner, items = self._captured(state, step, metrics, extra)
         self._pending.start(handle, writers, items, planner, self._caches)
         self._saved_at_s = time.monotonic()
         return handle
@@ -268,8 +268,19 @@ class CheckpointManager:
                 what = "step %d is saved again; it will replace the %s in %s"
                 _log.info(what, step, present, self.path(step))
 
+    def _require_possible(
+        self, state: Mapping[str, Any], metrics: Mapping[str, float] | None
+    ) -> dict[str, float]:
+        """The metrics as numbers; refuses them, or a state, that cannot be saved."""
+        require_state(state, self._steps.parts)
+        return numbers_of(metrics or {})
+
     def _captured(
-        self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float], extra: object
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        metrics: Mapping[str, float] | None,
+        extra: object,
     ) -> tuple[Callable[[], DefaultSavePlanner], list[dict[str, Any]]]:
         """The planner and the state dict of each part; after an error, a planner that raises it.
 
@@ -277,8 +288,9 @@ class CheckpointManager:
         """
         rank, parts = self._coordination().rank, self._steps.parts
         try:
-            items = capture(state, step, metrics, extra, parts=parts, rank=rank)
-        except Exception as error:  # of users' objects; raised on every rank
+            numbers = self._require_possible(state, metrics)
+            items = capture(state, step, numbers, extra, parts=parts, rank=rank)
+        except Exception as error:  # also of users' objects; raised on every rank
             return partial(FailingPlanner, error), [{} for _ in self._caches]
         return DefaultSavePlanner, items
 

@@ -16,6 +16,7 @@ from nostall._model.completion import is_completion
 from nostall._model.names import METADATA_SUFFIX, is_metadata_of_one_rank, is_ours_to_remove
 from nostall._storage.destination import place_of
 from nostall._storage.places import is_address, storage_at
+from nostall._tier.local import is_of_tier
 from nostall._tier.parts import is_record
 from nostall.errors import OptionError, WriteError
 
@@ -32,6 +33,9 @@ class _Contents:
     """Shard files, also of unfinished saves, records of these, and unpublished metadata."""
     others: tuple[str, ...]
     """Names that no save has created."""
+
+
+_ARE_LEFT = (is_ours_to_remove, is_record, is_completion, is_of_tier)
 
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
@@ -115,12 +119,11 @@ def _sorted_out(names: Iterable[str]) -> _Contents:
     for name in names:
         if name == _torch.METADATA_NAME or is_metadata_of_one_rank(name):
             metadata.append(name)
-        elif any(is_left(name) for is_left in (is_ours_to_remove, is_record, is_completion)) or (
-            name.endswith(f"{METADATA_SUFFIX}.tmp")
-        ):
+        elif any(is_left(name) for is_left in _ARE_LEFT) or name.endswith(f"{METADATA_SUFFIX}.tmp"):
             rest.append(name)
         else:
             others.append(name)
+    rest.sort(key=is_of_tier)  # last: they say where the other files belong
     return _Contents(metadata=tuple(metadata), rest=tuple(rest), others=tuple(others))
 
 

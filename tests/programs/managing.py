@@ -168,6 +168,8 @@ def failing(out: Path) -> Facts:
     for step in (1, 2, 3):  # so that plans are known, and ranks plan alone
         manager.save(step, state).result()
     found["later"] = _error_of(lambda: manager.save(4, broken).result())
+    loss: Any = "n/a" if rank == 1 else 0.5
+    found["metrics"] = _error_of(lambda: manager.save(4, state, metrics={"loss": loss}).result())
     with inject(*faults):
         handle = manager.save(5, state)
         found["write"] = _error_of(manager.wait)

@@ -510,6 +510,18 @@ def test_promote_goes_on_without_a_save(tier: str, root: str) -> None:
     assert nostall.promote(tier) == ()
 
 
+def test_a_promotion_is_given_up_by_removing_the_local_checkpoint(tier: str, root: str) -> None:
+    """It ends, and nothing of it stays in the tier."""
+    Path(root).write_text("in the way")
+    promotion = promotion_of(save(tier, root, 0))
+    wait_until(lambda: promotion.status.trouble)
+    nostall.remove_checkpoint(promotion.local_path)
+    with pytest.raises(DamagedCheckpointError, match="the local checkpoint is gone"):
+        promotion.result(PATIENCE_S)
+    assert os.listdir(tier) == []
+    assert nostall.promote(tier) == ()
+
+
 def test_a_promotion_that_ends_at_once_is_returned(
     tier: str, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

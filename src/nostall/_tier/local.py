@@ -285,6 +285,11 @@ def promoted_from(directory: str) -> Promoted:
     return Promoted(Version(version), int(crc32) if crc32.isdecimal() else None)
 
 
+def is_of_tier(name: str) -> bool:
+    """Whether a name is that of a record in a directory of a local tier."""
+    return name in (_DESTINATION, _PROMOTED) or name.startswith(COPIED)
+
+
 def _content(directory: str, name: str) -> str | None:
     try:
         with open(os.path.join(directory, name), "rb") as stream:

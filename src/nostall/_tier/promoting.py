@@ -20,7 +20,7 @@ from nostall._model.jobs import Failure
 from nostall._model.names import METADATA_NAME, is_ours_to_remove
 from nostall._model.values import WrittenFile
 from nostall._storage import posix
-from nostall._storage.places import is_address, object_storage_at, storage_at
+from nostall._storage.places import is_address, may_have, object_storage_at, storage_at
 from nostall._storage.port import Files, Storage
 from nostall._storage.posix_storage import PosixStorage
 from nostall._storage.reading import open_to_read, read_metadata
@@ -85,9 +85,9 @@ def promote(job: PromotionJob, on_progress: Callable[[int, int], None]) -> None:
     if job.record != METADATA_NAME:
         _promote_part(job, on_progress)
         return
-    if not os.path.exists(job.directory):
-        raise Unpromotable("the local checkpoint is gone", job.directory)
     local = PosixStorage(job.directory)
+    if not may_have(local, METADATA_NAME):  # removed; what is left of the directory does not matter
+        raise Unpromotable("the local checkpoint is gone", job.directory)
     with held(job.directory):
         while True:
             version = local.stat(METADATA_NAME).version
