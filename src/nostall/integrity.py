@@ -29,11 +29,12 @@ from nostall._commit.guarded_program import HINT
 from nostall._model.checksum import use_fastest
 from nostall._model.names import METADATA_NAME
 from nostall._model.reads import ReadCounter
-from nostall._storage.destination import place_of
-from nostall._storage.places import is_address, storage_at
+from nostall._storage.destination import place_of, require_possible
+from nostall._storage.places import is_address, may_have, storage_at
 from nostall._storage.port import Files, Version
 from nostall.errors import (
     DamagedCheckpointError,
+    OptionError,
     ReadError,
     UnknownMetadataError,
     UntrustedMetadataError,
@@ -90,6 +91,7 @@ class Verification:
 
 def _path_of(path: str | os.PathLike[str]) -> str:
     """The path, or the address in its shortest form."""
+    require_possible(path)
     text = os.fspath(path)
     return place_of(text) if is_address(text) else text
 
@@ -108,7 +110,7 @@ def is_complete(path: str | os.PathLike[str], deep: bool = False) -> bool:
     Raises:
         UnknownMetadataError: There is no manifest, and the metadata is not understood: a newer
             torch or a planner with its own classes may have written it.
-        OptionError: The client of an object store is missing.
+        OptionError: The path is empty, or the client of an object store is missing.
     """
     return why_incomplete(_path_of(path), deep=deep) is None
 
@@ -187,7 +189,8 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
             job that starts from scratch might lose it.
         ReadError: ``root`` is not a directory, or cannot be read; or no checkpoint is known to be
             complete, and one cannot be read at present.
-        OptionError: The client of an object store is missing.
+        OptionError: ``root`` is a checkpoint itself, or is empty; or the client of an object store
+            is missing.
     """
     unknown: list[UnknownMetadataError | ReadError] = []
     for path in committed_latest_first(_path_of(root)):
@@ -208,6 +211,13 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
             path=newest.path,
             hint=newest.hint,
         ) from newest
+    # A job that starts from scratch would save over it, or beside it.
+    if may_have(storage_at(_path_of(root)), METADATA_NAME):
+        raise OptionError(
+            "it is a checkpoint itself",
+            path=os.fspath(root),
+            hint="pass the directory that holds it",
+        )
     return None
 
 
@@ -236,7 +246,7 @@ def verify(
         The findings; the content of the checkpoint never raises.
 
     Raises:
-        OptionError: The client of an object store is missing.
+        OptionError: The path is empty, or the client of an object store is missing.
     """
     files = storage_at(_path_of(path))
     for _ in range(_ATTEMPTS):

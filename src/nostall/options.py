@@ -157,7 +157,7 @@ class WriterOptions:
         _set(self, "linger_s", float(self.linger_s))
         hint: object = self.separation_hint
         if hint is not None:
-            _require(not self.frozen, "frozen and separation_hint together", "one of them")
+            _require(not self.frozen, "frozen with separation_hint", "one of them")
             _require(
                 self.thread_count >= 2,
                 f"separation_hint={hint!r} with thread_count={self.thread_count}",

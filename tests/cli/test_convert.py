@@ -158,7 +158,7 @@ def test_a_name_that_contradicts_what_is_written_is_refused(
     torch.save({"x": torch.ones(2)}, "all.pt")
     status, _, error = run("convert", source, target)
     assert (status, error.count("\n")) == (2, 1)
-    assert "is named like something else" in error
+    assert "the name of the target says otherwise" in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.pt", "saved"]
 
 

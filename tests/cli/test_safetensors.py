@@ -111,7 +111,7 @@ def test_files_of_stock_and_of_hugging_face_become_a_checkpoint(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("state", "more", "message"),
     [
-        ({"w": torch.ones(2), "step": 3}, (), "tensors only; 1 of the items"),
+        ({"w": torch.ones(2), "step": 3}, (), "tensors only; 1 item of another kind"),
         ({"w": torch.ones(2)}, ("--prefix", "model."), "no item's name begins with 'model.'"),
         ({"w": torch.ones(2)}, ("--prefix", "w"), "nothing is left of its name"),
         ({"w": torch.ones(2, dtype=torch.complex128)}, (), "complex128"),

@@ -753,3 +753,19 @@ def test_an_unknown_store_does_not_look_like_an_empty_directory(look: Callable[[
     """A job that finds no checkpoint starts from scratch."""
     with pytest.raises(OptionError, match=r"no file system for nowhere://"):
         look("nowhere://bucket/checkpoints")
+
+
+def test_a_root_that_is_a_checkpoint_itself_is_refused(tmp_path: Path) -> None:
+    """A job that is told of no checkpoint begins from scratch, and saves over it."""
+    dcp.save({"weight": torch.ones(3)}, storage_writer=FileSystemWriterAsync(tmp_path))
+    with pytest.raises(OptionError, match="it is a checkpoint itself"):
+        nostall.latest_complete(tmp_path)
+    dcp.save({"weight": torch.ones(3)}, storage_writer=FileSystemWriterAsync(tmp_path / "step-1"))
+    assert nostall.latest_complete(tmp_path) == str(tmp_path / "step-1")
+
+
+@pytest.mark.parametrize("look", [nostall.latest_complete, nostall.is_complete, nostall.verify])
+def test_an_empty_path_is_refused(look: Callable[[str], object]) -> None:
+    """It is a variable that was not set."""
+    with pytest.raises(OptionError, match="the checkpoint path is empty"):
+        look("")

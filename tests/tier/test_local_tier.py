@@ -514,7 +514,7 @@ def test_a_promotion_is_given_up_by_removing_the_local_checkpoint(tier: str, roo
     """It ends, and nothing of it stays in the tier."""
     Path(root).write_text("in the way")
     promotion = promotion_of(save(tier, root, 0))
-    wait_until(lambda: promotion.status.trouble)
+    wait_until(lambda: bool(promotion.status.trouble))
     nostall.remove_checkpoint(promotion.local_path)
     with pytest.raises(DamagedCheckpointError, match="the local checkpoint is gone"):
         promotion.result(PATIENCE_S)
@@ -832,7 +832,7 @@ def test_ctrl_c_ends_the_wait_for_promotions(tier: str, root: str) -> None:
     with _saving_once(tier, root, PATIENCE_S) as process:
         assert process.stderr is not None
         line = next(line for line in process.stderr if "waiting up to" in line)
-        assert "1 checkpoints that are not at their destination" in line
+        assert "1 checkpoint on the way to the destination" in line
         process.send_signal(signal.SIGINT)
         _, rest = process.communicate(timeout=PATIENCE_S / 2)
     assert process.returncode == 1

@@ -7,8 +7,9 @@ import os
 
 from nostall._cli.arguments import NotThere, Status, place
 from nostall._cli.checkpoints.listing import require_no_broken_link
-from nostall._cli.output import counted, printable
+from nostall._cli.output import printable
 from nostall._model.names import SAFETENSORS_SUFFIX
+from nostall._model.wording import counted
 from nostall._storage.places import is_address, storage_at
 from nostall.errors import OptionError
 
@@ -121,7 +122,7 @@ def _require_fitting_name(target: str, *, to_directory: bool) -> None:
     wrong = _OTHER_FORMATS + ((*_FILE_ENDINGS, SAFETENSORS_SUFFIX) if to_directory else (os.sep,))
     if target.lower().endswith(wrong):
         raise OptionError(
-            f"this command writes {written}, but the target is named like something else",
+            f"this command writes {written}, but the name of the target says otherwise",
             path=target,
             hint="name a directory" if to_directory else "use a name such as step-500.pt",
         )

@@ -15,7 +15,8 @@ from nostall._cli.arguments import (
     place,
     require_chosen,
 )
-from nostall._cli.output import counted, print_json, printable, progress
+from nostall._cli.output import print_json, printable, progress
+from nostall._model.wording import counted
 
 if TYPE_CHECKING:
     from nostall._cli.checkpoints.checkpoint import Checkpoint, Item

@@ -19,7 +19,8 @@ from nostall._cli.arguments import (
     place,
     require_chosen,
 )
-from nostall._cli.output import counted, format_size, print_json, print_table, printable
+from nostall._cli.output import format_size, print_json, print_table, printable
+from nostall._model.wording import counted
 
 if TYPE_CHECKING:
     from nostall._cli.checkpoints.checkpoint import Checkpoint, Item

@@ -13,8 +13,8 @@ from nostall._cli.checkpoints.listing import (
     require_no_file,
     why_not_there,
 )
-from nostall._cli.output import counted
 from nostall._commit.committed import committed_latest_first
+from nostall._model.wording import counted
 from nostall.errors import DamagedCheckpointError
 
 HELP = "print the path of the last complete checkpoint"

@@ -146,8 +146,3 @@ def format_age(seconds: float) -> str:
         if seconds >= 2 * unit_s:
             return f"{seconds / unit_s:.0f} {name}"
     return f"{max(0, seconds):.0f} s"
-
-
-def counted(number: int, noun: str) -> str:
-    """A number and its noun: ``1 file``, ``2 files``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -19,7 +19,7 @@ from nostall._cli.checkpoints.listing import (
     newest_complete,
     require_no_checkpoint,
 )
-from nostall._cli.output import counted, describe, format_size, print_error, print_json, print_table
+from nostall._cli.output import describe, format_size, print_error, print_json, print_table
 from nostall._manager.policies import (
     KeepBest,
     KeepEvery,
@@ -28,6 +28,7 @@ from nostall._manager.policies import (
     StepRecord,
     unseen_metrics,
 )
+from nostall._model.wording import counted
 from nostall.errors import NostallError, OptionError
 
 HELP = "remove checkpoints that no policy keeps; a dry run by default"

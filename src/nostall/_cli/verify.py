@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from nostall._cli.arguments import NotThere, Status, add_json, at_least, place
 from nostall._cli.checkpoints.listing import elsewhere, require_no_file, why_not_there
-from nostall._cli.output import counted, print_json, printable, progress
+from nostall._cli.output import print_json, printable, progress
+from nostall._model.wording import counted
 
 if TYPE_CHECKING:
     from nostall.integrity import Verification

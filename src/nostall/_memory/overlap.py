@@ -36,6 +36,7 @@ from nostall._memory.copying import Copies, Source, detach_all
 from nostall._memory.fence import SnapshotFence
 from nostall._model.interrupts import uninterruptible
 from nostall._model.torch_threads import run_torch_apart
+from nostall._model.wording import counted
 from nostall.errors import StagingError
 
 T = TypeVar("T")
@@ -50,7 +51,7 @@ _SECOND_LOOK_S = 0.1
 def changed_too_early(names: Sequence[str]) -> StagingError:
     """The error of a save whose tensors were changed before any wait for its snapshot."""
     return StagingError(
-        f"{len(names)} tensors were changed while the snapshot was taken,"
+        f"{counted(len(names), 'tensor')} changed while the snapshot was taken,"
         f" or without waiting for it: {names[:3]}",
         phase="stage",
         hint="call wait_staged() before changing a large tensor outside an optimizer's step, "

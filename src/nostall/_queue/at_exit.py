@@ -23,6 +23,7 @@ from typing import Protocol
 
 from nostall._memory import devices
 from nostall._model.interrupts import is_done, result_of, start
+from nostall._model.wording import counted
 
 _log = logging.getLogger("nostall")
 
@@ -162,9 +163,9 @@ def finish_at_exit(
     if not unfinished:
         return
     _log.warning(
-        "the interpreter ends with %d requests that are not finalised; completing them within %g s;"
-        " close() the queue to complete them earlier",
-        sum(queue.pending for queue in unfinished),
+        "the interpreter ends with %s not finalised; waiting up to %g s; close() the queue, or the"
+        " manager, to complete them earlier",
+        counted(sum(queue.pending for queue in unfinished), "request"),
         timeout_s,
     )
     deadline = time.monotonic() + timeout_s
@@ -193,8 +194,8 @@ def finish_after_error(
         Why a request is still pending or has failed; empty if all are committed.
     """
     _log.warning(
-        "an exception was raised before %d requests were finalised; completing them within %g s",
-        unfinished.pending,
+        "an exception was raised with %s not finalised; waiting up to %g s",
+        counted(unfinished.pending, "request"),
         timeout_s,
     )
     if unfinished.is_distributed:

@@ -10,6 +10,7 @@ import atexit
 import logging
 
 from nostall._engine import default_engine, missing_promotions
+from nostall._model.wording import counted
 from nostall._queue.at_exit import FAILURE_STATUS, end_process
 from nostall._queue.preemption import STATUS as PREEMPTED_STATUS
 from nostall._queue.preemption import preemption
@@ -31,9 +32,8 @@ def finish_promotions_at_exit() -> None:
     try:
         if unfinished:
             _log.warning(
-                "the interpreter ends with %d checkpoints that are not at their destination;"
-                " waiting up to %g s",
-                unfinished,
+                "the interpreter ends with %s on the way to the destination; waiting up to %g s",
+                counted(unfinished, "checkpoint"),
                 timeout_s,
             )
         left = await_all(missing, timeout_s)

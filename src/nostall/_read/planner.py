@@ -147,7 +147,8 @@ class Planner(DefaultLoadPlanner):
         for name, (value, entry) in wanted.items():
             is_tensor = _is_tensor(value)
             if is_tensor is isinstance(entry, BytesStorageMetadata):
-                kinds.append(name)
+                where = "state" if is_tensor else "checkpoint"
+                kinds.append(f"{name} (a tensor in the {where} only)")
             elif is_tensor and value.size() != entry.size:
                 shapes.append(f"{name} {tuple(entry.size)} instead of {tuple(value.size())}")
             if is_tensor and value.is_meta:
@@ -157,9 +158,7 @@ class Planner(DefaultLoadPlanner):
         if without:
             raise self._misfit(f"{_some(without)}: on the meta device, without memory to load into")
         if kinds:
-            raise self._misfit(
-                f"{_some(kinds)}: a tensor in the state or in the checkpoint, but not in both"
-            )
+            raise self._misfit(_some(kinds))
 
     def _misfit(self, what: str, hint: str = "") -> OptionError:
         return OptionError(

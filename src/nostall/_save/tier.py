@@ -184,3 +184,9 @@ def require_possible(
             path=destination,
             hint="the path is the destination, on other storage",
         )
+    if f"{tier}/".startswith(f"{destination}/"):
+        raise OptionError(
+            "local_staging_dir is in the checkpoint path",
+            path=tier,
+            hint="use a directory on a fast disk, for all checkpoints of the job",
+        )

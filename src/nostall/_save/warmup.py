@@ -45,7 +45,7 @@ def warmup(share: int | Mapping[str, Any] = 0, *, timeout: float = 30.0, wait: b
     engine = default_engine()
     if not isinstance(share, Mapping | Integral):
         raise OptionError(
-            f"share is of type {type(share).__name__}",
+            f"warmup() got an object of type {type(share).__name__}",
             hint="pass the state dict that will be saved, or a number of bytes",
         )
     if isinstance(share, Mapping):

@@ -130,7 +130,7 @@ def describe(error: BaseException, job: WriteJob, *, phase: str, path: str) -> F
         hint = "raise EngineOptions.writers_per_host, or set it to None"
     elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
         if is_address(path):
-            hint = "the credentials of this process do not allow it, or have expired"
+            hint = "credentials are missing, have expired, or do not allow it"
         else:
             hint = f"user {os.geteuid()} may not write there; change that or save elsewhere"
     elif code == errno.ENOENT and is_address(path):

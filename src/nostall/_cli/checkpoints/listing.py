@@ -13,7 +13,6 @@ from enum import Enum
 from pathlib import Path
 
 from nostall._cli.arguments import NotThere
-from nostall._cli.output import counted
 from nostall._commit.manifest import Manifest, manifest_of
 from nostall._model.names import (
     METADATA_NAME,
@@ -23,6 +22,7 @@ from nostall._model.names import (
     order_of_commit,
     step_in,
 )
+from nostall._model.wording import counted
 from nostall._storage.destination import place_of
 from nostall._storage.places import is_address, storage_at
 from nostall._storage.port import Files, Stat, leaves_open, reason

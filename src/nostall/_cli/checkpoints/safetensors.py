@@ -22,6 +22,7 @@ from nostall._cli.checkpoints.converting import (
     written_beside,
 )
 from nostall._model.names import SAFETENSORS_SUFFIX
+from nostall._model.wording import counted
 from nostall.errors import DamagedCheckpointError, OptionError, ReadError
 
 _INDEX = "model.safetensors.index.json"
@@ -78,7 +79,7 @@ def _require_tensors(items: list[Item], prefix: str, source: str) -> None:
     objects = [item.name for item in items if not item.is_tensor]
     if objects:
         raise OptionError(
-            f"safetensors holds tensors only; {len(objects)} of the items are something else:"
+            f"safetensors holds tensors only; {counted(len(objects), 'item')} of another kind:"
             f" {', '.join(objects[:_SHOWN])}",
             path=source,
             hint="choose tensors by the beginning of their names, as in --prefix model.",
