@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
+from nostall._commit.committed import committed_latest_first
 from nostall._model.collection import no_collection
 from nostall._read.planner import Planner, outer_names
-from nostall._storage.destination import place_of
+from nostall._storage.destination import place_of, require_possible
 from nostall._storage.places import identity, is_address
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import OptionError, ReadError
@@ -90,6 +92,7 @@ def load(
     """
     began_s = time.monotonic()
     wanted = None if keys is None else _Selection(keys)
+    require_possible(path)
     where = os.fspath(path)
     for name, flag in (
         ("strict", strict),
@@ -128,7 +131,7 @@ def load(
     if process_group is None or not use_collectives:
         rank = None if use_collectives else _number_of_this_rank(process_group)
         with no_collection():
-            _load_alone(present, reader, planner, where, rank)
+            _load_alone(present, reader, planner, rank)
     else:
         dcp.load(present, storage_reader=reader, planner=planner, process_group=process_group)
     if wanted is not None:
@@ -159,7 +162,15 @@ class _Reader(CachedMetadataFileSystemReader):
     """The reader, for a planner that only reads metadata, and only the items in it."""
 
     def read_metadata(self, *_: Any, **kwargs: Any) -> Metadata:
-        return self.shared_metadata(kwargs.get("rank"))
+        """The metadata.
+
+        Raises:
+            ReadError: There is none.
+        """
+        try:
+            return self.shared_metadata(kwargs.get("rank"))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise _nothing_at(str(self.path)) from error
 
 
 def _number_of_this_rank(group: dist.ProcessGroup | None) -> int:
@@ -167,22 +178,30 @@ def _number_of_this_rank(group: dist.ProcessGroup | None) -> int:
 
 
 def _load_alone(
-    state: dict[str, Any], reader: FileSystemReader, planner: Planner, path: str, rank: int | None
+    state: dict[str, Any], reader: FileSystemReader, planner: Planner, rank: int | None
 ) -> None:
-    try:
-        metadata = reader.shared_metadata(rank)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ReadError(
-            "no checkpoint was committed here",
-            errno=errno.ENOENT,
-            phase="read",
-            path=path,
-            hint="`nostall ls ROOT` lists checkpoints",
-        ) from error
+    metadata = reader.read_metadata(rank=rank)
     planner.set_up_planner(state, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def _nothing_at(path: str) -> ReadError:
+    """The error that there is no checkpoint, with what is there instead."""
+    below: list[str] = []
+    with suppress(ReadError):
+        below = committed_latest_first(path)
+    what = "a file, not the directory of a checkpoint"
+    return ReadError(
+        what if os.path.isfile(path) else "no checkpoint was committed here",
+        errno=errno.ENOENT,
+        phase="read",
+        path=path,
+        hint=f"the last one below it is {below[0]}"
+        if below
+        else "`nostall ls ROOT` lists checkpoints",
+    )
 
 
 class _Selection:

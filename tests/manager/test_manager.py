@@ -825,6 +825,14 @@ REFUSED: dict[str, Callable[[Path], object]] = {
 }
 
 
+def test_what_cannot_be_pickled_is_refused_by_name(tmp_path: Path) -> None:
+    """With the step, and what to leave out."""
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(CheckpointException, match=r"step 7: extra, .*cannot be pickled"):
+            manager.save(7, {"weight": torch.ones(1)}, extra=lambda: None)
+        manager.save(8, {"weight": torch.ones(1)}, extra="plain").result()
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_impossible_arguments_are_refused(tmp_path: Path, what: str) -> None:
     """In the caller's frame, before anything is written."""

@@ -220,7 +220,7 @@ def test_errors_are_typed_and_name_the_place(tmp_path: Path) -> None:
     with pytest.raises(ReadError, match="no checkpoint was committed"):
         nostall.load({}, tmp_path / "nothing")
     (tmp_path / "file").touch()
-    with pytest.raises(ReadError, match="no checkpoint was committed"):
+    with pytest.raises(ReadError, match="a file, not the directory of a checkpoint"):
         nostall.load({}, tmp_path / "file")
     save(tmp_path, {"a": torch.ones(1 << 20)})
     with (
@@ -386,3 +386,15 @@ def test_a_default_device_does_not_matter(tmp_path: Path) -> None:
     with torch.device("meta"):
         nostall.load(state, tmp_path)
     assert state["x"].unique().tolist() == state["s"].unique().tolist() == [1.0]
+
+
+def test_where_there_is_no_checkpoint_the_error_says_what_is_there(tmp_path: Path) -> None:
+    """The directory of all checkpoints, nothing, or a variable that was not set."""
+    save(tmp_path / "step-1", {"a": torch.ones(2)})
+    state = {"a": torch.zeros(2)}
+    with pytest.raises(ReadError, match=r"the last one below it is .*step-1"):
+        nostall.load(state, tmp_path)
+    with pytest.raises(ReadError, match="no checkpoint was committed here"):
+        nostall.load(state, tmp_path / "none")
+    with pytest.raises(OptionError, match="the checkpoint path is empty"):
+        nostall.load(state, "")

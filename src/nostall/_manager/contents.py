@@ -134,7 +134,15 @@ def capture(
             exact[key] = items[key]
     named = {key: exact[key] for key in exact if key in items}
     own = {"extra": extra, "rng": rng_states(), "objects": exact}
-    items[key_of_rank(rank)] = _as_tensor(_pickled(own, named))
+    try:
+        pickled = _pickled(own, named)
+    except Exception as error:  # whatever a user's object raises
+        raise OptionError(
+            f"step {step}: extra, or the state of an object, cannot be pickled:"
+            f" {type(error).__name__}: {error}",
+            hint="leave out what belongs to this process, such as locks, files and lambdas",
+        ) from error
+    items[key_of_rank(rank)] = _as_tensor(pickled)
     divided = _in_parts(items, parts)
     if rank == 0:
         about = {"format": _FORMAT, "step": step, "metrics": metrics, "exact": sorted(exact)}

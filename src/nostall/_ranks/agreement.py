@@ -138,8 +138,10 @@ class Scheduled:
             else "all ranks have scheduled as many requests; a rank does not poll, is still"
             " scheduling, or has ended"
         )
+        # A reduction that was begun before may have failed by the group's limit before this wait.
+        limit = f"{waited_s:.1f} s" if waited_s >= 0.1 else "the time limit of the process group"
         return SaveTimeoutError(
-            f"other ranks did not poll within {waited_s:.1f} s; this one has scheduled"
+            f"other ranks did not poll within {limit}; this one has scheduled"
             f" {self._count} requests; {who}",
             rank=coordination.rank,
             phase="write",

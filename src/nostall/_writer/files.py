@@ -133,8 +133,11 @@ def describe(error: BaseException, job: WriteJob, *, phase: str, path: str) -> F
             hint = "credentials are missing, have expired, or do not allow it"
         else:
             hint = f"user {os.geteuid()} may not write there; change that or save elsewhere"
-    elif code == errno.ENOENT and is_address(path):
-        hint = "check the address, and that its bucket exists"
+    elif code in (errno.ENOENT, errno.ENOTDIR):
+        if is_address(path):
+            hint = "check the address, and that its bucket exists"
+        else:
+            hint = "each part of the path must be a directory, and stay there during the save"
     return Failure(
         kind="WriteError",
         message=f"{type(error).__name__}: {reason}",
