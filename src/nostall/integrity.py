@@ -30,8 +30,8 @@ from nostall._model.checksum import use_fastest
 from nostall._model.names import METADATA_NAME
 from nostall._model.reads import ReadCounter
 from nostall._storage.destination import place_of, require_possible
-from nostall._storage.places import is_address, may_have, storage_at
-from nostall._storage.port import Files, Version
+from nostall._storage.places import is_address, storage_at
+from nostall._storage.port import Files, Version, reason
 from nostall.errors import (
     DamagedCheckpointError,
     OptionError,
@@ -211,14 +211,32 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
             path=newest.path,
             hint=newest.hint,
         ) from newest
-    # A job that starts from scratch would save over it, or beside it.
-    if may_have(storage_at(_path_of(root)), METADATA_NAME):
-        raise OptionError(
-            "it is a checkpoint itself",
-            path=os.fspath(root),
-            hint="pass the directory that holds it",
-        )
+    _require_no_metadata(_path_of(root))
     return None
+
+
+def _require_no_metadata(root: str) -> None:
+    """Refuse a checkpoint: a job that starts from scratch would save over it, or beside it.
+
+    Raises:
+        OptionError: It is one.
+        ReadError: Storage does not tell.
+    """
+    try:
+        storage_at(root).stat(METADATA_NAME)
+    except (FileNotFoundError, NotADirectoryError, ReadError):  # the last: not a regular file
+        return
+    except OSError as error:
+        raise ReadError(
+            f"cannot look for a checkpoint: {reason(error)}",
+            errno=error.errno,
+            phase="read",
+            path=root,
+            hint="look again when storage answers",
+        ) from error
+    raise OptionError(
+        "it is a checkpoint itself", path=root, hint="pass the directory that holds it"
+    )
 
 
 def verify(

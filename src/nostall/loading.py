@@ -6,7 +6,6 @@ import errno
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-from nostall._commit.committed import committed_latest_first
 from nostall._model.collection import no_collection
 from nostall._read.planner import Planner, outer_names
 from nostall._storage.destination import place_of, require_possible
@@ -188,19 +186,16 @@ def _load_alone(
 
 
 def _nothing_at(path: str) -> ReadError:
-    """The error that there is no checkpoint, with what is there instead."""
-    below: list[str] = []
-    with suppress(ReadError):
-        below = committed_latest_first(path)
-    what = "a file, not the directory of a checkpoint"
+    """The error that there is no checkpoint."""
+    what = "no checkpoint was committed here"
+    if os.path.isfile(path):
+        what = "a file, not the directory of a checkpoint"
     return ReadError(
-        what if os.path.isfile(path) else "no checkpoint was committed here",
+        what,
         errno=errno.ENOENT,
         phase="read",
         path=path,
-        hint=f"the last one below it is {below[0]}"
-        if below
-        else "`nostall ls ROOT` lists checkpoints",
+        hint="`nostall ls ROOT` lists checkpoints",
     )
 
 

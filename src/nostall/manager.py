@@ -194,17 +194,18 @@ class CheckpointManager:
             extra: Anything that can be pickled; each rank has its own.
 
         Raises:
-            CheckpointException: A rank could not plan this save, also for a state or metrics that
-                are not possible, or an earlier save failed; raised on every rank.
-            OptionError: An argument is not possible, the manager is closed, a process group is
-                missing, or another process of this machine saves below the root.
+            CheckpointException: A rank could not plan this save, or an earlier save failed; raised
+                on every rank. With several ranks also if a state or metrics are not possible.
+            OptionError: Another argument is not possible, or one of these in a single process; the
+                manager is closed, a process group is missing, or another process of this machine
+                saves below the root.
             SaveTimeoutError: Storage does not answer rank 0; raised on every rank.
         """
         self._require_open()
         self._require_group()
         step = require_integer("step", step, at_least=0)
         if self._coordination().world_size == 1:  # other ranks would learn of it when planning
-            self._require_possible(state, metrics)
+            self._validated_metrics(state, metrics)
         self.poll()
         self._enter(step)
         paths = self._steps.checkpoints(step)
@@ -268,10 +269,10 @@ class CheckpointManager:
                 what = "step %d is saved again; it will replace the %s in %s"
                 _log.info(what, step, present, self.path(step))
 
-    def _require_possible(
+    def _validated_metrics(
         self, state: Mapping[str, Any], metrics: Mapping[str, float] | None
     ) -> dict[str, float]:
-        """The metrics as numbers; refuses them, or a state, that cannot be saved."""
+        """The metrics as numbers, once they and the state are known to be possible."""
         require_state(state, self._steps.parts)
         return numbers_of(metrics or {})
 
@@ -288,7 +289,7 @@ class CheckpointManager:
         """
         rank, parts = self._coordination().rank, self._steps.parts
         try:
-            numbers = self._require_possible(state, metrics)
+            numbers = self._validated_metrics(state, metrics)
             items = capture(state, step, numbers, extra, parts=parts, rank=rank)
         except Exception as error:  # also of users' objects; raised on every rank
             return partial(FailingPlanner, error), [{} for _ in self._caches]

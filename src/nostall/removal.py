@@ -7,7 +7,7 @@ is durable.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from nostall import _torch
@@ -16,7 +16,7 @@ from nostall._model.completion import is_completion
 from nostall._model.names import METADATA_SUFFIX, is_metadata_of_one_rank, is_ours_to_remove
 from nostall._storage.destination import place_of
 from nostall._storage.places import is_address, storage_at
-from nostall._tier.local import is_of_tier
+from nostall._tier.local import records_in
 from nostall._tier.parts import is_record
 from nostall.errors import OptionError, WriteError
 
@@ -33,9 +33,6 @@ class _Contents:
     """Shard files, also of unfinished saves, records of these, and unpublished metadata."""
     others: tuple[str, ...]
     """Names that no save has created."""
-
-
-_ARE_LEFT = (is_ours_to_remove, is_record, is_completion, is_of_tier)
 
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
@@ -109,9 +106,20 @@ def _contents(directory: str) -> _Contents | None:
     except NotADirectoryError:
         raise _no_checkpoint(directory, "a file") from None
     contents = _sorted_out(names)
+    if not is_address(directory):
+        contents = _with_records(contents, records_in(directory, names))
     if contents.others and not contents.metadata and not contents.rest:
         raise _no_checkpoint(directory, f"a directory that holds {contents.others[:3]}")
     return contents
+
+
+def _with_records(contents: _Contents, records: Sequence[str]) -> _Contents:
+    """The same; records of a local tier are removed last."""
+    return _Contents(
+        metadata=contents.metadata,
+        rest=(*contents.rest, *records),
+        others=tuple(name for name in contents.others if name not in records),
+    )
 
 
 def _sorted_out(names: Iterable[str]) -> _Contents:
@@ -119,11 +127,12 @@ def _sorted_out(names: Iterable[str]) -> _Contents:
     for name in names:
         if name == _torch.METADATA_NAME or is_metadata_of_one_rank(name):
             metadata.append(name)
-        elif any(is_left(name) for is_left in _ARE_LEFT) or name.endswith(f"{METADATA_SUFFIX}.tmp"):
+        elif any(is_left(name) for is_left in (is_ours_to_remove, is_record, is_completion)) or (
+            name.endswith(f"{METADATA_SUFFIX}.tmp")
+        ):
             rest.append(name)
         else:
             others.append(name)
-    rest.sort(key=is_of_tier)  # last: they say where the other files belong
     return _Contents(metadata=tuple(metadata), rest=tuple(rest), others=tuple(others))
 
 

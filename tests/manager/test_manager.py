@@ -825,7 +825,7 @@ REFUSED: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_what_cannot_be_pickled_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_cannot_be_pickled_is_refused_with_its_step(tmp_path: Path) -> None:
     """With the step, and what to leave out."""
     with CheckpointManager(tmp_path) as manager:
         with pytest.raises(CheckpointException, match=r"step 7: extra, .*cannot be pickled"):

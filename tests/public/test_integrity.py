@@ -764,6 +764,17 @@ def test_a_root_that_is_a_checkpoint_itself_is_refused(tmp_path: Path) -> None:
     assert nostall.latest_complete(tmp_path) == str(tmp_path / "step-1")
 
 
+def test_a_root_that_storage_does_not_tell_about_is_no_checkpoint(tmp_path: Path) -> None:
+    """Nor is one with a directory of that name; only storage's error is one."""
+    with (
+        patch.object(posix_files.PosixFiles, "stat", side_effect=OSError(errno.EIO, "by a test")),
+        pytest.raises(ReadError, match="by a test"),
+    ):
+        nostall.latest_complete(tmp_path)
+    (tmp_path / ".metadata").mkdir()
+    assert nostall.latest_complete(tmp_path) is None
+
+
 @pytest.mark.parametrize("look", [nostall.latest_complete, nostall.is_complete, nostall.verify])
 def test_an_empty_path_is_refused(look: Callable[[str], object]) -> None:
     """It is a variable that was not set."""

@@ -174,12 +174,12 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_changes(tmp_path: 
     other_shape = {"a": torch.zeros(3, 2), "b": torch.zeros(1)}
     with pytest.raises(OptionError, match=r"a \(2, 3\) instead of \(3, 2\)"):
         nostall.load(other_shape, tmp_path)
-    other_kinds: list[dict[str, Any]] = [
-        {"b": torch.zeros(1), "c": torch.zeros(1)},
-        {"a": 1, "b": torch.zeros(1)},
+    other_kinds: list[tuple[dict[str, Any], str]] = [
+        ({"b": torch.zeros(1), "c": torch.zeros(1)}, "c .a tensor in the state only"),
+        ({"a": 1, "b": torch.zeros(1)}, "a .a tensor in the checkpoint only"),
     ]
-    for other_kind in other_kinds:
-        with pytest.raises(OptionError, match=r"\(a tensor in the (state|checkpoint) only\)"):
+    for other_kind, what in other_kinds:
+        with pytest.raises(OptionError, match=what):
             nostall.load(other_kind, tmp_path)
         assert other_kind["b"].tolist() == [0.0]
     with pytest.raises(OptionError, match="nothing named weight"):
@@ -392,9 +392,8 @@ def test_where_there_is_no_checkpoint_the_error_says_what_is_there(tmp_path: Pat
     """The directory of all checkpoints, nothing, or a variable that was not set."""
     save(tmp_path / "step-1", {"a": torch.ones(2)})
     state = {"a": torch.zeros(2)}
-    with pytest.raises(ReadError, match=r"the last one below it is .*step-1"):
-        nostall.load(state, tmp_path)
-    with pytest.raises(ReadError, match="no checkpoint was committed here"):
-        nostall.load(state, tmp_path / "none")
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ReadError, match="no checkpoint was committed here"):
+            nostall.load(state, path)
     with pytest.raises(OptionError, match="the checkpoint path is empty"):
         nostall.load(state, "")

@@ -881,9 +881,6 @@ def test_options_that_are_not_possible(tier: str, root: str) -> None:
         FileSystemWriterAsync(f"{tier}/step", local_staging_dir=tier)
     with pytest.raises(OptionError, match="is in the checkpoint path"):
         FileSystemWriterAsync(f"{root}/step", local_staging_dir=f"{root}/step/tier")
-    for alone in ({"local_staging_limit": 5}, {"local_staging_shared": False}):
-        with pytest.raises(OptionError, match="need local_staging_dir"):
-            FileSystemWriterAsync(f"{root}/step", **alone)
     promotion_of(save(tier, root, 0)).result(PATIENCE_S)
     with hanging_destination():
         save(tier, root, 1)

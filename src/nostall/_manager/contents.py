@@ -121,7 +121,8 @@ def capture(
         rank: This rank; rank 0 adds the description.
 
     Raises:
-        Exception: Whatever an object raises when it is asked, or cannot be pickled with.
+        OptionError: ``extra``, or the state of an object, cannot be pickled.
+        Exception: Whatever an object raises when it is asked.
     """
     items: dict[str, Any] = {}
     exact: dict[str, Any] = {}
@@ -136,6 +137,8 @@ def capture(
     own = {"extra": extra, "rng": rng_states(), "objects": exact}
     try:
         pickled = _pickled(own, named)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # whatever a user's object raises
         raise OptionError(
             f"step {step}: extra, or the state of an object, cannot be pickled:"

@@ -78,7 +78,7 @@ def decoded(messages: Sequence[RankMessage | bytes]) -> list[RankMessage]:
 def _decoded(message: bytes) -> RankMessage:
     is_reference, outcome, written, changed_plan, save, counts_alike, took_s = pickle.loads(message)
     directory, files, left, belongs_at = written
-    # Each by its number of values: calls with * take twice as long, for thousands of ranks.
+    # Calls with * would take twice as long, for thousands of ranks.
     if files is not None:
         files = tuple([WrittenFile(name, nbytes, crc32) for name, nbytes, crc32 in files])
     if is_reference:

@@ -30,8 +30,6 @@ from nostall.options import StagingMode, WriterOptions, require_integer, require
 from nostall.stats import Timeline
 
 _PROCESSES_FOR_MULTIPROC_IO = 2
-_WITHOUT_TIER = (2, True)
-"""``local_staging_limit`` and ``local_staging_shared`` if they are not given."""
 _FORMATS = {
     SerializationFormat.TORCH_SAVE: FileFormat.TORCH_SAVE,
     SerializationFormat.SAFETENSORS: FileFormat.SAFETENSORS,
@@ -311,12 +309,6 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
             overwrite=require_switch("overwrite", writer.overwrite),
         )
         place = tier.directory
-    elif (own.local_staging_limit, own.local_staging_shared) != _WITHOUT_TIER:
-        raise OptionError(
-            "local_staging_limit and local_staging_shared need local_staging_dir",
-            path=place,
-            hint="pass it, or leave them out",
-        )
     return WriterSettings(
         directory=place,
         rank=writer.rank or 0,

@@ -19,7 +19,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -285,9 +285,21 @@ def promoted_from(directory: str) -> Promoted:
     return Promoted(Version(version), int(crc32) if crc32.isdecimal() else None)
 
 
-def is_of_tier(name: str) -> bool:
-    """Whether a name is that of a record in a directory of a local tier."""
-    return name in (_DESTINATION, _PROMOTED) or name.startswith(COPIED)
+def records_in(directory: str, names: Iterable[str]) -> list[str]:
+    """Those of the names that are records of a local tier, the one that shows it last.
+
+    None, unless the directory is one of a local tier: users may give files the same names.
+    """
+    destination = destination_of(directory)
+    if destination is None or directory_in(os.path.dirname(directory), destination) != directory:
+        return []
+    found = [
+        name
+        for name in names
+        if name in (_PROMOTED, COPIED)
+        or (name.startswith(COPIED) and is_record(name.removeprefix(COPIED)))
+    ]
+    return [*found, _DESTINATION]
 
 
 def _content(directory: str, name: str) -> str | None:

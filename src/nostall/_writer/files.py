@@ -135,7 +135,7 @@ def describe(error: BaseException, job: WriteJob, *, phase: str, path: str) -> F
             hint = f"user {os.geteuid()} may not write there; change that or save elsewhere"
     elif code in (errno.ENOENT, errno.ENOTDIR):
         if is_address(path):
-            hint = "check the address, and that its bucket exists"
+            hint = "check the address and its bucket, and that nothing else removes what is there"
         else:
             hint = "each part of the path must be a directory, and stay there during the save"
     return Failure(

@@ -172,7 +172,7 @@ class WriterProcess(ChildProcess[RankReport]):
 
     @property
     def idle(self) -> bool:
-        """Whether it has no snapshot to write; metadata of a save that was given up may be left."""
+        """Whether it has no snapshot to write. It may write metadata of a save that has failed."""
         with self._lock:
             return not any(isinstance(each.holds, Lease) for each in self._waiting.values())
 
