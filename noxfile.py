@@ -60,8 +60,8 @@ nostall.FileSystemWriterAsync
 """
 
 # Six at a time on two cores, as tests wait for other processes most of the time: with four the
-# suite takes 15 % longer. Those of a file stay together, as they share what ranks have done for
-# them. Files begin in the order of tests/conftest.py, not those with the most tests first: the
+# suite takes 5 to 15 % longer. Those of a file stay together, as they share what ranks have done
+# for them. Files begin in the order of tests/conftest.py, not those with the most tests first: the
 # longest has two.
 SIDE_BY_SIDE = ("-n", "6", "--dist", "loadfile", "--no-loadscope-reorder")
 
