@@ -193,7 +193,8 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
             is missing.
     """
     unknown: list[UnknownMetadataError | ReadError] = []
-    for path in committed_latest_first(_path_of(root)):
+    place = _path_of(root)
+    for path in committed_latest_first(place):
         try:
             why = why_damaged(path, deep=deep)
             if why is None:
@@ -211,7 +212,7 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
             path=newest.path,
             hint=newest.hint,
         ) from newest
-    _require_no_metadata(_path_of(root))
+    _require_no_metadata(place)
     return None
 
 

@@ -204,7 +204,8 @@ class CheckpointManager:
         self._require_open()
         self._require_group()
         step = require_integer("step", step, at_least=0)
-        if self._coordination().world_size == 1:  # other ranks would learn of it when planning
+        # Before anything is written. Several ranks learn of an error when they plan.
+        if self._coordination().world_size == 1:
             self._validated_metrics(state, metrics)
         self.poll()
         self._enter(step)

@@ -105,26 +105,19 @@ def _contents(directory: str) -> _Contents | None:
         return None
     except NotADirectoryError:
         raise _no_checkpoint(directory, "a file") from None
-    contents = _sorted_out(names)
-    if not is_address(directory):
-        contents = _with_records(contents, records_in(directory, names))
+    records = [] if is_address(directory) else records_in(directory, names)
+    contents = _sorted_out(names, records)
     if contents.others and not contents.metadata and not contents.rest:
         raise _no_checkpoint(directory, f"a directory that holds {contents.others[:3]}")
     return contents
 
 
-def _with_records(contents: _Contents, records: Sequence[str]) -> _Contents:
-    """The same; records of a local tier are removed last."""
-    return _Contents(
-        metadata=contents.metadata,
-        rest=(*contents.rest, *records),
-        others=tuple(name for name in contents.others if name not in records),
-    )
-
-
-def _sorted_out(names: Iterable[str]) -> _Contents:
+def _sorted_out(names: Iterable[str], records: Sequence[str]) -> _Contents:
+    """The names by purpose; records of a local tier are removed last."""
     metadata, rest, others = [], [], []
     for name in names:
+        if name in records:
+            continue
         if name == _torch.METADATA_NAME or is_metadata_of_one_rank(name):
             metadata.append(name)
         elif any(is_left(name) for is_left in (is_ours_to_remove, is_record, is_completion)) or (
@@ -133,7 +126,7 @@ def _sorted_out(names: Iterable[str]) -> _Contents:
             rest.append(name)
         else:
             others.append(name)
-    return _Contents(metadata=tuple(metadata), rest=tuple(rest), others=tuple(others))
+    return _Contents(metadata=tuple(metadata), rest=(*rest, *records), others=tuple(others))
 
 
 def _no_checkpoint(directory: str, what: str) -> OptionError:

@@ -388,7 +388,7 @@ def test_a_default_device_does_not_matter(tmp_path: Path) -> None:
     assert state["x"].unique().tolist() == state["s"].unique().tolist() == [1.0]
 
 
-def test_where_there_is_no_checkpoint_the_error_says_what_is_there(tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     """The directory of all checkpoints, nothing, or a variable that was not set."""
     save(tmp_path / "step-1", {"a": torch.ones(2)})
     state = {"a": torch.zeros(2)}

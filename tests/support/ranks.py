@@ -72,7 +72,10 @@ def run_ranks(
         # Gloo itself failed to connect ranks, as it did once in thousands of starts on a busy
         # machine ("connectFullMesh failed"): no test is about that. The other ranks may have begun.
         for left in set(out.iterdir()) - was_there:
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+            if left.is_dir():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
         status, output = _ended(world_size, command, timeout_s, environment)
     results = []
     for rank in range(world_size):

@@ -126,10 +126,11 @@ class Scheduled:
             return pending.wait(timeout_s)
         except TimeoutError as error:
             # The group's own limit may be shorter.
-            waited_s = min(timeout_s, time.monotonic() - began_s)
-            raise self._others_missing(coordination, waited_s) from error
+            is_own = time.monotonic() - began_s >= timeout_s
+            limit = f"{timeout_s:.1f} s" if is_own else "the time limit of the process group"
+            raise self._others_missing(coordination, limit) from error
 
-    def _others_missing(self, coordination: Coordination, waited_s: float) -> SaveTimeoutError:
+    def _others_missing(self, coordination: Coordination, limit: str) -> SaveTimeoutError:
         announced = coordination.announced(_SCHEDULED)
         behind = {rank: count for rank, count in announced.items() if count < self._count}
         who = (
@@ -138,8 +139,6 @@ class Scheduled:
             else "all ranks have scheduled as many requests; a rank does not poll, is still"
             " scheduling, or has ended"
         )
-        # A reduction that was begun before may have failed by the group's limit before this wait.
-        limit = f"{waited_s:.1f} s" if waited_s >= 0.1 else "the time limit of the process group"
         return SaveTimeoutError(
             f"other ranks did not poll within {limit}; this one has scheduled"
             f" {self._count} requests; {who}",
