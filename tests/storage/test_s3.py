@@ -195,7 +195,7 @@ def test_a_save_to_a_bucket_that_does_not_exist_says_so(nbytes: int, phase: str)
     ((error, _),) = raised.value.failures.values()
     assert isinstance(error, WriteError)
     assert error.phase == phase
-    assert "bucket does not exist" in error.message
+    assert "bucket does not exist" in str(error)  # some servers say "access denied" only
     assert "check the address" in str(error)
 
 

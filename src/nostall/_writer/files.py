@@ -130,7 +130,11 @@ def describe(error: BaseException, job: WriteJob, *, phase: str, path: str) -> F
         hint = "raise EngineOptions.writers_per_host, or set it to None"
     elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
         if is_address(path):
-            hint = "credentials are missing, have expired, or do not allow it"
+            # SeaweedFS answers so for a bucket that does not exist.
+            hint = (
+                "credentials are missing, have expired, or do not allow it;"
+                " or the bucket does not exist: check the address"
+            )
         else:
             hint = f"user {os.geteuid()} may not write there; change that or save elsewhere"
     elif code in (errno.ENOENT, errno.ENOTDIR):
