@@ -25,6 +25,7 @@ from nostall._commit.known_results import (
     token_of,
 )
 from nostall._commit.local_plans import matches_loaded
+from nostall._commit.result_columns import in_columns
 from nostall._engine import default_engine
 from nostall._model.values import RankFiles
 from nostall._queue.preemption import preemption
@@ -313,7 +314,7 @@ def _outcome_of(
         return ResultsReference(token=token, files=save.file_names)
     results = writer.retrieve_write_results()
     if isinstance(results, list):
-        return Results(items=results, files=save.file_names, token=token)
+        return Results(items=in_columns(results), files=save.file_names, token=token)
     return sendable(results)
 
 

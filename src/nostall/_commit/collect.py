@@ -14,9 +14,9 @@ def collect(outcomes: Sequence[Any]) -> Verdict:
     """Commit if every rank wrote all its items; otherwise abort and name every failed rank.
 
     Args:
-        outcomes: In rank order, each rank's list of write results, or its failure.
+        outcomes: In rank order, each rank's write results, or its failure, a tuple of DCP's form.
     """
-    failures = {rank: each for rank, each in enumerate(outcomes) if not isinstance(each, list)}
+    failures = {rank: each for rank, each in enumerate(outcomes) if isinstance(each, tuple)}
     return Abort(failures=failures) if failures else Commit(results=list(outcomes))
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
 from nostall._commit.publication import Publication
+from nostall._commit.result_columns import RankResults, ResultColumns
 from nostall.errors import SaveError
 
 
@@ -21,7 +21,7 @@ from nostall.errors import SaveError
 class Results:
     """A rank's write results, in full."""
 
-    items: list[WriteResult]
+    items: RankResults
     files: tuple[str, ...]
     """Names of the files of the items."""
     token: str | None
@@ -81,13 +81,14 @@ class KnownResults:
 
     def fill_in(
         self, outcomes: Sequence[RankOutcome]
-    ) -> list[list[WriteResult] | _torch.WrappedException]:
+    ) -> list[RankResults | _torch.WrappedException]:
         """All ranks' results or failures; results with a token are kept.
 
         A reference becomes the kept results, with the earlier file names; see
         :meth:`under_new_names`.
         """
-        everyone: list[list[WriteResult] | _torch.WrappedException] = []
+        everyone: list[RankResults | _torch.WrappedException] = []
+        before: RankResults | None = None
         for rank, each in enumerate(outcomes):
             match each:
                 case ResultsReference(token=token):  # first, as all are in the steady state
@@ -97,16 +98,18 @@ class KnownResults:
                     else:
                         everyone.append(known.items)
                 case Results(items=items, token=token):
+                    if isinstance(items, ResultColumns):
+                        items = before = items.like(before)
                     if token is not None:
-                        self._of_rank[rank] = each
+                        self._of_rank[rank] = replace(each, items=items)
                     everyone.append(items)
                 case failure:
                     everyone.append(failure)
         return everyone
 
     def under_new_names(
-        self, outcomes: Sequence[RankOutcome], results: Sequence[list[WriteResult]]
-    ) -> list[list[WriteResult]]:
+        self, outcomes: Sequence[RankOutcome], results: Sequence[RankResults]
+    ) -> list[RankResults]:
         """All ranks' results from :meth:`fill_in`, with the present file names."""
         return [
             _renamed(items, dict(zip(self._of_rank[rank].files, each.files, strict=True)))
@@ -160,7 +163,9 @@ def _unknown(rank: int) -> _torch.WrappedException:
     )
 
 
-def _renamed(items: Sequence[WriteResult], names: Mapping[str, str]) -> list[WriteResult]:
+def _renamed(items: RankResults, names: Mapping[str, str]) -> RankResults:
+    if isinstance(items, ResultColumns):
+        return items.renamed(names)
     return [
         replace(
             item,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
@@ -19,7 +19,6 @@ from types import NoneType
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
 from nostall._commit.compact_pickle import PROTO_NBYTES, PROTOCOL, compact_pickle
@@ -27,6 +26,7 @@ from nostall._commit.index.indexing import Indexed, indexed
 from nostall._commit.index.writing import WrittenIndex
 from nostall._commit.local_plans import LocalPlans
 from nostall._commit.metadata import PLANS_KEY
+from nostall._commit.result_columns import RankResults, ResultColumns, StorageData
 from nostall._model import checksum
 from nostall._model.collection import no_collection
 from nostall._model.names import FileFormat
@@ -37,13 +37,13 @@ _log = logging.getLogger("nostall")
 _SUFFIXES = re.compile("|".join(re.escape(each.value) for each in FileFormat).encode())
 
 
-def complete_metadata(metadata: Metadata, results: list[list[WriteResult]]) -> Metadata:
+def complete_metadata(metadata: Metadata, results: Sequence[RankResults]) -> Metadata:
     """The metadata of a finished save without ``storage_meta``; the argument is not changed."""
     finished = copy(metadata)
     finished.version = _torch.DCP_VERSION
-    finished.storage_data = {
-        result.index: result.storage_data for per_rank in results for result in per_rank
-    }
+    finished.storage_data = StorageData(results)
+    if not any(isinstance(each, ResultColumns) for each in results):
+        finished.storage_data = finished.storage_data.in_full
     return finished
 
 
@@ -56,6 +56,8 @@ class Publication:
     storage_data: Mapping[MetadataIndex, Any]
     files: frozenset[str]
     """Names of the shard files."""
+    has_other_texts: bool
+    """Whether no item is named like a file: a pickle may refer to an equal text."""
     index: WrittenIndex | None
     """Of the items; ``None`` if it cannot represent all that the metadata says."""
     shared: SharedBytes | None = None
@@ -85,8 +87,8 @@ class Publication:
         """Copies have bytes of their own."""
         index = self.index and replace(self.index, body=bytes(self.index.body))
         program = (b"".join(self.program),)
-        copied = partial(Publication, program=program, storage_data=self.storage_data)
-        return partial(copied, files=self.files, index=index), ()
+        copied = partial(Publication, program=program, storage_data=self.storage_data, index=index)
+        return partial(copied, files=self.files, has_other_texts=self.has_other_texts), ()
 
     def to_share(self) -> Publication:
         """The same in memory that other processes can read; unchanged if there is none left."""
@@ -115,6 +117,7 @@ class Publication:
             program=tuple(_pickled(each) if isinstance(each, str) else each for each in cut),
             storage_data=_UnderNewNames(self.storage_data, names),
             files=frozenset(names.values()),
+            has_other_texts=self.has_other_texts,
             index=None if self.index is None else self.index.renamed(names),
             shared=self.shared,
         )
@@ -126,7 +129,7 @@ class Publication:
         """The program, with file names as separate texts: each occurs once, as pickle memoizes."""
         # An fqn that is the same object as a file name would be pickled as a reference to it. Names
         # are made by the layout, so other texts are other objects.
-        if any(index.fqn in self.files for index in self.storage_data):
+        if not self.has_other_texts:
             return None
         shared = self.shared
         program = memoryview(self.program[0] if shared else b"".join(self.program))
@@ -154,7 +157,10 @@ class Publication:
 
 def program_of(metadata: Metadata) -> bytes:
     """Pickled metadata without ``storage_meta``, and without the STOP instruction."""
-    return pickle.dumps(_to_pickle(metadata), protocol=PROTOCOL)[: -len(pickle.STOP)]
+    twin = _to_pickle(metadata)
+    if isinstance(twin.storage_data, StorageData):
+        twin.storage_data = twin.storage_data.in_full
+    return pickle.dumps(twin, protocol=PROTOCOL)[: -len(pickle.STOP)]
 
 
 def _to_pickle(metadata: Metadata) -> Metadata:
@@ -211,24 +217,29 @@ class _UnderNewNames(Mapping[MetadataIndex, Any]):
 @no_collection()
 def publication_of(finished: Metadata) -> Publication:
     """The publication of a finished save's metadata."""
-    found = indexed(finished)
+    found, places = indexed(finished), finished.storage_data
+    if found is None:
+        names = {index.fqn for index in places}
+        files = {info.relative_path for info in places.values()}
+    else:
+        names, files = set(found.index.names), set(found.index.files)
     return Publication(
         program=(_compact(finished, found) or program_of(finished),),
-        storage_data=finished.storage_data,
-        files=frozenset(
-            (info.relative_path for info in finished.storage_data.values())
-            if found is None
-            else found.index.files
-        ),
+        storage_data=places,
+        files=frozenset(files),
+        has_other_texts=files.isdisjoint(names),
         index=None if found is None else found.written,
     )
+
+
+_PLACES = dict, StorageData
 
 
 def _compact(finished: Metadata, found: Indexed | None) -> bytes | None:
     """As :func:`program_of`, made from the index; ``None`` if that does not have all."""
     if found is None or type(finished) is not Metadata or found.index.transforms is not None:
         return None
-    if type(finished.state_dict_metadata) is not dict or type(finished.storage_data) is not dict:
+    if type(finished.state_dict_metadata) is not dict or type(finished.storage_data) not in _PLACES:
         return None
     if not set(map(type, found.hints)) <= {int, NoneType}:
         return None

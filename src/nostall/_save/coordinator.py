@@ -17,6 +17,7 @@ from nostall._commit.ahead import is_worth_it
 from nostall._commit.collect import collect, require_one_directory
 from nostall._commit.known_results import KnownResults, RankOutcome
 from nostall._commit.publication import Publication
+from nostall._commit.result_columns import RankResults
 from nostall._engine import default_engine
 from nostall._model.collection import no_collection
 from nostall._model.values import Abort, RankFiles
@@ -41,7 +42,7 @@ from nostall.errors import SaveError
 def publication_of_outcomes(
     metadata: Metadata,
     outcomes: Sequence[RankOutcome],
-    results: Sequence[list[WriteResult]],
+    results: Sequence[RankResults],
     known: KnownResults,
     *,
     to_share: bool = False,

@@ -17,7 +17,6 @@ from functools import partial
 from itertools import chain
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
 from nostall._commit.ahead import WrittenAhead
@@ -26,6 +25,7 @@ from nostall._commit.manifest import with_manifest
 from nostall._commit.metadata import planned_indices
 from nostall._commit.publication import Publication, complete_metadata, publication_of
 from nostall._commit.publish import commit
+from nostall._commit.result_columns import RankResults
 from nostall._engine import Engine
 from nostall._model import checksum
 from nostall._model.collection import no_collection
@@ -64,7 +64,7 @@ class FinishedMetadata:
     """Names of files that ranks made for earlier saves of unknown outcome."""
 
 
-def publication_of_results(metadata: Metadata, results: list[list[WriteResult]]) -> Publication:
+def publication_of_results(metadata: Metadata, results: Sequence[RankResults]) -> Publication:
     """The publication of a save, from the results of all ranks.
 
     Raises:

@@ -21,6 +21,7 @@ from nostall._bench.simulating.state import ShardedState
 from nostall._commit.ahead import WrittenAhead
 from nostall._commit.known_results import KnownResults, Results, ResultsReference
 from nostall._commit.local_plans import compact, sharing
+from nostall._commit.result_columns import in_columns
 from nostall._model.completion import SaveId
 from nostall._model.values import RankFiles, WrittenFile
 from nostall._plan.together import global_plan_of, reusable_metadata, with_local_plans
@@ -177,7 +178,7 @@ class SplitFunctions:
         message = RankMessage(
             outcome=ResultsReference(token=token, files=files)
             if self._saves
-            else Results(items=state.results(rank), files=files, token=token),
+            else Results(items=in_columns(state.results(rank)), files=files, token=token),
             written=_written(state, self._file(rank), rank, path),
             changed_plan=None,
             save_here=SaveId(1, self._saves),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -27,6 +26,7 @@ from nostall._commit.index.columns import (
     Properties,
 )
 from nostall._commit.index.writing import WrittenIndex, written
+from nostall._commit.result_columns import Numbers, ResultColumns, StorageData, columns_of
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ def indexed(metadata: Metadata) -> Indexed | None:
     Nor is there an index that its reader would refuse, such as one with a duplicate chunk.
     """
     try:
-        return _Indexing(metadata.storage_data).indexed(metadata.state_dict_metadata)
+        return _Indexing(_columns_in(metadata)).indexed(metadata.state_dict_metadata)
     except (
         _NotRepresentableError,
         AttributeError,  # a part is missing
@@ -69,24 +69,29 @@ def indexed(metadata: Metadata) -> Indexed | None:
         return None
 
 
-class _Numbers(dict[Any, int]):
-    """Numbers what it is asked for: 0, 1, 2 and so on."""
-
-    def __missing__(self, new: Any) -> int:
-        number = self[new] = len(self)
-        return number
+def _columns_in(metadata: Metadata) -> Iterator[ResultColumns]:
+    """Items and their places, by rank if they are kept like this."""
+    places = metadata.storage_data
+    for some in (places.items(),) if not isinstance(places, StorageData) else places.by_rank:
+        columns = some if isinstance(some, ResultColumns) else columns_of(some)
+        if columns is None:
+            raise _NotRepresentableError
+        yield columns
 
 
 class _Indexing:
     """The columns of an index while they are filled.
 
+    Args:
+        ranks: Items and their places, which have nothing that an index does not have.
+
     Raises:
-        _NotRepresentableError: A location has parts that the index does not have.
+        _NotRepresentableError: An item has two places.
     """
 
-    def __init__(self, storage_data: Mapping[Any, Any]) -> None:
-        self._shapes = _Numbers({(): 0})
-        self._files = _Numbers()
+    def __init__(self, ranks: Iterable[ResultColumns]) -> None:
+        self._shapes = Numbers({(): 0})
+        self._files = Numbers()
         self._file: list[int] = []
         self._offset: list[int] = []
         self._length: list[int] = []
@@ -99,28 +104,21 @@ class _Indexing:
         """For each number of properties, an object that has them."""
         self._places = defaultdict[str, dict[tuple[int, ...] | None, int]](dict)
         """Numbers of places, by name and offset."""
-        for number, (index, info) in enumerate(storage_data.items()):
-            if type(index) is not MetadataIndex or type(info) is not _torch.StorageInfo:
-                raise _NotRepresentableError
-            # Instances that were unpickled do not have what is None.
-            key, place, offset = vars(index), vars(info), index.offset
-            if len(key) != _KEY_PARTS + (offset is not None) or (
-                offset is not None and type(offset) is not torch.Size
+        for columns in ranks:
+            begins = map(columns.begins.__getitem__, columns.begin_of)
+            for number, (name, begin) in enumerate(
+                zip(columns.names, begins, strict=True), len(self._file)
             ):
-                raise _NotRepresentableError
-            transforms = info.transform_descriptors
-            if len(place) != _PLACE_PARTS + ("transform_descriptors" in place):
-                raise _NotRepresentableError
-            self._transforms.add(None if transforms is None else tuple(transforms))
-            self._file.append(self._files[info.relative_path])
-            self._offset.append(info.offset)
-            self._length.append(info.length)
-            self._hints.append(index.index)
-            self._places[index.fqn][offset] = number
-        _require_only(int, map(type, self._offset))
-        _require_only(int, map(type, self._length))
-        _require_only(str, map(type, self._files))
-        _require_only(str, map(type, self._places))
+                self._places[name][begin] = number
+            files = [self._files[name] for name in columns.files]
+            self._file += map(files.__getitem__, columns.file_of)
+            self._offset += columns.offsets
+            self._length += columns.lengths
+            self._hints += columns.hints
+            if columns.names:
+                self._transforms.add(columns.transforms)
+        if sum(map(len, self._places.values())) != len(self._file):
+            raise _NotRepresentableError  # two places of one item
 
     def indexed(self, entries: Mapping[Any, Any]) -> Indexed:
         kind, size, count, begin, extent = [], [], [], [], []
@@ -210,8 +208,6 @@ class _Indexing:
         return number
 
 
-_KEY_PARTS = 2
-_PLACE_PARTS = 3
 _TENSOR_PARTS = 3
 _CHUNK_PARTS = 2
 """Numbers of attributes that instances have, without the optional one; others would be lost."""
