@@ -37,7 +37,7 @@ from nostall._save.coordinator import commit_results
 from nostall._save.rank_save import RankSave, Staging
 from nostall._save.session import Beside
 from nostall._save.settings import OwnOptions, settings_of
-from nostall._storage.destination import place_of, require_file_system
+from nostall._storage.destination import local_tier_of, place_of
 from nostall._storage.places import is_address
 from nostall._tier.promotion import Promotion
 from nostall.options import StagingMode
@@ -191,8 +191,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         ) -> None:
             place = place_of(path)
             if local_staging_dir is not None:
-                require_file_system(local_staging_dir, "local_staging_dir")
-                local_staging_dir = place_of(local_staging_dir)
+                local_staging_dir = local_tier_of(local_staging_dir)
             super().__init__(path, *args, **kwargs)
             self._own = OwnOptions(
                 staging=staging,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import nostall._queue.promotions_at_exit  # noqa: F401  # waits for them when the interpreter ends
 from nostall._engine import default_engine
-from nostall._storage.destination import place_of, require_file_system
+from nostall._storage.destination import local_tier_of
 from nostall._tier.local import LocalCheckpoint, committed_in
 from nostall._tier.promotion import Promotion, PromotionStatus
 from nostall.errors import ReadError
@@ -49,18 +49,13 @@ def promote(local_staging_dir: str | os.PathLike[str]) -> tuple[Promotion, ...]:
         OptionError: The path cannot name a directory.
         ReadError: The local disk refuses.
     """
-    tier = _tier(local_staging_dir)
+    tier = local_tier_of(local_staging_dir)
     with _readable(tier):
         return tuple(default_engine().promotions.resume(tier))
 
 
-def _tier(path: str | os.PathLike[str]) -> str:
-    require_file_system(path, "local_staging_dir")
-    return place_of(path)
-
-
 def _committed(path: str | os.PathLike[str]) -> list[LocalCheckpoint]:
-    tier = _tier(path)
+    tier = local_tier_of(path)
     with _readable(tier):
         return committed_in(tier)
 

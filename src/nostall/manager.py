@@ -233,6 +233,7 @@ class CheckpointManager:
             self._has_root = True
 
     def _take_root(self) -> None:
+        """Lock the root; a predecessor that is about to end has some time for that."""
         deadline_s = time.monotonic() + _PREDECESSOR_S
         while True:
             try:
@@ -256,7 +257,7 @@ class CheckpointManager:
 
     def _begin(self, step: int) -> int:
         """Before the first save: lock the root, remove what a crash has left; the highest step."""
-        self._steps.look(self._lock.take)
+        self._take_root()
         self._retention.tidy()
         self._before_replacing(step)
         return max(self._steps.look(self._steps.listed), default=-1)

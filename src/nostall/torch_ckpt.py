@@ -57,6 +57,10 @@ _last_to: WeakValueDictionary[tuple[int, str], Future[RankReport]] = WeakValueDi
 """The last save by process and file: saves to one file are renamed in the order of their calls."""
 
 
+_NAME_NBYTES = 200
+"""Of 255 that file systems allow."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Archive:
     """A finished ``torch.save`` archive in snapshot memory."""
@@ -162,7 +166,7 @@ class _FileSave(BackgroundSave):
             templates=((0, archive.nbytes, None),), blob_offsets=(0,), template_of_slot=(0,)
         )
         image = FileImage(
-            name=f".{os.path.basename(self._path)}.{self.job[:8]}.tmp",
+            name=f".{_beginning_of(os.path.basename(self._path))}.{self.job[:8]}.tmp",
             nbytes=archive.nbytes,
             block=archive.lease.block.id,
             block_offset=0,
@@ -248,6 +252,11 @@ class _FileSave(BackgroundSave):
                 path=self._path,
                 hint="storage hangs, or EngineOptions.save_timeout_s is too short",
             )
+
+
+def _beginning_of(name: str) -> str:
+    """As much of a file's name as leaves room for more: it may be as long as names can be."""
+    return os.fsencode(name)[:_NAME_NBYTES].decode(errors="ignore")
 
 
 class TorchAsyncCheckpoint:

@@ -11,12 +11,15 @@ import sys
 from operator import attrgetter
 from pathlib import Path
 from threading import enumerate as enumerate_threads
+from time import monotonic
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from nostall import CheckpointManager
+from nostall import manager as manager_module
 from nostall._manager import lock
 from nostall.errors import OptionError
 from nostall.testing import Hold, inject
@@ -61,6 +64,37 @@ def test_a_second_job_is_an_error_until_the_first_is_killed(
     manager.save(2, STATE)
     manager.close()
     assert sorted(os.listdir(tmp_path)) == ["step-000000001", "step-000000002"]
+
+
+@pytest.mark.parametrize("call", ["save", "should_save"])
+def test_a_job_that_is_about_to_end_is_waited_for(tmp_path: Path, call: str) -> None:
+    """As after a preemption; whichever call of the next job comes first."""
+    with subprocess.Popen(
+        [sys.executable, "-c", OTHER_JOB, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"saved\n"
+        manager = CheckpointManager(tmp_path, save_every=1000)
+        looks = 0
+
+        def sleep(_: float) -> None:
+            nonlocal looks
+            looks += 1
+            other.communicate(timeout=DEADLINE_S)  # it ends
+
+        with patch.object(
+            manager_module, "time", SimpleNamespace(monotonic=monotonic, sleep=sleep)
+        ):
+            if call == "save":
+                manager.save(2, STATE)
+            else:
+                assert not manager.should_save(1)
+        assert looks == 1
+    manager.save(3, STATE)
+    manager.close()
 
 
 def test_managers_of_one_process_share_the_lock(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ from nostall.options import EngineOptions
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from nostall.testing import Fault, Hold, inject, writer_pids
 from nostall.torch_ckpt import TorchAsyncCheckpoint
-from programs import queueing
+from programs import openers, queueing
 from programs.entry_points import differing, loaded_wrong, spoil
 from support.crashes import RecordingOs
 from support.ranks import run_ranks
@@ -264,8 +264,22 @@ def test_a_request_can_be_executed_without_a_queue(tmp_path: Path) -> None:
 
 def test_what_is_preloaded_needs_its_place_among_the_arguments() -> None:
     """The error of a request with a preload function and one argument names what is missing."""
+    taken: list[int] = []
     with pytest.raises(OptionError, match="at least two"):
-        AsyncRequest(print, [0], [], preload_fn=lambda: 1).execute_sync()
+        AsyncRequest(print, [0], [], preload_fn=lambda: taken.append(1)).execute_sync()
+    assert not taken  # no snapshot for nothing
+
+
+def test_a_path_among_the_import_paths_ends_no_request(
+    tmp_path: Path, queue: AsyncCallsQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python ignores what is not a string there; so do saves that need modules, and callables."""
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    schedule(queue, tmp_path / "plain", small_state(1))
+    schedule(queue, tmp_path / "streamed", small_state(1), open_file=openers.open_and_sign)
+    queue.schedule_async_request(AsyncRequest(os.mkdir, [str(tmp_path / "called")], []))
+    queue.wait()
+    assert names(tmp_path) == ["called", "plain", "streamed"]
 
 
 def test_what_cannot_travel_is_refused_when_it_is_scheduled() -> None:
@@ -733,6 +747,15 @@ def test_a_file_holds_what_torch_save_writes(options: dict[str, Any], tmp_path: 
     checkpoint.close()
     assert (tmp_path / "state.pt").read_bytes() == expected
     assert names(tmp_path) == ["state.pt"]
+
+
+def test_a_file_can_have_the_longest_name(tmp_path: Path) -> None:
+    """That of the file that is written first is no longer."""
+    path = tmp_path / ("ä" * 127)  # of 255 bytes at most
+    checkpoint = TorchAsyncCheckpoint()
+    checkpoint.async_save(small_state(1), path)
+    checkpoint.close()
+    assert names(tmp_path) == [path.name]
 
 
 def test_a_file_can_have_the_old_format(tmp_path: Path) -> None:

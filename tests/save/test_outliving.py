@@ -7,12 +7,14 @@ import json
 import os
 import shutil
 import subprocess
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 import nostall
+from nostall._cli import recover
 from nostall._model.completion import is_completion, record_name_in
 from nostall._save import leftovers
 from nostall.cli import main
@@ -137,6 +140,33 @@ def test_a_trainer_that_was_only_thought_dead_leaves_what_was_recovered(
         queue.wait()
     queue.close(abort=True)
     assert is_same(state_at(path), small_state(7))
+
+
+class Crowded:
+    """A process that has as many files open as it may."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def memfd_create(self, *_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_a_save_that_cannot_be_sent_ends_no_other(tmp_path: Path, queue: AsyncCallsQueue) -> None:
+    """They share a writer process, which knows nothing of it."""
+    other = AsyncCallsQueue()
+    with Hold("report") as hold:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "saved", small_state(1))
+            hold.wait_reached()
+        with patch("nostall._writer.handle.os", Crowded()):
+            schedule(other, tmp_path / "lost", small_state(2), linger_s=LINGER_S)
+        hold.release()
+    with pytest.raises(CheckpointException, match="Too many open files"):
+        other.wait()
+    other.close()
+    queue.wait()
+    assert is_same(state_at(tmp_path / "saved"), small_state(1))
 
 
 @pytest.mark.parametrize("staging", ["blocking", "overlapped"])
@@ -510,6 +540,24 @@ def test_the_command_recovers_one_checkpoint_or_all_below_a_directory(
     assert main(["recover", str(tmp_path / "root")]) == 0
     assert "step-1: committed" in capsys.readouterr().out
     assert is_same(state_at(tmp_path / "root" / "step-1"), small_state(1))
+
+
+@pytest.mark.parametrize("meanwhile", ["committed", "removed"])
+def test_the_command_waits_for_nothing_that_is_over(
+    left: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    """While it waits for a rank, another save commits there, or the directory is removed."""
+    (record,) = records_in(left)
+    record.rename(record.with_name(f"{record.name[:-1]}2"))
+
+    def sleep(_: float) -> None:
+        if meanwhile == "removed":
+            shutil.rmtree(left)
+        else:
+            dcp.save(small_state(2), storage_writer=FileSystemWriterAsync(left), no_dist=True)
+
+    monkeypatch.setattr(recover, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    assert recover._recover_all(str(left), PATIENCE_S) == ([], [])
 
 
 def test_the_command_names_missing_ranks(left: Path, capsys: pytest.CaptureFixture[str]) -> None:

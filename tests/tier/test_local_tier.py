@@ -166,6 +166,18 @@ def test_async_saves_and_split_saves_go_through_the_tier(
         assert step_at(path) == step
 
 
+def test_a_tier_can_be_named_by_an_address_of_a_directory(tier: str, root: str) -> None:
+    """As every other path; an object store is none."""
+    address = f"file://{tier}"
+    writer = FileSystemWriterAsync(root, local_staging_dir=address)
+    dcp.save(state_of(1), storage_writer=writer, no_dist=True)
+    promotion_of(writer).result(PATIENCE_S)
+    (found,) = nostall.local_checkpoints(address)
+    assert found.path == promotion_of(writer).local_path
+    with pytest.raises(OptionError, match="does not support object stores"):
+        FileSystemWriterAsync(root, local_staging_dir="s3://bucket/tier")
+
+
 def test_two_ranks_share_a_tier(tmp_path: Path) -> None:
     """The coordinator promotes the files of both."""
     run_ranks(2, "tiers:save_and_wait", tmp_path / "out")

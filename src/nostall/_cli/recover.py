@@ -73,21 +73,22 @@ def _recover_all(path: str, wait_s: float) -> tuple[list[Recovery], list[Nostall
     from nostall.recovery import RecoveryState, recover
 
     deadline_s = time.monotonic() + wait_s
-    found: dict[str, Recovery] = {}
-    failed: dict[str, NostallError] = {}
+    committed: dict[str, Recovery] = {}
     while True:
+        incomplete: list[Recovery] = []
+        failures: list[NostallError] = []
         for each in [path, *_inside(path)]:
             try:
                 now = recover(each)
             except NostallError as error:
-                failed[each] = error
-            else:
-                failed.pop(each, None)
-                if now.state is not RecoveryState.NOTHING:
-                    found[each] = now
-        is_waiting = any(each.state is RecoveryState.INCOMPLETE for each in found.values())
-        if not is_waiting or time.monotonic() >= deadline_s:
-            return list(found.values()), list(failed.values())
+                failures.append(error)
+                continue
+            if now.state is RecoveryState.COMMITTED:
+                committed[each] = now
+            elif now.state is RecoveryState.INCOMPLETE:
+                incomplete.append(now)
+        if not incomplete or time.monotonic() >= deadline_s:
+            return [*committed.values(), *incomplete], failures
         time.sleep(_LOOK_AGAIN_S)
 
 

@@ -15,7 +15,6 @@ import pickle
 import queue
 import signal
 import socket
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from types import FunctionType
 from typing import Any
 
 from nostall._model.jobs import Failure
-from nostall._writer.child import ChildProcess
+from nostall._writer.child import ChildProcess, import_paths
 from nostall._writer.framing import Message, send
 from nostall._writer.messages import failure_from_plain
 from nostall._writer.parent import messages_from_parent
@@ -100,7 +99,9 @@ class PythonWorker(ChildProcess[Outcome]):
         self._calls = 0
         entry = _ENTRY.format("".join(f"{each}; " for each in _preparations))
         super().__init__(
-            ["-c", entry, json.dumps(sys.path)], cpu_priority=cpu_priority, io_priority=io_priority
+            ["-c", entry, json.dumps(import_paths())],
+            cpu_priority=cpu_priority,
+            io_priority=io_priority,
         )
 
     def submit(self, call_fd: int) -> Future[Outcome]:
@@ -157,9 +158,11 @@ def serve(socket_fd: int, parent_pid: int) -> None:
 def _listen(
     sock: socket.socket, parent_pid: int, calls: queue.SimpleQueue[tuple[str, int]]
 ) -> None:
-    for message, descriptors in messages_from_parent(sock, parent_pid):
-        calls.put((message["job"], descriptors[0]))
-    os._exit(0)  # whatever the other thread is doing
+    try:
+        for message, descriptors in messages_from_parent(sock, parent_pid):
+            calls.put((message["job"], descriptors[0]))
+    finally:
+        os._exit(0)  # whatever the other thread is doing
 
 
 def _call(fd: int) -> None:

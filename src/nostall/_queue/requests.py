@@ -115,13 +115,12 @@ class AsyncRequest(NamedTuple):
         """The arguments after preloading."""
         args = list(self.async_fn_args)
         if self.preload_fn is not None:
-            loaded = self.preload_fn()
             if len(args) < 2:
                 raise OptionError(
                     f"a request with a preload_fn has {len(args)} arguments",
                     hint="pass at least two async_fn_args: the result replaces index 1",
                 )
-            args[1] = loaded
+            args[1] = self.preload_fn()
         return args
 
     @property

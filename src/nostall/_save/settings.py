@@ -272,14 +272,13 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
             f"open_file={own.open_file!r} is not callable",
             hint="use a callable with the signature of open",
         )
-    file_format = _FORMATS.get(
-        getattr(writer, "serialization_format", SerializationFormat.TORCH_SAVE)
-    )
-    if file_format is None:
+    wanted = getattr(writer, "serialization_format", SerializationFormat.TORCH_SAVE)
+    if not isinstance(wanted, SerializationFormat) or wanted not in _FORMATS:
         raise OptionError(
-            f"serialization_format={writer.serialization_format!r} is not possible",
+            f"serialization_format={wanted!r} is not possible",
             hint="use a member of torch.distributed.checkpoint.filesystem.SerializationFormat",
         )
+    file_format = _FORMATS[wanted]
     spread = require_switch("is_multiproc_io", own.is_multiproc_io)
     transforms = tuple(writer.transforms.extensions)
     has_stream = own.open_file is not open or transforms

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -32,6 +31,7 @@ from nostall._save.settings import SaveTarget
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.places import is_address, is_in_this_process
 from nostall._storage.streams import StreamTarget
+from nostall._writer.child import import_paths
 from nostall._writer.files import perform
 from nostall._writer.images import WholeImage
 
@@ -233,7 +233,7 @@ def jobs(
             turn_timeout_s=engine.options.save_timeout_s,
             checksum_files=container_settings()[0],
             stream=stream,
-            sys_path=tuple(sys.path) if needs_packages else (),
+            sys_path=tuple(import_paths()) if needs_packages else (),
             faults=target.faults,
         )
         for number, files in enumerate(shares)

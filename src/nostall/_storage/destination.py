@@ -41,22 +41,6 @@ def require_possible(path: str | os.PathLike[str]) -> None:
         )
 
 
-def require_file_system(path: object, what: str) -> None:
-    """Refuse an address in an object store.
-
-    Args:
-        path: The path.
-        what: What needs a file system.
-
-    Raises:
-        OptionError: The path is in an object store.
-    """
-    if is_address(path):
-        raise OptionError(
-            f"{what} does not support object stores", path=str(path), hint="use a path on a disk"
-        )
-
-
 def place_of(path: str | os.PathLike[str]) -> str:
     """The place that a user names: an absolute path, or an address.
 
@@ -75,6 +59,21 @@ def place_of(path: str | os.PathLike[str]) -> str:
     if not is_address(text):
         return str(absolute(text))
     return resolved(normal(text))
+
+
+def local_tier_of(path: str | os.PathLike[str]) -> str:
+    """The directory that a user names as ``local_staging_dir``.
+
+    Raises:
+        OptionError: As :func:`place_of`, or it is in an object store.
+    """
+    if is_address(path) and not os.fspath(path).startswith(_FILE):
+        raise OptionError(
+            "local_staging_dir does not support object stores",
+            path=str(path),
+            hint="use a path on a disk",
+        )
+    return place_of(path)
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from nostall._model.values import WrittenFile
+from nostall._storage.posix import sync_directory
 from nostall._storage.posix_storage import PosixStorage
 
 COPIED = ".copied"
@@ -59,10 +60,13 @@ class CopiedFiles:
     def _add(self, lines: Iterable[str]) -> None:
         new = [line for line in lines if line not in self._lines]
         if new:
+            is_made = not os.path.exists(self._path)
             with open(self._path, "a", encoding="utf-8") as stream:
                 stream.write("\n".join(["", *new, ""]))  # the last line may be cut off by a crash
                 stream.flush()
                 os.fsync(stream.fileno())
+            if is_made:
+                sync_directory(os.path.dirname(self._path))
         self._lines.update(new)
 
 

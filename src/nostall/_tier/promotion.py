@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 
-from nostall._model import checksum
 from nostall._model.interrupts import is_done, on_done, result_of, uninterruptible
 from nostall._model.jobs import Failure, RankFailed
 from nostall._model.names import METADATA_SUFFIX as METADATA_NAME
 from nostall._ranks.failures import error_of
 from nostall._storage.places import is_address
-from nostall._writer.child import ChildProcess
+from nostall._writer.child import ChildProcess, bare_arguments, import_paths
 from nostall._writer.framing import Message
 from nostall._writer.messages import failure_from_plain
 from nostall.errors import SaveTimeoutError
@@ -26,10 +23,6 @@ from nostall.options import EngineOptions
 
 _log = logging.getLogger("nostall")
 
-_ENTRY = (
-    "import sys; sys.path.append(sys.argv[1]);"
-    " from nostall._tier.main import main; main(int(sys.argv[3]), int(sys.argv[4]), sys.argv[2])"
-)
 _IO_THREADS = 4
 """Few: a slow destination gains nothing from more, and training needs the processors."""
 _FINAL = ("CheckpointExistsError", "DamagedCheckpointError")
@@ -176,9 +169,8 @@ class PromotingProcess(ChildProcess[Failure | None]):
         self._options = options
         self._promotions: dict[str, Promotion] = {}
         self._numbers = count()
-        root = str(Path(__file__).resolve().parents[2])
         super().__init__(
-            ["-I", "-S", "-c", _ENTRY, root, checksum.use_fastest() or ""],
+            bare_arguments("nostall._tier.main"),
             cpu_priority=options.cpu_priority,
             io_priority=options.io_priority,
         )
@@ -198,7 +190,7 @@ class PromotingProcess(ChildProcess[Failure | None]):
             "retries": self._options.write_retries,
             "writers_per_host": self._options.writers_per_host or 0,
             "turn_timeout_s": self._options.save_timeout_s,
-            "sys_path": list(sys.path) if is_address(promotion.path) else [],
+            "sys_path": import_paths() if is_address(promotion.path) else [],
         }
         outcome = self._ask(job, lambda failure: failure, [(message, ())])
         on_done(outcome, lambda _: self._promotions.pop(job, None))

@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
 import psutil
 
+from nostall._model import checksum
 from nostall._model.interrupts import is_done, start, uninterruptible
 from nostall._model.jobs import Failure
 from nostall._writer.framing import Message, Receiver, send
@@ -47,6 +49,26 @@ class _Waiting(Generic[T]):
     """Makes the answer if the process dies. Runs once it has ended, so it may clean up after it."""
     holds: object
     """A resource that the process uses until it answers; kept from reuse until then."""
+
+
+def bare_arguments(module: str) -> list[str]:
+    """Interpreter arguments that run ``main`` of a module of nostall's which never imports torch.
+
+    Nothing of the user's environment, current directory and site-packages is executed, except the
+    package for faster checksums, if installed.
+    """
+    entry = (
+        f"import sys; sys.path.append(sys.argv[1]); from {module} import main;"
+        " main(int(sys.argv[3]), int(sys.argv[4]), sys.argv[2])"
+    )
+    root = str(Path(__file__).resolve().parents[2])
+    return ["-I", "-S", "-c", entry, root, checksum.use_fastest() or ""]
+
+
+def import_paths() -> list[str]:
+    """Where this process finds modules, for a child; Python ignores what is not a string."""
+    paths: list[object] = [*sys.path]
+    return [each for each in paths if isinstance(each, str)]
 
 
 class ChildProcess(ABC, Generic[T]):
@@ -211,7 +233,7 @@ class ChildProcess(ABC, Generic[T]):
             raise
 
     def _send_later(self, message: Message) -> None:
-        """Send with the next message, or now if no thread sends. Never waits: for finalizers."""
+        """Send with the next message, or now if no thread sends: for finalizers."""
         self._later.append(message)
         with uninterruptible():
             if self._send_lock.acquire(blocking=False):

@@ -7,16 +7,15 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from pathlib import Path
+from contextlib import contextmanager
 
 from nostall._memory.arena import Block, Lease
-from nostall._model import checksum
 from nostall._model.interrupts import on_done
 from nostall._model.jobs import Failure, RankFailed, RankReport, SealTable, WriteJob
 from nostall._model.shared_bytes import SharedBytes, SharedPart
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.posix import remove_empty_files
-from nostall._writer.child import Addressed, ChildProcess
+from nostall._writer.child import Addressed, ChildProcess, bare_arguments
 from nostall._writer.framing import Message
 from nostall._writer.messages import (
     created_from_message,
@@ -25,11 +24,6 @@ from nostall._writer.messages import (
     report_from_message,
     seals_to_message,
     shared_to_message,
-)
-
-_ENTRY = (
-    "import sys; sys.path.append(sys.argv[1]);"
-    " from nostall._writer.main import main; main(int(sys.argv[3]), int(sys.argv[4]), sys.argv[2])"
 )
 
 SEALS_KEPT = 16
@@ -80,16 +74,13 @@ class WriterProcess(ChildProcess[RankReport]):
         self._on_created = on_created
         self._created: dict[str, Callable[[str], None]] = {}
         """Per job, the callback for each file that the process has made."""
-        root = str(Path(__file__).resolve().parents[2])
         self._outliving: set[str] = set()
         """Jobs that the process finishes without this one."""
         self._mapped: set[int] = set()
         self._seals = SealsSent()
         self._numbers = itertools.count()
         super().__init__(
-            # -I -S: nothing of the user's environment, current directory and site-packages is
-            # executed, except the package for faster checksums, if installed.
-            ["-I", "-S", "-c", _ENTRY, root, checksum.use_fastest() or ""],
+            bare_arguments("nostall._writer.main"),
             cpu_priority=cpu_priority,
             io_priority=io_priority,
         )
@@ -105,6 +96,13 @@ class WriterProcess(ChildProcess[RankReport]):
             A future that always ends: with the writer's report, or with a failure if the process
             dies. The job's files are removed then.
         """
+        # An error in the middle of sending would end the process, and with it all other saves.
+        with _completion_of(job) as descriptors:
+            return self._submit(job, lease, descriptors)
+
+    def _submit(
+        self, job: WriteJob, lease: Lease, descriptors: tuple[int, ...]
+    ) -> Future[RankReport]:
         created: list[str] = []
 
         def note(name: str) -> None:
@@ -123,7 +121,8 @@ class WriterProcess(ChildProcess[RankReport]):
         self._created[job.job] = note
         if job.completion is not None:
             self._outliving.add(job.job)
-        report = self._ask(job.job, on_death, self._messages(job, lease.block), holds=lease)
+        messages = self._messages(job, lease.block, descriptors)
+        report = self._ask(job.job, on_death, messages, holds=lease)
         on_done(report, lambda _: self._forget_job(job.job))
         return report
 
@@ -131,7 +130,9 @@ class WriterProcess(ChildProcess[RankReport]):
         self._created.pop(job, None)
         self._outliving.discard(job)
 
-    def _messages(self, job: WriteJob, block: Block) -> Iterator[Addressed]:
+    def _messages(
+        self, job: WriteJob, block: Block, descriptors: tuple[int, ...]
+    ) -> Iterator[Addressed]:
         """A job, preceded by what the process needs and has not received yet."""
         if block.id not in self._mapped:
             self._mapped.add(block.id)
@@ -139,14 +140,7 @@ class WriterProcess(ChildProcess[RankReport]):
         number, announcement = self._seals.refer(tuple(image.seals for image in job.files))
         for message in announcement:
             yield message, ()
-        if job.completion is None:
-            yield job_to_message(job, number), ()
-            return
-        # Not in the message: some hundred bytes per item.
-        with open(os.memfd_create("nostall-completion", os.MFD_CLOEXEC), "wb") as content:
-            content.writelines((job.completion.results, job.completion.metadata))
-            content.flush()
-            yield job_to_message(job, number), (content.fileno(),)
+        yield job_to_message(job, number), descriptors
 
     def write_shared(
         self, fd: int, memory: SharedBytes, parts: Sequence[SharedPart], *, sync: bool
@@ -212,3 +206,19 @@ class WriterProcess(ChildProcess[RankReport]):
 
     def _answer(self, message: Message) -> RankReport:
         return report_from_message(message)
+
+
+@contextmanager
+def _completion_of(job: WriteJob) -> Iterator[tuple[int, ...]]:
+    """The descriptor of a job's completion, if it has one: some hundred bytes per item.
+
+    Raises:
+        OSError: The system refuses another descriptor, or has no memory.
+    """
+    if job.completion is None:
+        yield ()
+        return
+    with open(os.memfd_create("nostall-completion", os.MFD_CLOEXEC), "wb") as content:
+        content.writelines((job.completion.results, job.completion.metadata))
+        content.flush()
+        yield (content.fileno(),)
