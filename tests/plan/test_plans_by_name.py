@@ -20,7 +20,7 @@ from programs.plans_by_name import plannings
 from support.ranks import run_ranks
 from support.states import blobs, read_metadata, schedule, small_state
 
-SENT_NBYTES = 4096
+SENT_NBYTES = 1024
 
 
 @pytest.fixture(autouse=True)

@@ -10,15 +10,15 @@ from __future__ import annotations
 import logging
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, reduce
+from functools import cached_property, reduce
 from types import NoneType
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from nostall import _torch
 from nostall._commit.compact_pickle import PROTO_NBYTES, PROTOCOL, compact_pickle
@@ -26,7 +26,7 @@ from nostall._commit.index.indexing import Indexed, indexed
 from nostall._commit.index.writing import WrittenIndex
 from nostall._commit.local_plans import LocalPlans
 from nostall._commit.metadata import PLANS_KEY
-from nostall._commit.result_columns import RankResults, ResultColumns, StorageData
+from nostall._commit.result_columns import Places, RankResults, StorageData, places_of
 from nostall._model import checksum
 from nostall._model.collection import no_collection
 from nostall._model.names import FileFormat
@@ -41,9 +41,7 @@ def complete_metadata(metadata: Metadata, results: Sequence[RankResults]) -> Met
     """The metadata of a finished save without ``storage_meta``; the argument is not changed."""
     finished = copy(metadata)
     finished.version = _torch.DCP_VERSION
-    finished.storage_data = StorageData(results)
-    if not any(isinstance(each, ResultColumns) for each in results):
-        finished.storage_data = finished.storage_data.in_full
+    finished.storage_data = StorageData(list(map(places_of, results)))
     return finished
 
 
@@ -53,7 +51,7 @@ class Publication:
 
     program: tuple[Piece, ...]
     """The pickle, in pieces, without its STOP instruction."""
-    storage_data: Mapping[MetadataIndex, Any]
+    storage_data: StorageData
     files: frozenset[str]
     """Names of the shard files."""
     has_other_texts: bool
@@ -86,9 +84,8 @@ class Publication:
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies have bytes of their own."""
         index = self.index and replace(self.index, body=bytes(self.index.body))
-        program = (b"".join(self.program),)
-        copied = partial(Publication, program=program, storage_data=self.storage_data, index=index)
-        return partial(copied, files=self.files, has_other_texts=self.has_other_texts), ()
+        program, parts = b"".join(self.program), self.storage_data.parts
+        return _publication, (program, parts, self.files, self.has_other_texts, index)
 
     def to_share(self) -> Publication:
         """The same in memory that other processes can read; unchanged if there is none left."""
@@ -115,7 +112,7 @@ class Publication:
         cut = [names[piece] if isinstance(piece, str) else piece for piece in self._cut]
         renamed = Publication(
             program=tuple(_pickled(each) if isinstance(each, str) else each for each in cut),
-            storage_data=_UnderNewNames(self.storage_data, names),
+            storage_data=self.storage_data.renamed(names),
             files=frozenset(names.values()),
             has_other_texts=self.has_other_texts,
             index=None if self.index is None else self.index.renamed(names),
@@ -155,6 +152,17 @@ class Publication:
         return [*pieces, part(done, len(program))]
 
 
+def _publication(program: bytes, parts: Sequence[Places], *others: Any) -> Publication:
+    files, has_other_texts, index = others
+    return Publication(
+        program=(program,),
+        storage_data=StorageData(parts),
+        files=files,
+        has_other_texts=has_other_texts,
+        index=index,
+    )
+
+
 def program_of(metadata: Metadata) -> bytes:
     """Pickled metadata without ``storage_meta``, and without the STOP instruction."""
     twin = _to_pickle(metadata)
@@ -189,35 +197,12 @@ def _pickled(text: str) -> bytes:
     return pickle.BINUNICODE + len(encoded).to_bytes(4, "little") + encoded
 
 
-class _UnderNewNames(Mapping[MetadataIndex, Any]):
-    """Storage data with new file names; entries are made on access, which is rare."""
-
-    def __init__(self, storage_data: Mapping[MetadataIndex, Any], names: Mapping[str, str]) -> None:
-        if isinstance(storage_data, _UnderNewNames):
-            # Without this, each save would add a level of indirection.
-            names = {old: names[new] for old, new in storage_data.names.items()}
-            storage_data = storage_data.storage_data
-        self.storage_data: Mapping[MetadataIndex, Any] = storage_data
-        self.names: Mapping[str, str] = names
-
-    def __getitem__(self, index: MetadataIndex) -> Any:
-        info = self.storage_data[index]
-        return replace(info, relative_path=self.names[info.relative_path])
-
-    def __iter__(self) -> Iterator[MetadataIndex]:
-        return iter(self.storage_data)
-
-    def __len__(self) -> int:
-        return len(self.storage_data)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-
 @no_collection()
 def publication_of(finished: Metadata) -> Publication:
     """The publication of a finished save's metadata."""
     found, places = indexed(finished), finished.storage_data
+    if not isinstance(places, StorageData):
+        places = StorageData([places])
     if found is None:
         names = {index.fqn for index in places}
         files = {info.relative_path for info in places.values()}

@@ -8,10 +8,9 @@ and the coordinator keeps them like this. Results of an unusual form stay as the
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -152,25 +151,56 @@ class Numbers(dict[Any, int]):
         return number
 
 
-class StorageData(Mapping[MetadataIndex, Any]):
-    """``Metadata.storage_data`` of all ranks; it has objects from when somebody looks at one."""
+Places: TypeAlias = ResultColumns | Mapping[MetadataIndex, Any]
+"""Items and their places in files."""
 
-    def __init__(self, results: Sequence[RankResults]) -> None:
-        self._results = results
 
-    @property
-    def by_rank(self) -> Iterator[ResultColumns | Iterable[tuple[MetadataIndex, Any]]]:
-        """Items and their places."""
-        for results in self._results:
-            yield results if isinstance(results, ResultColumns) else _places_of(results)
+def places_of(results: RankResults) -> Places:
+    """Those of a rank's results."""
+    if isinstance(results, ResultColumns):
+        return results
+    return {each.index: each.storage_data for each in results}
+
+
+class StorageData(MutableMapping[MetadataIndex, Any]):
+    """``Metadata.storage_data`` of all ranks; it has objects from when somebody looks at one.
+
+    Args:
+        parts: Those of the ranks.
+    """
+
+    def __init__(self, parts: Sequence[Places]) -> None:
+        self.parts = parts
 
     @cached_property
     def in_full(self) -> dict[MetadataIndex, Any]:
-        """As a dictionary."""
-        return dict(chain.from_iterable(map(_places_of, self._results)))
+        """As a dictionary, the one that changes change."""
+        return {
+            index: place
+            for part in self.parts
+            for index, place in (part.places if isinstance(part, ResultColumns) else part.items())
+        }
+
+    def renamed(self, names: Mapping[str, str]) -> StorageData:
+        """The same under other names of files.
+
+        Args:
+            names: The present name of each file.
+        """
+        return StorageData([_renamed(part, names) for part in self.parts])
+
+    def copy(self) -> StorageData:
+        """The same, for somebody who may change it."""
+        return StorageData(self.parts)
 
     def __getitem__(self, index: MetadataIndex) -> Any:
         return self.in_full[index]
+
+    def __setitem__(self, index: MetadataIndex, place: Any) -> None:
+        self.in_full[index] = place
+
+    def __delitem__(self, index: MetadataIndex) -> None:
+        del self.in_full[index]
 
     def __iter__(self) -> Iterator[MetadataIndex]:
         return iter(self.in_full)
@@ -182,7 +212,10 @@ class StorageData(Mapping[MetadataIndex, Any]):
         return dict, (self.in_full,)
 
 
-def _places_of(results: RankResults) -> Iterable[tuple[MetadataIndex, Any]]:
-    if isinstance(results, ResultColumns):
-        return results.places
-    return ((each.index, each.storage_data) for each in results)
+def _renamed(places: Places, names: Mapping[str, str]) -> Places:
+    if isinstance(places, ResultColumns):
+        return places.renamed(names)
+    return {
+        index: replace(info, relative_path=names[info.relative_path])
+        for index, info in places.items()
+    }

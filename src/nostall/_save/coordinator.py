@@ -17,7 +17,7 @@ from nostall._commit.ahead import is_worth_it
 from nostall._commit.collect import collect, require_one_directory
 from nostall._commit.known_results import KnownResults, RankOutcome
 from nostall._commit.publication import Publication
-from nostall._commit.result_columns import RankResults
+from nostall._commit.result_columns import RankResults, StorageData
 from nostall._engine import default_engine
 from nostall._model.collection import no_collection
 from nostall._model.values import Abort, RankFiles
@@ -32,7 +32,7 @@ from nostall._save.finalize import (
 )
 from nostall._save.leftovers import remove_unpublished
 from nostall._save.rank_save import RankSave
-from nostall._save.session import WrittenItems
+from nostall._save.written import WrittenItems
 from nostall._storage.deadlines import in_time
 from nostall._storage.places import is_same
 from nostall.errors import SaveError
@@ -102,11 +102,10 @@ def commit_results(
         if plan is not None:
             plan.is_committed |= is_committed
             plan.has_failed = not is_committed
-    if plan is not None:
-        if type(metadata.storage_data) is dict:  # the next save uses it again
-            metadata.storage_data = dict(metadata.storage_data)
-        if len(results) > 1:
-            _send_as_note(metadata, save)
+    if isinstance(places := metadata.storage_data, StorageData):  # the caller may change it
+        metadata.storage_data = places.in_full if plan is None else places.copy()
+    if plan is not None and len(results) > 1:
+        _send_as_note(metadata, save)
 
 
 def _files_in(results: list[WriteResult]) -> set[str]:
@@ -123,7 +122,8 @@ def _publication_by_dcp(
     """The publication of results that DCP has collected; ranks may refer to earlier ones."""
     items = [of_rank for of_rank in results if isinstance(of_rank, WrittenItems)]
     if plan is None or len(items) != len(results):
-        return publication_of_results(planned, list(results))
+        everyone = [each.items if isinstance(each, WrittenItems) else each for each in results]
+        return publication_of_results(planned, everyone)
     outcomes, planned = [each.outcome for each in items], plan.as_planned(planned)
     with plan.lock:
         publication = plan.results.publication(outcomes, planned)

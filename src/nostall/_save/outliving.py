@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from nostall._commit.publication import end_of_program
 from nostall._model.completion import RecordName
 from nostall._model.jobs import Completion
-from nostall._save import session
+from nostall._save.session import PreparedSave
+from nostall._save.written import pickled_results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +46,12 @@ class Outliving:
         metadata = planned + end_of_program(storage_meta()) if planned else b""
         return cls(name=name, began_s=time.time(), metadata=metadata)
 
-    def completion(self, prepared: session.PreparedSave) -> Completion:
+    def completion(self, prepared: PreparedSave) -> Completion:
         """What the writer process leaves."""
         return Completion(
             name=str(self.name),
             began_s=self.began_s,
-            results=session.pickled_results(prepared),
+            results=pickled_results(prepared),
             metadata=self.metadata,
             linked=prepared.linked,
             linger_s=prepared.target.settings.options.linger_s,

@@ -39,6 +39,13 @@ from nostall._save.settings import SaveTarget, WriterSettings
 from nostall._save.split_save import SplitSave
 from nostall._save.stager import stage_for_later, take_over
 from nostall._save.unchanged import keep, link_unchanged, with_linked
+from nostall._save.written import (
+    WrittenItems,
+    as_written,
+    write_results,
+    written_files,
+    written_items,
+)
 from nostall._storage.deadlines import in_time, remove_in_time
 from nostall._storage.directories import Visit
 from nostall._storage.places import storage_at
@@ -196,7 +203,7 @@ class RankSave:
         """Record that planning failed on this rank; reported when the save is finalised."""
         self._state = Failed(error)
 
-    def write_now(self, plan: SavePlan, resolver: Resolver) -> session.WrittenItems:
+    def write_now(self, plan: SavePlan, resolver: Resolver) -> WrittenItems:
         """Plan and write this rank's share while the caller waits.
 
         Raises:
@@ -208,8 +215,8 @@ class RankSave:
         visit = prepared.target.visit
         try:
             prepared, report = _write(prepared, default_engine())
-            prepared = session.as_written(prepared, report)
-            results = session.write_results(prepared, report)
+            prepared = as_written(prepared, report)
+            results = write_results(prepared, report)
             visit.hand_over()
         except BaseException:  # passed on; this save leaves its directory
             visit.end(committed=False)
@@ -218,9 +225,9 @@ class RankSave:
             prepared.target.progress.end()
         receipts = report.receipts if isinstance(report, RankWritten) else ()
         self._state = Written(visit=visit, receipts=receipts)
-        written = session.written_files(prepared, report)
+        written = written_files(prepared, report)
         self._begin_part(written)
-        return session.written_items(results, written, prepared, sent_token)
+        return written_items(results, written, prepared, sent_token)
 
     def _prepared_by_name(
         self, plan: SavePlan, resolver: Resolver
@@ -316,8 +323,8 @@ class RankSave:
     def retrieve_results(self) -> list[WriteResult] | _torch.WrappedException:
         """This rank's results, or its failure in DCP's wrapped form. Waits for the report."""
         return self._retrieve(
-            lambda save: session.WrittenItems(save.results(), save.written_files),
-            if_nothing=session.WrittenItems(written=self.written_files),
+            lambda save: WrittenItems(save.results(), save.written_files),
+            if_nothing=WrittenItems(written=self.written_files),
         )
 
     def retrieve_failure(self) -> _torch.WrappedException | None:

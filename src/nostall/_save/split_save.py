@@ -17,14 +17,15 @@ from nostall._model.interrupts import is_done, on_done
 from nostall._model.jobs import FileReceipt, RankReport, RankWritten
 from nostall._model.lifecycle import State
 from nostall._model.values import RankFiles
-from nostall._save import session
 from nostall._save.background import BackgroundSave
 from nostall._save.copies import when_copied, with_copied
 from nostall._save.early_commit import EarlyCommit
 from nostall._save.outliving import Outliving
+from nostall._save.session import PreparedSave
 from nostall._save.stage import give_up, stage, stage_in_background, without_sources
 from nostall._save.unchanged import keep, link_unchanged, with_linked
 from nostall._save.write import write_here, write_in_background
+from nostall._save.written import as_written, require_written, write_results, written_files
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.directories import Visit
 from nostall._storage.places import storage_at
@@ -35,7 +36,7 @@ from nostall.errors import SaveAbortedError, SaveTimeoutError
 class SplitSave(BackgroundSave):
     """One rank's share of a split save; ``AsyncCallsQueue`` or a framework schedules it."""
 
-    def __init__(self, prepared: session.PreparedSave) -> None:
+    def __init__(self, prepared: PreparedSave) -> None:
         target = prepared.target
         super().__init__(rank=prepared.rank, job=target.job, progress=target.progress)
         self.prepared = prepared
@@ -79,7 +80,7 @@ class SplitSave(BackgroundSave):
     @property
     def written_files(self) -> RankFiles:
         """The written files, once :meth:`results` has returned."""
-        return session.written_files(self.prepared, self._collected)
+        return written_files(self.prepared, self._collected)
 
     def stage(self) -> Snapshot | Future[Snapshot]:
         """Take the snapshot, once: the ``preload_fn``.
@@ -262,7 +263,7 @@ class SplitSave(BackgroundSave):
             StagingError: Tensors were changed without waiting for the snapshot.
         """
         report = self._retrieve()
-        return session.write_results(self.prepared, report)
+        return write_results(self.prepared, report)
 
     def require_written(self) -> None:
         """As :meth:`results`, without returning them.
@@ -272,12 +273,12 @@ class SplitSave(BackgroundSave):
             StagingError: Tensors were changed without waiting for the snapshot.
         """
         report = self._retrieve()
-        session.require_written(self.prepared, report)
+        require_written(self.prepared, report)
 
     def require_complete(self) -> None:
         """As :meth:`require_written`, from any thread; results are not retrieved yet."""
         report = self._collect()  # has the names of the files
-        session.require_written(self.prepared, report)
+        require_written(self.prepared, report)
 
     def retrieve_nothing(self) -> None:
         """Note that nobody will ask for the results."""
@@ -294,7 +295,7 @@ class SplitSave(BackgroundSave):
                 # Before any error: a lost save uses its names and memory until its report is there.
                 report = with_linked(self.prepared, self.await_report())
                 keep(self.prepared, report, self.engine)
-                self.prepared = session.as_written(self.prepared, report)
+                self.prepared = as_written(self.prepared, report)
                 self._changed = [] if self._fence is None else self._fence.changed_unseen()
                 self._collected = report
         if self._changed:

@@ -28,10 +28,10 @@ from nostall._plan.together import global_plan_of, reusable_metadata, with_local
 from nostall._save.by_name.plans import GroupPlans, PlanAnswer, PlanQuestion, SentPlan
 from nostall._save.messages import RankMessage
 from nostall._save.rank_save import RankSave, written_ahead
-from nostall._save.session import WrittenItems
 from nostall._save.settings import WriterSettings
 from nostall._save.split_commit import commit_split_save
 from nostall._save.split_plan import SaveSession
+from nostall._save.written import WrittenItems
 from nostall.filesystem_async import FileSystemWriterAsync
 
 
@@ -273,7 +273,7 @@ class PlansByName:
     def _results_of(self, rank: int, path: Path, answer: PlanAnswer) -> WrittenItems:
         state = self._state
         written = _written(state, state.file(rank), rank, path)
-        items = () if answer.is_known else state.results(rank)
+        items = () if answer.is_known else in_columns(state.results(rank))
         files = (state.file(rank),)
         return WrittenItems(items, written, f"{rank:032x}", files, answer.is_known)
 

@@ -70,10 +70,10 @@ def indexed(metadata: Metadata) -> Indexed | None:
 
 
 def _columns_in(metadata: Metadata) -> Iterator[ResultColumns]:
-    """Items and their places, by rank if they are kept like this."""
+    """Items and their places."""
     places = metadata.storage_data
-    for some in (places.items(),) if not isinstance(places, StorageData) else places.by_rank:
-        columns = some if isinstance(some, ResultColumns) else columns_of(some)
+    for part in places.parts if isinstance(places, StorageData) else [places]:
+        columns = part if isinstance(part, ResultColumns) else columns_of(part.items())
         if columns is None:
             raise _NotRepresentableError
         yield columns

@@ -1,0 +1,259 @@
+"""What a rank reports after its files are written: DCP's results, and the files."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from nostall import _torch
+from nostall._commit.collect import require_one_result_each
+from nostall._commit.known_results import Results, ResultsReference
+from nostall._commit.publication import end_of_program, program_of
+from nostall._commit.result_columns import RankResults, ResultColumns, in_columns
+from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
+from nostall._model.names import AS_SAFETENSORS
+from nostall._model.values import Layout, RankFiles, Share, WrittenFile
+from nostall._ranks.failures import error_of
+from nostall._storage.deadlines import in_time
+from nostall._storage.places import storage_at
+from nostall._storage.port import require_file
+from nostall.errors import IncompleteSaveError, SaveTimeoutError, WriteError
+
+if TYPE_CHECKING:
+    from nostall._save.session import PreparedSave
+    from nostall._save.settings import SaveTarget
+
+_log = logging.getLogger("nostall")
+
+
+def require_written(prepared: PreparedSave, report: RankReport) -> list[FileReceipt]:
+    """A rank's receipts, in layout order.
+
+    Args:
+        prepared: The save :func:`as_written`.
+        report: The rank's report.
+
+    Raises:
+        SaveError: The rank failed; the subclass says how.
+        IncompleteSaveError: A file has no receipt.
+        WriteError: A file no longer exists.
+    """
+    if isinstance(report, RankFailed):
+        raise error_of(report, job=prepared.target.job)
+    receipts = _in_layout_order(prepared, report)
+    if prepared.target.settings.stream is None and receipts:
+        _require_file(prepared.target, receipts[0])
+    for receipt in receipts:
+        if receipt.failed_attempts:
+            _log.warning(
+                "written after retries=%d path=%s rank=%d last_failure=%r",
+                len(receipt.failed_attempts),
+                os.path.join(prepared.target.settings.directory, receipt.name),
+                prepared.rank,
+                receipt.failed_attempts[-1],
+            )
+    return receipts
+
+
+def as_written(prepared: PreparedSave, report: RankReport) -> PreparedSave:
+    """The save with the names under which its files were created."""
+    if isinstance(report, RankFailed):
+        return prepared
+    names = {each.planned_name: each.name for each in report.receipts}
+    if all(planned == name for planned, name in names.items()):
+        return prepared
+    files = [replace(file, name=names.get(file.name, file.name)) for file in prepared.layout.files]
+    return replace(prepared, layout=replace(prepared.layout, files=tuple(files)))
+
+
+def pickled_results(prepared: PreparedSave) -> bytes:
+    """The places of a rank's items, under the planned names of files: metadata without items."""
+    if prepared.known is not None and prepared.layout is prepared.known.layout:
+        return prepared.known.pickled_results
+    return pickled_places(expected_results(prepared.planned.share, prepared.layout))
+
+
+def pickled_places(results: Iterable[WriteResult]) -> bytes:
+    places = {each.index: each.storage_data for each in results}
+    metadata = Metadata(state_dict_metadata={}, storage_data=places)
+    return program_of(metadata) + end_of_program(None)
+
+
+def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResult]:
+    """DCP's results for a rank's report, exactly one per planned item.
+
+    Args:
+        prepared: The save :func:`as_written`.
+        report: The rank's report.
+
+    Raises:
+        SaveError: As :func:`require_written`.
+        IncompleteSaveError: Items and results do not match.
+    """
+    receipts = require_written(prepared, report)
+    extents = [receipt.extents for receipt in receipts]
+    if prepared.known is not None and prepared.layout is prepared.known.layout:
+        return list(prepared.known.results)
+    descriptors = prepared.target.settings.transform_descriptors
+    results = expected_results(prepared.planned.share, prepared.layout, extents, descriptors)
+    require_one_result_each(
+        (item.index for item in prepared.plan.items),
+        (result.index for result in results),
+        rank=prepared.rank,
+    )
+    return results
+
+
+def _require_file(target: SaveTarget, receipt: FileReceipt) -> None:
+    """Check that one file still exists: the directory may have been removed since it was written.
+
+    One file is enough to detect that, and the trainer waits.
+    """
+    files = storage_at(target.settings.directory)
+    path = files.where(receipt.name)
+    try:
+        in_time(
+            lambda: require_file(files, receipt.name, receipt.nbytes),
+            timeout_s=target.timeout_s,
+            doing="looking for a written file",
+            phase="collect",
+            path=path,
+        )
+    except SaveTimeoutError:
+        raise
+    except OSError as error:
+        raise WriteError(
+            f"the written file is missing or changed: {error.strerror}",
+            errno=error.errno,
+            phase="collect",
+            path=path,
+            job=target.job,
+            hint="something else removes or changes files in the checkpoint directory",
+        ) from error
+
+
+class WrittenItems(list[WriteResult]):
+    """DCP's results of one rank and its files, sent to the coordinator together.
+
+    Args:
+        results: The results. As columns they are not in the list.
+        written: The rank's files.
+        token: Identifies results that a later save may refer to.
+        files: Names of the files of the items.
+        are_sent: Whether the coordinator has received the results before: then a reference to them
+            is sent.
+    """
+
+    def __init__(
+        self,
+        results: RankResults | tuple[()] = (),
+        written: RankFiles | None = None,
+        token: str | None = None,
+        files: tuple[str, ...] = (),
+        are_sent: bool = False,  # noqa: FBT001, FBT002  # pickled by position
+    ) -> None:
+        self.columns = results if isinstance(results, ResultColumns) else None
+        super().__init__(() if isinstance(results, ResultColumns) else results)
+        self.written = written
+        self._token = token
+        self.files = files
+        self._are_sent = are_sent
+
+    @property
+    def outcome(self) -> Results | ResultsReference:
+        """What the coordinator keeps, or a reference to it."""
+        if self._are_sent and self._token is not None:
+            return ResultsReference(token=self._token, files=self.files)
+        return Results(items=self.items, files=self.files, token=self._token)
+
+    @property
+    def items(self) -> RankResults:
+        """The results, in whichever form they are."""
+        return self.columns or list(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        items = () if self._are_sent else self.items
+        return WrittenItems, (items, self.written, self._token, self.files, self._are_sent)
+
+
+def written_items(
+    results: list[WriteResult],
+    written: RankFiles,
+    prepared: PreparedSave,
+    sent_token: str | None,
+) -> WrittenItems:
+    """Results that the coordinator keeps.
+
+    Args:
+        results: The results.
+        written: The rank's files.
+        prepared: The save.
+        sent_token: The token of this rank's results that the coordinator has.
+    """
+    token = None if prepared.known is None else prepared.known.token
+    are_sent = token is not None and token == sent_token
+    # Without a token, the metadata is another planner's, which may have read the list.
+    sent = results if token is None or are_sent else in_columns(results)
+    return WrittenItems(sent, written, token, prepared.files, are_sent)
+
+
+def written_files(prepared: PreparedSave, report: RankReport | None) -> RankFiles:
+    """The files of a rank, by its report; none without a report."""
+    target = prepared.target
+    files: tuple[WrittenFile, ...] | None = ()
+    if target.settings.stream is not None or isinstance(report, RankFailed):
+        files = None
+    elif report is not None:
+        files = tuple(
+            WrittenFile(name=each.name, nbytes=each.nbytes, crc32=each.crc32_of_file)
+            for each in report.receipts
+        )
+    return RankFiles(
+        directory=target.settings.directory,
+        files=files,
+        left=target.visit.left_before(),
+        belongs_at=target.settings.belongs_at,
+    )
+
+
+_Extents = tuple[tuple[int, int], ...] | None
+
+
+def expected_results(
+    share: Share,
+    layout: Layout,
+    extents: Sequence[_Extents] | None = None,
+    descriptors: tuple[str, ...] | None = None,
+) -> list[WriteResult]:
+    """DCP's results for files with this layout, apart from extents decided by streams."""
+    results = []
+    for number, file in enumerate(layout.files):
+        decided = extents[number] if extents else None
+        transforms = AS_SAFETENSORS if file.header else descriptors
+        for position, slot in enumerate(file.slots):
+            offset, length = decided[position] if decided else (slot.offset, slot.length)
+            info = _torch.StorageInfo(
+                file.name, offset, length, None if transforms is None else list(transforms)
+            )
+            index = share.plan.items[slot.item].index
+            results.append(WriteResult(index=index, size_in_bytes=length, storage_data=info))
+    return results
+
+
+def _in_layout_order(prepared: PreparedSave, report: RankWritten) -> list[FileReceipt]:
+    receipts = {receipt.name: receipt for receipt in report.receipts}
+    missing = [file.name for file in prepared.layout.files if file.name not in receipts]
+    if missing:
+        raise IncompleteSaveError(
+            f"no receipt for {missing}",
+            rank=prepared.rank,
+            phase="collect",
+            job=prepared.target.job,
+        )
+    return [receipts[file.name] for file in prepared.layout.files]
