@@ -154,7 +154,7 @@ class FileSystemReader(dcp.FileSystemReader):
             yield source, path
 
     def _resolved(self) -> str:
-        """The directory that metadata were read from, if they were."""
+        """The directory that metadata was read from, if it was."""
         if self._directory is None:
             self._directory = identity(str(self.path))
         return self._directory

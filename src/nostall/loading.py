@@ -203,13 +203,15 @@ class _Selection:
     """Names of items, or of what contains them.
 
     Raises:
-        OptionError: One of them is not a text.
+        OptionError: One of them is not a string.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
         given = [keys] if isinstance(keys, str) else list(keys)
         if not all(isinstance(key, str) for key in given):
-            raise OptionError("keys has something that is not a text", hint="pass names of items")
+            raise OptionError(
+                "keys contains an object that is not a string", hint="pass names of items"
+            )
         self._keys = frozenset(given)
         self._containing = {outer for key in self._keys for outer in _and_outer(key)}
         self._used: set[str] = set()

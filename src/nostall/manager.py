@@ -30,7 +30,6 @@ from nostall._manager.arguments import (
     policies_of,
     require_group,
     require_writer,
-    root_of,
 )
 from nostall._manager.choosing import agreed, choose_step, choose_verified
 from nostall._manager.contents import About, PerRank, capture, require_state
@@ -51,7 +50,7 @@ from nostall._manager.retention import Records, Retention
 from nostall._manager.steps import StepDirectories
 from nostall._queue.finalizing import together
 from nostall._ranks.group import Coordination, coordination_for, require_members
-from nostall._storage.destination import require_directory
+from nostall._storage.destination import place_of, require_directory
 from nostall.errors import NostallError, OptionError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import is_possible_wait, require_integer
@@ -130,7 +129,7 @@ class CheckpointManager:
         policies = policies_of(keep)
         self._save_every = interval_of(save_every)
         self._better = better_of(policies, metrics or {})
-        self._steps = StepDirectories(root_of(root), parts_of(parts))
+        self._steps = StepDirectories(place_of(root), parts_of(parts))
         self._steps.look(partial(require_directory, self._steps.root))
         self._records = Records(self._steps)
         self._lock = RootLock(self._steps.root)

@@ -143,7 +143,7 @@ def _readable_ones(storage: Storage, complete: list[Found]) -> list[CompleteSave
 
 
 def _without_complete(storage: Storage, found: list[Found]) -> Recovery:
-    """What to say of saves that are not complete; those that a later commit left behind go."""
+    """The result for incomplete saves; records of those that a later commit supersedes go."""
     old = [each for each in found if is_of_the_past(storage, each)]
     discard(storage, old)
     waiting = [each for each in found if each not in old]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import threading
 import uuid
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,20 +15,17 @@ import torch
 from nostall._engine import default_engine
 from nostall._memory.arena import Lease
 from nostall._memory.snapshot import write_over
-from nostall._model.interrupts import is_done, on_done, uninterruptible
+from nostall._model.interrupts import is_done, on_done
 from nostall._model.jobs import (
     FileImage,
     RankFailed,
     RankReport,
     SealTable,
     WriteJob,
-    page_aligned,
 )
 from nostall._model.lifecycle import State
 from nostall._model.threads import start_apart
-from nostall._ranks.reports import await_report
 from nostall._save.background import BackgroundSave
-from nostall._storage.deadlines import begin
 from nostall._storage.destination import absolute
 from nostall._storage.posix import (
     has_identity,
@@ -38,8 +34,6 @@ from nostall._storage.posix import (
     sync_name,
 )
 from nostall._storage.posix_storage import give_name, make_name_durable
-from nostall._writer.files import perform
-from nostall._writer.images import WholeImage
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import (
     NotDurableError,
@@ -105,35 +99,6 @@ class _FileSave(BackgroundSave):
             raise
         self._state_dict = None
         return _Archive(lease=lease, nbytes=sink.tell())  # may be less, for the same reason
-
-    def write(self, snapshot: _Archive) -> RankReport:
-        cancelled = threading.Event()
-
-        def give_up() -> None:
-            with uninterruptible():
-                cancelled.set()
-
-        def run() -> RankReport:
-            try:
-                job = self._job(snapshot)
-                image = snapshot.lease.block.image(0, page_aligned(snapshot.nbytes))
-                return perform(job, {job.files[0].name: WholeImage(image)}, cancelled=cancelled)
-            finally:
-                snapshot.lease.release()
-
-        try:
-            written = await_report(
-                begin("nostall-writer", run),
-                rank=self.rank,
-                path=self._path,
-                timeout_s=self.engine.options.save_timeout_s,
-                waits_for_others=self.writers_per_host > 0,
-                give_up=give_up,
-            )
-        except BaseException:  # an interrupt
-            give_up()
-            raise
-        return self._placed(written, after=_last_to.get((os.getpid(), self._path)))
 
     def submit(self, snapshot: _Archive) -> Future[RankReport]:
         self.progress.to(State.STAGED)

@@ -62,7 +62,7 @@ def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def not_empty(text: str) -> str:
-    """A type for argparse: a path. An empty one, of a variable that is not set, is none.
+    """A path for argparse; an empty text, as of a variable that is not set, is refused.
 
     Raises:
         ArgumentTypeError: The text is empty.

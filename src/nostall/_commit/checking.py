@@ -14,6 +14,7 @@ from nostall._commit.metadata import Extent
 from nostall._commit.stored_items import extents_in
 from nostall._model.names import METADATA_NAME
 from nostall._model.values import WrittenFile
+from nostall._model.wording import some
 from nostall._storage.places import storage_at
 from nostall._storage.port import Files, Stat, leaves_open, may_pass, reason
 from nostall._storage.reading import (
@@ -42,10 +43,8 @@ class Damage:
     """False if storage did not let the file be read: it may be as it was written."""
 
     def __str__(self) -> str:
-        items, more = ", ".join(self.items[:_FEW]), len(self.items) - _FEW
-        if more > 0:
-            items += f" and {more} more"
-        return f"{self.file}: {self.what}" + (f" (items {items})" if items else "")
+        items = f" (items {some(self.items, _FEW)})" if self.items else ""
+        return f"{self.file}: {self.what}{items}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -174,7 +174,7 @@ class _Form(NamedTuple):
 
 
 def _forms(indexed: Indexed, items: Sequence[int]) -> list[_Form]:
-    """That of each place, in the order of the dictionary."""
+    """The form of each place, in the order of the dictionary."""
     kind = indexed.index.kind
     if 0 not in kind and None not in indexed.hints:
         return [_Form(offset=True, hint=True)] * len(indexed.order)

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from nostall._model.shared_bytes import Piece
-from nostall._storage.port import ABSENT, Conflict, Draft, Storage, Version, reason
+from nostall._storage.port import Conflict, Draft, Storage, reason, version_of
 from nostall.errors import NotDurableError, WriteError
 
 _log = logging.getLogger("nostall")
@@ -48,7 +48,10 @@ def commit(
             metadata_name,
             metadata,
             draft=draft,
-            expected=_present(storage, metadata_name) if storage.publishes_conditionally else None,
+            # Of two saves at once, the second one must see the first.
+            expected=version_of(storage.stat, metadata_name)
+            if storage.publishes_conditionally
+            else None,
             before=lambda: at("publish"),
         )
     except NotDurableError:
@@ -76,11 +79,3 @@ def commit(
         where = storage.where()
         _log.exception("files of the replaced checkpoint cannot be determined: path=%s", where)
         return ()
-
-
-def _present(storage: Storage, name: str) -> Version:
-    """The version that is replaced: of two saves at once, the second one must see the first."""
-    try:
-        return storage.stat(name).version
-    except FileNotFoundError:
-        return ABSENT

@@ -11,18 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from nostall._manager.policies import Better, KeepBest, Policy, require_better
-from nostall._storage.destination import place_of
 from nostall.errors import OptionError
 from nostall.options import require_integer
-
-
-def root_of(root: str | os.PathLike[str]) -> str:
-    """The place of a root.
-
-    Raises:
-        OptionError: It cannot be one, or the client of an object store is missing.
-    """
-    return place_of(root)
 
 
 def require_writer(writer: object) -> None:

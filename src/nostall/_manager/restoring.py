@@ -20,13 +20,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from nostall import _torch
 from nostall._manager.contents import About, PerRank, index_of_part, key_of_rank
 from nostall._manager.rng import set_rng_states
+from nostall._model.wording import some
 from nostall._ranks.group import require_numpy
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import DamagedCheckpointError, OptionError
 
 _log = logging.getLogger("nostall")
-_NAMED = 5
-"""How many names of a kind an error has."""
 
 
 class Restoration:
@@ -62,7 +61,7 @@ class Restoration:
         self._parts = parts
         self._readers = [CachedMetadataFileSystemReader(path) for path in checkpoints]
         self.metadata = [reader.read_metadata() for reader in self._readers]
-        """That of each checkpoint."""
+        """The metadata of each checkpoint."""
         last = self.metadata[-1].state_dict_metadata
         self._has_own = key_of_rank(rank) in last
         key = key_of_rank(rank if self._has_own else 0)
@@ -160,7 +159,7 @@ class Restoration:
         """What this rank has saved beside tensors, of keys that the state has.
 
         Raises:
-            OptionError: It cannot be had without the keys that the state leaves out.
+            OptionError: An object needs keys that the state leaves out.
         """
         unpickler = _Unpickler(io.BytesIO(self._content), loaded)
         try:
@@ -178,7 +177,7 @@ class Restoration:
 
     def _not_alone(self, names: Sequence[str]) -> OptionError:
         return OptionError(
-            f"a part of step {self._step} cannot be restored without {_some(names)}",
+            f"a part of step {self._step} cannot be restored without {some(names)}",
             phase="read",
             path=self._checkpoints[-1],
             hint="add the keys of these tensors to the state",
@@ -211,12 +210,7 @@ def _differences(items: Mapping[str, Any], metadata: Metadata) -> list[str]:
         return []
     unused = [name for name in saved if name not in flat and paths.get(name, ("",))[0] in items]
     named = {"lacks": missing, "holds": shapes, "also holds": unused}
-    return [f"the step {what} {_some(names)}" for what, names in named.items() if names]
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    return [f"the step {what} {some(names)}" for what, names in named.items() if names]
 
 
 def _complete_groups(

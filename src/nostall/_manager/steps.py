@@ -192,7 +192,7 @@ class StepDirectories:
         return not paths or any(map(_is_recovered, paths))
 
     def _is_known_to_be_uncommitted(self, step: int) -> bool:
-        with suppress(OSError):  # whoever restores looks again, and says so
+        with suppress(OSError):  # restoring looks again, and reports the error
             return self.committed_at_s(step) is None
         return False
 
@@ -240,7 +240,7 @@ class StepDirectories:
     def _is_unfinished(self, step: int) -> bool:
         """Whether a checkpoint of a step has no metadata, and the others were saved in these parts.
 
-        What a manager with other parts has committed is none of this one's.
+        A step that a manager with other parts has committed does not count.
         """
         checkpoints = self.checkpoints(step)
         if any(map(is_in_use, checkpoints)):  # another manager of this process is saving it

@@ -26,7 +26,7 @@ class SaveId(NamedTuple):
     """Counts the saves that all ranks have begun since then."""
 
     def next(self) -> SaveId:
-        """That of the next save."""
+        """The identity of the next save."""
         return SaveId(self.series, self.number + 1)
 
 

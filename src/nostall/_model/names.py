@@ -8,14 +8,14 @@ from enum import Enum
 
 METADATA_SUFFIX = ".metadata"
 METADATA_NAME = METADATA_SUFFIX
-"""That of the file whose publication commits a checkpoint; stock DCP's."""
+"""The name of the file whose publication commits a checkpoint; stock DCP's."""
 OF_FILE_SYSTEM = "lost+found"
 """A directory at the root of a file system, into which only the administrator may look."""
 SHARD_SUFFIX = ".distcp"
 """Suffix of shard file names, in stock DCP and here."""
 SAFETENSORS_SUFFIX = ".safetensors"
 AS_SAFETENSORS = ("safetensors",)
-"""The transform that metadata name for a tensor in a file of safetensors: DCP's reader does not
+"""The transform that metadata names for a tensor in a file of safetensors: DCP's reader does not
 know it, and says so, instead of taking the bytes for an archive."""
 _STEP = re.compile(r"(\d+)(\.ckpt)?\Z")
 _GIVEN = re.compile(r"__\d+_\d+(-[0-9a-f]{8})*\.(distcp|safetensors)\Z")
@@ -49,7 +49,7 @@ def step_in(path: str) -> int | None:
 
 
 def is_draft(name: str) -> bool:
-    """Whether a name is that of metadata that are not published."""
+    """Whether a name is that of metadata that is not published."""
     return _DRAFT.fullmatch(name) is not None
 
 

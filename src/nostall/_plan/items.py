@@ -31,6 +31,7 @@ from nostall._model.values import (
     TensorEntry,
     TensorForm,
 )
+from nostall._model.wording import some
 from nostall._plan.container import build_container
 from nostall._plan.safetensors import entry_of
 from nostall._plan.skeleton import container_settings, container_skeleton
@@ -67,9 +68,8 @@ def require_representable(plan: SavePlan, file_format: FileFormat, *, rank: int)
                 continue
         strange.append(f"{item.index.fqn!r:.80} ({kind})")
     if strange:
-        more = f" and {len(strange) - _NAMED} more" if len(strange) > _NAMED else ""
         raise StagingError(
-            f"files of safetensors cannot have {', '.join(strange[:_NAMED])}{more}",
+            f"a safetensors file cannot hold {some(strange, _NAMED)}",
             rank=rank,
             phase="plan",
             hint="they have dense tensors of the dtypes in docs/format.md; save the others to"
@@ -140,13 +140,13 @@ def _plan_bare(item: WriteItem, value: Any) -> _Item:
     """An item of a file of safetensors: row-major values, which the file's header describes."""
     tensor = _torch.plain_values(_torch.plain(value)) if isinstance(value, torch.Tensor) else None
     if tensor is None:
-        raise ValueError(f"files of safetensors cannot have a {type(value).__name__} like this")
+        raise ValueError(f"a safetensors file cannot hold this {type(value).__name__}")
     if missing := _torch.missing_data(tensor):
         raise ValueError(missing)
     entry, size = _entry(item), tuple(tensor.shape)
     planned = item.tensor_data
     if entry is None or planned is None:
-        raise ValueError(f"files of safetensors cannot have {tensor.dtype} under this name")
+        raise ValueError(f"a safetensors file cannot hold {tensor.dtype} under this name")
     if (planned.properties.dtype, tuple(planned.chunk.sizes)) != (tensor.dtype, size):
         raise ValueError(f"it is {tensor.dtype} {list(size)}, not what the planner has planned")
     container = Container(

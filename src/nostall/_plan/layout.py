@@ -35,7 +35,7 @@ class FileNaming:
     frozen: tuple[str, ...] = ()
     """Beginnings of the names of items that have files of their own, as they seldom change."""
     file_format: FileFormat = FileFormat.TORCH_SAVE
-    """That of the containers of all items."""
+    """The format of the containers of all items."""
 
     def group_of(self, fqn: str) -> str:
         """The group of files that an item belongs to."""

@@ -76,7 +76,7 @@ class PlanMemory:
         self._metadata: Metadata | None = None
         self._pickled: tuple[Metadata, bytes] | None = None
         self.last_save: SaveId | None = None
-        """That of the last save, as long as ranks are known to count alike."""
+        """The identity of the last save, as long as ranks are known to count alike."""
 
     def adopt_loaded(self, metadata: Metadata | None) -> None:
         """Adopt the plans that a loaded checkpoint was saved with.

@@ -19,7 +19,7 @@ def require_cpu_members(group: dist.ProcessGroup) -> None:
     """Require that this rank is in the group, and that the group can send what is on the CPU.
 
     Raises:
-        OptionError: One of them is not so.
+        OptionError: The rank is not in the group, or the group cannot send CPU tensors.
     """
     require_members(group, 0)
     if _torch.device_for_collectives(group).type != "cpu":

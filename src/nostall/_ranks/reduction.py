@@ -36,7 +36,7 @@ class PendingMaximum(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """That of a process alone."""
+    """The reduction of a process alone."""
 
     values: list[int]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from nostall._model.wording import some
 from nostall._read.plan import Wanted
 from nostall.errors import DamagedCheckpointError
 
@@ -14,10 +15,9 @@ _NAMED = 3
 
 def damaged(what: str, path: str, items: Sequence[Wanted]) -> DamagedCheckpointError:
     """An error that names the file and the first of the items that cannot be loaded."""
-    names = ", ".join(each.name for each in items[:_NAMED])
-    more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
+    names = some([each.name for each in items], _NAMED)
     return DamagedCheckpointError(
-        f"{what} (items {names}{more})",
+        f"{what} (items {names})",
         phase="read",
         path=path,
         hint=f"`nostall verify {os.path.dirname(path)}` lists all damage; load another checkpoint",

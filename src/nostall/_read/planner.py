@@ -7,7 +7,7 @@ plain tensor that was stored in one chunk needs neither.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.tensor import DTensor
 
 from nostall import _torch
+from nostall._model.wording import some
 from nostall._read.objects import object_in
 from nostall.errors import OptionError
 
@@ -30,8 +31,6 @@ TRUST_HINT = (
     "torch.serialization.add_safe_globals allows a class; trust=True loads any, only for files of"
     " people you trust"
 )
-_NAMED = 5
-"""How many names an error has."""
 _NOTHING = torch.Size((0,))
 _TENSORS = (torch.Tensor, _torch.ShardedTensor)
 
@@ -115,7 +114,7 @@ class Planner(DefaultLoadPlanner):
         self.missing = tuple(missing)
         if missing and self._strict:
             raise self._misfit(
-                f"the checkpoint has no {_some(missing)}",
+                f"the checkpoint has no {some(missing)}",
                 ", and strict=False leaves out what is missing",
             )
         if self._strict:
@@ -134,7 +133,7 @@ class Planner(DefaultLoadPlanner):
         if found:
             raise OptionError(
                 "the state does not fit: the checkpoint has"
-                f" {_some(found)}, for which the state has an empty dictionary",
+                f" {some(found)}, for which the state has an empty dictionary",
                 phase="read",
                 path=self._path,
                 hint="an optimizer has no state before its first step: load what"
@@ -154,11 +153,11 @@ class Planner(DefaultLoadPlanner):
             if is_tensor and value.is_meta:
                 without.append(name)
         if shapes:
-            raise self._misfit(f"the checkpoint has {_some(shapes)}")
+            raise self._misfit(f"the checkpoint has {some(shapes)}")
         if without:
-            raise self._misfit(f"{_some(without)}: on the meta device, without memory to load into")
+            raise self._misfit(f"{some(without)}: on the meta device, without memory to load into")
         if kinds:
-            raise self._misfit(_some(kinds))
+            raise self._misfit(some(kinds))
 
     def _misfit(self, what: str, hint: str = "") -> OptionError:
         return OptionError(
@@ -246,8 +245,3 @@ def _object(name: str) -> ReadItem:
         storage_offsets=_NOTHING,
         lengths=_NOTHING,
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more

@@ -34,12 +34,12 @@ class BackgroundSave(ABC):
         """Take the snapshot: the ``preload_fn``. When it returns, tensors may be changed."""
 
     @abstractmethod
-    def write(self, snapshot: Any) -> RankReport:
-        """Write a snapshot while the caller waits; releases it."""
-
-    @abstractmethod
     def submit(self, snapshot: Any) -> Future[RankReport]:
         """Send a snapshot to the writer process; it is released when the future is done."""
+
+    def write(self, snapshot: Any) -> RankReport:
+        """Write a snapshot while the caller waits; releases it."""
+        return self._in_time(self.submit(snapshot))
 
     @property
     def outlives(self) -> bool:
@@ -115,12 +115,14 @@ class BackgroundSave(ABC):
                 hint="schedule what get_save_function_and_args() returns before finalising",
             )
             return RankFailed(rank=self.rank, failure=failure)
-        timeout_s = self.engine.options.save_timeout_s
+        return self._in_time(self._report)
+
+    def _in_time(self, report: Future[RankReport]) -> RankReport:
         return await_report(
-            self._report,
+            report,
             rank=self.rank,
             path=self.progress.path,
-            timeout_s=timeout_s,
+            timeout_s=self.engine.options.save_timeout_s,
             waits_for_others=self.writers_per_host > 0,
             give_up=self.abort,
         )

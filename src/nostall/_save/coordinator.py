@@ -200,7 +200,7 @@ def publish(
     """
     fresh, settings = metadata.storage_data is None, save.settings
     mine = save.receipts[:1] if settings.stream is None else ()
-    written_here = [each.name for each in mine]
+    written_here = next((each.name for each in mine), None)
     with save.timeline.measure("publish"):
         finalize.publish(
             settings.metadata_path,
@@ -209,7 +209,7 @@ def publish(
             default_engine(),
             sync=settings.options.sync_files,
             ahead=save.ahead,
-            written_here=written_here[0] if written_here else None,
+            written_here=written_here,
             visit=save.visit,
             exclusive=settings.options.exclusive,
         )

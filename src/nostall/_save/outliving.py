@@ -36,7 +36,7 @@ class Outliving:
         planned: bytes,
         storage_meta: Callable[[], StorageMeta | None],
     ) -> Outliving:
-        """That of a save that has just been planned.
+        """The completion of a save that has just been planned.
 
         Args:
             name: Of the record.

@@ -122,7 +122,7 @@ def commit(storage: Storage, save: CompleteSave, engine: Engine) -> None:
         UntrustedMetadataError: A record's pickle is not one of metadata.
         IncompleteSaveError: No rank has written an item of the metadata.
         WriteError: The metadata could not be published.
-        NotDurableError: They are, but may not survive a power failure.
+        NotDurableError: The metadata was published, but may not survive a power failure.
     """
     path = storage.where(_torch.METADATA_NAME)
     (planned,) = [record.metadata for record in save.records if record.metadata]

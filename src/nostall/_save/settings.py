@@ -19,10 +19,9 @@ from nostall._model.progress import Progress
 from nostall._model.values import ItemShape, Layout
 from nostall._plan.layout import FileNaming, Packing
 from nostall._save.tier import Tier, require_possible
-from nostall._storage.deadlines import in_time
-from nostall._storage.destination import make_ready, require_new
+from nostall._storage.destination import make_ready, may_hold, must_stay
 from nostall._storage.directories import Visit, has_failed_in
-from nostall._storage.places import is_address, is_in_this_process, may_have, storage_at
+from nostall._storage.places import is_address, is_in_this_process, storage_at
 from nostall._storage.streams import StreamTarget
 from nostall._tier.local import directory_in
 from nostall.errors import OptionError
@@ -100,7 +99,9 @@ class WriterSettings:
         if self.tier is not None:
             self.tier.make_room(engine, is_part=False, rank=self.rank)
             if not overwrite:
-                require_new(self.tier.destination, others, rank=self.rank, timeout_s=timeout_s)
+                far = self.tier.destination
+                if may_hold(far, others, rank=self.rank, timeout_s=timeout_s):
+                    raise must_stay(far, self.rank)
                 overwrite = self.tier.is_promoted(engine, self.rank)  # and removed there since
         return make_ready(
             self.directory,
@@ -123,18 +124,11 @@ class WriterSettings:
         Raises:
             SaveTimeoutError: Storage did not answer within ``save_timeout_s`` seconds.
         """
-
-        def look() -> bool:
-            storage = storage_at(self.directory)
-            return any(may_have(storage, name) for name in self._metadata_names())
-
-        return in_time(
-            look,
-            timeout_s=engine.options.save_timeout_s,
-            doing="looking for an existing checkpoint",
-            phase="plan",
-            path=self.directory,
+        return may_hold(
+            self.directory,
+            self._metadata_names(),
             rank=self.rank,
+            timeout_s=engine.options.save_timeout_s,
         )
 
     @property

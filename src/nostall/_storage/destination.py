@@ -136,7 +136,7 @@ def make_ready(
         _make(storage, rank)
         is_taken = may_have(storage, metadata_name)
         if is_taken and not overwrite:
-            raise _existing(place, rank)
+            raise must_stay(place, rank)
         return is_taken or any(may_have(storage, name) for name in others)
 
     return in_time(
@@ -149,13 +149,12 @@ def make_ready(
     )
 
 
-def require_new(
+def may_hold(
     place: str, metadata_names: Sequence[str], *, rank: int | None, timeout_s: float
-) -> None:
-    """Check that a place holds no checkpoint, or cannot tell.
+) -> bool:
+    """Whether a place may hold a checkpoint; true if storage cannot tell.
 
     Raises:
-        CheckpointExistsError: It may hold one.
         SaveTimeoutError: Storage did not answer within ``timeout_s`` seconds.
     """
 
@@ -163,18 +162,18 @@ def require_new(
         storage = storage_at(place)
         return any(may_have(storage, name) for name in metadata_names)
 
-    if in_time(
+    return in_time(
         look,
         timeout_s=timeout_s,
         doing="looking for an existing checkpoint",
         phase="plan",
         path=place,
         rank=rank,
-    ):
-        raise _existing(place, rank)
+    )
 
 
-def _existing(place: str, rank: int | None) -> CheckpointExistsError:
+def must_stay(place: str, rank: int | None) -> CheckpointExistsError:
+    """The error that a place holds a checkpoint that must not be replaced."""
     return CheckpointExistsError(
         "the directory holds, or may hold, a committed checkpoint, and overwrite=False",
         rank=rank,

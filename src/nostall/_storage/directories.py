@@ -53,11 +53,11 @@ class Visit:
         """Mark the save as over. Idempotent."""
         with _state.lock:
             self._was_left = True
-            if not committed:
-                _state.failed_in.add(self._directory)
             if committed:
                 _state.visits.discard(self)
-            elif self not in _state.kept:
+                return
+            _state.failed_in.add(self._directory)
+            if self not in _state.kept:
                 _state.kept.append(self)
 
     def left_before(self) -> tuple[str, ...]:

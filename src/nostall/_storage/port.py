@@ -47,6 +47,19 @@ class Stat(NamedTuple):
     """As ``modified_s``, or when it got a name, if that was later: a hard link's content is old."""
 
 
+def version_of(stat: Callable[[str], Stat], name: str) -> Version:
+    """The present version of a name.
+
+    Args:
+        stat: Tells what storage knows of a name.
+        name: The name.
+    """
+    try:
+        return stat(name).version
+    except FileNotFoundError:
+        return ABSENT
+
+
 class Source(Protocol):
     """One version of a file, opened for reading; fails if storage does not have it any more."""
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from nostall._model.names import METADATA_SUFFIX
 from nostall._model.shared_bytes import Piece
 from nostall._model.threads import start_apart
-from nostall._storage.port import ABSENT, Conflict, Draft, Version, reason
+from nostall._storage.port import Conflict, Draft, Version, reason, version_of
 from nostall._storage.posix import (
     UnfinishedFile,
     identity_of,
@@ -71,7 +71,7 @@ class PosixStorage(PosixFiles):
                 file.write(content)
             identity = file.finish()
             before()
-            if expected is not None and self._version(name) != expected:
+            if expected is not None and version_of(self.stat, name) != expected:
                 raise Conflict(final)
             _rename(final, file.where, identity, content)
         except NotDurableError:
@@ -90,12 +90,6 @@ class PosixStorage(PosixFiles):
 
     def _temporary(self, name: str) -> UnfinishedFile:
         return UnfinishedFile(f"{self.where(name)}.tmp", sync=self._sync)
-
-    def _version(self, name: str) -> Version:
-        try:
-            return self.stat(name).version
-        except FileNotFoundError:
-            return ABSENT
 
 
 def _rename(

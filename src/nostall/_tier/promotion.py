@@ -12,7 +12,7 @@ from itertools import count
 
 from nostall._model.interrupts import is_done, on_done, result_of, uninterruptible
 from nostall._model.jobs import Failure, RankFailed
-from nostall._model.names import METADATA_SUFFIX as METADATA_NAME
+from nostall._model.names import METADATA_NAME
 from nostall._ranks.failures import error_of
 from nostall._storage.places import is_address
 from nostall._writer.child import ChildProcess, bare_arguments, import_paths

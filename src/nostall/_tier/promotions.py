@@ -16,7 +16,7 @@ from functools import partial
 
 from nostall._model.interrupts import on_done, uninterruptible
 from nostall._model.jobs import Failure
-from nostall._model.names import METADATA_SUFFIX as METADATA_NAME
+from nostall._model.names import METADATA_NAME
 from nostall._model.threads import start_apart
 from nostall._model.values import WrittenFile
 from nostall._ranks.failures import failure_of

@@ -115,7 +115,7 @@ def _require_files(receipts: Iterable[FileReceipt], storage: Files, at: Position
 def describe(error: BaseException, job: WriteJob, *, phase: str, path: str) -> Failure:
     """The failure of a rank whose write raised an error.
 
-    That of full storage has no traceback, in which nothing could be mended.
+    A failure of full storage has no traceback: nothing in it could be mended.
     """
     if isinstance(error, Cancelled):
         return Failure(kind="SaveAbortedError", message=str(error), phase=phase, path=path)

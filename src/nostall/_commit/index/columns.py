@@ -33,7 +33,7 @@ from nostall._model.names import AS_SAFETENSORS
 
 MARK = b"\n#nostall-index\n"
 TRANSFORMS: Mapping[int, tuple[str, ...] | None] = {1: None, 2: AS_SAFETENSORS}
-"""By format, what metadata name as the transforms of all places."""
+"""By format, what metadata names as the transforms of all places."""
 HEADER = struct.Struct(f"<{len(MARK)}s6Q")
 
 

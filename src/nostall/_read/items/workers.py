@@ -153,4 +153,4 @@ class Workers:
 
 
 def _nothing() -> None:
-    """What is left of a task."""
+    """Replaces a finished task, which would keep memory."""

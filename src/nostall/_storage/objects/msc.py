@@ -36,7 +36,7 @@ def directory_of(address: str) -> str | None:
         client, path = resolve_storage_client(address)
     except ValueError as error:
         raise OptionError(
-            f"the multi-storage client does not take the address: {error!s:.500}",
+            f"the multi-storage client does not accept the address: {error!s:.500}",
             path=address,
             hint="name a profile of its configuration, as in msc://profile/path",
         ) from error

@@ -17,7 +17,7 @@ from typing import Any
 
 from nostall._model.names import is_ours_to_remove
 from nostall._model.shared_bytes import Piece
-from nostall._storage.port import ABSENT, Conflict, Stat, Version
+from nostall._storage.port import ABSENT, Conflict, Stat, Version, version_of
 from nostall.errors import OptionError
 
 _PART_NBYTES = 16 << 20
@@ -44,7 +44,7 @@ class FsspecClient:
                 self._create(key, body)
                 return
             with self._lock:  # fsspec cannot ask the store to compare
-                if expected is not None and self._version(key) != expected:
+                if expected is not None and version_of(self.stat, key) != expected:
                     raise Conflict(self._where(key))
                 self._fs.pipe_file(key, body)
 
@@ -76,7 +76,7 @@ class FsspecClient:
             content = memoryview(self._fs.cat_file(key, start=offset, end=offset + nbytes))
         # There is no condition on reads. Shard files are never replaced, and need none.
         is_shard = is_ours_to_remove(key.rpartition("/")[2])
-        if not is_shard and self._version(key) != version:
+        if not is_shard and version_of(self.stat, key) != version:
             raise Conflict(self._where(key))
         if len(content) != nbytes:
             raise OSError(errno.EIO, "the answer is too short", self._where(key))
@@ -114,14 +114,8 @@ class FsspecClient:
         return 0
 
     def _remove_if_there(self, key: str) -> None:
-        if self._version(key) != ABSENT:
+        if version_of(self.stat, key) != ABSENT:
             self._fs.rm_file(key)
-
-    def _version(self, key: str) -> Version:
-        try:
-            return self.stat(key).version
-        except FileNotFoundError:
-            return ABSENT
 
     def _where(self, key: str) -> str:
         return f"{self._protocol}://{key}"

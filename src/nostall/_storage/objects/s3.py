@@ -28,7 +28,7 @@ from nostall._model.shared_bytes import Piece
 from nostall._model.together import work_together
 from nostall._storage.objects.client import CopyingClient
 from nostall._storage.objects.s3_errors import errno_of_code, errors_at
-from nostall._storage.port import ABSENT, Conflict, Stat, Version, may_pass
+from nostall._storage.port import ABSENT, Conflict, Stat, Version, may_pass, version_of
 from nostall.errors import OptionError
 
 _log = logging.getLogger("nostall")
@@ -68,7 +68,7 @@ class S3Client:
                 raise
             # OpenStack Swift: it knows "if absent" only. Compared here, with a gap before the put.
             _tell_of_the_gap(self._bucket)
-            if self._version(key) != expected:
+            if version_of(self.stat, key) != expected:
                 raise Conflict(self._where(key)) from error
             self._put(key, body, {})
 
@@ -152,12 +152,6 @@ class S3Client:
         with errors_at(self._where(key)):
             modified_s = found["LastModified"].timestamp()
             return Stat(found["ContentLength"], Version(found["ETag"]), modified_s, modified_s)
-
-    def _version(self, key: str) -> Version:
-        try:
-            return self.stat(key).version
-        except FileNotFoundError:
-            return ABSENT
 
     def list(self, prefix: str) -> list[str]:
         names = []
