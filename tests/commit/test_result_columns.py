@@ -111,6 +111,18 @@ def test_objects_are_made_when_somebody_looks() -> None:
     assert deepcopy(places) == pickle.loads(pickle.dumps(places)) == dict(places)
 
 
+def test_a_caller_changes_only_its_own() -> None:
+    """The next save needs the places again."""
+    (results, _) = results_of(small())
+    places = StorageData([sent(results)])
+    mine = places.copy()
+    mine[results[0].index] = mine.pop(results[1].index)
+    del mine[results[2].index]
+    assert len(mine) == 2
+    assert mine[results[0].index] == results[1].storage_data
+    assert places == {each.index: each.storage_data for each in results}
+
+
 def with_a_subclass(results: list[WriteResult]) -> None:
     class Mine(WriteResult):
         pass
