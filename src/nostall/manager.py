@@ -81,8 +81,18 @@ class Restored:
 
     step: int
     metrics: Mapping[str, float]
-    extra: Any
-    """What this rank passed as ``extra``; rank 0's if fewer ranks have saved the step."""
+    _extra: object
+
+    @property
+    def extra(self) -> Any:
+        """What this rank passed as ``extra``; rank 0's if fewer ranks have saved the step.
+
+        Raises:
+            OptionError: It needs a class that this program cannot import.
+        """
+        if isinstance(self._extra, OptionError):
+            raise self._extra
+        return self._extra
 
 
 class CheckpointManager:
@@ -495,7 +505,7 @@ class CheckpointManager:
                 cache.set_cached_global_metadata(metadata)  # the next save may reuse its plans
         with together(coordination):
             extra = restoration.finish(rng=rng)
-        return Restored(step=about.step, metrics=about.metrics, extra=extra)
+        return Restored(step=about.step, metrics=about.metrics, _extra=extra)
 
     def _recover(self, step: int | None, deadline_s: float) -> bool:
         """Look for a step that outlived an earlier job, and commit it; whether to look no more."""

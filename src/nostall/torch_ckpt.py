@@ -70,6 +70,8 @@ class _FileSave(BackgroundSave):
         self, state_dict: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         job, self._path = uuid.uuid4().hex, str(absolute(path))
+        if os.path.islink(self._path):  # as torch.save does, which writes to what it leads to
+            self._path = os.path.realpath(self._path)
         progress = default_engine().under_way.begin(job, path=self._path, rank=0)
         super().__init__(rank=0, job=job, progress=progress)
         self._state_dict = state_dict

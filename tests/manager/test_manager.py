@@ -7,12 +7,14 @@ import os
 import pickle
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import Event
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -149,6 +151,81 @@ def test_dictionaries_and_lists_get_what_they_held(tmp_path: Path) -> None:
     assert (present.tolist(), state["average"]["b"].tolist()) == ([1, 1, 1], [1, 1])
     assert state["parts"] == [1, 2]
     assert (state["history"], state["unchanged"]) == ([1, 2], {})
+
+
+def define(monkeypatch: pytest.MonkeyPatch, **classes: type) -> None:
+    """Put classes into a module, as if the script that runs were another one."""
+    module = ModuleType("script")
+    for name, each in classes.items():
+        each.__module__, each.__qualname__ = "script", name
+        setattr(module, name, each)
+    monkeypatch.setitem(sys.modules, "script", module)
+
+
+class _Config:
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+
+class _Table(dict[str, int]):
+    """Filled by its pickle, item by item."""
+
+
+@pytest.mark.parametrize("value", [_Config(3), [_Table(a=1)], {"kind": _Config}, {_Table: 1}])
+def test_a_class_that_is_gone_concerns_only_what_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: object
+) -> None:
+    """A program that evaluates wants the model; the script's own objects are no loss to it."""
+    define(monkeypatch, Config=_Config, Table=_Table)
+    with CheckpointManager(tmp_path) as manager:
+        saved(manager, 1, extra=value)
+        state = {**numbered(2), "settings": {"value": value}}
+        manager.save(2, state, extra="plain").result()
+        define(monkeypatch)
+        for step in (1, 2):
+            restored = manager.restore(state := numbered(0), step)
+            assert restored is not None
+            assert is_step(state, step)
+            if step == 2:
+                assert restored.extra == "plain"
+                continue
+            assert repr(restored).startswith("Restored(step=1")
+            with pytest.raises(OptionError, match=r"extra of step 1 needs script\.[A-Z]"):
+                print(restored.extra)
+        with pytest.raises(OptionError, match=r"object 'settings' of step 2 needs script\.[A-Z]"):
+            manager.restore({**numbered(0), "settings": {}}, 2)
+
+
+class _Scaled(nn.Linear):
+    """Has an extra state that is empty at first, as modules with recipes of low precision."""
+
+    amax: dict[str, int]
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.amax = {}
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.amax
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.amax = state
+
+
+def test_what_has_no_place_in_an_empty_dictionary_is_not_lost_silently(tmp_path: Path) -> None:
+    """As with ``nostall.load``; where it was empty when it was saved, nothing is lost."""
+    with CheckpointManager(tmp_path) as manager:
+        model = _Scaled()
+        manager.save(1, {"model": model}).result()
+        model.amax["weight"] = 7
+        manager.save(2, {"model": model}).result()
+        assert manager.restore({"model": _Scaled()}, 1) is not None
+        with pytest.raises(OptionError, match=r"holds model\._extra_state\.weight, for which"):
+            manager.restore({"model": _Scaled()}, 2)
+        filled = _Scaled()
+        filled.amax["weight"] = 0
+        assert manager.restore({"model": filled}, 2) is not None
+        assert filled.amax == {"weight": 7}
 
 
 def test_generators_can_be_left_alone(tmp_path: Path) -> None:
@@ -581,6 +658,32 @@ def test_best_step(tmp_path: Path) -> None:
             looking.best_step(metric)
 
 
+def test_a_copied_root_keeps_the_times_of_its_steps(tmp_path: Path) -> None:
+    """By the manifests, as ``nostall ls`` shows them: a copy is new as a file."""
+    began_s = 1_700_000_000.0
+    with CheckpointManager(tmp_path / "root") as manager:
+        for step in range(4):
+            with patch("nostall._save.finalize.time.time", lambda hour=step: began_s + 3600 * hour):
+                manager.save(step, numbered(step)).result()
+    shutil.copytree(tmp_path / "root", tmp_path / "copy")
+    with CheckpointManager(tmp_path / "copy", keep=KeepEvery(seconds=7000)) as manager:
+        manager.save(4, numbered(4))
+        manager.wait()
+        assert manager.all_steps() == [0, 2, 4]
+
+
+def test_a_checkpoint_of_ranks_that_saved_alone_is_not_removed(tmp_path: Path) -> None:
+    """Below the root, where a step would be: it is whole, though no step of the manager's."""
+    manager = CheckpointManager(tmp_path)
+    writer = FileSystemWriterAsync(manager.path(5))
+    dcp.save(numbered(5), storage_writer=writer, use_collectives=False)
+    manager.save(6, numbered(6))
+    manager.close()
+    state = numbered(0)
+    nostall.load(state, manager.path(5), use_collectives=False)
+    assert is_step(state, 5)
+
+
 def test_a_step_in_parts_counts_when_all_parts_are_there(tmp_path: Path) -> None:
     """Whoever wrote them; one part alone is unfinished."""
     for step, parts in ((1, ("model", "optimizer")), (2, ("model",))):
@@ -821,6 +924,7 @@ REFUSED: dict[str, Callable[[Path], object]] = {
     "state": lambda root: CheckpointManager(root).save(1, [1]),  # type: ignore[arg-type]
     "reserved key": lambda root: CheckpointManager(root).save(1, {"nostall.x": 1}),
     "metric": lambda root: CheckpointManager(root).save(1, {}, metrics={"loss": "low"}),  # type: ignore[dict-item]
+    "large metric": lambda root: CheckpointManager(root).save(1, {}, metrics={"n": 10**400}),
     "per rank": lambda root: PerRank(3),  # type: ignore[arg-type]
 }
 

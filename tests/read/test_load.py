@@ -186,8 +186,25 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_changes(tmp_path: 
         nostall.load({"b": torch.zeros(1)}, tmp_path, keys=["weight", "b"])
     with pytest.raises(OptionError, match="needs a process_group"):
         nostall.load({"b": torch.zeros(1)}, tmp_path, read_once=True)
-    with pytest.raises(OptionError, match="not a text"):
+    with pytest.raises(OptionError, match="not a string"):
         nostall.load({"b": torch.zeros(1)}, tmp_path, keys=[1])  # type: ignore[list-item]  # refused
+
+
+class Scaled(torch.Tensor):
+    """A tensor of a user's."""
+
+
+def test_a_tensor_of_an_unknown_class_is_not_taken_for_damaged(tmp_path: Path) -> None:
+    """The checkpoint is whole: another one would not help."""
+    save(tmp_path, {"weight": torch.arange(4.0).as_subclass(Scaled)})
+    state = {"weight": torch.zeros(4)}
+    for trust in (False, True):
+        with pytest.raises(UntrustedObjectError, match=r"Scaled.*weight.*add_safe_globals"):
+            nostall.load(state, tmp_path, trust=trust)
+    assert nostall.verify(tmp_path).ok
+    with torch.serialization.safe_globals([Scaled]):
+        nostall.load(state, tmp_path)
+    assert state["weight"].tolist() == [0, 1, 2, 3]
 
 
 def test_objects_of_unknown_classes_need_trust(tmp_path: Path) -> None:

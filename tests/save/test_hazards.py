@@ -20,6 +20,7 @@ from nostall._engine import default_engine
 from nostall.core import AsyncCaller, AsyncCallsQueue, AsyncRequest
 from nostall.errors import OptionError, StagingError, WriterDiedError
 from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.integrity import State
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import (
     save_state_dict_async_finalize,
@@ -160,6 +161,21 @@ def test_an_aborted_write_through_a_users_stream_stops(tmp_path: Path) -> None:
         queue.wait()
         hold.release()
     assert blobs(tmp_path / "saved") == saved_by_stock(tmp_path / "stock", small_state(2))
+
+
+def test_a_jagged_tensor_is_refused_when_it_is_saved(
+    tmp_path: Path, queue: AsyncCallsQueue
+) -> None:
+    """Its lengths are not numbers: no reader would understand the metadata."""
+    values = [torch.ones(2), torch.ones(3)]
+    state = {
+        "good": torch.ones(3),
+        "ragged": torch.nested.as_nested_tensor(values, layout=torch.jagged),
+    }
+    schedule(queue, tmp_path / "saved", state)
+    with pytest.raises(CheckpointException, match=r"'ragged' cannot be staged.*jagged"):
+        queue.wait()
+    assert nostall.verify(tmp_path / "saved").state is State.NOT_THERE
 
 
 @pytest.mark.parametrize("device", ["meta"])

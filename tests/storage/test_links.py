@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
+from nostall._storage.destination import place_of
 from nostall.core import AsyncCallsQueue
 from nostall.errors import WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -49,6 +50,32 @@ def test_a_link_to_a_directory_is_followed(tmp_path: Path, save: Save) -> None:
     assert value_in(tmp_path / "volume") == 2.0
     assert len(os.listdir(tmp_path / "volume")) == 2
     assert nostall.verify(link).ok
+
+
+@pytest.mark.parametrize("save", [_sync, _queue])
+def test_the_directory_above_a_link_is_that_above_what_it_leads_to(
+    tmp_path: Path, save: Save
+) -> None:
+    """As for the system, stock and readers; a checkpoint beside the link is another one."""
+    (tmp_path / "data" / "code").mkdir(parents=True)
+    (tmp_path / "project").symlink_to(tmp_path / "data" / "code", target_is_directory=True)
+    _sync(tmp_path / "x", 1.0)
+    path = tmp_path / "project" / ".." / "x"
+    save(path, 2.0)
+    assert value_in(path) == value_in(tmp_path / "data" / "x") == 2.0
+    assert nostall.verify(path).ok
+    nostall.remove_checkpoint(path)
+    assert not (tmp_path / "data" / "x").exists()
+    assert value_in(tmp_path / "x") == 1.0
+
+
+@pytest.mark.parametrize("path", ["..a/b..", ".../x", "a/./b//c", "a/../b/..c"])
+def test_other_paths_are_those_that_were_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Dots in names are no directories."""
+    monkeypatch.chdir(tmp_path)
+    assert place_of(path) == os.path.abspath(path)
 
 
 @pytest.mark.parametrize("save", [_sync, _queue])

@@ -84,7 +84,7 @@ def numbers_of(metrics: Mapping[str, float]) -> dict[str, float]:
     """
     try:
         numbers = {str(name): float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+    except (ArithmeticError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise OptionError(
             f"metrics={metrics!r:.200} is not possible: {error}", hint='use {"loss": 0.5}'
         ) from error

@@ -25,7 +25,7 @@ class StepRecord:
 
     step: int
     committed_at_s: float
-    """Seconds since the epoch, by the clock of the storage."""
+    """Seconds since the epoch, as in the manifest; without one, by the clock of storage."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The metrics that were saved with it; empty if no policy reads metrics."""
 
@@ -122,6 +122,13 @@ class KeepEvery(Policy):
                 kept.add(record.step)
                 next_s = record.committed_at_s + (self.seconds or 0.0)
         return kept
+
+
+def reads_times(policy: Policy) -> bool:
+    """Whether it may look at ``committed_at_s``, which must be read from storage."""
+    if isinstance(policy, KeepEvery):
+        return policy.seconds is not None
+    return not isinstance(policy, KeepLatest | KeepBest)
 
 
 def require_better(mode: object) -> None:

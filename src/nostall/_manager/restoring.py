@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
+from typing_extensions import Self
 
 from nostall import _torch
 from nostall._manager.contents import About, PerRank, index_of_part, key_of_rank
@@ -71,6 +72,10 @@ class Restoration:
         self._items[-1][key] = torch.frombuffer(self._content, dtype=torch.uint8)
         for name, value in state.items():
             self._add(name, value)
+        for number, items in enumerate(self._items):
+            if lost := _beneath_empty(items, self.metadata[number]):
+                why = f"it holds {some(lost)}, for which the state has an empty dictionary"
+                raise self._does_not_fit("the state", why, number)
 
     def _add(self, key: str, value: object) -> None:
         if isinstance(value, PerRank):
@@ -158,22 +163,39 @@ class Restoration:
     def _unpickled(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
         """What this rank has saved beside tensors, of keys that the state has.
 
+        ``extra`` is an error instead if it needs a class that cannot be imported.
+
         Raises:
-            OptionError: An object needs keys that the state leaves out.
+            OptionError: An object needs keys that the state leaves out, or such a class.
         """
         unpickler = _Unpickler(io.BytesIO(self._content), loaded)
         try:
             content: dict[str, Any] = unpickler.load()
         except Exception as error:  # of an object that finds no content in a missing tensor
+            if unpickler.absent:
+                raise self._not_importable("a value", sorted(unpickler.absent)) from error
             if not unpickler.missing:
                 raise
             raise self._not_alone(sorted(unpickler.missing)) from error
         kept = {key: each for key, each in content["objects"].items() if key in self._state}
         content["objects"] = kept
-        shared = _names_of(unpickler.missing, content) if unpickler.missing else []
-        if shared:
-            raise self._not_alone(shared)
+        if unpickler.absent:
+            for key, each in kept.items():
+                if absent := _found_in(each, unpickler).absent:
+                    raise self._not_importable(f"the object {key!r}", sorted(absent))
+            if absent := _found_in(content["extra"], unpickler).absent:
+                content["extra"] = self._not_importable("extra", sorted(absent))
+        if unpickler.missing and (shared := _found_in(content, unpickler).missing):
+            raise self._not_alone(sorted(shared))
         return content
+
+    def _not_importable(self, what: str, names: Sequence[str]) -> OptionError:
+        return OptionError(
+            f"{what} of step {self._step} needs {some(names)}, which cannot be imported",
+            phase="read",
+            path=self._checkpoints[-1],
+            hint="define it in a module that both programs import, or leave the key out",
+        )
 
     def _not_alone(self, names: Sequence[str]) -> OptionError:
         return OptionError(
@@ -211,6 +233,25 @@ def _differences(items: Mapping[str, Any], metadata: Metadata) -> list[str]:
     unused = [name for name in saved if name not in flat and paths.get(name, ("",))[0] in items]
     named = {"lacks": missing, "holds": shapes, "also holds": unused}
     return [f"the step {what} {some(names)}" for what, names in named.items() if names]
+
+
+def _beneath_empty(items: Mapping[str, Any], metadata: Metadata) -> list[str]:
+    """Names of what was saved in dictionaries that are empty in a state: it would not be loaded."""
+    empty = {path for key, value in items.items() for path in _empty_in(value, (key,))}
+    saved = (metadata.planner_data or {}).items() if empty else ()
+    return [
+        name
+        for name, path in saved
+        if any(tuple(path[:length]) in empty for length in range(1, len(path)))
+    ]
+
+
+def _empty_in(value: object, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    if isinstance(value, dict):
+        if not value:
+            yield path
+        for key, each in value.items():
+            yield from _empty_in(each, (*path, key))
 
 
 def _complete_groups(
@@ -287,28 +328,56 @@ class _Unpickler(pickle.Unpickler):
         self._tensors = tensors
         self.missing: dict[str, torch.Tensor] = {}
         """What stands for them, by name."""
+        self.absent: dict[str, type[_Absent]] = {}
+        """What stands for classes that cannot be imported, by name."""
 
     def persistent_load(self, name: Any) -> Any:
         tensor = self._tensors.get(name)
         return self.missing.setdefault(name, torch.empty(0)) if tensor is None else tensor
 
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return super().find_class(module, name)
+        except (ImportError, AttributeError):  # such as a class of the script that saved the step
+            absent = f"{module}.{name}"
+            return self.absent.setdefault(absent, type(absent, (_Absent,), {}))
 
-def _names_of(missing: Mapping[str, torch.Tensor], content: object) -> list[str]:
-    """The names of missing tensors that an object refers to."""
-    finder = _Finder(missing)
+
+class _Absent:
+    """Stands for an object of a class that cannot be imported, whatever its pickle does to it."""
+
+    def __new__(cls, *_: object, **__: object) -> Self:
+        return super().__new__(cls)
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def _take(self, *_: object, **__: object) -> None: ...
+
+    __setstate__ = __setitem__ = append = extend = add = update = _take
+
+
+def _found_in(content: object, unpickler: _Unpickler) -> _Finder:
+    """What stands for something else in an object."""
+    finder = _Finder(unpickler)
     finder.dump(content)
-    return sorted(finder.found)
+    return finder
 
 
 class _Finder(pickle.Pickler):
-    def __init__(self, missing: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, unpickler: _Unpickler) -> None:
         super().__init__(io.BytesIO())
-        self._names = {id(tensor): name for name, tensor in missing.items()}
-        self.found: set[str] = set()
+        self._names = {id(tensor): name for name, tensor in unpickler.missing.items()}
+        self.missing: set[str] = set()
+        """Names of tensors."""
+        self.absent: set[str] = set()
+        """Names of classes."""
 
     def persistent_id(self, value: Any) -> str | None:
-        if not isinstance(value, torch.Tensor):
+        kind = value if isinstance(value, type) else type(value)
+        if issubclass(kind, _Absent):
+            self.absent.add(kind.__name__)
+        elif not isinstance(value, torch.Tensor):
             return None
-        if id(value) in self._names:
-            self.found.add(self._names[id(value)])
+        elif id(value) in self._names:
+            self.missing.add(self._names[id(value)])
         return ""  # a tensor's content is of no interest

@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 from nostall._manager.contents import read_about
-from nostall._manager.policies import Policy, StepRecord, steps_to_keep, unseen_metrics
+from nostall._manager.policies import (
+    Policy,
+    StepRecord,
+    reads_times,
+    steps_to_keep,
+    unseen_metrics,
+)
 from nostall._manager.steps import StepDirectories, held
 from nostall._model.interrupts import is_done, uninterruptible
 from nostall._model.threads import start_apart
@@ -28,6 +35,8 @@ from nostall.errors import (
 _log = logging.getLogger("nostall")
 
 _LEAST_WHILE_SAVING = 2
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,24 +65,31 @@ class Records:
     def __init__(self, steps: StepDirectories) -> None:
         self._steps = steps
         self._metrics: dict[tuple[int, float], Mapping[str, float]] = {}
+        self._times: dict[tuple[int, float], float] = {}
 
-    def read(self, *, with_metrics: bool) -> list[StepRecord]:
+    def read(self, *, with_metrics: bool, with_times: bool = False) -> list[StepRecord]:
         """The committed steps, in ascending order.
+
+        Args:
+            with_metrics: Whether to read their metrics; else they have none.
+            with_times: Whether to read when they were committed. Else it is the time of a file,
+                which a copy of the step does not have.
 
         Raises:
             OSError: Storage refuses to answer.
         """
         times = [(step, self._steps.committed_at_s(step)) for step in self._steps.listed()]
         found = [(step, at_s) for step, at_s in times if at_s is not None]
-        if not with_metrics:
-            return [StepRecord(step=step, committed_at_s=at_s) for step, at_s in found]
-        known = self._metrics
-        metrics = {
-            each: known[each] if each in known else self._metrics_of(each[0]) for each in found
-        }
-        self._metrics = metrics
+        if with_metrics:
+            self._metrics = _known(self._metrics, found, self._metrics_of)
+        if with_times:
+            self._times = _known(self._times, found, self._steps.manifest_time_s)
         return [
-            StepRecord(step=step, committed_at_s=at_s, metrics=metrics[step, at_s])
+            StepRecord(
+                step=step,
+                committed_at_s=self._times[step, at_s] if with_times else at_s,
+                metrics=self._metrics[step, at_s] if with_metrics else {},
+            )
             for step, at_s in found
         ]
 
@@ -87,6 +103,15 @@ class Records:
                 _log.warning("the metrics of %s cannot be read: %s", self._steps.path(step), why)
             return {}
         return {} if about is None else about.metrics
+
+
+def _known(
+    known: Mapping[tuple[int, float], T],
+    found: Iterable[tuple[int, float]],
+    read: Callable[[int], T],
+) -> dict[tuple[int, float], T]:
+    """What was read of these steps before, and is read now of the others."""
+    return {each: known[each] if each in known else read(each[0]) for each in found}
 
 
 class Retention:
@@ -162,7 +187,8 @@ class Retention:
     def run_pass(self) -> list[int]:
         """Remove what no policy keeps, lowest step first; the removed steps."""
         reads_metrics = any(policy.reads_metrics for policy in self._policies)
-        records = self._records.read(with_metrics=reads_metrics)
+        times_count = any(map(reads_times, self._policies))
+        records = self._records.read(with_metrics=reads_metrics, with_times=times_count)
         activity = self._activity()
         kept = steps_to_keep(
             records, self._policies, least=activity.least, protected=activity.protected

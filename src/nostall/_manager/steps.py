@@ -21,8 +21,10 @@ from itertools import takewhile
 from typing import TypeVar
 
 from nostall import _torch
+from nostall._commit.committed import committed_at_s
 from nostall._engine import default_engine
 from nostall._manager.contents import read_about
+from nostall._model.names import is_metadata_of_one_rank
 from nostall._save.recovering import records_among
 from nostall._storage.deadlines import in_time
 from nostall._storage.directories import is_in_use
@@ -126,6 +128,10 @@ class StepDirectories:
             return None
         except ReadError:  # something else has its name: a damaged step, not an absent one
             return 0.0
+
+    def manifest_time_s(self, step: int) -> float:
+        """When the last part of a committed step was committed, by the clock of its coordinator."""
+        return max(map(committed_at_s, self.checkpoints(step)))
 
     def under_other_names(self) -> list[str]:
         """Checkpoints at the root, in it and one level below that are in no step's directory.
@@ -245,6 +251,8 @@ class StepDirectories:
         checkpoints = self.checkpoints(step)
         if any(map(is_in_use, checkpoints)):  # another manager of this process is saving it
             return False
+        if any(map(_has_metadata_of_ranks, checkpoints)):  # another program has committed it
+            return False
         committed = [each for each in checkpoints if _has_metadata(each)]
         return len(committed) < len(checkpoints) and all(
             _parts_at(each) == self.parts for each in committed
@@ -283,6 +291,14 @@ def _has_metadata(checkpoint: str) -> bool:
     """
     try:
         return _torch.METADATA_NAME in storage_at(checkpoint).list()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _has_metadata_of_ranks(checkpoint: str) -> bool:
+    """Whether ranks have committed there, each for itself."""
+    try:
+        return any(map(is_metadata_of_one_rank, storage_at(checkpoint).list()))
     except (FileNotFoundError, NotADirectoryError):
         return False
 

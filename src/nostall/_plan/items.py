@@ -122,6 +122,8 @@ def _plan_item(item: WriteItem, resolver: Resolver, rank: int, settings: _Settin
 def _plan_tensor(item: WriteItem, tensor: torch.Tensor, settings: _Settings) -> _Item:
     if missing := _torch.missing_data(tensor):
         raise ValueError(missing)
+    if not all(type(length) is int for length in tensor.shape):
+        raise ValueError("a length of the tensor is not a number, as of a jagged nested tensor")
     weight = _chunk_nbytes(item, tensor)
     stride = _torch.payload_stride(tensor)
     if stride is None:

@@ -13,7 +13,6 @@ import json
 import os
 import pickle
 import queue
-import signal
 import socket
 import threading
 import traceback
@@ -26,7 +25,7 @@ from nostall._model.jobs import Failure
 from nostall._writer.child import ChildProcess, import_paths
 from nostall._writer.framing import Message, send
 from nostall._writer.messages import failure_from_plain
-from nostall._writer.parent import messages_from_parent
+from nostall._writer.parent import ignore_signals, messages_from_parent
 from nostall.errors import StagingError
 
 _DRAIN_TIMEOUT_S = 1800.0
@@ -133,7 +132,7 @@ class PythonWorker(ChildProcess[Outcome]):
 
 def serve(socket_fd: int, parent_pid: int) -> None:
     """Main function of the process: its main thread calls, another one watches the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when this process ends
+    ignore_signals()  # but SIGTERM, by which the trainer ends this process
     sock = socket.socket(fileno=socket_fd)
     calls: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(sock, parent_pid, calls), daemon=True).start()

@@ -84,6 +84,12 @@ def look_through(archive: BinaryIO) -> None:
     archive.seek(0)
 
 
+def refused_by_torch(error: Exception) -> str | None:
+    """What torch says of a class that it does not load by itself; ``None`` for another error."""
+    said = reason_of(error)
+    return said if "not an allowed global" in said else None
+
+
 def reason_of(error: Exception) -> str:
     """What ``torch.load`` says, in one line; of ``weights_only`` the class that is refused."""
     refused = _REFUSED.search(str(error))

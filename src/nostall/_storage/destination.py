@@ -79,11 +79,18 @@ def local_tier_of(path: str | os.PathLike[str]) -> str:
 def absolute(path: str | os.PathLike[str]) -> Path:
     """The absolute form of a path: trainer and writer process have different working directories.
 
+    It leads where the system finds the path, whose ``..`` is not what is written before it if that
+    is a link.
+
     Raises:
         OptionError: The path is relative and the working directory was removed.
     """
     try:
-        return Path(os.path.abspath(path))
+        parts = os.fspath(path).split("/")
+        if ".." in parts:
+            last = len(parts) - parts[::-1].index("..")
+            parts[:last] = [os.path.realpath("/".join(parts[:last]))]
+        return Path(os.path.abspath("/".join(parts)))
     except OSError as error:
         raise OptionError(
             f"the path is relative, and the working directory is gone: {error.strerror}",

@@ -20,7 +20,7 @@ from nostall._model.jobs import Failure
 from nostall._tier.copying import Refused, Unpromotable
 from nostall._tier.promoting import Existing, NotYet, PromotionJob, promote
 from nostall._writer.framing import Message, send
-from nostall._writer.parent import make_importable, messages_from_parent
+from nostall._writer.parent import ignore_signals, make_importable, messages_from_parent
 from nostall.errors import NostallError
 
 _PROGRESS_EVERY_S = 0.25
@@ -30,8 +30,7 @@ _LONGEST_DELAY_S = 20.0
 
 def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
     """Serve one trainer until it closes the socket or ends; arguments as of the writer process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_signals(signal.SIGTERM)
     promoter = _Promoter(socket.socket(fileno=socket_fd))
     threading.Thread(target=promoter.serve, name="nostall-promotions", daemon=True).start()
     promoter.send({"type": "ready", "pid": os.getpid()})

@@ -47,7 +47,7 @@ from nostall._writer.messages import (
     seals_from_message,
     shared_from_message,
 )
-from nostall._writer.parent import make_importable, messages_from_parent
+from nostall._writer.parent import ignore_signals, make_importable, messages_from_parent
 from nostall._writer.position import Cancelled
 from nostall._writer.seals import ChunkPlans
 from nostall.errors import ProtocolError
@@ -64,8 +64,7 @@ def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
         parent_pid: Process id of the trainer.
         checksums_from: Path for ``_model.checksum.use_fastest_from``; ``""`` for none.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_signals(signal.SIGTERM)
     sock = socket.socket(fileno=socket_fd)
     writer = _Writer(sock)
     threading.Thread(target=writer.write_jobs, name="nostall-jobs", daemon=True).start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import site
 import socket
 import sys
@@ -41,6 +42,31 @@ def messages_from_parent(
         if received is None:
             return
         yield received
+
+
+def ignore_signals(*others: signal.Signals) -> None:
+    """Ignore what is sent to all processes of a job, as before a preemption.
+
+    The trainer decides when this process ends.
+
+    Args:
+        others: More signals to ignore.
+    """
+    for each in (*_SENT_TO_ALL, *others):
+        signal.signal(each, signal.SIG_IGN)
+
+
+_SENT_TO_ALL = (
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGALRM,
+    signal.SIGVTALRM,
+    signal.SIGPROF,
+    signal.SIGXCPU,
+)
 
 
 def make_importable(paths: Sequence[str]) -> None:

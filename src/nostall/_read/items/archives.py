@@ -9,7 +9,7 @@ import torch
 
 from nostall._read.items.forms import DESCRIPTOR, Contradictory, Form, Forms, Unusual
 from nostall._read.items.opened import OpenFile
-from nostall._read.objects import loaded_safely
+from nostall._read.objects import loaded_safely, refused_by_torch
 from nostall._read.plan import Wanted
 
 _SIGNATURE = b"PK\x07\x08"
@@ -84,6 +84,7 @@ class Archives:
 
         Raises:
             DamagedCheckpointError: It is damaged, or not a tensor.
+            UntrustedObjectError: It is of a class that is not allowed.
             OSError: It cannot be read.
         """
         damage = file.damage_of(wanted) if self.verify else None
@@ -94,6 +95,8 @@ class Archives:
         except (OSError, MemoryError):
             raise
         except Exception as error:  # damaged archives and pickles can raise anything
+            if (refused := refused_by_torch(error)) is not None:
+                raise file.untrusted(f"an item cannot be loaded: {refused}", wanted) from error
             why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
             raise file.damaged(f"an item cannot be loaded: {why}", [wanted]) from error
         if not isinstance(loaded, torch.Tensor):

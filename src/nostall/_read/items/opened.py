@@ -10,7 +10,7 @@ from nostall._read.damage import damaged, missing, too_short
 from nostall._read.plan import Wanted
 from nostall._storage.port import ReadableFiles
 from nostall._storage.reading import ChecksumMissing, NoArchive, damage_of_container, part_as_stream
-from nostall.errors import DamagedCheckpointError
+from nostall.errors import DamagedCheckpointError, UntrustedObjectError
 
 
 class OpenFile:
@@ -62,6 +62,15 @@ class OpenFile:
     def damaged(self, what: str, items: Sequence[Wanted]) -> DamagedCheckpointError:
         """The error for damage to items of this file."""
         return damaged(what, self._path, items)
+
+    def untrusted(self, what: str, wanted: Wanted) -> UntrustedObjectError:
+        """The error for an item of a class that torch does not load by itself."""
+        return UntrustedObjectError(
+            f"{what} (item {wanted.name})",
+            phase="read",
+            path=self._path,
+            hint="torch.serialization.add_safe_globals allows a class; trust=True is for objects",
+        )
 
     def close(self) -> None:
         """Close the file. Idempotent."""
