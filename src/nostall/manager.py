@@ -118,7 +118,8 @@ class CheckpointManager:
             a group of one rank as ``process_group`` says the same then.
 
     Raises:
-        OptionError: An argument is not possible; or ``root`` is, or is below, a regular file.
+        OptionError: An argument is not possible; or ``root`` is a step, or is, or is below, a
+            regular file.
         SaveTimeoutError: Storage does not tell which within ``EngineOptions.save_timeout_s``.
     """
 
@@ -140,7 +141,7 @@ class CheckpointManager:
         self._save_every = interval_of(save_every)
         self._better = better_of(policies, metrics or {})
         self._steps = StepDirectories(place_of(root), parts_of(parts))
-        self._steps.look(partial(require_directory, self._steps.root))
+        self._steps.look(self._require_root_of_steps)
         self._records = Records(self._steps)
         self._lock = RootLock(self._steps.root)
         self._group = process_group
@@ -157,6 +158,15 @@ class CheckpointManager:
         first save."""
         self._saved_at_s = time.monotonic()
         """When the last save began, or the manager was made; for a time as ``save_every``."""
+
+    def _require_root_of_steps(self) -> None:
+        require_directory(self._steps.root)
+        if self._steps.is_at_a_step:
+            raise OptionError(
+                "the root is a step itself, as its name and its checkpoint say",
+                path=self._steps.root,
+                hint="pass the directory that holds the steps, and the step to restore()",
+            )
 
     # --- saving -------------------------------------------------------------------------------
 
@@ -498,7 +508,12 @@ class CheckpointManager:
             with together(coordination):
                 paths = self._steps.checkpoints(about.step)
                 restoration = Restoration(
-                    state, about, paths, self._steps.parts, rank=coordination.rank
+                    state,
+                    about,
+                    paths,
+                    self._steps.parts,
+                    rank=coordination.rank,
+                    world_size=coordination.world_size,
                 )
             restoration.load(self._group)
             for cache, metadata in zip(self._caches, restoration.metadata, strict=True):

@@ -186,5 +186,7 @@ def _readable(directory: str) -> Iterator[None]:
             errno=error.errno,
             phase="recover",
             path=error.filename or directory,
-            hint="try again when storage answers",
+            hint="give this user the right to read it"
+            if isinstance(error, PermissionError)
+            else "try again when storage answers",
         ) from error

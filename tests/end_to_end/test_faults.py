@@ -370,14 +370,15 @@ def test_a_save_right_after_the_writers_death_gets_a_new_writer(tmp_path: Path) 
 
 
 def test_signals_to_the_writer_do_not_disturb_a_save(tmp_path: Path) -> None:
-    """SIGINT and SIGTERM at the writer, as a scheduler sends them to all, do not harm the save."""
+    """As a scheduler, or a batch system, sends them to all processes before a job ends."""
     with Hold("chunk") as hold, AsyncCallsQueue() as queue:
         with inject(hold.fault):
             schedule(queue, tmp_path / "saved", small_state(1))
         hold.wait_reached()
         before = writer_pids()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
-            os.kill(before[0], number)
+        fatal = ["INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "ALRM", "VTALRM", "PROF", "XCPU"]
+        for name in (*fatal, "INT", "CONT", "WINCH"):
+            os.kill(before[0], signal.Signals[f"SIG{name}"])
         hold.release()
         queue.wait()
         assert writer_pids() == before

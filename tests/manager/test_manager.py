@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.utils.data import DataLoader
 
 import nostall
 from nostall import CheckpointManager, KeepBest, KeepEvery, KeepLatest, PerRank
@@ -637,6 +638,14 @@ def test_a_step_that_is_not_understood_is_not_taken_for_none(tmp_path: Path) -> 
         CheckpointManager(tmp_path).restore(numbered(0))
 
 
+def test_a_step_is_no_root(tmp_path: Path) -> None:
+    """A job that is given the step to resume from would start from scratch, and save inside it."""
+    with CheckpointManager(tmp_path) as manager:
+        saved(manager, 1)
+        with pytest.raises(OptionError, match=r"is a step itself.*the directory that holds"):
+            CheckpointManager(manager.path(1))
+
+
 def test_a_step_of_another_program_is_named(tmp_path: Path) -> None:
     """It has no description, and the error says how to load it."""
     dcp.save(numbered(1), storage_writer=FileSystemWriterAsync(tmp_path / (NAMES % 1)))
@@ -926,6 +935,7 @@ REFUSED: dict[str, Callable[[Path], object]] = {
     "metric": lambda root: CheckpointManager(root).save(1, {}, metrics={"loss": "low"}),  # type: ignore[dict-item]
     "large metric": lambda root: CheckpointManager(root).save(1, {}, metrics={"n": 10**400}),
     "per rank": lambda root: PerRank(3),  # type: ignore[arg-type]
+    "data loader": lambda root: CheckpointManager(root).save(1, {"data": DataLoader([1])}),  # type: ignore[arg-type]  # as examples of torch's do
 }
 
 

@@ -118,12 +118,15 @@ def test_on_more_ranks_than_have_saved(found: Found) -> None:
     assert "'loader' differs between ranks" in found[1]["on_more_ranks"]["loader"]
 
 
-def test_on_fewer_ranks_than_have_saved(found: Found, out: Path) -> None:
-    """One process restores what two ranks have saved."""
+def test_on_fewer_ranks_than_have_saved(
+    found: Found, out: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One process restores what two ranks have saved, and learns that one's own state is lost."""
     job = Job(0, wraps=PerRank)
     restored = CheckpointManager(out / "resumed").restore(job.state)
     assert restored is not None
     assert (restored.extra, job.loader.drawn, job.state["epoch"]) == ("of rank 0", 2, 2)
+    assert "'loader' was saved by more ranks than restore it" in caplog.text
 
 
 def test_a_killed_job_resumes_from_the_last_commit(tmp_path: Path) -> None:

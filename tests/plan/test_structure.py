@@ -35,7 +35,7 @@ def planned(state: State) -> tuple[DefaultSavePlanner, Any]:
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
     plan = planner.create_local_plan()
-    return planner, plan_rank(plan, planner, rank=0, file_format=FileFormat.TORCH_SAVE)
+    return planner, plan_rank(plan, planner, rank=0, file_format=FileFormat.TORCH_SAVE, path=None)
 
 
 def known(state: State) -> KnownStructure | None:

@@ -11,26 +11,8 @@ import pytest
 
 from nostall._engine import Engine
 from nostall._model.jobs import RankFailed, WriteJob
-from nostall.core import AsyncCallsQueue
-from nostall.testing import Hold, inject, writer_pids
-from support.states import read_metadata, schedule, small_state
 
 DEADLINE_S = 30
-
-
-def test_signals_to_all_processes_of_a_job_end_no_save(
-    tmp_path: Path, queue: AsyncCallsQueue
-) -> None:
-    """As a batch system sends them before it ends a job; the trainer has handlers."""
-    with Hold("chunk") as hold, inject(hold.fault):
-        schedule(queue, tmp_path, small_state(1))
-        hold.wait_reached()
-        for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "ALRM", "PROF", "XCPU", "CONT"):
-            for pid in writer_pids():
-                os.kill(pid, getattr(signal, f"SIG{name}"))
-        hold.release()
-    queue.wait()
-    assert read_metadata(tmp_path).state_dict_metadata
 
 
 @pytest.mark.parametrize("turn", range(10))

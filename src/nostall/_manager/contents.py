@@ -31,6 +31,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from nostall import _torch
 from nostall._manager.rng import rng_states
@@ -68,8 +69,8 @@ def require_state(state: object, parts: tuple[str, ...]) -> None:
     """Require that a state can be saved.
 
     Raises:
-        OptionError: It is not a mapping, has a key that is not a string or is reserved, or lacks
-            a part.
+        OptionError: It is not a mapping, has a key that is not a string or is reserved, has a data
+            loader without a state, or lacks a part.
     """
     if not isinstance(state, Mapping):
         raise OptionError(
@@ -79,6 +80,12 @@ def require_state(state: object, parts: tuple[str, ...]) -> None:
     for key in state:
         if not isinstance(key, str) or key.split(".")[0] == _RESERVED:
             raise OptionError(f"the key {key!r} is not possible", hint="use another string")
+        if isinstance(state[key], DataLoader) and not isinstance(state[key], Stateful):
+            raise OptionError(
+                f"the DataLoader {key!r} has no state: what is restored would begin anew",
+                hint="use one with state_dict and load_state_dict, such as torchdata's"
+                " StatefulDataLoader, in PerRank; or save the number of batches",
+            )
     missing = [part for part in parts if part not in state]
     if missing:
         raise OptionError(f"the state lacks the parts {missing}", hint="pass all parts")

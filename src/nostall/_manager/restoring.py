@@ -38,6 +38,7 @@ class Restoration:
         checkpoints: The directories of the step's checkpoints; their metadata is read here.
         parts: Names of the parts.
         rank: This rank.
+        world_size: Number of ranks that restore.
 
     Raises:
         OptionError: The state of an object on this rank was not saved; or NumPy is missing.
@@ -53,8 +54,10 @@ class Restoration:
         parts: tuple[str, ...],
         *,
         rank: int,
+        world_size: int,
     ) -> None:
         require_numpy()
+        self._rank = rank
         self._state = state
         self._step = about.step
         self._checkpoints = checkpoints
@@ -65,6 +68,7 @@ class Restoration:
         """The metadata of each checkpoint."""
         last = self.metadata[-1].state_dict_metadata
         self._has_own = key_of_rank(rank) in last
+        self._has_others = key_of_rank(world_size) in last
         key = key_of_rank(rank if self._has_own else 0)
         self._content = bytearray(_bytes_metadata(last, key).size.numel())
         self._items: list[dict[str, Any]] = [{} for _ in checkpoints]
@@ -89,9 +93,14 @@ class Restoration:
             self._items[number][key] = present
 
     def _require_own(self, key: str) -> None:
+        if self._has_others and self._rank == 0:
+            what = "%r was saved by more ranks than restore it: the others' state is lost: path=%s"
+            _log.warning(what, key, self._checkpoints[-1])
         if not self._has_own:
             raise OptionError(
                 f"the state of {key!r} differs between ranks, and fewer ranks have saved it",
+                phase="read",
+                path=self._checkpoints[-1],
                 hint="restore it on as many ranks, or leave it out",
             )
         if key not in self._exact:
@@ -157,7 +166,10 @@ class Restoration:
         if rng and self._has_own:  # last, as objects may draw numbers
             set_rng_states(content["rng"])
         elif rng:
-            _log.warning("fewer ranks have saved this step: generators keep their states")
+            _log.warning(
+                "rank %d did not save step %d: random number generators keep their states: path=%s",
+                *(self._rank, self._step, self._checkpoints[-1]),
+            )
         return content["extra"]
 
     def _unpickled(self, loaded: Mapping[str, Any]) -> dict[str, Any]:

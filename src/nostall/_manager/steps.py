@@ -85,12 +85,20 @@ class StepDirectories:
                 errno=error.errno,
                 phase="read",
                 path=error.filename or self.root,
-                hint="try again when storage answers",
+                hint="give this user the right to read it"
+                if isinstance(error, PermissionError)
+                else "try again when storage answers",
             ) from error
 
     def path(self, step: int) -> str:
         """The directory of a step."""
         return f"{self.root}/{name_of(step)}"
+
+    @property
+    def is_at_a_step(self) -> bool:
+        """Whether the root is the directory of a step; one that ranks have begun to save counts."""
+        is_named = step_of(os.path.basename(self.root)) is not None
+        return is_named and _may_have_metadata(self.root)
 
     @property
     def count(self) -> int:

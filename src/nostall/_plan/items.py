@@ -78,16 +78,23 @@ def require_representable(plan: SavePlan, file_format: FileFormat, *, rank: int)
 
 
 def plan_rank(
-    plan: SavePlan, resolver: Resolver, *, rank: int, file_format: FileFormat
+    plan: SavePlan, resolver: Resolver, *, rank: int, file_format: FileFormat, path: str | None
 ) -> PlannedSave:
     """Resolve every item of a rank's final plan.
+
+    Args:
+        plan: The plan.
+        resolver: Has the values of items.
+        rank: This rank.
+        file_format: The format of the files.
+        path: The checkpoint, for errors.
 
     Raises:
         StagingError: A tensor has no data (meta device), the planner could not produce an item, or
             files of this format cannot have it.
     """
     settings = container_settings() if file_format is FileFormat.TORCH_SAVE else None
-    items = [_plan_item(item, resolver, rank, settings) for item in plan.items]
+    items = [_plan_item(item, resolver, rank, path, settings) for item in plan.items]
     share = Share(
         rank=rank,
         plan=plan,
@@ -102,7 +109,9 @@ _Settings = tuple[bool, int]
 """Read once per save: torch takes 25 us to return them, most of the cost of an item."""
 
 
-def _plan_item(item: WriteItem, resolver: Resolver, rank: int, settings: _Settings | None) -> _Item:
+def _plan_item(
+    item: WriteItem, resolver: Resolver, rank: int, path: str | None, settings: _Settings | None
+) -> _Item:
     try:
         value: Any = resolver.resolve_data(item)
         if settings is None:
@@ -115,6 +124,7 @@ def _plan_item(item: WriteItem, resolver: Resolver, rank: int, settings: _Settin
             f"item {item.index.fqn!r} cannot be staged: {type(error).__name__}: {error}",
             rank=rank,
             phase="plan",
+            path=path,
             hint="change the item or leave it out of the state dict",
         ) from error
 

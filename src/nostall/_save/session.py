@@ -111,7 +111,11 @@ def prepare(
     """
     settings = target.settings
     planned = plan_rank(
-        plan, resolver, rank=settings.rank, file_format=settings.options.file_format
+        plan,
+        resolver,
+        rank=settings.rank,
+        file_format=settings.options.file_format,
+        path=settings.directory,
     )
     with target.timeline.measure("layout"):
         packing = settings.packing(engine)

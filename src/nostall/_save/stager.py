@@ -176,7 +176,7 @@ def shapes_planned_alone(
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state_dict), is_coordinator=True)
     plan = planner.create_local_plan()
-    return plan_rank(plan, planner, rank=0, file_format=file_format).share.shapes
+    return plan_rank(plan, planner, rank=0, file_format=file_format, path=None).share.shapes
 
 
 def _substitute(
