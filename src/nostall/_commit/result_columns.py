@@ -83,34 +83,37 @@ def columns_of(places: Iterable[tuple[Any, Any]]) -> ResultColumns | None:
     """Items and their places as columns; ``None`` if something would be lost.
 
     Raises:
-        AttributeError: A part is missing.
+        KeyError: A part is missing.
         OverflowError: A number is negative or too large.
         TypeError: Something has no hash, or is no number.
     """
     begins, files = Numbers(), Numbers()
     names, hints, begin_of, file_of, offsets, lengths = [], [], [], [], [], []
-    transforms = set()
+    are_plain, transforms = False, set()
     for index, info in places:
         if type(index) is not MetadataIndex or type(info) is not _torch.StorageInfo:
             return None
         # Instances that were unpickled do not have what is None.
-        key, place, begin = vars(index), vars(info), index.offset
+        key, place = vars(index), vars(info)
+        begin, named = key.get("offset"), place.get("transform_descriptors")
         if len(key) != _KEY_PARTS + (begin is not None) or (
             begin is not None and type(begin) is not torch.Size
         ):
             return None
-        named = info.transform_descriptors
         if len(place) != _PLACE_PARTS + ("transform_descriptors" in place):
             return None
-        transforms.add(None if named is None else tuple(named))
-        names.append(index.fqn)
+        if named is None:
+            are_plain = True
+        else:
+            transforms.add(tuple(named))
+        names.append(key["fqn"])
         begin_of.append(begins[begin])
-        hints.append(index.index)
-        file_of.append(files[info.relative_path])
-        offsets.append(info.offset)
-        lengths.append(info.length)
-    kinds = {*map(type, offsets), *map(type, lengths)}, {*map(type, names), *map(type, files)}
-    if not (kinds[0] <= {int} and kinds[1] <= {str} and len(transforms) <= 1):
+        hints.append(key.get("index"))
+        file_of.append(files[place["relative_path"]])
+        offsets.append(place["offset"])
+        lengths.append(place["length"])
+    numbers, texts = {*map(type, offsets), *map(type, lengths)}, {*map(type, names + [*files])}
+    if not (numbers <= {int} and texts <= {str} and are_plain + len(transforms) <= 1):
         return None
     return ResultColumns(
         names=names,
