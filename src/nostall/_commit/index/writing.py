@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add
 
 from nostall._commit.index.columns import (
     HEADER,
@@ -108,8 +109,9 @@ def encoded(index: ItemIndex) -> WrittenIndex:
         names,
     ]
     ends = dict.fromkeys(range(len(index.files)), 0)
-    for file, offset, length in zip(index.file, index.offset, index.length, strict=True):
-        ends[file] = max(ends.get(file, 0), offset + length)
+    for file, end in zip(index.file, map(add, index.offset, index.length), strict=True):
+        if end > ends.get(file, 0):
+            ends[file] = end
     return WrittenIndex(
         body=b"".join(pieces),
         properties=index.properties,
