@@ -31,12 +31,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 
 import nostall
 from nostall import _torch
 from nostall._commit.index.items import read_index
 from nostall._commit.manifest import with_manifest
-from nostall._commit.publication import publication_of
+from nostall._commit.publication import Publication, complete_metadata, publication_of
+from nostall._commit.result_columns import in_columns
 from nostall._model import checksum
 from nostall._model.values import WrittenFile
 
@@ -74,8 +76,22 @@ def write_stock(file: Path, found: Metadata) -> tuple[float, int]:
 
 
 def write_nostall(file: Path, found: Metadata) -> tuple[float, int]:
-    """The same, with the index."""
-    seconds, publication = timed(lambda: publication_of(found))
+    """The same by nostall, of any metadata, with the index."""
+    return _write(file, lambda: publication_of(found))
+
+
+def write_sent(file: Path, found: Metadata) -> tuple[float, int]:
+    """The same, of what ranks have sent to the coordinator."""
+    ranks: dict[str, list[WriteResult]] = {}
+    for index, info in found.storage_data.items():
+        result = WriteResult(index=index, size_in_bytes=info.length, storage_data=info)
+        ranks.setdefault(info.relative_path, []).append(result)
+    sent = [pickle.loads(pickle.dumps(in_columns(results))) for results in ranks.values()]
+    return _write(file, lambda: publication_of(complete_metadata(found, sent)))
+
+
+def _write(file: Path, make: Callable[[], Publication]) -> tuple[float, int]:
+    seconds, publication = timed(make)
     pieces = publication.content(None)
     files = [WrittenFile(name=name, nbytes=1 << 40, crc32=None) for name in publication.files]
     crc32 = checksum.crc32(b"".join(pieces))
@@ -85,7 +101,7 @@ def write_nostall(file: Path, found: Metadata) -> tuple[float, int]:
 
 
 # Each in a process of its own: the first to look at an object pays for its dictionary.
-WRITERS = {"stock": write_stock, "nostall": write_nostall}
+WRITERS = {"stock": write_stock, "nostall": write_nostall, "nostall, in a save": write_sent}
 
 
 def index_of(path: Path) -> object:
