@@ -112,7 +112,10 @@ def columns_of(places: Iterable[tuple[Any, Any]]) -> ResultColumns | None:
         file_of.append(files[place["relative_path"]])
         offsets.append(place["offset"])
         lengths.append(place["length"])
-    numbers, texts = {*map(type, offsets), *map(type, lengths)}, {*map(type, names + [*files])}
+    numbers, texts = (
+        {*map(type, offsets), *map(type, lengths)},
+        {*map(type, names), *map(type, files)},
+    )
     if not (numbers <= {int} and texts <= {str} and are_plain + len(transforms) <= 1):
         return None
     return ResultColumns(
