@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -278,7 +279,8 @@ def test_every_rank_learns_which_rank_could_not_plan(
         assert failed["ranks"] == [rank]
         assert failed["raised when"] == raised_when
         assert cause in failed["text"]
-        assert f"[rank={rank} phase=plan]" in failed["text"]
+        path = r" path=/.+/failed" if case.startswith("lookup") and "DCP" not in case else ""
+        assert re.search(rf"\[rank={rank} phase=plan{path}\]", failed["text"])
         assert ("Worker failure" in failed["text"]) == (here == 0)
         assert failed["left"] == []
         assert failed["next"]["all_gather"] == 1
