@@ -150,6 +150,9 @@ class WrittenItems(list[WriteResult]):
             is sent.
     """
 
+    # The coordinator gets thousands: without dictionaries there is less to collect.
+    __slots__ = ("_are_sent", "_token", "columns", "files", "written")
+
     def __init__(
         self,
         results: RankResults | tuple[()] = (),
