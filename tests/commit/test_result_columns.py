@@ -115,12 +115,15 @@ def test_a_caller_changes_only_its_own() -> None:
     """The next save needs the places again."""
     (results, _) = results_of(small())
     places = StorageData([sent(results)])
-    mine = places.copy()
+    mine = places.as_made()
     mine[results[0].index] = mine.pop(results[1].index)
     del mine[results[2].index]
     assert len(mine) == 2
     assert mine[results[0].index] == results[1].storage_data
     assert places == {each.index: each.storage_data for each in results}
+    copied: object = mine.copy()
+    assert type(copied) is dict
+    assert copied == mine
 
 
 def with_a_subclass(results: list[WriteResult]) -> None:

@@ -76,6 +76,7 @@ def test_other_paths_are_those_that_were_given(
     """Dots in names are no directories."""
     monkeypatch.chdir(tmp_path)
     assert place_of(path) == os.path.abspath(path)
+    assert place_of(f"/tmp/../{path}") == os.path.abspath(f"/{path}")
 
 
 @pytest.mark.parametrize("save", [_sync, _queue])

@@ -37,7 +37,7 @@ def committed_latest_first(root: str) -> list[str]:
                     continue
                 metadata = os.path.join(entry.path, METADATA_NAME)
                 if _may_be_file(metadata):
-                    at_s = committed_at_s(entry.path)
+                    at_s = _committed_at_s(entry.path)
                     order = order_of_commit(entry.path, at_s, is_link=entry.is_symlink())
                     candidates.append((order, entry.path))
     except FileNotFoundError:
@@ -60,7 +60,7 @@ def _committed_in_store_latest_first(root: str) -> list[str]:
         place = f"{root}/{name}"
         if not may_have(storage_at(place), METADATA_NAME):
             return None
-        at_s = committed_at_s(place) or inf  # unknown: looked at first, so that it is named
+        at_s = _committed_at_s(place) or inf  # unknown: looked at first, so that it is named
         return order_of_commit(place, at_s, is_link=False), place
 
     try:
@@ -86,7 +86,7 @@ def _may_be_file(path: str) -> bool:
         return leaves_open(error)
 
 
-def committed_at_s(directory: str) -> float:
+def _committed_at_s(directory: str) -> float:
     """When a checkpoint was committed; the next best time if its metadata cannot be read."""
     with suppress(OSError):
         with open_to_read(storage_at(directory), METADATA_NAME) as stream:

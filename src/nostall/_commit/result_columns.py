@@ -195,9 +195,13 @@ class StorageData(MutableMapping[MetadataIndex, Any]):
         """
         return StorageData([_renamed(part, names) for part in self.parts])
 
-    def copy(self) -> StorageData:
-        """The same, for somebody who may change it."""
+    def as_made(self) -> StorageData:
+        """The same without changes, for somebody who may change it."""
         return StorageData(self.parts)
+
+    def copy(self) -> dict[MetadataIndex, Any]:
+        """A dictionary, as of one."""
+        return dict(self.in_full)
 
     def __getitem__(self, index: MetadataIndex) -> Any:
         return self.in_full[index]

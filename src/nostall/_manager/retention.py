@@ -80,15 +80,16 @@ class Records:
         """
         times = [(step, self._steps.committed_at_s(step)) for step in self._steps.listed()]
         found = [(step, at_s) for step, at_s in times if at_s is not None]
+        metrics, committed = self._metrics, self._times  # another thread may replace them
         if with_metrics:
-            self._metrics = _known(self._metrics, found, self._metrics_of)
+            self._metrics = metrics = _known(metrics, found, self._metrics_of)
         if with_times:
-            self._times = _known(self._times, found, self._steps.manifest_time_s)
+            self._times = committed = _known(committed, found, self._steps.manifest_time_s)
         return [
             StepRecord(
                 step=step,
-                committed_at_s=self._times[step, at_s] if with_times else at_s,
-                metrics=self._metrics[step, at_s] if with_metrics else {},
+                committed_at_s=committed[step, at_s] if with_times else at_s,
+                metrics=metrics[step, at_s] if with_metrics else {},
             )
             for step, at_s in found
         ]

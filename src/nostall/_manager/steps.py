@@ -21,7 +21,7 @@ from itertools import takewhile
 from typing import TypeVar
 
 from nostall import _torch
-from nostall._commit.committed import committed_at_s
+from nostall._commit.manifest import manifest_alone
 from nostall._engine import default_engine
 from nostall._manager.contents import read_about
 from nostall._model.names import is_metadata_of_one_rank
@@ -29,6 +29,7 @@ from nostall._save.recovering import records_among
 from nostall._storage.deadlines import in_time
 from nostall._storage.directories import is_in_use
 from nostall._storage.places import identity, is_address, storage_at
+from nostall._storage.reading import open_to_read
 from nostall.errors import NostallError, OptionError, ReadError
 from nostall.integrity import why_damaged
 from nostall.recovery import RecoveryState, recover
@@ -96,9 +97,10 @@ class StepDirectories:
 
     @property
     def is_at_a_step(self) -> bool:
-        """Whether the root is the directory of a step; one that ranks have begun to save counts."""
+        """Whether the root is the directory of a committed step, or of one with these parts."""
+        below = (f"{self.root}/{part}" for part in self.parts)
         is_named = step_of(os.path.basename(self.root)) is not None
-        return is_named and _may_have_metadata(self.root)
+        return is_named and any(map(_may_have_metadata, (self.root, *below)))
 
     @property
     def count(self) -> int:
@@ -139,7 +141,7 @@ class StepDirectories:
 
     def manifest_time_s(self, step: int) -> float:
         """When the last part of a committed step was committed, by the clock of its coordinator."""
-        return max(map(committed_at_s, self.checkpoints(step)))
+        return max(map(_manifest_time_s, self.checkpoints(step)))
 
     def under_other_names(self) -> list[str]:
         """Checkpoints at the root, in it and one level below that are in no step's directory.
@@ -301,6 +303,18 @@ def _has_metadata(checkpoint: str) -> bool:
         return _torch.METADATA_NAME in storage_at(checkpoint).list()
     except (FileNotFoundError, NotADirectoryError):
         return False
+
+
+def _manifest_time_s(checkpoint: str) -> float:
+    storage = storage_at(checkpoint)
+    try:
+        with open_to_read(storage, _torch.METADATA_NAME) as stream:
+            manifest = manifest_alone(stream)
+    except ReadError:  # something else has its name: a damaged step
+        return 0.0
+    if manifest is None:
+        return storage.stat(_torch.METADATA_NAME).modified_s
+    return manifest.committed_at_s
 
 
 def _has_metadata_of_ranks(checkpoint: str) -> bool:

@@ -103,7 +103,7 @@ def commit_results(
             plan.is_committed |= is_committed
             plan.has_failed = not is_committed
     if isinstance(places := metadata.storage_data, StorageData):  # the caller may change it
-        metadata.storage_data = places.in_full if plan is None else places.copy()
+        metadata.storage_data = places.in_full if plan is None else places.as_made()
     if plan is not None and len(results) > 1:
         _send_as_note(metadata, save)
 

@@ -89,8 +89,8 @@ def absolute(path: str | os.PathLike[str]) -> Path:
         parts = os.fspath(path).split("/")
         if ".." in parts:
             last = len(parts) - parts[::-1].index("..")
-            parts[:last] = [os.path.realpath("/".join(parts[:last]))]
-        return Path(os.path.abspath("/".join(parts)))
+            path = os.path.join(os.path.realpath("/".join(parts[:last])), *parts[last:])
+        return Path(os.path.abspath(path))
     except OSError as error:
         raise OptionError(
             f"the path is relative, and the working directory is gone: {error.strerror}",
