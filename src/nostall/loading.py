@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from nostall._model.collection import no_collection
-from nostall._read.planner import Planner, outer_names
+from nostall._read.planner import Planner, empty_in, outer_names
 from nostall._storage.destination import place_of, require_possible
 from nostall._storage.places import identity, is_address
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
@@ -124,7 +124,7 @@ def load(
         strict=strict,
         trust=trust,
         path=where,
-        empty=[empty for name in others for empty in _empty_in(present[name], str(name))],
+        empty=[empty for name in others for empty in empty_in(present[name], str(name))],
     )
     if process_group is None or not use_collectives:
         rank = None if use_collectives else _number_of_this_rank(process_group)
@@ -145,15 +145,6 @@ def load(
         missing=planner.missing,
         load_s=time.monotonic() - began_s,
     )
-
-
-def _empty_in(state: object, name: str) -> Iterator[str]:
-    """Names of the empty dictionaries in a value."""
-    if isinstance(state, Mapping):
-        if not state:
-            yield name
-        for key, value in state.items():
-            yield from _empty_in(value, f"{name}.{key}")
 
 
 class _Reader(CachedMetadataFileSystemReader):

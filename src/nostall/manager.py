@@ -47,6 +47,7 @@ from nostall._manager.policies import (
 )
 from nostall._manager.restoring import Restoration
 from nostall._manager.retention import Records, Retention
+from nostall._manager.stand_ins import Unavailable
 from nostall._manager.steps import StepDirectories
 from nostall._queue.finalizing import together
 from nostall._ranks.group import Coordination, coordination_for, require_members
@@ -90,8 +91,8 @@ class Restored:
         Raises:
             OptionError: It needs a class that this program cannot import.
         """
-        if isinstance(self._extra, OptionError):
-            raise self._extra
+        if isinstance(self._extra, Unavailable):
+            raise self._extra.why
         return self._extra
 
 

@@ -33,7 +33,7 @@ from nostall._save.recovering import (
 )
 from nostall._storage.destination import place_of
 from nostall._storage.places import storage_at
-from nostall._storage.port import Storage, reason
+from nostall._storage.port import Storage, how_to_read, reason
 from nostall.errors import DamagedCheckpointError, NostallError, OptionError, ReadError
 from nostall.options import is_possible_wait
 
@@ -186,7 +186,5 @@ def _readable(directory: str) -> Iterator[None]:
             errno=error.errno,
             phase="recover",
             path=error.filename or directory,
-            hint="give this user the right to read it"
-            if isinstance(error, PermissionError)
-            else "try again when storage answers",
+            hint=how_to_read(error),
         ) from error

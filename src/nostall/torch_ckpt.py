@@ -26,7 +26,7 @@ from nostall._model.jobs import (
 from nostall._model.lifecycle import State
 from nostall._model.threads import start_apart
 from nostall._save.background import BackgroundSave
-from nostall._storage.destination import absolute
+from nostall._storage.destination import absolute, without_links
 from nostall._storage.posix import (
     has_identity,
     identity_of,
@@ -69,9 +69,8 @@ class _FileSave(BackgroundSave):
     def __init__(
         self, state_dict: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        job, self._path = uuid.uuid4().hex, str(absolute(path))
-        if os.path.islink(self._path):  # as torch.save does, which writes to what it leads to
-            self._path = os.path.realpath(self._path)
+        # As torch.save does, which writes to what a link leads to.
+        job, self._path = uuid.uuid4().hex, without_links(str(absolute(path)))
         progress = default_engine().under_way.begin(job, path=self._path, rank=0)
         super().__init__(rank=0, job=job, progress=progress)
         self._state_dict = state_dict

@@ -79,7 +79,7 @@ def test_later_saves_have_other_file_names(
     ]
     known.fill_in(first)
     later = [ResultsReference(token=f"{rank}", files=(f"{rank}.distcp",)) for rank in range(2)]
-    present: Any = known.under_new_names(later, known.fill_in(later))  # type: ignore[arg-type]
+    present: Any = known.under_new_names(later, known.fill_in(later))  # type: ignore[arg-type]  # none has failed
     places = complete_metadata(found, present).storage_data
     assert places == {
         index: replace(info, relative_path=f"{info.relative_path[2]}.distcp")
@@ -165,7 +165,7 @@ def with_two_kinds_of_files(results: list[WriteResult]) -> None:
 
 
 def with_a_name_that_is_no_text(results: list[WriteResult]) -> None:
-    results[0] = replace(results[0], index=MetadataIndex(b"lr"))  # type: ignore[arg-type]
+    results[0] = replace(results[0], index=MetadataIndex(b"lr"))  # type: ignore[arg-type]  # on purpose
 
 
 def with_an_offset_that_is_a_tuple(results: list[WriteResult]) -> None:

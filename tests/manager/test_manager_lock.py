@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 from threading import enumerate as enumerate_threads
@@ -43,17 +45,24 @@ def locks_held(root: Path) -> list[str]:
     return [path for path in opened if path.startswith(str(root / lock.NAME))]
 
 
-def test_a_second_job_is_an_error_until_the_first_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may restore, though; the error names the process. Its lock dies with it."""
+@contextmanager
+def other_job(root: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """It has saved, and saves no more; it ends with its standard input."""
     with subprocess.Popen(
-        [sys.executable, "-c", OTHER_JOB, str(tmp_path)],
+        [sys.executable, "-c", OTHER_JOB, str(root)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"saved\n"
+        yield other
+
+
+def test_a_second_job_is_an_error_until_the_first_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may restore, though; the error names the process. Its lock dies with it."""
+    with other_job(tmp_path) as other:
         manager = CheckpointManager(tmp_path, save_every=1000)  # told long before that
         assert manager.restore(dict(STATE)) is not None
         monkeypatch.setattr("nostall.manager._PREDECESSOR_S", 0.1)  # it does not end by itself
@@ -69,14 +78,7 @@ def test_a_second_job_is_an_error_until_the_first_is_killed(
 @pytest.mark.parametrize("call", ["save", "should_save"])
 def test_a_job_that_is_about_to_end_is_waited_for(tmp_path: Path, call: str) -> None:
     """As after a preemption; whichever call of the next job comes first."""
-    with subprocess.Popen(
-        [sys.executable, "-c", OTHER_JOB, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as other:
-        assert other.stdin is not None
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"saved\n"
+    with other_job(tmp_path) as other:
         manager = CheckpointManager(tmp_path, save_every=1000)
         looks = 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import pickle
 import warnings
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -16,13 +15,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
-from typing_extensions import Self
 
 from nostall import _torch
 from nostall._manager.contents import About, PerRank, index_of_part, key_of_rank
 from nostall._manager.rng import set_rng_states
+from nostall._manager.stand_ins import OwnUnpickler, Unavailable, found_in
 from nostall._model.wording import some
 from nostall._ranks.group import require_numpy
+from nostall._read.planner import empty_in, outer_names
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import DamagedCheckpointError, OptionError
 
@@ -175,12 +175,12 @@ class Restoration:
     def _unpickled(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
         """What this rank has saved beside tensors, of keys that the state has.
 
-        ``extra`` is an error instead if it needs a class that cannot be imported.
+        ``extra`` is :class:`Unavailable` if it needs a class that cannot be imported.
 
         Raises:
             OptionError: An object needs keys that the state leaves out, or such a class.
         """
-        unpickler = _Unpickler(io.BytesIO(self._content), loaded)
+        unpickler = OwnUnpickler(io.BytesIO(self._content), loaded)
         try:
             content: dict[str, Any] = unpickler.load()
         except Exception as error:  # of an object that finds no content in a missing tensor
@@ -193,11 +193,11 @@ class Restoration:
         content["objects"] = kept
         if unpickler.absent:
             for key, each in kept.items():
-                if absent := _found_in(each, unpickler).absent:
+                if absent := found_in(each, unpickler).absent:
                     raise self._not_importable(f"the object {key!r}", sorted(absent))
-            if absent := _found_in(content["extra"], unpickler).absent:
-                content["extra"] = self._not_importable("extra", sorted(absent))
-        if unpickler.missing and (shared := _found_in(content, unpickler).missing):
+            if absent := found_in(content["extra"], unpickler).absent:
+                content["extra"] = Unavailable(why=self._not_importable("extra", sorted(absent)))
+        if unpickler.missing and (shared := found_in(content, unpickler).missing):
             raise self._not_alone(sorted(shared))
         return content
 
@@ -249,21 +249,9 @@ def _differences(items: Mapping[str, Any], metadata: Metadata) -> list[str]:
 
 def _beneath_empty(items: Mapping[str, Any], metadata: Metadata) -> list[str]:
     """Names of what was saved in dictionaries that are empty in a state: it would not be loaded."""
-    empty = {path for key, value in items.items() for path in _empty_in(value, (key,))}
-    saved = (metadata.planner_data or {}).items() if empty else ()
-    return [
-        name
-        for name, path in saved
-        if any(tuple(path[:length]) in empty for length in range(1, len(path)))
-    ]
-
-
-def _empty_in(value: object, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    if isinstance(value, dict):
-        if not value:
-            yield path
-        for key, each in value.items():
-            yield from _empty_in(each, (*path, key))
+    empty = {name for key, value in items.items() for name in empty_in(value, key)}
+    saved = metadata.state_dict_metadata if empty else ()
+    return [name for name in saved if not empty.isdisjoint(outer_names(name))]
 
 
 def _complete_groups(
@@ -330,66 +318,3 @@ def _parameter_of(value: object, path: tuple[Any, ...]) -> torch.Tensor | None:
     parameters = [each for group in value.param_groups for each in group["params"]]
     number = int(path[2]) if str(path[2]).isdecimal() else len(parameters)
     return parameters[number] if number < len(parameters) else None
-
-
-class _Unpickler(pickle.Unpickler):
-    """Puts loaded tensors into their places; those of keys that are left out are missing."""
-
-    def __init__(self, stream: io.BytesIO, tensors: Mapping[str, Any]) -> None:
-        super().__init__(stream)
-        self._tensors = tensors
-        self.missing: dict[str, torch.Tensor] = {}
-        """What stands for them, by name."""
-        self.absent: dict[str, type[_Absent]] = {}
-        """What stands for classes that cannot be imported, by name."""
-
-    def persistent_load(self, name: Any) -> Any:
-        tensor = self._tensors.get(name)
-        return self.missing.setdefault(name, torch.empty(0)) if tensor is None else tensor
-
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return super().find_class(module, name)
-        except (ImportError, AttributeError):  # such as a class of the script that saved the step
-            absent = f"{module}.{name}"
-            return self.absent.setdefault(absent, type(absent, (_Absent,), {}))
-
-
-class _Absent:
-    """Stands for an object of a class that cannot be imported, whatever its pickle does to it."""
-
-    def __new__(cls, *_: object, **__: object) -> Self:
-        return super().__new__(cls)
-
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def _take(self, *_: object, **__: object) -> None: ...
-
-    __setstate__ = __setitem__ = append = extend = add = update = _take
-
-
-def _found_in(content: object, unpickler: _Unpickler) -> _Finder:
-    """What stands for something else in an object."""
-    finder = _Finder(unpickler)
-    finder.dump(content)
-    return finder
-
-
-class _Finder(pickle.Pickler):
-    def __init__(self, unpickler: _Unpickler) -> None:
-        super().__init__(io.BytesIO())
-        self._names = {id(tensor): name for name, tensor in unpickler.missing.items()}
-        self.missing: set[str] = set()
-        """Names of tensors."""
-        self.absent: set[str] = set()
-        """Names of classes."""
-
-    def persistent_id(self, value: Any) -> str | None:
-        kind = value if isinstance(value, type) else type(value)
-        if issubclass(kind, _Absent):
-            self.absent.add(kind.__name__)
-        elif not isinstance(value, torch.Tensor):
-            return None
-        elif id(value) in self._names:
-            self.missing.add(self._names[id(value)])
-        return ""  # a tensor's content is of no interest

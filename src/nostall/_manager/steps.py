@@ -29,6 +29,7 @@ from nostall._save.recovering import records_among
 from nostall._storage.deadlines import in_time
 from nostall._storage.directories import is_in_use
 from nostall._storage.places import identity, is_address, storage_at
+from nostall._storage.port import how_to_read
 from nostall._storage.reading import open_to_read
 from nostall.errors import NostallError, OptionError, ReadError
 from nostall.integrity import why_damaged
@@ -86,9 +87,7 @@ class StepDirectories:
                 errno=error.errno,
                 phase="read",
                 path=error.filename or self.root,
-                hint="give this user the right to read it"
-                if isinstance(error, PermissionError)
-                else "try again when storage answers",
+                hint=how_to_read(error),
             ) from error
 
     def path(self, step: int) -> str:
@@ -295,14 +294,8 @@ def _is_recovered(checkpoint: str) -> bool:
 
 
 def _has_metadata(checkpoint: str) -> bool:
-    """Whether a checkpoint is committed, by the names in its directory.
-
-    They are read anew, while the status of a single name may come from a cache of NFS.
-    """
-    try:
-        return _torch.METADATA_NAME in storage_at(checkpoint).list()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    """Whether a checkpoint is committed, by the names in its directory."""
+    return _torch.METADATA_NAME in _names_in(checkpoint)
 
 
 def _manifest_time_s(checkpoint: str) -> float:
@@ -319,10 +312,15 @@ def _manifest_time_s(checkpoint: str) -> float:
 
 def _has_metadata_of_ranks(checkpoint: str) -> bool:
     """Whether ranks have committed there, each for itself."""
+    return any(map(is_metadata_of_one_rank, _names_in(checkpoint)))
+
+
+def _names_in(checkpoint: str) -> list[str]:
+    """Read anew, while the status of a single name may come from a cache of NFS."""
     try:
-        return any(map(is_metadata_of_one_rank, storage_at(checkpoint).list()))
+        return storage_at(checkpoint).list()
     except (FileNotFoundError, NotADirectoryError):
-        return False
+        return []
 
 
 def _may_have_metadata(checkpoint: str) -> bool:

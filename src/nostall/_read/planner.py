@@ -188,6 +188,15 @@ class Planner(DefaultLoadPlanner):
         container[_own_key(container, last)] = loaded
 
 
+def empty_in(state: object, name: str) -> Iterator[str]:
+    """Names of the empty dictionaries in a value."""
+    if isinstance(state, Mapping):
+        if not state:
+            yield name
+        for key, value in state.items():
+            yield from empty_in(value, f"{name}.{key}")
+
+
 def outer_names(name: str) -> Iterator[str]:
     """The names of all that an item is in, innermost first."""
     end = name.rfind(".")

@@ -12,6 +12,7 @@ from nostall._storage.deadlines import in_time
 from nostall._storage.places import is_address, may_have, normal, resolved, storage_at
 from nostall._storage.port import Storage
 from nostall.errors import CheckpointExistsError, OptionError, WriteError
+from nostall.options import EngineOptions
 
 _FILE = "file://"
 _LOST_SLASH = re.compile(r"(s3|gs|gcs|az|abfs|msc|file|memory):/[^/]")
@@ -84,12 +85,13 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         OptionError: The path is relative and the working directory was removed.
+        SaveTimeoutError: It has a ``..``, and storage did not answer.
     """
     try:
         parts = os.fspath(path).split("/")
         if ".." in parts:
             last = len(parts) - parts[::-1].index("..")
-            path = os.path.join(os.path.realpath("/".join(parts[:last])), *parts[last:])
+            path = os.path.join(without_links("/".join(parts[:last])), *parts[last:])
         return Path(os.path.abspath(path))
     except OSError as error:
         raise OptionError(
@@ -97,6 +99,21 @@ def absolute(path: str | os.PathLike[str]) -> Path:
             path=os.fsdecode(path),
             hint="pass an absolute path, or change to an existing directory",
         ) from error
+
+
+def without_links(path: str) -> str:
+    """The path that links in it lead to.
+
+    Raises:
+        SaveTimeoutError: Storage did not answer.
+    """
+    return in_time(
+        lambda: os.path.realpath(path),
+        timeout_s=EngineOptions().save_timeout_s,  # there may be no engine yet
+        doing="following links",
+        phase="plan",
+        path=path,
+    )
 
 
 def require_directory(path: str) -> None:

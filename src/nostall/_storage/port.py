@@ -274,6 +274,13 @@ def reason(error: Exception) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
 
 
+def how_to_read(error: OSError) -> str:
+    """The next step after storage refused to be read."""
+    if isinstance(error, PermissionError):
+        return "give this user the right to read it"
+    return "try again when storage answers"
+
+
 def require_file(files: Files, name: str, nbytes: int) -> None:
     """Check that a file is where it was written.
 
