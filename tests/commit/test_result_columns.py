@@ -61,7 +61,7 @@ def test_metadata_of_columns_are_those_of_results(found: Metadata) -> None:
     compact = publication_of(complete_metadata(found, list(map(sent, results))))
     assert compact.content(None) == plain.content(None)
     assert (compact.index, compact.files) == (plain.index, plain.files)
-    assert compact.has_other_texts == plain.has_other_texts
+    assert compact.is_renamable == plain.is_renamable
     assert isinstance(compact.storage_data, StorageData)
     assert [*compact.storage_data.items()] == [*plain.storage_data.items()]
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from types import NoneType
 from typing import Any
 
@@ -54,8 +54,8 @@ class Publication:
     storage_data: StorageData
     files: frozenset[str]
     """Names of the shard files."""
-    has_other_texts: bool
-    """Whether no item is named like a file: a pickle may refer to an equal text."""
+    is_renamable: bool
+    """Whether no item is named like a file; otherwise the pickle may have one text for both."""
     index: WrittenIndex | None
     """Of the items; ``None`` if it cannot represent all that the metadata says."""
     shared: SharedBytes | None = None
@@ -84,8 +84,15 @@ class Publication:
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies have bytes of their own."""
         index = self.index and replace(self.index, body=bytes(self.index.body))
-        program, parts = b"".join(self.program), self.storage_data.parts
-        return _publication, (program, parts, self.files, self.has_other_texts, index)
+        copied = partial(
+            _with_places,
+            self.storage_data.parts,
+            program=(b"".join(self.program),),
+            files=self.files,
+            is_renamable=self.is_renamable,
+            index=index,
+        )
+        return copied, ()
 
     def to_share(self) -> Publication:
         """The same in memory that other processes can read; unchanged if there is none left."""
@@ -114,7 +121,7 @@ class Publication:
             program=tuple(_pickled(each) if isinstance(each, str) else each for each in cut),
             storage_data=self.storage_data.renamed(names),
             files=frozenset(names.values()),
-            has_other_texts=self.has_other_texts,
+            is_renamable=self.is_renamable,
             index=None if self.index is None else self.index.renamed(names),
             shared=self.shared,
         )
@@ -126,7 +133,7 @@ class Publication:
         """The program, with file names as separate texts: each occurs once, as pickle memoizes."""
         # An fqn that is the same object as a file name would be pickled as a reference to it. Names
         # are made by the layout, so other texts are other objects.
-        if not self.has_other_texts:
+        if not self.is_renamable:
             return None
         shared = self.shared
         program = memoryview(self.program[0] if shared else b"".join(self.program))
@@ -152,15 +159,9 @@ class Publication:
         return [*pieces, part(done, len(program))]
 
 
-def _publication(program: bytes, parts: Sequence[Places], *others: Any) -> Publication:
-    files, has_other_texts, index = others
-    return Publication(
-        program=(program,),
-        storage_data=StorageData(parts),
-        files=files,
-        has_other_texts=has_other_texts,
-        index=index,
-    )
+def _with_places(parts: Sequence[Places], **others: Any) -> Publication:
+    """A publication; by itself, what has its places is pickled as a dictionary."""
+    return Publication(storage_data=StorageData(parts), **others)
 
 
 def program_of(metadata: Metadata) -> bytes:
@@ -212,7 +213,7 @@ def publication_of(finished: Metadata) -> Publication:
         program=(_compact(finished, found) or program_of(finished),),
         storage_data=places,
         files=frozenset(files),
-        has_other_texts=files.isdisjoint(names),
+        is_renamable=files.isdisjoint(names),
         index=None if found is None else found.written,
     )
 
