@@ -383,13 +383,6 @@ def soak_stores(session: nox.Session) -> None:
 
 
 @nox.session
-def soak_linger(session: nox.Session) -> None:
-    """Kill trainers of saves that outlive them, and recover what is left; `-- --kills 200`."""
-    install_package(session, "test")
-    session.run("python", "-W", "ignore", "tests/stress/linger_soak.py", *session.posargs)
-
-
-@nox.session
 def soak_tier(session: nox.Session) -> None:
     """Kill trainers that save through a local tier; `-- --kills 200`."""
     install_package(session, "test")

@@ -16,7 +16,7 @@ from support import loaded
 from support.object_store import SERVERS, S3Server, s3_server
 from support.processes import command_of, descendants
 
-LONGEST = {"test_early_commit.py", "test_outliving.py", "test_s3.py"}
+LONGEST = {"test_early_commit.py", "test_s3.py"}
 """Files that take more than a minute, besides the programs in ``stress``."""
 
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from nostall import loading as loading
     from nostall import local_tier as local_tier
     from nostall import options as options
-    from nostall import recovery as recovery
     from nostall import removal as removal
     from nostall import state_dict_saver as state_dict_saver
     from nostall import stats as stats
@@ -58,9 +57,6 @@ if TYPE_CHECKING:
     from nostall.manager import KeepLatest as KeepLatest
     from nostall.manager import PerRank as PerRank
     from nostall.options import EngineOptions as EngineOptions
-    from nostall.recovery import Recovery as Recovery
-    from nostall.recovery import RecoveryState as RecoveryState
-    from nostall.recovery import recover as recover
     from nostall.removal import remove_checkpoint as remove_checkpoint
     from nostall.state_dict_saver import (
         save_state_dict_async_finalize as save_state_dict_async_finalize,
@@ -87,8 +83,6 @@ _HOME = {
     "PerRank": "manager",
     "Promotion": "local_tier",
     "PromotionStatus": "local_tier",
-    "Recovery": "recovery",
-    "RecoveryState": "recovery",
     "SavePlanner": "_save.by_name.planner",
     "SaveStats": "stats",
     "SaveStatus": "_model.progress",
@@ -101,7 +95,6 @@ _HOME = {
     "load": "loading",
     "local_checkpoints": "local_tier",
     "promote": "local_tier",
-    "recover": "recovery",
     "remove_checkpoint": "removal",
     "save_state_dict_async_finalize": "state_dict_saver",
     "save_state_dict_async_plan": "state_dict_saver",
@@ -123,7 +116,6 @@ _MODULES = (
     "manager",
     "nvrx_alias",
     "options",
-    "recovery",
     "removal",
     "state_dict_saver",
     "stats",

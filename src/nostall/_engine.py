@@ -306,21 +306,19 @@ class Engine:
             with self._lock:
                 self._cancellable.remove(entry)
 
-    def abort(self, reason: str, *, is_ending: bool = False) -> None:
+    def abort(self, reason: str) -> None:
         """Kill the writer processes and stop the threads that write or copy; unfinished saves fail
         and their files are removed.
 
         Args:
             reason: Why, for the errors.
-            is_ending: Whether this process ends: processes with jobs that outlive it go on.
         """
         with self._lock, uninterruptible():
             writers, self._writers = self._writers, []
             for _, cancelled in self._cancellable:
                 cancelled.set()
         for writer in writers:
-            if not (is_ending and writer.outlives):
-                writer.kill(reason, kind="SaveAbortedError")
+            writer.kill(reason, kind="SaveAbortedError")
 
     def close(self) -> None:
         """End idle writer processes and return memory. Idempotent."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from nostall._cli import bench, convert, diff, inspect, latest, ls, prune, recover, verify
+from nostall._cli import bench, convert, diff, inspect, latest, ls, prune, verify
 from nostall._cli.arguments import Command, NotThere, Status
 from nostall._cli.output import describe, print_error
 from nostall._version import __version__
@@ -24,7 +24,6 @@ _COMMANDS: dict[str, Command] = {
     "latest": latest,
     "diff": diff,
     "verify": verify,
-    "recover": recover,
     "prune": prune,
     "convert": convert,
     "bench": bench,

@@ -357,9 +357,8 @@ class AsyncCallsQueue:
             self._next_index = 0
 
     def _give_up(self) -> None:
-        """Abort all requests but saves that outlive this process, which is about to end."""
+        """Abort all requests; this process is about to end."""
         self._forget_calls()
-        self._caller.abort_calls(is_ending=True)
         self.close(abort=True)
 
     def _forget_calls(self) -> bool:

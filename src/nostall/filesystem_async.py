@@ -120,9 +120,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         local_staging_shared: Whether all ranks see the same ``local_staging_dir``. ``False`` if
             each host has its own: every rank brings its own files to ``path`` then, and the
             coordinator publishes the metadata when all of them are there.
-        linger_s: If the trainer dies after the snapshot of a split save is taken, its writer
-            process goes on with the files for so many seconds. When those of all ranks are
-            complete, :func:`nostall.recover` commits the checkpoint.
         exclusive: No other job saves to ``path`` while this one does. Files that a job has left
             which was killed are removed by the next commit, and not only when they are too old to
             be of a save under way (an hour or more, see ``EngineOptions.save_timeout_s``).
@@ -164,7 +161,6 @@ class FileSystemWriterAsync(FileSystemWriter):
             local_staging_dir: str | os.PathLike[str] | None = None,
             local_staging_limit: int = 2,
             local_staging_shared: bool = True,
-            linger_s: float = 0.0,
             exclusive: bool = False,
         ) -> None: ...
 
@@ -185,7 +181,6 @@ class FileSystemWriterAsync(FileSystemWriter):
             local_staging_dir: str | os.PathLike[str] | None = None,
             local_staging_limit: int = 2,
             local_staging_shared: bool = True,
-            linger_s: float = 0.0,
             exclusive: bool = False,
             **kwargs: Any,
         ) -> None:
@@ -202,7 +197,6 @@ class FileSystemWriterAsync(FileSystemWriter):
                 local_staging_dir=local_staging_dir,
                 local_staging_limit=local_staging_limit,
                 local_staging_shared=local_staging_shared,
-                linger_s=linger_s,
                 exclusive=exclusive,
             )
             self._start(place, None)
@@ -379,11 +373,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         Complete once the save is finalised.
         """
         return self._rank_save.stats
-
-    @property
-    def linger_s(self) -> float:
-        """Seconds for which the writer process goes on after the trainer's death."""
-        return self._rank_save.settings.options.linger_s
 
     @property
     def promotion(self) -> Promotion | None:

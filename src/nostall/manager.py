@@ -54,7 +54,7 @@ from nostall._ranks.group import Coordination, coordination_for, require_members
 from nostall._storage.destination import place_of, require_directory
 from nostall.errors import NostallError, OptionError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
-from nostall.options import is_possible_wait, require_integer
+from nostall.options import require_integer
 from nostall.state_dict_saver import CheckpointMetadataCache
 
 __all__ = [
@@ -231,12 +231,6 @@ class CheckpointManager:
         self._enter(step)
         paths = self._steps.checkpoints(step)
         writers = [self._make_writer(path) for path in paths]
-        if len(writers) > 1 and any(each.linger_s for each in writers):
-            raise OptionError(
-                "linger_s does not support parts: one could be committed without the others",
-                path=self._steps.path(step),
-                hint="leave one of them out",
-            )
         handle = SaveHandle(step, self._steps.path(step), writers, self._pending.wait)
         planner, items = self._captured(state, step, metrics, extra)
         self._pending.start(handle, writers, items, planner, self._caches)
@@ -448,7 +442,6 @@ class CheckpointManager:
         *,
         rng: bool = True,
         verify: bool = False,
-        recover_s: float | None = None,
     ) -> Restored | None:
         """Restore a step into a state, after waiting for pending saves. Collective.
 
@@ -469,10 +462,6 @@ class CheckpointManager:
                 its checksum, as :func:`nostall.verify` does, while other ranks wait. Without it,
                 a step counts as undamaged if its manifest and metadata are, and its files have
                 their sizes; values are not compared with checksums when they are loaded.
-            recover_s: Commit a step that an earlier job with ``linger_s`` could not commit, as
-                :func:`nostall.recover` does, and wait up to so many seconds for its writer
-                processes. Not while another job saves below the root. ``None`` to look for
-                committed steps only.
 
         Returns:
             What was restored; ``None`` if there is no committed step to restore by default.
@@ -491,17 +480,10 @@ class CheckpointManager:
         """
         require_state(state, ())
         step = None if step is None else require_integer("step", step, at_least=0)
-        if recover_s is not None and not is_possible_wait(recover_s):
-            raise OptionError(f"recover_s={recover_s!r} is not possible", hint="use seconds")
         self._require_group()
         coordination = self._coordination()
         self._pending.wait(None)
         agreed(coordination, self._wait_for_removal)
-        if recover_s is not None:
-            deadline_s = time.monotonic() + recover_s
-            # In turns, as other ranks wait in a collective, which has a deadline.
-            while not agreed(coordination, partial(self._recover, step, deadline_s)):
-                pass
         with ExitStack() as hold:
             about = agreed(coordination, partial(self._choose, step, hold, verify=verify))
             if about is None:
@@ -522,13 +504,6 @@ class CheckpointManager:
         with together(coordination):
             extra = restoration.finish(rng=rng)
         return Restored(step=about.step, metrics=about.metrics, _extra=extra)
-
-    def _recover(self, step: int | None, deadline_s: float) -> bool:
-        """Look for a step that outlived an earlier job, and commit it; whether to look no more."""
-        if self._steps.look(partial(self._steps.recover, step)) or time.monotonic() > deadline_s:
-            return True
-        time.sleep(_LOOK_AGAIN_S)
-        return False
 
     def _choose(self, step: int | None, hold: ExitStack, *, verify: bool) -> About | None:
         if verify:

@@ -139,7 +139,6 @@ class WriterOptions:
     staging: StagingMode = "blocking"
     frozen: tuple[str, ...] = ()
     file_format: FileFormat = FileFormat.TORCH_SAVE
-    linger_s: float = 0.0
     exclusive: bool = False
 
     def __post_init__(self) -> None:
@@ -149,12 +148,6 @@ class WriterOptions:
             _set(self, name, require_switch(name, getattr(self, name)))
         _require(self.staging in _STAGING, f"staging={self.staging!r}", " or ".join(_STAGING))
         _set(self, "frozen", _names("frozen", self.frozen))
-        _require(
-            _is_number(self.linger_s) and 0 <= self.linger_s <= threading.TIMEOUT_MAX,
-            f"linger_s={self.linger_s!r}",
-            "a number of seconds, at most threading.TIMEOUT_MAX",
-        )
-        _set(self, "linger_s", float(self.linger_s))
         hint: object = self.separation_hint
         if hint is not None:
             _require(not self.frozen, "frozen with separation_hint", "one of them")

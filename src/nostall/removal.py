@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from nostall import _torch
 from nostall._engine import default_engine
-from nostall._model.completion import is_completion
 from nostall._model.names import METADATA_SUFFIX, is_metadata_of_one_rank, is_ours_to_remove
 from nostall._storage.destination import place_of
 from nostall._storage.places import is_address, storage_at
@@ -120,7 +119,7 @@ def _sorted_out(names: Iterable[str], records: Sequence[str]) -> _Contents:
             continue
         if name == _torch.METADATA_NAME or is_metadata_of_one_rank(name):
             metadata.append(name)
-        elif any(is_left(name) for is_left in (is_ours_to_remove, is_record, is_completion)) or (
+        elif any(is_left(name) for is_left in (is_ours_to_remove, is_record)) or (
             name.endswith(f"{METADATA_SUFFIX}.tmp")
         ):
             rest.append(name)

@@ -17,10 +17,8 @@ import torch.distributed.checkpoint as dcp
 
 import nostall
 from cli.conftest import Run
-from nostall._cli import recover
 from nostall._cli.arguments import Status
 from nostall.cli import _COMMANDS
-from nostall.recovery import Recovery, RecoveryState
 from support import loaded
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
@@ -114,17 +112,13 @@ def fields_of(value: Any) -> set[str]:
     return set()
 
 
-def test_the_page_describes_every_field_of_the_json(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_describes_every_field_of_the_json(tmp_path: Path, run: Run) -> None:
     """In the row of the command that prints it."""
     for step in (1, 2, 3):
         writer = nostall.FileSystemWriterAsync(tmp_path / f"step-{step}", sync_files=False)
         state = {"weight": torch.full((4, 2), step), "step": step}
         dcp.save(state, storage_writer=writer, no_dist=True)
     first, second = tmp_path / "step-1", tmp_path / "step-2"
-    found = Recovery(str(first), RecoveryState.INCOMPLETE, missing_ranks=(1,))
-    monkeypatch.setattr(recover, "_recover_all", lambda *_: ([found], []))
     shutil.copytree(first, tmp_path / "damaged")
     (tmp_path / "damaged" / "__0_0.distcp").write_bytes(b"")
     table = PAGE.split("\n## JSON\n")[1].split("\n## ")[0]
@@ -135,7 +129,6 @@ def test_the_page_describes_every_field_of_the_json(
         "diff": [["--values", first, second]],
         "verify": [[tmp_path / "damaged"]],
         "prune": [["--keep", "latest=2", tmp_path], ["--keep", "latest=1", "--delete", tmp_path]],
-        "recover": [[tmp_path]],
     }
     assert set(rows) == set(commands)
     for command, calls in commands.items():

@@ -114,8 +114,8 @@ def gets_sigterm(out: Path, how: str) -> None:
     if "too late, and" in how:
         give_up = Engine.abort
 
-        def abort(self: Engine, reason: str, *, is_ending: bool = False) -> None:
-            give_up(self, reason, is_ending=is_ending)
+        def abort(self: Engine, reason: str) -> None:
+            give_up(self, reason)
             threading.Event().wait(30)
 
         Engine.abort = abort  # type: ignore[method-assign]  # slower than the grace time

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from nostall import _torch
-from nostall._model.completion import SaveId
+from nostall._model.values import SaveId
 from nostall._ranks.records import StoredRecords
 
 SERIES = 7

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from nostall._model.completion import SaveId
+from nostall._model.values import SaveId
 from nostall._save.metadata_cache import CheckpointMetadataCache, Counted
 from programs.early import WARM, Job, early_of
 from support.ranks import run_ranks

@@ -137,17 +137,6 @@ def test_a_store_that_is_busy_is_asked_again(s3: S3Server, root: str, save: Save
     assert_holds(f"{root}/two", state, state["model"]["adapter"]["a"])
 
 
-def test_a_save_that_outlives_its_trainer_is_sent(s3: S3Server, root: str) -> None:
-    """Nobody would wait for the store's copies."""
-    state = lora_state()
-    saver = SplitSaver(linger_s=60.0)
-    saver(f"{root}/one", state)
-    s3.requests()
-    saver(f"{root}/two", state)
-    assert copies(s3) == []
-    assert_holds(f"{root}/two", state, state["model"]["adapter"]["a"])
-
-
 @contextmanager
 def slow_copies() -> Iterator[Callable[[], None]]:
     """Copies that stand still; the function lets them go on, and waits until they have ended."""

@@ -10,8 +10,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from nostall import _torch
 from nostall._commit.known_results import Results, ResultsReference
-from nostall._model.completion import SaveId
-from nostall._model.values import RankFiles, WrittenFile
+from nostall._model.values import RankFiles, SaveId, WrittenFile
 from nostall._save.messages import RankMessage, decoded
 from nostall.errors import SaveError, WriteError
 

@@ -15,7 +15,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from nostall._model.jobs import (
-    Completion,
     Failure,
     FileImage,
     FileReceipt,
@@ -101,13 +100,6 @@ SEAL_TABLES = built(
 IMAGES = built(
     FileImage, name=PATHS, nbytes=NUMBERS, block=NUMBERS, block_offset=NUMBERS, seals=SEAL_TABLES
 )
-COMPLETIONS = built(
-    Completion,
-    name=TEXT.filter(is_shard_name),
-    began_s=SECONDS,
-    linked=tuples(RECEIPTS),
-    linger_s=SECONDS,
-)
 JOBS = built(
     WriteJob,
     rank=RANKS,
@@ -119,7 +111,6 @@ JOBS = built(
     writers_per_host=NUMBERS,
     turn_timeout_s=st.floats(0),
     sys_path=tuples(PATHS),
-    completion=st.none() | COMPLETIONS,
     faults=tuples(st.dictionaries(TEXT, NUMBERS | TEXT, max_size=2)),
 )
 SHARED = dict.fromkeys(SharedPart._fields, NUMBERS)
@@ -132,9 +123,7 @@ def test_a_job_arrives_as_it_was_sent(job: WriteJob) -> None:
     tables = tuple(image.seals for image in job.files)
     number, arrived = seals_from_message(over_the_wire(seals_to_message(7, tables)))
     assert (number, arrived) == (7, tables)
-    kept = job.completion
-    content = b"" if kept is None else kept.results + kept.metadata
-    there = job_from_message(over_the_wire(job_to_message(job, 7)), {7: arrived}, content)
+    there = job_from_message(over_the_wire(job_to_message(job, 7)), {7: arrived})
     assert there == job
     assert repr(there) == repr(job)  # named tuples of other classes are equal
 

@@ -17,7 +17,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import TypeVar
 
 from nostall import _torch
@@ -25,7 +24,6 @@ from nostall._commit.manifest import manifest_alone
 from nostall._engine import default_engine
 from nostall._manager.contents import read_about
 from nostall._model.names import is_metadata_of_one_rank
-from nostall._save.recovering import records_among
 from nostall._storage.deadlines import in_time
 from nostall._storage.directories import is_in_use
 from nostall._storage.places import identity, is_address, storage_at
@@ -33,7 +31,6 @@ from nostall._storage.port import how_to_read
 from nostall._storage.reading import open_to_read
 from nostall.errors import NostallError, OptionError, ReadError
 from nostall.integrity import why_damaged
-from nostall.recovery import RecoveryState, recover
 from nostall.removal import remove_checkpoint
 
 T = TypeVar("T")
@@ -192,25 +189,6 @@ class StepDirectories:
             with suppress(OSError):  # other files are left
                 storage_at(self.path(step)).remove_place()
 
-    def recover(self, step: int | None) -> bool:
-        """Commit the highest step that all ranks have finished after their trainer's death.
-
-        Args:
-            step: A step; by default any that is higher than the highest committed one.
-
-        Returns:
-            Whether it is committed, or there is none to wait for.
-        """
-        steps = [each for each in self.listed() if step in (None, each) and not self.parts]
-        unfinished = takewhile(self._is_known_to_be_uncommitted, reversed(steps))
-        paths = list(map(self.path, unfinished))
-        return not paths or any(map(_is_recovered, paths))
-
-    def _is_known_to_be_uncommitted(self, step: int) -> bool:
-        with suppress(OSError):  # restoring looks again, and reports the error
-            return self.committed_at_s(step) is None
-        return False
-
     def remove_unfinished(self) -> None:
         """Remove what interrupted saves and removals have left.
 
@@ -218,9 +196,6 @@ class StepDirectories:
         """
         for step in self._begun():
             if self._is_unfinished(step):
-                if self._is_recoverable(step):
-                    what = "all ranks had finished it; restore(recover_s=...) would commit it"
-                    _log.warning("%s is removed: %s", self.path(step), what)
                 self.remove(step)
                 if self._is_there(step):
                     what = "it was not finished; files that no save has made stay there"
@@ -237,13 +212,6 @@ class StepDirectories:
                 if step is not None and f"{self.root}/{directory}" in self.checkpoints(step):
                     begun.add(step)
         return sorted(begun)
-
-    def _is_recoverable(self, step: int) -> bool:
-        """Whether all ranks have left the record of a save in a step's directory."""
-        with suppress(OSError):
-            found = records_among(storage_at(self.path(step)).list())
-            return any(each.is_complete for each in found)
-        return False
 
     def _is_there(self, step: int) -> bool:
         try:
@@ -283,14 +251,6 @@ class StepDirectories:
                         path=checkpoint,
                         hint="pass the same parts, or use another root",
                     )
-
-
-def _is_recovered(checkpoint: str) -> bool:
-    try:
-        return recover(checkpoint).state is RecoveryState.COMMITTED
-    except NostallError as error:  # another step is restored
-        _log.warning("%s is not recovered: %s", checkpoint, error)
-        return False
 
 
 def _has_metadata(checkpoint: str) -> bool:

@@ -142,23 +142,6 @@ class FileImage(NamedTuple):
     seals: SealTable
 
 
-class Completion(NamedTuple):
-    """What a writer process leaves when a rank's files are complete, see ``completion``."""
-
-    name: str
-    """Of the record."""
-    began_s: float
-    """When the save was planned, in seconds since the epoch."""
-    results: bytes
-    """Pickled metadata that say where the rank's items are."""
-    metadata: bytes
-    """From the coordinator: the pickled metadata of the checkpoint, without places; else empty."""
-    linked: tuple[FileReceipt, ...]
-    """The rank's files that are hard links to those of an earlier save."""
-    linger_s: float
-    """How long the writer process goes on with the job when the trainer has died."""
-
-
 class WriteJob(NamedTuple):
     """One rank's files of one save, as plain data."""
 
@@ -182,7 +165,5 @@ class WriteJob(NamedTuple):
     """Pickle of the user's ``open_file`` and stream extensions; ``None`` if there are none."""
     sys_path: tuple[str, ...] = ()
     """Import path of the user's callables, or of an object store's client; empty without them."""
-    completion: Completion | None = None
-    """Makes the job outlive the trainer; ``None`` if it ends with that."""
     faults: tuple[dict[str, Any], ...] = ()
     """Faults to inject, see ``nostall.testing``."""

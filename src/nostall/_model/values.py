@@ -20,6 +20,23 @@ if TYPE_CHECKING:
     from nostall._storage.port import Version
 
 
+MOST_SERIES = (1 << 63) - 1
+"""A reduction of ranks carries signed 64-bit integers."""
+
+
+class SaveId(NamedTuple):
+    """Identifies one save; the same on all its ranks. A tuple, to be fast to make and compare."""
+
+    series: int
+    """A random number that ranks have agreed on."""
+    number: int
+    """Counts the saves that all ranks have begun since then."""
+
+    def next(self) -> SaveId:
+        """The identity of the next save."""
+        return SaveId(self.series, self.number + 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
     """What the header of a file of safetensors says of a tensor, apart from its place."""

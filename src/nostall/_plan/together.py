@@ -30,9 +30,8 @@ from nostall._commit.local_plans import (
     sharing,
 )
 from nostall._commit.metadata import local_plans_in
-from nostall._commit.publication import program_of
 from nostall._model.collection import no_collection
-from nostall._model.completion import MOST_SERIES, SaveId
+from nostall._model.values import MOST_SERIES, SaveId
 from nostall._plan.cache import CachedPlans
 from nostall._plan.global_plan import Share, plan_columns
 from nostall._plan.planner import is_stocks_own, planner_failures
@@ -74,7 +73,6 @@ class PlanMemory:
         self.all_plans: list[CompactPlan] | None = None
         """All ranks' plans of the last save planned together; on the coordinator only."""
         self._metadata: Metadata | None = None
-        self._pickled: tuple[Metadata, bytes] | None = None
         self.last_save: SaveId | None = None
         """The identity of the last save, as long as ranks are known to count alike."""
 
@@ -103,15 +101,6 @@ class PlanMemory:
     def reusable_metadata(self) -> Metadata | None:
         """Metadata for one more save of the same structure: without parts of one checkpoint."""
         return None if self._metadata is None else reusable_metadata(self._metadata)
-
-    def reusable_program(self) -> bytes:
-        """The same as a pickle without its end, see ``program_of``; empty without metadata."""
-        metadata, twin = self._metadata, self.reusable_metadata()
-        if metadata is None or twin is None:
-            return b""
-        if self._pickled is None or self._pickled[0] is not metadata:
-            self._pickled = metadata, program_of(twin)
-        return self._pickled[1]
 
 
 def reusable_metadata(metadata: Metadata) -> Metadata:

@@ -54,7 +54,7 @@ class Unfinished(Protocol):
         """The same, and wait for the other ranks' answers."""
 
     def _give_up(self) -> None:
-        """Abort its requests but saves that outlive this process."""
+        """Abort its requests."""
 
 
 class _Standby:

@@ -208,13 +208,8 @@ class AsyncCaller(ABC):
             process.abandon_after_fork()
         self._calls.clear()
 
-    def abort_calls(self, *, is_ending: bool = False) -> None:
-        """Abort all requests.
-
-        Args:
-            is_ending: Whether this process ends: saves that outlive it are left to their writer
-                process.
-        """
+    def abort_calls(self) -> None:
+        """Abort all requests."""
         calls, self._calls = self._calls, deque()  # later calls are kept
         while True:
             try:
@@ -224,17 +219,11 @@ class AsyncCaller(ABC):
             if call.life.state is State.WRITING:  # else the scheduling thread detects the abort
                 call.life.to(State.ABORTED)
             native = call.native
-            is_left = is_ending and native is not None and native.outlives
-            if native is not None and not is_left and not is_done(call.outcome):
+            if native is not None and not is_done(call.outcome):
                 native.abort()
             call.settle(
                 Failure(kind="SaveAbortedError", message="the request was aborted", phase="write")
             )
-            if native is not None and is_left:
-                native.leave()
-                path = native.progress.path
-                _log.warning("left to its writer process; nostall.recover commits it: %s", path)
-                continue
             call.discard()
             if native is None:
                 self._call_is_done(call)

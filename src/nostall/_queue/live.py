@@ -80,9 +80,7 @@ def drain_on_sigterm(grace_s: float = 30.0) -> None:
     preemption.install(
         grace_s,
         is_anything_pending=lambda: bool(unfinished_queues),
-        abandon=lambda: default_engine().abort(
-            "the grace period after SIGTERM is over", is_ending=True
-        ),
+        abandon=lambda: default_engine().abort("the grace period after SIGTERM is over"),
     )
 
 

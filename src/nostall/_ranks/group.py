@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nostall import _torch
-from nostall._model.completion import SaveId
+from nostall._model.values import SaveId
 from nostall._ranks.messages import (
     broadcast_message,
     gather_messages,

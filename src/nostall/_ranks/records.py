@@ -11,7 +11,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from nostall import _torch
-from nostall._model.completion import SaveId
+from nostall._model.values import SaveId
 
 _KEY = "nostall/save/"
 _AT_A_TIME = 256

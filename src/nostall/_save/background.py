@@ -41,14 +41,6 @@ class BackgroundSave(ABC):
         """Write a snapshot while the caller waits; releases it."""
         return self._in_time(self.submit(snapshot))
 
-    @property
-    def outlives(self) -> bool:
-        """Whether the writer process finishes the save when this process ends; not by default."""
-        return False
-
-    def leave(self) -> None:  # noqa: B027  # a hook; a save that outlives nothing is not left
-        """Leave the save, which outlives this process, to the writer process."""
-
     def discard(self) -> None:  # noqa: B027  # a hook; a failed write removes its own files
         """Remove the files of a save that will not be committed; does nothing by default."""
 

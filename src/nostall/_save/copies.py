@@ -37,7 +37,7 @@ def possible_copies(
     """
     target = prepared.target
     # The copies end with the trainer.
-    is_possible = engine.may_copy and not target.settings.options.linger_s
+    is_possible = engine.may_copy
     if not (is_possible and any(kept)):
         return [None] * len(kept)
     here = target.settings.directory

@@ -20,9 +20,9 @@ from concurrent.futures import Future
 from functools import partial
 
 from nostall import _torch
-from nostall._model.completion import MOST_SERIES, SaveId
 from nostall._model.interrupts import is_done, uninterruptible
 from nostall._model.torch_threads import run_torch_apart
+from nostall._model.values import MOST_SERIES, SaveId
 from nostall._ranks.agreement import PATIENCE_S
 from nostall._ranks.records import Records
 from nostall._ranks.reports import CANCEL_TIMEOUT_S

@@ -16,7 +16,6 @@ from functools import lru_cache
 from nostall._commit.manifest import manifest_alone
 from nostall._commit.metadata import referenced_files
 from nostall._commit.publication import Publication
-from nostall._model.completion import is_completion
 from nostall._model.names import (
     METADATA_SUFFIX,
     is_given_to_shards,
@@ -100,14 +99,14 @@ def unused(
 
 
 def unreferenced(files: Files, names: Sequence[str], own: str) -> set[str]:
-    """Names of shard files that no metadata refers to, and of completion records.
+    """Names of shard files that no metadata refers to.
 
     Args:
         files: The checkpoint's files.
         names: All their names.
         own: Name of metadata that do not count.
     """
-    strangers = {name for name in names if is_given_to_shards(name) or is_completion(name)}
+    strangers = {name for name in names if is_given_to_shards(name)}
     for name in names:
         if name.endswith(METADATA_SUFFIX) and name != own:
             referenced = files_of(files, name)

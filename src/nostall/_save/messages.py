@@ -12,8 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from nostall import _torch
 from nostall._commit.known_results import RankOutcome, ResultsReference
 from nostall._model.collection import no_collection
-from nostall._model.completion import SaveId
-from nostall._model.values import RankFiles, WrittenFile
+from nostall._model.values import RankFiles, SaveId, WrittenFile
 from nostall.errors import SaveError
 
 

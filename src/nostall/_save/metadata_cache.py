@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from nostall._commit.known_results import KnownResults
-from nostall._model.completion import SaveId
 from nostall._model.keywords import also_named
+from nostall._model.values import SaveId
 from nostall._plan.cache import CachedPlans, same_plan
 from nostall._plan.together import GlobalPlan, PlanMemory
 from nostall._save.early_commit import Retired

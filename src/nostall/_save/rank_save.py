@@ -24,7 +24,6 @@ from nostall._commit.ahead import WrittenAhead, is_worth_it
 from nostall._commit.publication import Publication
 from nostall._engine import Engine, default_engine
 from nostall._memory.fence import SnapshotFence
-from nostall._model.completion import RecordName
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._model.values import RankFiles
 from nostall._plan.items import Resolver
@@ -34,7 +33,6 @@ from nostall._save.by_name.plans import NamedGlobalPlan
 from nostall._save.copies import with_copied
 from nostall._save.early_commit import EarlyCommit
 from nostall._save.leftovers import files_of
-from nostall._save.outliving import Outliving
 from nostall._save.settings import SaveTarget, WriterSettings
 from nostall._save.split_save import SplitSave
 from nostall._save.stager import stage_for_later, take_over
@@ -123,7 +121,6 @@ class RankSave:
             state_dict: The state dict passed to ``dcp.async_save``.
             rank: This rank, if others save with it.
         """
-        self.settings.require_ending_with_process()
         self.staged_for_next = None
         timeline = Timeline()
         staged = stage_for_later(state_dict, default_engine(), timeline, self.settings, rank=rank)
@@ -165,24 +162,6 @@ class RankSave:
                 split.ahead = written_ahead(expected, storage_meta, prepared.files, self.settings)
         self._state = split
 
-    def prepare_to_outlive(
-        self,
-        name: RecordName,
-        planned: Callable[[], bytes],
-        storage_meta: Callable[[], StorageMeta | None],
-    ) -> None:
-        """Let the prepared split save outlive this process.
-
-        Not if another one is under way in its directory: nobody could tell later which was last.
-
-        Args:
-            name: That of this rank's record.
-            planned: Returns the planned metadata on the coordinator, as a pickle without its end.
-            storage_meta: Returns DCP's part of the metadata that is specific to this save.
-        """
-        if isinstance(self._state, SplitSave) and self._state.visit.is_alone():
-            self._state.outliving = Outliving.planned_now(name, planned(), storage_meta)
-
     def learn(self, state_dict: dict[str, Any], flat: dict[str, Any]) -> session.KnownSave | None:
         """The reusable part of the prepared save, before staging; ``None`` if nothing is safe.
 
@@ -210,7 +189,6 @@ class RankSave:
             SaveError: The save failed; the subclass says how.
         """
         self._take_staging()
-        self.settings.require_ending_with_process()
         prepared, sent_token = self._prepared_by_name(plan, resolver)
         visit = prepared.target.visit
         try:

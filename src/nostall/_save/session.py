@@ -38,7 +38,7 @@ from nostall._plan.layout import FileNaming, Packing, renamed, without
 from nostall._plan.structure import KnownStructure
 from nostall._plan.structure import learn as learn_structure
 from nostall._save.settings import SaveTarget, WriterSettings
-from nostall._save.written import expected_results, pickled_places
+from nostall._save.written import expected_results
 
 _log = logging.getLogger("nostall")
 
@@ -149,11 +149,6 @@ class KnownSave:
     def results(self) -> tuple[WriteResult, ...]:
         """DCP's results of a save with this layout."""
         return tuple(expected_results(self.share, self.layout))
-
-    @cached_property
-    def pickled_results(self) -> bytes:
-        """The same, as :func:`pickled_results`."""
-        return pickled_places(self.results)
 
 
 def known(prepared: PreparedSave, structure: KnownStructure, engine: Engine) -> KnownSave:

@@ -21,7 +21,7 @@ from nostall._plan.layout import FileNaming, Packing
 from nostall._save.tier import Tier, require_possible
 from nostall._storage.destination import make_ready, may_hold, must_stay
 from nostall._storage.directories import Visit, has_failed_in
-from nostall._storage.places import is_address, is_in_this_process, storage_at
+from nostall._storage.places import is_address, storage_at
 from nostall._storage.streams import StreamTarget
 from nostall._tier.local import directory_in
 from nostall.errors import OptionError
@@ -48,7 +48,6 @@ class OwnOptions:
     """An absolute path."""
     local_staging_limit: Any
     local_staging_shared: Any
-    linger_s: Any
     exclusive: Any
 
 
@@ -115,8 +114,7 @@ class WriterSettings:
     @property
     def has_unique_names(self) -> bool:
         """Whether file names are unique, so that an existing checkpoint does not matter to them."""
-        # A writer process that lingers must not meet the next job's file under its name.
-        return self.tier is not None or is_address(self.directory) or self.options.linger_s > 0
+        return self.tier is not None or is_address(self.directory)
 
     def may_replace(self, engine: Engine) -> bool:
         """Whether the directory may contain a checkpoint.
@@ -135,20 +133,6 @@ class WriterSettings:
     def belongs_at(self) -> str:
         """Where the checkpoint is to be in the end; the same for all ranks."""
         return self.directory if self.tier is None else self.tier.destination
-
-    def require_ending_with_process(self) -> None:
-        """Refuse ``linger_s`` for saves that do not outlive this process.
-
-        Raises:
-            OptionError: It was given.
-        """
-        if self.options.linger_s:
-            raise OptionError(
-                "linger_s is for split saves, such as those of CheckpointManager: what commits"
-                " dcp.save and dcp.async_save ends with the trainer",
-                path=self.directory,
-                hint="leave it out, or use save_state_dict_async_plan and AsyncCallsQueue",
-            )
 
     def packing(self, engine: Engine) -> Packing:
         """The number and size of a rank's files."""
@@ -191,13 +175,6 @@ class WriterSettings:
         Raises:
             SaveTimeoutError: Storage did not answer within ``save_timeout_s`` seconds.
         """
-        if self.options.linger_s and engine.options.max_staging_bytes is not None:
-            raise OptionError(
-                "linger_s and EngineOptions.max_staging_bytes exclude each other: a part that is"
-                " not copied yet is lost with the trainer",
-                path=self.directory,
-                hint="use one of them",
-            )
         job = uuid.uuid4().hex
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self.rank}_"
         # A reader of the previous checkpoint's metadata must not find new files under its names.
@@ -288,8 +265,6 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
             path=str(writer.path),
             hint="leave them out: a file of safetensors is written as a whole",
         )
-    if own.linger_s:
-        _require_possible_to_linger(own, str(writer.path), has_stream=bool(has_stream))
     place, tier = str(writer.path), None
     if own.local_staging_dir is not None:
         require_possible(own.local_staging_dir, place, writer, has_stream=bool(has_stream))
@@ -316,29 +291,9 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
             staging=own.staging,
             frozen=own.frozen,
             file_format=file_format,
-            linger_s=own.linger_s,
             exclusive=own.exclusive,
         ),
         stream=StreamTarget(open_file=own.open_file, transforms=transforms) if has_stream else None,
         transform_descriptors=tuple(each.get_descriptor() for each in reversed(transforms)) or None,
         tier=tier,
     )
-
-
-def _require_possible_to_linger(own: OwnOptions, place: str, *, has_stream: bool) -> None:
-    """Refuse other options that exclude ``linger_s``.
-
-    Raises:
-        OptionError: One of them is given.
-    """
-    excluding = {
-        "open_file and stream extensions": has_stream,
-        "is_multiproc_io": bool(own.is_multiproc_io),
-        "local_staging_dir": own.local_staging_dir is not None,
-        "memory://": is_in_this_process(place),
-    }
-    for option, is_given in excluding.items():
-        if is_given:
-            raise OptionError(
-                f"linger_s does not support {option}", path=place, hint="leave one of them out"
-            )

@@ -18,8 +18,7 @@ from typing_extensions import assert_never
 
 from nostall import _torch
 from nostall._commit.local_plans import CompactPlan
-from nostall._commit.publication import program_of
-from nostall._model.completion import RecordName, SaveId
+from nostall._model.values import SaveId
 from nostall._plan.cache import Changed, Reuse, Route, Together, choose_route, plans_alone
 from nostall._plan.planner import (
     as_save_error,
@@ -162,34 +161,7 @@ def plan_save(
         metadata = _plan(arguments, session, alone=False)
     if cache is not None and writer._rank_save.split is not None:
         cache.begin(writer._rank_save.split)
-    if writer._rank_save.settings.options.linger_s:
-        _prepare_to_outlive(arguments, session, metadata)
     return metadata, session
-
-
-def _prepare_to_outlive(
-    arguments: _SaveArguments, session: SaveSession, metadata: Metadata | None
-) -> None:
-    """Let the save outlive this process.
-
-    One whose structure has changed here without the other ranks' knowledge does not: its metadata
-    are made when it is finalised.
-    """
-    if session.save is None or session.changed_plan is not None:
-        return
-    writer, coordination, cache = arguments.writer, arguments.coordination, session.cache
-    name = RecordName(session.save, coordination.rank, coordination.world_size)
-
-    def planned() -> bytes:
-        """On the coordinator, the metadata as a pickle without its end; else empty."""
-        if metadata is None:
-            return b""
-        return program_of(metadata) if cache is None else cache.reusable_program()
-
-    try:
-        writer._rank_save.prepare_to_outlive(name, planned, writer.storage_meta)
-    except Exception as error:  # finalising reports it to every rank
-        arguments.fail_later(error)
 
 
 def _prepare_known(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -20,7 +19,6 @@ from nostall._model.values import RankFiles
 from nostall._save.background import BackgroundSave
 from nostall._save.copies import when_copied, with_copied
 from nostall._save.early_commit import EarlyCommit
-from nostall._save.outliving import Outliving
 from nostall._save.session import PreparedSave
 from nostall._save.stage import give_up, stage, stage_in_background, without_sources
 from nostall._save.unchanged import keep, link_unchanged, with_linked
@@ -28,8 +26,6 @@ from nostall._save.write import write_here, write_in_background
 from nostall._save.written import as_written, require_written, write_results, written_files
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.directories import Visit
-from nostall._storage.places import storage_at
-from nostall._storage.unused_files import remove_files
 from nostall.errors import SaveAbortedError, SaveTimeoutError
 
 
@@ -42,8 +38,6 @@ class SplitSave(BackgroundSave):
         self.prepared = prepared
         self.ahead: WrittenAhead | None = None
         """On the coordinator: metadata that is written together with the files."""
-        self.outliving: Outliving | None = None
-        """What makes it outlive this process; ``None`` if it ends with this process."""
         self.early: EarlyCommit | None = None
         """Its early commit, until it is over; ``None`` if it cannot be committed early."""
         self.is_scheduled = False
@@ -153,13 +147,11 @@ class SplitSave(BackgroundSave):
         try:
             if self.aborted:
                 raise SaveAbortedError("the save was aborted", phase="stage")
-            prepared, outliving = self.prepared, self.outliving
-            completion = None if outliving is None else outliving.completion(prepared)
-            written = write_in_background(snapshot, prepared.target, self.engine, completion)
+            written = write_in_background(snapshot, self.prepared.target, self.engine)
         except BaseException:  # passed on; no write owns the snapshot yet
             give_up(snapshot, self.prepared.target, self.engine)
             raise
-        written = when_copied(prepared, written, self.engine)
+        written = when_copied(self.prepared, written, self.engine)
         self._write_metadata_ahead()
         if self.aborted:  # meanwhile, by a caller that found no job to cancel
             self.engine.cancel(self.job, written)
@@ -216,8 +208,8 @@ class SplitSave(BackgroundSave):
 
     @property
     def has_to_run(self) -> bool:
-        """Whether this rank has something to write: items, or the record that it has none."""
-        return bool(self.prepared.plan.items) or self.outliving is not None
+        """Whether this rank has something to write."""
+        return bool(self.prepared.plan.items)
 
     @property
     def is_lost(self) -> bool:
@@ -229,21 +221,8 @@ class SplitSave(BackgroundSave):
         """Whether it may never be scheduled."""
         return not (self._was_started or self.is_scheduled)
 
-    @property
-    def outlives(self) -> bool:
-        """Whether its job is sent, or will be: the writer process finishes it without this one."""
-        return self.outliving is not None and self._was_started and self.failure() is None
-
-    def leave(self) -> None:
-        """Leave the save to the writer process; its files stay."""
-        self.end(committed=False)
-
     def end(self, *, committed: bool) -> None:
         """End this save."""
-        if committed and self.outliving is not None and not self._is_over:
-            files = storage_at(self.prepared.target.settings.directory)
-            record = files.where(str(self.outliving.name))
-            remove_in_time([record], remove=partial(remove_files, are_finished=True))
         self._is_over = True
         early, self.early = self.early, None
         if early is not None:

@@ -15,7 +15,6 @@ from nostall._memory.snapshot import Snapshot
 from nostall._model.interrupts import is_done, start
 from nostall._model.jobs import (
     NO_BLOCK,
-    Completion,
     FileImage,
     RankFailed,
     RankReport,
@@ -94,7 +93,6 @@ def write_in_background(
     snapshot: Snapshot,
     target: SaveTarget,
     engine: Engine,
-    completion: Completion | None = None,
 ) -> Future[RankReport]:
     """Write in writer processes; in a thread if callables cannot be pickled, or only this process
     has the storage.
@@ -105,7 +103,6 @@ def write_in_background(
         snapshot: The rank's images.
         target: The target of the save.
         engine: The engine with the writer processes.
-        completion: What the only process leaves at the end, if the save outlives this one.
     """
     target.progress.to(State.STAGED)
     stream = _pickled(target.settings.stream)
@@ -121,9 +118,6 @@ def write_in_background(
         processes=min(target.settings.options.processes, len(snapshot.layout.files)),
         stream=stream,
     )
-    if completion is not None:
-        (part,) = parts
-        parts = [part._replace(completion=completion)]
     return engine.submit(parts, snapshot.lease, after=snapshot.earlier)
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
 from nostall._commit.collect import require_one_result_each
 from nostall._commit.known_results import Results, ResultsReference
-from nostall._commit.publication import end_of_program, program_of
 from nostall._commit.result_columns import RankResults, ResultColumns, in_columns
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._model.names import AS_SAFETENSORS
@@ -70,19 +68,6 @@ def as_written(prepared: PreparedSave, report: RankReport) -> PreparedSave:
         return prepared
     files = [replace(file, name=names.get(file.name, file.name)) for file in prepared.layout.files]
     return replace(prepared, layout=replace(prepared.layout, files=tuple(files)))
-
-
-def pickled_results(prepared: PreparedSave) -> bytes:
-    """The places of a rank's items, under the planned names of files: metadata without items."""
-    if prepared.known is not None and prepared.layout is prepared.known.layout:
-        return prepared.known.pickled_results
-    return pickled_places(expected_results(prepared.planned.share, prepared.layout))
-
-
-def pickled_places(results: Iterable[WriteResult]) -> bytes:
-    places = {each.index: each.storage_data for each in results}
-    metadata = Metadata(state_dict_metadata={}, storage_data=places)
-    return program_of(metadata) + end_of_program(None)
 
 
 def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResult]:

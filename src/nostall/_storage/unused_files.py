@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 
-from nostall._model.completion import is_completion
 from nostall._model.names import METADATA_SUFFIX
 from nostall._storage import posix
 from nostall._storage.places import is_address, object_storage_at, storage_at
@@ -44,14 +43,13 @@ def remove_files(paths: Iterable[str], *, are_finished: bool = False) -> None:
 def remove_unnamed(paths: Iterable[str]) -> None:
     """Remove files of a save that has failed, but those that a checkpoint has; errors are ignored.
 
-    Another process may have recovered the save, or a later save may have got the same names. All
+    A later save may have got the same names. All
     files stay if metadata cannot be read.
     """
     by_place: dict[str, list[str]] = {}
     for path in paths:
         by_place.setdefault(os.path.dirname(path), []).append(path)
     for place, here in by_place.items():
-        remove_files(path for path in here if is_completion(os.path.basename(path)))
         ranks = {found[1] for found in map(_OF_RANK.search, here) if found is not None}
         with suppress(OSError, NostallError):
             storage = storage_at(place)

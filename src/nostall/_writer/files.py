@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from nostall._model.jobs import (
-    Completion,
     Failure,
     FileReceipt,
     RankFailed,
@@ -21,11 +20,10 @@ from nostall._model.jobs import (
     WriteJob,
 )
 from nostall._storage.places import is_address, storage_at
-from nostall._storage.port import Files, Storage, require_file
+from nostall._storage.port import Files, require_file
 from nostall._storage.streams import StreamTarget
 from nostall._storage.unused_files import remove_unnamed
 from nostall._writer.chunks import write_images
-from nostall._writer.completion import encoded
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image
 from nostall._writer.position import Cancelled, Position
@@ -79,8 +77,6 @@ def perform(
                 at.move("fsync", job.directory)
                 storage.flush()
         report = RankWritten(rank=job.rank, receipts=receipts)
-        if job.completion is not None:
-            _leave_record(job.completion, report, storage, at)
         faults.at("report")
         at.raise_if_cancelled()  # the caller no longer waits for the report
     except BaseException as error:  # every failure is reported to the trainer
@@ -90,15 +86,6 @@ def perform(
         failure = describe(error, job, phase=at.phase, path=at.path)
         return RankFailed(rank=job.rank, failure=failure)
     return report
-
-
-def _leave_record(
-    completion: Completion, report: RankWritten, storage: Storage, at: Position
-) -> None:
-    path = storage.where(completion.name)
-    at.move("record", path)
-    at.create(path)
-    storage.publish(completion.name, encoded(completion, report))
 
 
 def _require_files(receipts: Iterable[FileReceipt], storage: Files, at: Position) -> None:

@@ -7,7 +7,6 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 
 from nostall._memory.arena import Block, Lease
 from nostall._model.interrupts import on_done
@@ -74,8 +73,6 @@ class WriterProcess(ChildProcess[RankReport]):
         self._on_created = on_created
         self._created: dict[str, Callable[[str], None]] = {}
         """Per job, the callback for each file that the process has made."""
-        self._outliving: set[str] = set()
-        """Jobs that the process finishes without this one."""
         self._mapped: set[int] = set()
         self._seals = SealsSent()
         self._numbers = itertools.count()
@@ -96,13 +93,6 @@ class WriterProcess(ChildProcess[RankReport]):
             A future that always ends: with the writer's report, or with a failure if the process
             dies. The job's files are removed then.
         """
-        # An error in the middle of sending would end the process, and with it all other saves.
-        with _completion_of(job) as descriptors:
-            return self._submit(job, lease, descriptors)
-
-    def _submit(
-        self, job: WriteJob, lease: Lease, descriptors: tuple[int, ...]
-    ) -> Future[RankReport]:
         created: list[str] = []
 
         def note(name: str) -> None:
@@ -119,20 +109,11 @@ class WriterProcess(ChildProcess[RankReport]):
             )
 
         self._created[job.job] = note
-        if job.completion is not None:
-            self._outliving.add(job.job)
-        messages = self._messages(job, lease.block, descriptors)
-        report = self._ask(job.job, on_death, messages, holds=lease)
-        on_done(report, lambda _: self._forget_job(job.job))
+        report = self._ask(job.job, on_death, self._messages(job, lease.block), holds=lease)
+        on_done(report, lambda _: self._created.pop(job.job, None))
         return report
 
-    def _forget_job(self, job: str) -> None:
-        self._created.pop(job, None)
-        self._outliving.discard(job)
-
-    def _messages(
-        self, job: WriteJob, block: Block, descriptors: tuple[int, ...]
-    ) -> Iterator[Addressed]:
+    def _messages(self, job: WriteJob, block: Block) -> Iterator[Addressed]:
         """A job, preceded by what the process needs and has not received yet."""
         if block.id not in self._mapped:
             self._mapped.add(block.id)
@@ -140,7 +121,7 @@ class WriterProcess(ChildProcess[RankReport]):
         number, announcement = self._seals.refer(tuple(image.seals for image in job.files))
         for message in announcement:
             yield message, ()
-        yield job_to_message(job, number), descriptors
+        yield job_to_message(job, number), ()
 
     def write_shared(
         self, fd: int, memory: SharedBytes, parts: Sequence[SharedPart], *, sync: bool
@@ -179,12 +160,6 @@ class WriterProcess(ChildProcess[RankReport]):
                 if job.startswith(f"{save}/")
             }
 
-    @property
-    def outlives(self) -> bool:
-        """Whether it has a job that it finishes without this process."""
-        with self._lock:
-            return not self._outliving.isdisjoint(self._waiting)
-
     def cancel(self, save: str) -> None:
         """Ask the process to drop the jobs of a save; they are answered as aborted."""
         self._send(({"type": "cancel", "job": job}, ()) for job in self.unanswered(save))
@@ -206,19 +181,3 @@ class WriterProcess(ChildProcess[RankReport]):
 
     def _answer(self, message: Message) -> RankReport:
         return report_from_message(message)
-
-
-@contextmanager
-def _completion_of(job: WriteJob) -> Iterator[tuple[int, ...]]:
-    """The descriptor of a job's completion, if it has one: some hundred bytes per item.
-
-    Raises:
-        OSError: The system refuses another descriptor, or has no memory.
-    """
-    if job.completion is None:
-        yield ()
-        return
-    with open(os.memfd_create("nostall-completion", os.MFD_CLOEXEC), "wb") as content:
-        content.writelines((job.completion.results, job.completion.metadata))
-        content.flush()
-        yield (content.fileno(),)

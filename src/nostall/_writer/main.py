@@ -74,7 +74,6 @@ def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
         use_fastest_from(checksums_from)
     for message, descriptors in messages_from_parent(sock, parent_pid):
         writer.take(message, descriptors)
-    writer.linger()
     os._exit(0)
 
 
@@ -91,9 +90,6 @@ class _Writer:
         """Jobs that have not begun; the thread that removes a job answers it."""
         self._cancelled: dict[str, threading.Event] = {}
         self._send_lock = threading.Lock()
-        self._outliving: dict[str, float] = {}
-        """How long to go on without the trainer, for each unanswered job that leaves a record."""
-        self._answered = threading.Condition()
 
     def take(self, message: Message, descriptors: list[int]) -> None:
         """Handle one message; called on the main thread only.
@@ -122,24 +118,21 @@ class _Writer:
                 # Waiting jobs have their tables already.
                 self._seals.pop(message["number"], None)
             case "write":
-                self._enqueue(message, descriptors)
+                self._enqueue(message)
             case "write_shared":
                 self._write_shared(message, descriptors)
             case "cancel":
                 self._cancel(message["job"])
 
-    def _enqueue(self, message: Message, descriptors: list[int]) -> None:
+    def _enqueue(self, message: Message) -> None:
         try:
-            job = job_from_message(message, self._seals, b"".join(map(_content, descriptors)))
+            job = job_from_message(message, self._seals)
         except UnknownSealsError as error:
             failure = Failure(
                 kind="ProtocolError", message=str(error), phase="write", path=message["directory"]
             )
             self._answer(message["job"], RankFailed(rank=message["rank"], failure=failure))
             return
-        if job.completion is not None:
-            with self._answered:
-                self._outliving[job.job] = job.completion.linger_s
         cancelled = self._cancelled[job.job] = threading.Event()
         self._waiting[job.job] = job
         self._jobs.put((job, cancelled))
@@ -207,26 +200,9 @@ class _Writer:
             return
         self._answer(name, _failed(job, Cancelled()))
 
-    def linger(self) -> None:
-        """Without the trainer, finish the jobs that leave a record."""
-        with self._answered:
-            outliving = dict(self._outliving)
-        if not outliving:
-            return
-        _let_go_of_streams()
-        with suppress(OSError):  # a child of the trainer may hold it, and read nothing
-            self._sock.shutdown(socket.SHUT_RDWR)
-        for name in set(self._cancelled) - outliving.keys():
-            self._cancel(name)
-        with self._answered:
-            self._answered.wait_for(lambda: not self._outliving, max(outliving.values()))
-
     def _answer(self, name: str, report: RankReport) -> None:
         self._cancelled.pop(name, None)
         self._send(report_to_message(name, report))
-        with self._answered:
-            self._outliving.pop(name, None)
-            self._answered.notify_all()
 
     def _send(self, message: Message) -> None:
         # Without the trainer: the main thread decides when this process ends.
@@ -242,20 +218,6 @@ class _Writer:
                 raise ProtocolError(f"the image of {image.name} lies outside of the memory sent")
             images[image.name] = WholeImage(memoryview(block)[image.block_offset : end])
         return images
-
-
-def _content(fd: int) -> bytes:
-    """All that the trainer has written to a descriptor, which stays open."""
-    with open(fd, "rb", closefd=False) as stream:
-        stream.seek(0)
-        return stream.read()
-
-
-def _let_go_of_streams() -> None:
-    """Whoever reads the trainer's output waits until all processes have closed it."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for fd in range(3):
-        os.dup2(nowhere, fd)
 
 
 def _failed(job: WriteJob, error: BaseException) -> RankFailed:

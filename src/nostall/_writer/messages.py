@@ -15,7 +15,6 @@ from typing import Any
 from nostall._model.jobs import (
     MOST_IO_THREADS,
     MOST_NBYTES,
-    Completion,
     Failure,
     FileImage,
     FileReceipt,
@@ -86,21 +85,17 @@ def job_to_message(job: WriteJob, seals: int) -> Message:
         for image in job.files
     ]
     stream = None if job.stream is None else b64encode(job.stream).decode()
-    completion = None if job.completion is None else _completion_to_plain(job.completion)
-    changed = {"files": files, "seals": seals, "stream": stream, "completion": completion}
+    changed = {"files": files, "seals": seals, "stream": stream}
     return {**job._asdict(), **changed, "type": "write"}
 
 
 @_decoding("a write job")
-def job_from_message(
-    message: Message, known: Mapping[int, Sequence[SealTable]], content: bytes = b""
-) -> WriteJob:
+def job_from_message(message: Message, known: Mapping[int, Sequence[SealTable]]) -> WriteJob:
     """The write job in a message.
 
     Args:
         message: The message.
         known: The seal tables received before.
-        content: What came with the message in a descriptor: the completion's parts.
 
     Raises:
         UnknownSealsError: It refers to others; the message has a job and a rank to answer for.
@@ -125,7 +120,6 @@ def job_from_message(
         turn_timeout_s=float(message["turn_timeout_s"]),
         stream=None if message["stream"] is None else b64decode(message["stream"]),
         sys_path=tuple(_of(str, path) for path in _of(list, message["sys_path"])),
-        completion=_completion_from_plain(message["completion"], content),
         faults=tuple(_of(dict, fault) for fault in _of(list, message["faults"])),
     )
 
@@ -220,30 +214,6 @@ def _file_name(value: Any) -> str:
     if not is_shard_name(name):
         raise ValueError(f"{name!r:.80} leads out of the directory")
     return name
-
-
-def _completion_to_plain(completion: Completion) -> Message:
-    return {
-        "name": completion.name,
-        "began_s": completion.began_s,
-        "results_nbytes": len(completion.results),
-        "linked": [_receipt_to_plain(receipt) for receipt in completion.linked],
-        "linger_s": completion.linger_s,
-    }
-
-
-def _completion_from_plain(plain: Message | None, content: bytes) -> Completion | None:
-    if plain is None:
-        return None
-    results_nbytes = _count(plain["results_nbytes"], len(content))
-    return Completion(
-        name=_file_name(plain["name"]),
-        began_s=_seconds(plain["began_s"]),
-        results=content[:results_nbytes],
-        metadata=content[results_nbytes:],
-        linked=tuple(map(_receipt_from_plain, plain["linked"])),
-        linger_s=_seconds(plain["linger_s"]),
-    )
 
 
 def _receipt_to_plain(receipt: FileReceipt) -> Message:

@@ -22,8 +22,7 @@ from nostall._commit.ahead import WrittenAhead
 from nostall._commit.known_results import KnownResults, Results, ResultsReference
 from nostall._commit.local_plans import compact, sharing
 from nostall._commit.result_columns import in_columns
-from nostall._model.completion import SaveId
-from nostall._model.values import RankFiles, WrittenFile
+from nostall._model.values import RankFiles, SaveId, WrittenFile
 from nostall._plan.together import global_plan_of, reusable_metadata, with_local_plans
 from nostall._save.by_name.plans import GroupPlans, PlanAnswer, PlanQuestion, SentPlan
 from nostall._save.messages import RankMessage
