@@ -32,7 +32,7 @@ from nostall._model.progress import SaveStatus, UnderWay
 from nostall._model.reads import LoadStatus, load_statuses
 from nostall._model.shared_bytes import PlacedPiece, SharedBytes
 from nostall._model.torch_threads import run_torch_apart
-from nostall._model.values import ItemShape, KeptFile, Layout
+from nostall._model.values import ItemShape, Layout
 from nostall._plan.layout import FileNaming, Packing, lay_out, renamed
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, joined, when_done
 from nostall._storage.removed_files import RemovedFiles
@@ -69,10 +69,6 @@ class Engine:
         """Progress of the saves that use this engine."""
         self.removed = RemovedFiles()
         """Files of replaced checkpoints whose blocks storage has not freed."""
-        self.kept: dict[tuple[int, int], KeptFile] = {}
-        """Files that the next save may link instead of writing them, by rank and number."""
-        self.may_copy = True
-        """Whether object stores are asked to copy frozen files: until one has refused."""
         self.promotions = Promotions(self.options)
         """Checkpoints in a local tier that are not at their destinations."""
         self._cancellable: set[tuple[str, threading.Event]] = set()
@@ -111,7 +107,7 @@ class Engine:
     def lay_out(self, shapes: Sequence[ItemShape], naming: FileNaming, packing: Packing) -> Layout:
         """The layout of these items, from the cache if they were laid out before."""
         # Not the file names: a save that replaces a checkpoint uses its names once.
-        key = (tuple(shapes), naming.separation_hint, naming.frozen, packing)
+        key = (tuple(shapes), naming.separation_hint, packing)
         with self._lock:
             layout = self._layouts.pop(key, None) or lay_out(shapes, naming, packing)
             _keep(self._layouts, key, layout)

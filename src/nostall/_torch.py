@@ -11,7 +11,7 @@ import copy
 import io
 import pickle
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from importlib import import_module
@@ -59,7 +59,6 @@ try:
     )
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
     from torch.distributed.checkpoint.utils import _DistWrapper
-    from torch.multiprocessing.reductions import StorageWeakRef
     from torch.serialization import _get_layout
 
     for _name in ("_version", "_is_zerotensor"):
@@ -418,19 +417,6 @@ def is_valid_plan(ranks: int, metadata: Metadata) -> bool:
 def changes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """In-place changes of each tensor, as counted by torch; not for inference-mode tensors."""
     return [tensor._version for tensor in tensors]
-
-
-def content_of(tensor: torch.Tensor) -> tuple[Hashable, ...] | None:
-    """Equal for the same memory with no change in between that torch counts; ``None`` if unknown.
-
-    The weak reference to the storage keeps its identity from being used again, also after its end.
-    """
-    try:
-        storage = StorageWeakRef(tensor.untyped_storage())
-        form = (tensor.dtype, tensor.size(), tensor.stride())
-        return storage, tensor.data_ptr(), tensor._version, *form
-    except (NotImplementedError, RuntimeError):  # no storage, or no count of changes
-        return None
 
 
 def empty_all(tensors: Sequence[torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,11 +107,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         use_cached_data_structure: Accepted for compatibility; structure is always cached.
         use_cpu_shm_for_gpu_tensors: Accepted for compatibility; shared memory is always used.
         open_file: A callable with the signature of ``open`` that opens every shard file.
-        frozen: Beginnings of the names of items that training does not change, such as those of a
-            base model under adapters. They get files of their own. A file whose tensors are the
-            same objects as in the last save of this process, and were not changed as far as torch
-            counts, is neither copied nor written: it becomes a hard link to the last one. A change
-            that torch does not count (``.data``, NumPy, a replayed CUDA graph) is not detected.
         local_staging_dir: A directory on a fast disk. The checkpoint is committed there, and then
             promoted to ``path`` in the background: see :attr:`promotion`. A job that starts again
             with the same directory goes on with what was left.
@@ -157,7 +152,6 @@ class FileSystemWriterAsync(FileSystemWriter):
             use_cached_data_structure: bool = False,
             use_cpu_shm_for_gpu_tensors: bool = False,
             open_file: Callable[..., Any] = open,
-            frozen: Iterable[str] = (),
             local_staging_dir: str | os.PathLike[str] | None = None,
             local_staging_limit: int = 2,
             local_staging_shared: bool = True,
@@ -177,7 +171,6 @@ class FileSystemWriterAsync(FileSystemWriter):
             use_cached_data_structure: bool = False,
             use_cpu_shm_for_gpu_tensors: bool = False,
             open_file: Callable[..., Any] = open,
-            frozen: Iterable[str] = (),
             local_staging_dir: str | os.PathLike[str] | None = None,
             local_staging_limit: int = 2,
             local_staging_shared: bool = True,
@@ -193,7 +186,6 @@ class FileSystemWriterAsync(FileSystemWriter):
                 separation_hint=separation_hint,
                 is_multiproc_io=is_multiproc_io,
                 open_file=open_file,
-                frozen=frozen,
                 local_staging_dir=local_staging_dir,
                 local_staging_limit=local_staging_limit,
                 local_staging_shared=local_staging_shared,

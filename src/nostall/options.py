@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Literal, TypeAlias, TypeGuard, get_args
@@ -137,7 +136,6 @@ class WriterOptions:
     separation_hint: str | None
     processes: int
     staging: StagingMode = "blocking"
-    frozen: tuple[str, ...] = ()
     file_format: FileFormat = FileFormat.TORCH_SAVE
     exclusive: bool = False
 
@@ -147,10 +145,8 @@ class WriterOptions:
         for name in ("sync_files", "overwrite", "exclusive"):
             _set(self, name, require_switch(name, getattr(self, name)))
         _require(self.staging in _STAGING, f"staging={self.staging!r}", " or ".join(_STAGING))
-        _set(self, "frozen", _names("frozen", self.frozen))
         hint: object = self.separation_hint
         if hint is not None:
-            _require(not self.frozen, "frozen with separation_hint", "one of them")
             _require(
                 self.thread_count >= 2,
                 f"separation_hint={hint!r} with thread_count={self.thread_count}",
@@ -161,23 +157,6 @@ class WriterOptions:
                 f"separation_hint={hint!r}",
                 "a prefix without a path separator or a leading dot",
             )
-
-
-def _names(option: str, names: object) -> tuple[str, ...]:
-    """Several names, or one.
-
-    Raises:
-        OptionError: They are something else, or empty.
-    """
-    found: tuple[object, ...] = (names,)
-    if isinstance(names, Iterable) and not isinstance(names, str | bytes | Mapping):
-        found = tuple(names)
-    _require(
-        all(isinstance(name, str) and name for name in found),
-        f"{option}={names!r:.100}",
-        "beginnings of names of items, such as ['model.base.']",
-    )
-    return tuple(map(str, found))
 
 
 def is_possible_wait(seconds: object) -> bool:

@@ -53,8 +53,6 @@ class SaveStats:
     path: str
     nbytes: int
     """Bytes of this rank's files."""
-    linked_nbytes: int
-    """Those of them that were linked, not written: see ``frozen``."""
     files: int
     plan_s: float
     """Planning and resolving by the split functions, without the layout; 0 where DCP plans."""
@@ -152,14 +150,12 @@ class Timeline:
             return sum(span.end_s - span.begin_s for span in spans if span.name == name)
 
         staged_s = max((span.end_s for span in spans if span.name == "stage"), default=0.0)
-        written = [receipt for receipt in receipts if not receipt.is_linked]
-        started_s = min((receipt.started_s for receipt in written), default=staged_s)
-        finished_s = max((receipt.finished_s for receipt in written), default=started_s)
+        started_s = min((receipt.started_s for receipt in receipts), default=staged_s)
+        finished_s = max((receipt.finished_s for receipt in receipts), default=started_s)
         return SaveStats(
             rank=rank,
             path=path,
             nbytes=sum(receipt.nbytes for receipt in receipts),
-            linked_nbytes=sum(receipt.nbytes for receipt in receipts if receipt.is_linked),
             files=len(receipts),
             plan_s=max(0.0, total("plan") - total("layout")),
             layout_s=total("layout"),

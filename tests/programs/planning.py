@@ -321,7 +321,6 @@ OPTIONS: dict[str, tuple[tuple[int, ...], Facts]] = {
     "a file per item": ((0, 1), {"single_file_per_rank": False}),
     "safetensors": ((0, 1), {"serialization_format": SerializationFormat.SAFETENSORS}),
     "some apart": ((0, 1), {"separation_hint": "own", "thread_count": 2}),
-    "some frozen": ((0, 1), {"frozen": ["shared"]}),
     "none": ((), {}),
 }
 """Which ranks' writers get which options."""

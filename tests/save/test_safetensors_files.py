@@ -385,10 +385,9 @@ def test_a_known_structure_is_saved_with_new_values(tmp_path: Path) -> None:
         ({"thread_count": 3}, 3),
         ({"single_file_per_rank": False}, 10),
         ({"thread_count": 2, "separation_hint": "nested"}, 2),
-        ({"frozen": "nested"}, 2),
         ({"is_multiproc_io": True, "thread_count": 2}, 2),
     ],
-    ids=["files", "one per item", "separation", "frozen", "two processes"],
+    ids=["files", "one per item", "separation", "two processes"],
 )
 @pytest.mark.parametrize("way", [save, _split], ids=["dcp.save", "split"])
 def test_items_in_several_files(
@@ -454,21 +453,6 @@ def test_overwriting(tmp_path: Path) -> None:
     assert_holds(tmp_path, state)
     with pytest.raises(CheckpointException, match="CheckpointExistsError"):
         save(tmp_path, state, overwrite=False)
-
-
-def test_frozen_files_are_linked_under_the_same_names_only(tmp_path: Path) -> None:
-    """The names are in the file: the same tensors under others are written."""
-    base = {"a": torch.randn(1000), "b": torch.randn(1000)}
-
-    def files(step: int, state: State) -> set[int]:
-        save(tmp_path / str(step), state, frozen="base.")
-        assert_holds(tmp_path / str(step), state)
-        return {each.stat().st_ino for each in (tmp_path / str(step)).glob("frozen*")}
-
-    first = files(0, {"base": base, "x": torch.zeros(2)})
-    assert files(1, {"base": base, "x": torch.ones(2)}) == first
-    renamed = {"base": {"a": base["b"], "b": base["a"]}, "x": torch.ones(2)}
-    assert not files(2, renamed) & first
 
 
 class _Halves(DefaultSavePlanner):

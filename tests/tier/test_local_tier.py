@@ -218,23 +218,6 @@ def test_a_destination_in_an_object_store(tier: str, started_s3: S3Server) -> No
     assert torch.equal(found["w"], large["w"])
 
 
-def test_frozen_files_are_linked_in_the_tier(tier: str, root: str) -> None:
-    """What is not written twice locally is copied to every destination: each is self-contained."""
-    base = torch.randn(1000)
-    linked_nbytes = []
-    for step in range(2):
-        path = f"{root}/step-{step}"
-        writer = FileSystemWriterAsync(path, local_staging_dir=tier, frozen=["base"])
-        dcp.save({"base": base, "n": torch.tensor(step)}, storage_writer=writer, no_dist=True)
-        promotion_of(writer).result(PATIENCE_S)
-        assert writer.stats is not None
-        linked_nbytes.append(writer.stats.linked_nbytes)
-    assert linked_nbytes[0] == 0 < linked_nbytes[1]
-    for step in range(2):
-        assert nostall.verify(f"{root}/step-{step}").ok
-        assert all(each.stat().st_nlink == 1 for each in Path(root, f"step-{step}").iterdir())
-
-
 # --- a slow destination ---------------------------------------------------------------------------
 
 

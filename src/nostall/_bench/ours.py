@@ -21,7 +21,7 @@ from nostall._bench.contender import (
     Setting,
     why_not_importable,
 )
-from nostall._bench.workloads import FROZEN, State
+from nostall._bench.workloads import State
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import OptionError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -111,22 +111,6 @@ class SplitSave:
         return FileSystemWriterAsync(path, **options)
 
 
-class FrozenSave(SplitSave):
-    """The same, told which tensors do not change."""
-
-    def __init__(self) -> None:
-        super().__init__("nostall frozen", "the same as nostall, with frozen=['base.']")
-        self._frozen = FROZEN
-
-    def open(self, setting: Setting) -> None:
-        super().open(setting)
-        if setting.ranks.distributed:
-            self._frozen = f"rank{setting.ranks.rank}.{FROZEN}"
-
-    def _writer(self, path: Path) -> FileSystemWriterAsync:
-        return FileSystemWriterAsync(path, frozen=self._frozen)
-
-
 class CompressedSave(SplitSave):
     """The same through stock's compression, of four files at a time."""
 
@@ -201,7 +185,6 @@ class OwnSyncSave(OwnAsyncSave):
 
 def own_contenders(shape: str = "large") -> list[Contender]:
     """All of nostall's for a shape, the main one first."""
-    frozen: list[Contender] = [FrozenSave()] if shape == "lora" else []
     known: list[Contender] = []
     if shape == "many":
         known = [OwnAsyncSave(plans_once=True), OwnSyncSave(plans_once=True)]
@@ -212,7 +195,6 @@ def own_contenders(shape: str = "large") -> list[Contender]:
             "the same with staging='overlapped': the copy runs behind the call",
             staging="overlapped",
         ),
-        *frozen,
         CompressedSave(),
         OwnAsyncSave(),
         OwnSyncSave(),

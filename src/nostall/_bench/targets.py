@@ -197,15 +197,6 @@ TARGETS: tuple[Target[BenchReport], ...] = (
         shapes=LARGE,
     ),
     Target(
-        "durable: nostall / with frozen tensors named",
-        ">=",
-        10,
-        lambda report: quotient(
-            _figure(report, MAIN, "durable_s"), _figure(report, "nostall frozen", "durable_s")
-        ),
-        shapes=("lora",),
-    ),
-    Target(
         "stock in rounds / in a plain loop, furthest off", "<=", 15, _off_a_plain_loop, unit=" %"
     ),
     Target("first save after warmup(state_dict) / steady state", "<=", 1.5, _first_to_steady),

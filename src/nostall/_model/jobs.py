@@ -99,8 +99,6 @@ class FileReceipt(NamedTuple):
     work: WriteWork = WriteWork()  # immutable
     failed_attempts: tuple[str, ...] = ()
     """The error of each attempt that was retried."""
-    is_linked: bool = False
-    """Whether it is a file of an earlier save, under another name."""
 
 
 class RankWritten(NamedTuple):

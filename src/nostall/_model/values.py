@@ -11,13 +11,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from nostall._model.jobs import FileReceipt, Seal, SealTable, page_aligned
+from nostall._model.jobs import Seal, SealTable, page_aligned
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.checkpoint.planner import SavePlan
-
-    from nostall._storage.port import Version
 
 
 MOST_SERIES = (1 << 63) - 1
@@ -171,22 +169,6 @@ class WrittenFile(NamedTuple):
     nbytes: int
     crc32: int | None
     """``None`` if it was not computed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptFile:
-    """A complete file, and what it was written from: a later save of the same may link it."""
-
-    place: str
-    """The checkpoint directory."""
-    receipt: FileReceipt
-    version: Version
-    """Of the file: another one of its name is not linked."""
-    slots: tuple[Slot, ...]
-    containers: tuple[Container | None, ...]
-    """One per slot."""
-    seen: tuple[Hashable, ...]
-    """What tells whether the item of a slot is unchanged, one per slot."""
 
 
 class RankFiles(NamedTuple):

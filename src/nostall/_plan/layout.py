@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from nostall._model.jobs import Seal, SealTable, page_aligned
 from nostall._model.names import FileFormat
 from nostall._model.values import FileLayout, ItemShape, Layout, Slot
 from nostall._plan.safetensors import header_of, order_of
-
-FROZEN = "frozen"
-"""Beginning of the names of files whose items seldom change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +29,11 @@ class FileNaming:
     suffix: str = ""
     """Distinguishes the files from those of the checkpoint that is being replaced."""
     separation_hint: str | None = None
-    frozen: tuple[str, ...] = ()
-    """Beginnings of the names of items that have files of their own, as they seldom change."""
     file_format: FileFormat = FileFormat.TORCH_SAVE
     """The format of the containers of all items."""
 
     def group_of(self, fqn: str) -> str:
         """The group of files that an item belongs to."""
-        if self.frozen and fqn.startswith(self.frozen):
-            return FROZEN
         hint = self.separation_hint
         return hint if hint and fqn.startswith(hint) else ""
 
@@ -151,19 +144,6 @@ def renamed(layout: Layout, naming: FileNaming) -> Layout:
         for number, file in enumerate(layout.files)
     )
     return replace(layout, files=files)
-
-
-def without(layout: Layout, names: Set[str]) -> Layout:
-    """The layout of the other files, with images of their own."""
-    if not names:
-        return layout
-    left = [number for number, file in enumerate(layout.files) if file.name not in names]
-    files, at = [], 0
-    for number in left:
-        file = replace(layout.files[number], image_offset=at)
-        files.append(file)
-        at += page_aligned(file.nbytes)
-    return replace(layout, key=(layout.key, tuple(left), "alone"), files=tuple(files))
 
 
 def waves(layout: Layout, max_nbytes: int | None) -> list[Layout]:

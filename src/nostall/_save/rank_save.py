@@ -30,13 +30,11 @@ from nostall._plan.items import Resolver
 from nostall._save import session, write, write_directly
 from nostall._save.by_name.planner import SavePlanner
 from nostall._save.by_name.plans import NamedGlobalPlan
-from nostall._save.copies import with_copied
 from nostall._save.early_commit import EarlyCommit
 from nostall._save.leftovers import files_of
 from nostall._save.settings import SaveTarget, WriterSettings
 from nostall._save.split_save import SplitSave
 from nostall._save.stager import stage_for_later, take_over
-from nostall._save.unchanged import keep, link_unchanged, with_linked
 from nostall._save.written import (
     WrittenItems,
     as_written,
@@ -430,10 +428,7 @@ def _write(
         written = write.write_in_background(staged, prepared.target, engine)
         return prepared, write.wait_for(written, prepared.target, engine)
     try:
-        prepared = link_unchanged(prepared, engine)
-        report = with_copied(prepared, write_directly.write_now(prepared, engine), engine)
-        report = with_linked(prepared, report)
-        keep(prepared, report, engine)
+        report = write_directly.write_now(prepared, engine)
     except BaseException:  # passed on; the writing threads have removed what they made
         engine.stop_threads(prepared.target.job)
         remove_in_time(sorted(prepared.target.progress.created))

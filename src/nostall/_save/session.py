@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Hashable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -31,10 +30,9 @@ from nostall import _torch
 from nostall._commit.collect import require_one_result_each
 from nostall._engine import Engine
 from nostall._model.collection import no_collection
-from nostall._model.jobs import FileReceipt, RankReport
 from nostall._model.values import ItemShape, Layout, PlannedSave, Share
 from nostall._plan.items import Resolver, plan_rank
-from nostall._plan.layout import FileNaming, Packing, renamed, without
+from nostall._plan.layout import FileNaming, Packing, renamed
 from nostall._plan.structure import KnownStructure
 from nostall._plan.structure import learn as learn_structure
 from nostall._save.settings import SaveTarget, WriterSettings
@@ -51,18 +49,6 @@ class Beside(_torch.StoragePrefix):
     """The directory of that checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
-class FrozenFile:
-    """A file of items that a user calls frozen."""
-
-    name: str
-    """Its planned name."""
-    seen: tuple[Hashable, ...] | None
-    """What tells whether its items are unchanged in the next save; ``None`` if nothing does."""
-    is_kept: bool
-    """Whether the last save's file takes its place: linked, or copied by the store."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedSave:
     """A rank's share with its layout, before any data is copied."""
@@ -72,17 +58,6 @@ class PreparedSave:
     target: SaveTarget
     known: KnownSave | None = None
     """The known save with the same results, apart from file names; ``None`` if there is none."""
-    frozen: tuple[FrozenFile, ...] = ()
-    """Set when the snapshot is taken."""
-    linked: tuple[FileReceipt, ...] = ()
-    """Receipts of those that were linked. Set with them."""
-    copied: Future[RankReport] | None = None
-    """Receipts of those that the store copies, once no request is under way. Set with them."""
-
-    @property
-    def to_write(self) -> Layout:
-        """The layout of the files whose place no earlier file takes."""
-        return without(self.layout, {each.name for each in self.frozen if each.is_kept})
 
     @property
     def rank(self) -> int:
@@ -196,7 +171,7 @@ def prepare_known(
     share, layout, packing = known.share, known.layout, target.settings.packing(engine)
     shapes = _with_lengths(share, sources, known.runs)
     groups, now = known.naming, target.naming
-    same = (groups.separation_hint, groups.frozen) == (now.separation_hint, now.frozen)
+    same = groups.separation_hint == now.separation_hint
     if shapes is not share.shapes or packing != known.packing or not same:
         share = replace(share, shapes=shapes)
         with target.timeline.measure("layout"):

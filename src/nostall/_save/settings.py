@@ -43,7 +43,6 @@ class OwnOptions:
     separation_hint: str | None
     is_multiproc_io: bool
     open_file: Callable[..., Any]
-    frozen: Any
     local_staging_dir: str | None
     """An absolute path."""
     local_staging_limit: Any
@@ -208,7 +207,6 @@ def _naming(options: WriterOptions, *, prefix: str, suffix: str = "") -> FileNam
         prefix=prefix,
         suffix=suffix,
         separation_hint=options.separation_hint,
-        frozen=options.frozen,
         file_format=options.file_format,
     )
 
@@ -289,7 +287,6 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
             separation_hint=own.separation_hint,
             processes=_PROCESSES_FOR_MULTIPROC_IO if spread else 1,
             staging=own.staging,
-            frozen=own.frozen,
             file_format=file_format,
             exclusive=own.exclusive,
         ),

@@ -17,11 +17,9 @@ from nostall._model.jobs import FileReceipt, RankReport, RankWritten
 from nostall._model.lifecycle import State
 from nostall._model.values import RankFiles
 from nostall._save.background import BackgroundSave
-from nostall._save.copies import when_copied, with_copied
 from nostall._save.early_commit import EarlyCommit
 from nostall._save.session import PreparedSave
 from nostall._save.stage import give_up, stage, stage_in_background, without_sources
-from nostall._save.unchanged import keep, link_unchanged, with_linked
 from nostall._save.write import write_here, write_in_background
 from nostall._save.written import as_written, require_written, write_results, written_files
 from nostall._storage.deadlines import remove_in_time
@@ -86,14 +84,14 @@ class SplitSave(BackgroundSave):
         # Faults are those set when the save is scheduled.
         target = replace(self.prepared.target, faults=self.engine.faults)
         try:
-            self.prepared = link_unchanged(replace(self.prepared, target=target), self.engine)
+            self.prepared = replace(self.prepared, target=target)
             if self.prepared.target.settings.options.staging == "overlapped":
                 snapshot, self._fence = stage_in_background(
                     self.prepared, self.engine, is_aborted=lambda: self.aborted
                 )
             else:
                 snapshot = stage(self.prepared, self.engine)
-        except BaseException:  # passed on; what was linked belongs to no save now
+        except BaseException:  # passed on
             self.engine.stop_threads(self.job)
             remove_in_time(sorted(self.progress.created))
             raise
@@ -110,8 +108,7 @@ class SplitSave(BackgroundSave):
         if isinstance(snapshot, Future):
             snapshot = self._await_snapshot(snapshot)
         self._write_metadata_ahead()
-        report = write_here(snapshot, self.prepared.target, self.engine)
-        return with_copied(self.prepared, report, self.engine)
+        return write_here(snapshot, self.prepared.target, self.engine)
 
     def _write_metadata_ahead(self) -> None:
         # Not before the snapshot is taken: training waits for that, and it uses all cores.
@@ -151,7 +148,6 @@ class SplitSave(BackgroundSave):
         except BaseException:  # passed on; no write owns the snapshot yet
             give_up(snapshot, self.prepared.target, self.engine)
             raise
-        written = when_copied(self.prepared, written, self.engine)
         self._write_metadata_ahead()
         if self.aborted:  # meanwhile, by a caller that found no job to cancel
             self.engine.cancel(self.job, written)
@@ -272,8 +268,7 @@ class SplitSave(BackgroundSave):
         with self._collecting:
             if self._collected is None:
                 # Before any error: a lost save uses its names and memory until its report is there.
-                report = with_linked(self.prepared, self.await_report())
-                keep(self.prepared, report, self.engine)
+                report = self.await_report()
                 self.prepared = as_written(self.prepared, report)
                 self._changed = [] if self._fence is None else self._fence.changed_unseen()
                 self._collected = report

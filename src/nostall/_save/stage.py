@@ -90,7 +90,7 @@ def _begin_snapshot(
 ) -> tuple[Snapshot, Copies]:
     """The snapshot and its copies; of a save in waves, the last, while the others are written."""
     _require_unstaged(prepared)
-    *earlier, last = waves(prepared.to_write, engine.options.max_wave_nbytes)
+    *earlier, last = waves(prepared.layout, engine.options.max_wave_nbytes)
     most = max(wave.image_nbytes for wave in (*earlier, last))
     written: list[Future[RankReport]] = []
     lease: Lease | None = None

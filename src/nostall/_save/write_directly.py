@@ -49,7 +49,7 @@ def write_now(prepared: PreparedSave, engine: Engine) -> RankReport:
     threads, buffer_nbytes = _ring_size(prepared, engine)
     if (
         prepared.target.settings.stream is not None
-        or prepared.to_write.image_nbytes <= threads * buffer_nbytes
+        or prepared.layout.image_nbytes <= threads * buffer_nbytes
         or not all(isinstance(each, bytes) or each.is_cpu for each in prepared.planned.sources)
     ):
         snapshot = stage(prepared, engine, beyond_limit=beyond_limit)
@@ -96,9 +96,9 @@ def _write(
     payloads = _payloads(prepared)
     images = {
         file.name: _LiveImage(file, prepared.layout.shapes, payloads, buffers)
-        for file in prepared.to_write.files
+        for file in prepared.layout.files
     }
-    (job,) = jobs(prepared.to_write, prepared.target, engine)
+    (job,) = jobs(prepared.layout, prepared.target, engine)
     return perform(
         job._replace(io_threads=threads),
         images,

@@ -175,25 +175,6 @@ def create_new(path: str) -> tuple[str, int]:
     return path, _create(path)
 
 
-def link_new(path: str, source: str) -> str | None:
-    """Make a hard link to a file, with this path or a similar one: existing files stay.
-
-    Returns:
-        The link's path; ``None`` if the file system refuses.
-    """
-    root, suffix = os.path.splitext(path)
-    for _ in range(_NAMES_TRIED):
-        try:
-            os.link(source, path)
-        except FileExistsError:
-            path = f"{root}-{os.urandom(4).hex()}{suffix}"
-        except OSError:  # no links here, too many, another file system, or the file is gone
-            return None
-        else:
-            return path
-    return None
-
-
 def _create(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 

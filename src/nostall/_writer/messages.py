@@ -241,7 +241,6 @@ def _receipt_from_plain(plain: Message) -> FileReceipt:
             spans=tuple(map(_span_from_plain, work["spans"])),
         ),
         failed_attempts=tuple(_of(str, why) for why in _of(list, plain["failed_attempts"])),
-        is_linked=_of(bool, plain["is_linked"]),
     )
 
 

@@ -7,8 +7,8 @@ of :func:`~nostall._storage.port.may_pass` for a store that is away.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from nostall._model.shared_bytes import Piece
 from nostall._storage.port import Stat, Version
@@ -76,31 +76,4 @@ class Client(Protocol):
             prefix: What their keys begin with, up to the next slash.
             older_than_s: Seconds since they were begun, at least, by the clock of the store, which
                 may be off by one; ``None`` for all.
-        """
-
-
-@runtime_checkable
-class CopyingClient(Client, Protocol):
-    """A client whose store copies objects by itself."""
-
-    def copy(
-        self,
-        key: str,
-        source: CopyingClient,
-        their_key: str,
-        stat: Stat,
-        *,
-        before_each: Callable[[], None],
-    ) -> None:
-        """Make or replace an object as a copy of another one, which is not sent.
-
-        Args:
-            key: Its key.
-            source: A client of the same store.
-            their_key: The key of the other object.
-            stat: Of the other object.
-            before_each: Called before each request, on any thread; may raise.
-
-        Raises:
-            Conflict: The other object has another version.
         """

@@ -16,7 +16,7 @@ from contextlib import suppress
 from nostall._model.jobs import page_aligned
 from nostall._model.names import is_ours_to_remove
 from nostall._model.shared_bytes import Piece
-from nostall._storage.objects.client import Client, CopyingClient, Parts
+from nostall._storage.objects.client import Client, Parts
 from nostall._storage.port import Conflict, Draft, Elsewhere, Stat, Version, may_pass, reason
 from nostall._storage.posix_files import between
 from nostall.errors import NotDurableError
@@ -62,49 +62,6 @@ class ObjectStorage:
             self.abort([name])
             raise
         return _Upload(self, name, nbytes, part_nbytes, parts)
-
-    def can_copy_from(self, source: ObjectStorage) -> bool:
-        """Whether the store can copy files of another checkpoint by itself."""
-        ours, theirs = self._client, source._client
-        return isinstance(ours, CopyingClient) and isinstance(theirs, type(ours))
-
-    def copy_from(
-        self,
-        source: ObjectStorage,
-        their_name: str,
-        name: str,
-        *,
-        expected: Version,
-        on_created: Callable[[str], None],
-        before_each: Callable[[], None],
-    ) -> None:
-        """Make a file that is a copy of another checkpoint's, which is not sent.
-
-        Args:
-            source: The other checkpoint; one that this :meth:`can_copy_from`.
-            their_name: The name of the file there.
-            name: Its name, which no other file ever had.
-            expected: The version of the file there.
-            on_created: Called with its name before it is there.
-            before_each: Called before each request that copies, on any thread; may raise.
-
-        Raises:
-            Conflict: The file there has another version.
-            OSError: The store refused; nothing is left.
-        """
-        ours, theirs = self._client, source._client
-        assert isinstance(ours, CopyingClient)
-        assert isinstance(theirs, CopyingClient)
-        stat = source.stat(their_name)
-        if stat.version != expected:
-            raise Conflict(source.where(their_name))
-        on_created(name)
-        try:
-            their_key = source._key(their_name)
-            ours.copy(self._key(name), theirs, their_key, stat, before_each=before_each)
-        except BaseException:  # passed on
-            self.discard([name])
-            raise
 
     def flush(self) -> None:
         """Nothing to do: what a store has accepted is durable."""

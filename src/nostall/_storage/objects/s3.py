@@ -15,8 +15,7 @@ import os
 import threading
 import time
 from base64 import b64encode
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
@@ -25,8 +24,6 @@ from typing import Any
 
 from nostall._model.names import is_ours_to_remove
 from nostall._model.shared_bytes import Piece
-from nostall._model.together import work_together
-from nostall._storage.objects.client import CopyingClient
 from nostall._storage.objects.s3_errors import errno_of_code, errors_at
 from nostall._storage.port import ABSENT, Conflict, Stat, Version, may_pass, version_of
 from nostall.errors import OptionError
@@ -40,10 +37,6 @@ _CONNECTIONS = 32
 _MOST_AT_A_TIME = 1 << 20
 """Bytes that go to a socket, or come from it, in one call."""
 _REMOVED_AT_A_TIME = 1000
-_COPIED_AT_A_TIME = 256 << 20
-"""Bytes that the store copies in one request, which has to be answered in a minute."""
-_COPIES = 8
-"""Such requests at a time."""
 
 _CONFLICT_PAUSE_S = 0.2
 """Before the second attempt, doubled before each further one."""
@@ -89,32 +82,6 @@ class S3Client:
             "create_multipart_upload", key, ChecksumAlgorithm="CRC32", ChecksumType="FULL_OBJECT"
         )
         return _S3Parts(self, key, begun["UploadId"])
-
-    def copy(
-        self,
-        key: str,
-        source: CopyingClient,
-        their_key: str,
-        stat: Stat,
-        *,
-        before_each: Callable[[], None],
-    ) -> None:
-        assert isinstance(source, S3Client)
-        origin = {
-            "CopySource": {"Bucket": source._bucket, "Key": their_key},
-            "CopySourceIfMatch": stat.version,
-        }
-        if stat.nbytes <= _COPIED_AT_A_TIME:
-            before_each()
-            self._call("copy_object", key, **origin)
-            return
-        parts = self.parts(key, stat.nbytes)
-        try:
-            parts.copy(origin, stat.nbytes, before_each)
-            parts.complete(None)
-        except BaseException:  # passed on
-            parts.abort()
-            raise
 
     def read_into(
         self, key: str, offset: int, memories: Sequence[memoryview], version: Version
@@ -230,38 +197,6 @@ class _S3Parts:
         )
         with self._lock:
             self._sent[number] = answer["ETag"]
-
-    def copy(self, origin: Mapping[str, Any], nbytes: int, before_each: Callable[[], None]) -> None:
-        """Fill the parts from another object, several at a time."""
-        left = deque(enumerate(range(0, nbytes, _COPIED_AT_A_TIME), 1))
-        failures: list[Exception] = []
-
-        def copy_some(_thread: int) -> None:
-            while not failures:
-                try:
-                    number, begin = left.popleft()
-                except IndexError:
-                    return
-                end = min(nbytes, begin + _COPIED_AT_A_TIME)
-                try:
-                    before_each()
-                    answer = self._client._call(
-                        "upload_part_copy",
-                        **self._upload,
-                        **origin,
-                        PartNumber=number,
-                        CopySourceRange=f"bytes={begin}-{end - 1}",
-                    )
-                    tag = answer["CopyPartResult"]["ETag"]
-                except Exception as error:  # raised when no thread works any more
-                    failures.append(error)
-                    return
-                with self._lock:
-                    self._sent[number] = tag
-
-        work_together(copy_some, min(_COPIES, len(left)), give_up=left.clear)
-        if failures:
-            raise failures[0]
 
     def complete(self, crc32: int | None) -> None:
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in sorted(self._sent.items())]
