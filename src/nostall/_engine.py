@@ -99,11 +99,6 @@ class Engine:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return max(1, min(_IO_THREADS, _IO_THREADS_PER_HOST // max(1, ranks_here)))
 
-    @property
-    def writers_per_host(self) -> int:
-        """How many processes of this user write at a time; 0 for any number."""
-        return self.options.writers_per_host or 0
-
     def lay_out(self, shapes: Sequence[ItemShape], naming: FileNaming, packing: Packing) -> Layout:
         """The layout of these items, from the cache if they were laid out before."""
         # Not the file names: a save that replaces a checkpoint uses its names once.

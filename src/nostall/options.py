@@ -44,9 +44,6 @@ class EngineOptions:
     share a host."""
     chunk_nbytes: int = 8 << 20
     """Bytes per write; a multiple of 4096."""
-    writers_per_host: int | None = None
-    """Processes of this user that write checkpoints on this host at a time; ``None`` for any
-    number."""
     direct_io: bool = True
     """Bypass the page cache where the file system supports it."""
     write_retries: int = 3
@@ -112,9 +109,8 @@ _LEAST = {
     "write_retries": 0,
     "max_in_flight": 1,
     "max_staging_bytes": 1,
-    "writers_per_host": 1,
 }
-_OPTIONAL = ("copy_threads", "io_threads", "max_staging_bytes", "writers_per_host")
+_OPTIONAL = ("copy_threads", "io_threads", "max_staging_bytes")
 _PRIORITIES = (
     ("cpu_priority", range(20), "None or 0 to 19"),
     ("io_priority", range(4), "None or an ionice class: 0, 1, 2 or 3"),

@@ -145,8 +145,6 @@ class _FileSave(BackgroundSave):
             files=(image,),
             sync_files=True,
             io_threads=self.engine.io_threads,
-            writers_per_host=self.engine.writers_per_host,
-            turn_timeout_s=options.save_timeout_s,
             chunk_nbytes=options.chunk_nbytes,
             direct=options.direct_io,
             checksum_files=False,

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -41,8 +40,6 @@ from nostall._tier.local import (
 )
 from nostall._tier.parts import obsolete, parts_at
 from nostall._tier.promoting import PromotionJob, promote
-from nostall._writer.position import Position
-from nostall._writer.turns import turn
 from nostall.core import AsyncCallsQueue
 from nostall.errors import (
     CheckpointExistsError,
@@ -95,8 +92,6 @@ def job_to(promotion: Promotion, destination: str, record: str = ".metadata") ->
         io_threads=1,
         chunk_nbytes=1 << 20,
         retries=0,
-        writers_per_host=0,
-        turn_timeout_s=0.0,
     )
 
 
@@ -270,18 +265,6 @@ def test_a_destination_that_refuses_is_asked_again(
         promotion.result(0)
     assert "not promoted yet, trying again" in caplog.text
     Path(root).unlink()
-    promotion.result(PATIENCE_S)
-    assert step_at(destination_of(root, 1)) == 1
-
-
-def test_a_promotion_that_waits_for_its_turn_says_so(tier: str, root: str) -> None:
-    """Within ``save_timeout_s``, and is tried again; a save to the tier needs no turn."""
-    nostall.configure(EngineOptions(save_timeout_s=1.0, writers_per_host=1))
-    at = Position(root, cancelled=threading.Event(), on_progress=print, on_created=print)
-    with turn(1, PATIENCE_S, at):
-        promotion = promotion_of(save(tier, root, 1))
-        wait_until(lambda: "other writers of this host" in promotion.status.trouble)
-        assert not os.path.exists(f"{destination_of(root, 1)}/.metadata")
     promotion.result(PATIENCE_S)
     assert step_at(destination_of(root, 1)) == 1
 

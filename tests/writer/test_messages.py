@@ -108,8 +108,6 @@ JOBS = built(
     io_threads=st.integers(1, 64),
     chunk_nbytes=NUMBERS,
     retries=NUMBERS,
-    writers_per_host=NUMBERS,
-    turn_timeout_s=st.floats(0),
     sys_path=tuples(PATHS),
     faults=tuples(st.dictionaries(TEXT, NUMBERS | TEXT, max_size=2)),
 )

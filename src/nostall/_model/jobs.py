@@ -155,10 +155,6 @@ class WriteJob(NamedTuple):
     """Whether to checksum whole files, in addition to the sealed payloads."""
     retries: int = 0
     """Retries per file after transient storage errors."""
-    writers_per_host: int = 0
-    """How many processes of this user write on this host at a time; 0 for any number."""
-    turn_timeout_s: float = 0.0
-    """Longest wait for a turn, in seconds."""
     stream: bytes | None = None
     """Pickle of the user's ``open_file`` and stream extensions; ``None`` if there are none."""
     sys_path: tuple[str, ...] = ()

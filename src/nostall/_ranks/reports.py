@@ -57,7 +57,6 @@ def await_report(
     rank: int,
     path: str,
     timeout_s: float,
-    waits_for_others: bool,
     give_up: Callable[[], None],
 ) -> RankReport:
     """Wait for a rank's report; after the deadline, give up the write and report a failure."""
@@ -65,8 +64,6 @@ def await_report(
         return result_of(future)
     give_up()
     hint = "the storage is slower than EngineOptions.save_timeout_s allows, or it is stuck"
-    if waits_for_others:
-        hint += "; or it waited for other writers of this host: see EngineOptions.writers_per_host"
     if not is_done(future):
         hint += "; the files are removed when it answers, or stay"
     failure = Failure(

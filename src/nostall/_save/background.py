@@ -92,11 +92,6 @@ class BackgroundSave(ABC):
         self.discard()
         self.progress.end()
 
-    @property
-    def writers_per_host(self) -> int:
-        """How many processes of this user write at a time, with this one; 0 for any number."""
-        return self.engine.writers_per_host
-
     def await_report(self) -> RankReport:
         """The report, once it is there; after ``save_timeout_s``, a failed one."""
         if not self._was_started and not is_done(self._report):
@@ -115,7 +110,6 @@ class BackgroundSave(ABC):
             rank=self.rank,
             path=self.progress.path,
             timeout_s=self.engine.options.save_timeout_s,
-            waits_for_others=self.writers_per_host > 0,
             give_up=self.abort,
         )
 

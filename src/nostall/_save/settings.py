@@ -146,13 +146,6 @@ class WriterSettings:
         longest = max((file.nbytes for file in layout.files), default=0)
         return max(engine.options.chunk_nbytes, storage_at(self.directory).least_part(longest))
 
-    def writers_per_host(self, engine: Engine) -> int:
-        """How many processes of this user write at a time; 0 for any number.
-
-        A local tier waits for nobody: what is brought from it does.
-        """
-        return 0 if self.tier is not None else engine.writers_per_host
-
     def lay_out(self, shapes: Sequence[ItemShape], engine: Engine) -> Layout:
         """The layout of these items, with file names of no checkpoint."""
         options = self.options

@@ -60,11 +60,6 @@ class SplitSave(BackgroundSave):
         return self._collected.receipts if isinstance(self._collected, RankWritten) else ()
 
     @property
-    def writers_per_host(self) -> int:
-        """As of any save; 0 in a local tier."""
-        return self.prepared.target.settings.writers_per_host(self.engine)
-
-    @property
     def visit(self) -> Visit:
         """This save's presence in its directory."""
         return self.prepared.target.visit

@@ -56,7 +56,6 @@ def wait_for(written: Future[RankReport], target: SaveTarget, engine: Engine) ->
             rank=target.settings.rank,
             path=target.settings.directory,
             timeout_s=engine.options.save_timeout_s,
-            waits_for_others=target.settings.writers_per_host(engine) > 0,
             give_up=give_up,
         )
     except BaseException:  # an interrupt, such as Ctrl-C, too
@@ -223,8 +222,6 @@ def jobs(
             chunk_nbytes=settings.chunk_nbytes(layout, engine),
             direct=engine.options.direct_io,
             retries=engine.options.write_retries,
-            writers_per_host=settings.writers_per_host(engine),
-            turn_timeout_s=engine.options.save_timeout_s,
             checksum_files=container_settings()[0],
             stream=stream,
             sys_path=tuple(import_paths()) if needs_packages else (),

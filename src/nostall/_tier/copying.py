@@ -62,8 +62,6 @@ class Copying:
     io_threads: int
     chunk_nbytes: int
     retries: int
-    writers_per_host: int
-    turn_timeout_s: float
 
 
 def copy_file(file: WrittenFile, how: Copying, on_progress: Callable[[int], None]) -> None:
@@ -101,8 +99,6 @@ def copy_file(file: WrittenFile, how: Copying, on_progress: Callable[[int], None
                 chunk_nbytes=chunk_nbytes,
                 direct=True,
                 retries=how.retries,
-                writers_per_host=how.writers_per_host,
-                turn_timeout_s=how.turn_timeout_s,
             ),
             {file.name: image},
             on_progress=on_progress,

@@ -123,8 +123,6 @@ def _job(message: dict[str, Any]) -> PromotionJob:
         io_threads=message["io_threads"],
         chunk_nbytes=message["chunk_nbytes"],
         retries=message["retries"],
-        writers_per_host=message["writers_per_host"],
-        turn_timeout_s=message["turn_timeout_s"],
     )
 
 

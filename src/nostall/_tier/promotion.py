@@ -188,8 +188,6 @@ class PromotingProcess(ChildProcess[Failure | None]):
             "io_threads": min(_IO_THREADS, self._options.io_threads or _IO_THREADS),
             "chunk_nbytes": self._options.chunk_nbytes,
             "retries": self._options.write_retries,
-            "writers_per_host": self._options.writers_per_host or 0,
-            "turn_timeout_s": self._options.save_timeout_s,
             "sys_path": import_paths() if is_address(promotion.path) else [],
         }
         outcome = self._ask(job, lambda failure: failure, [(message, ())])

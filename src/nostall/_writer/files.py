@@ -29,7 +29,6 @@ from nostall._writer.images import Image
 from nostall._writer.position import Cancelled, Position
 from nostall._writer.seals import ChunkPlanner, plan_chunks
 from nostall._writer.streams import StreamFiles
-from nostall._writer.turns import WAIT, turn
 
 
 def perform(
@@ -67,15 +66,14 @@ def perform(
         faults.at("start")
         storage = storage_at(job.directory, sync=job.sync_files, direct=job.direct)
         storage.make_place()
-        with turn(job.writers_per_host, job.turn_timeout_s, at):
-            if streams:
-                receipts = StreamFiles(job, images, faults, at, streams, chunk_planner).write()
-            else:
-                receipts = write_images(job, storage, images, faults, at, chunk_planner)
-                _require_files(receipts, storage, at)
-            if job.sync_files:
-                at.move("fsync", job.directory)
-                storage.flush()
+        if streams:
+            receipts = StreamFiles(job, images, faults, at, streams, chunk_planner).write()
+        else:
+            receipts = write_images(job, storage, images, faults, at, chunk_planner)
+            _require_files(receipts, storage, at)
+        if job.sync_files:
+            at.move("fsync", job.directory)
+            storage.flush()
         report = RankWritten(rank=job.rank, receipts=receipts)
         faults.at("report")
         at.raise_if_cancelled()  # the caller no longer waits for the report
@@ -113,8 +111,6 @@ def describe(error: BaseException, job: WriteJob, *, phase: str, path: str) -> F
     if is_full:
         needed = sum(image.nbytes for image in job.files)
         hint = _free_space(path, needed)
-    elif phase == WAIT:
-        hint = "raise EngineOptions.writers_per_host, or set it to None"
     elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
         if is_address(path):
             # SeaweedFS answers so for a bucket that does not exist.

@@ -116,8 +116,6 @@ def job_from_message(message: Message, known: Mapping[int, Sequence[SealTable]])
         direct=_of(bool, message["direct"]),
         checksum_files=_of(bool, message["checksum_files"]),
         retries=_count(message["retries"]),
-        writers_per_host=_count(message["writers_per_host"]),
-        turn_timeout_s=float(message["turn_timeout_s"]),
         stream=None if message["stream"] is None else b64decode(message["stream"]),
         sys_path=tuple(_of(str, path) for path in _of(list, message["sys_path"])),
         faults=tuple(_of(dict, fault) for fault in _of(list, message["faults"])),
