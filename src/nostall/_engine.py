@@ -7,7 +7,6 @@ writers, queues and checkpoints.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
@@ -27,10 +26,9 @@ from nostall._memory.pinning import Pinning
 from nostall._memory.staged_state import Placement
 from nostall._model.checksum import use_fastest
 from nostall._model.interrupts import is_done, uninterruptible
-from nostall._model.jobs import RankFailed, RankReport, WriteJob
+from nostall._model.jobs import RankReport, WriteJob
 from nostall._model.progress import SaveStatus, UnderWay
 from nostall._model.reads import LoadStatus, load_statuses
-from nostall._model.shared_bytes import PlacedPiece, SharedBytes
 from nostall._model.torch_threads import run_torch_apart
 from nostall._model.values import ItemShape, Layout
 from nostall._plan.layout import FileNaming, Packing, lay_out, renamed
@@ -190,36 +188,6 @@ class Engine:
 
         here = when_done(parts, finish)
         return when_done([*after, here], joined) if after else here
-
-    def write_shared(
-        self, memory: SharedBytes, fd: int, pieces: list[PlacedPiece], *, sync: bool
-    ) -> list[PlacedPiece]:
-        """Have a writer process write the pieces of a file that are parts of shared memory.
-
-        Args:
-            memory: The memory.
-            fd: The file's descriptor.
-            pieces: What to write where.
-            sync: Whether to fsync it.
-
-        Returns:
-            The pieces that are not written: all of them if no process runs.
-
-        Raises:
-            OSError: The process failed, or may still write: nothing else may be written there.
-        """
-        parts, others = memory.divided(pieces)
-        with self._lock:
-            writers = [writer for writer in self._writers if writer.alive]
-        if not parts or not writers:
-            return pieces
-        done = writers[0].write_shared(fd, memory, parts, sync=sync)
-        if not is_done(done, self.options.save_timeout_s):
-            raise OSError(errno.ETIMEDOUT, "the writer process does not answer")
-        report = done.result()
-        if isinstance(report, RankFailed):
-            raise OSError(errno.EIO, report.failure.message)
-        return others
 
     def writers(self, count: int) -> list[WriterProcess]:
         """``count`` running writer processes; dead ones are replaced.

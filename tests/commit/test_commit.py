@@ -7,7 +7,6 @@ import errno
 import os
 import pickle
 import struct
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -20,8 +19,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -31,9 +28,7 @@ from nostall._commit.metadata import load_metadata
 from nostall._commit.publication import complete_metadata, publication_of
 from nostall._commit.publish import commit
 from nostall._engine import default_engine
-from nostall._model import shared_bytes
 from nostall._model.names import is_draft
-from nostall._model.shared_bytes import PlacedPiece, SharedBytes
 from nostall._save import finalize
 from nostall._save.leftovers import files_of
 from nostall._storage import posix, removed_files
@@ -82,50 +77,10 @@ def test_a_file_written_in_pieces_holds_all_of_them(tmp_path: Path, sizes: list[
     """In order, whatever their sizes."""
     pieces = [bytes([number]) * size for number, size in enumerate(sizes)]
     file = posix.UnfinishedFile(str(tmp_path / "file"), sync=True)
-    file.write(pieces[:2])
     file.write(pieces)
     file.finish()
     file.close()
     assert (tmp_path / "file").read_bytes() == b"".join(pieces)
-
-
-@settings(max_examples=200, deadline=None)
-@given(data=st.data())
-def test_a_file_always_has_the_content_it_was_given_last(data: st.DataObject) -> None:
-    """Whatever it had before, and whoever has written it, in this process or another one."""
-    with tempfile.TemporaryDirectory() as directory, patch.object(shared_bytes, "LONG_NBYTES", 8):
-        shared = SharedBytes((bytes(range(100)),))
-        ends = st.integers(0, 100)
-        bounds = data.draw(st.lists(st.tuples(ends, ends), min_size=1, max_size=4))
-        pool = [*(shared.piece(*each) for each in bounds), b"", b"short", b"longer than that"]
-
-        def elsewhere(fd: int, pieces: list[PlacedPiece]) -> list[PlacedPiece]:
-            parts, others = shared.divided(pieces)
-            posix.write_parts(fd, shared.fd, parts, sync=False)
-            return others
-
-        file = posix.UnfinishedFile(os.path.join(directory, "file"), sync=False)
-        for content in data.draw(st.lists(st.lists(st.sampled_from(pool)), min_size=1, max_size=4)):
-            by = data.draw(st.sampled_from([None, elsewhere]))
-            file.write(content, elsewhere=by)
-            assert file.is_untouched()
-            assert Path(file.where).read_bytes() == b"".join(content)
-        file.close()
-
-
-def test_a_file_has_its_content_after_a_write_that_was_refused(tmp_path: Path) -> None:
-    """Also if that would have been longer."""
-    file = posix.UnfinishedFile(str(tmp_path / "file"), sync=False)
-
-    def refuse(fd: int, _: object) -> list[PlacedPiece]:
-        os.pwrite(fd, b"some of it", 0)
-        raise OSError(errno.EIO, "by a test")
-
-    with pytest.raises(OSError, match="by a test"):
-        file.write([b"a long content"], elsewhere=refuse)
-    file.write([b"short"])
-    assert (tmp_path / "file").read_bytes() == b"short"
-    file.close()
 
 
 def test_a_commit_into_no_directory_is_an_error_with_path_and_errno(tmp_path: Path) -> None:

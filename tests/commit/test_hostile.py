@@ -428,8 +428,6 @@ IMPOSSIBLE = [
     {"type": "map", "block": []},
     {"type": "cancel"},
     {"type": "seals", "number": 1e999, "tables": []},
-    {"type": "write_shared", "job": "shared 0", "parts": [[0, 0, 1]], "sync": False},
-    {"type": "write_shared", "job": "shared 0", "parts": [[0, 0, -1]], "sync": False},
 ]
 
 

@@ -27,7 +27,6 @@ from nostall.state_dict_saver import (
     save_state_dict_async_plan,
 )
 from support.crashes import Disk, Operation, rebuild, recorded
-from support.long_metadata import treat_metadata_as_long
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -138,11 +137,10 @@ def test_a_new_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path, way:
     assert set().union(*found) == {None, 1}
 
 
-def test_a_new_checkpoint_whose_metadata_is_written_ahead_is_there_as_a_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_new_checkpoint_of_a_known_structure_is_there_as_a_whole_or_not_at_all(
+    tmp_path: Path,
 ) -> None:
-    """A thread writes to it while the files are written; it has its name after they have theirs."""
-    treat_metadata_as_long(monkeypatch.setattr)
+    """Its metadata are those of the save before, with other names of files."""
     root, cache = tmp_path / "root", CheckpointMetadataCache()
     root.mkdir()
     for number in range(4):

@@ -18,14 +18,12 @@ from nostall.core import AsyncCallsQueue
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.testing import Hold, inject
-from support.long_metadata import treat_metadata_as_long
 from support.states import blobs, schedule
 
 
 @pytest.fixture(autouse=True)
-def one_block(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every snapshot is taken to the same memory; metadata of these few tensors counts as long."""
-    treat_metadata_as_long(monkeypatch.setattr)
+def one_block() -> Iterator[None]:
+    """Every snapshot is taken to the same memory."""
     nostall.configure(EngineOptions(max_in_flight=1))
     yield
     nostall.configure(EngineOptions())

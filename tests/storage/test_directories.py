@@ -17,12 +17,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from nostall._commit.publish import commit
 from nostall._save.rank_save import RankSave
 from nostall._storage import directories, posix
-from nostall._storage.posix_storage import PosixStorage
 from nostall.core import AsyncCallsQueue, AsyncRequest
-from nostall.errors import NotDurableError, SaveTimeoutError, WriteError
+from nostall.errors import NotDurableError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import verify
 from nostall.options import EngineOptions
@@ -150,17 +148,18 @@ def test_metadata_of_another_process_is_not_taken_for_ones_own(tmp_path: Path) -
 
 
 def test_a_commit_that_fails_leaves_the_file_of_another_process(tmp_path: Path) -> None:
-    """Of two processes that commit at once the faster one fails, and takes nothing away."""
-    storage = PosixStorage(str(tmp_path))
+    """Of two processes with one temporary name the faster one fails, and takes nothing away."""
     path = str(tmp_path / ".metadata.tmp")
     ours, anothers = (posix.UnfinishedFile(path, sync=True) for _ in range(2))
-    for file in (ours, anothers):
-        file.write([])
-    with pytest.raises(WriteError, match="another process"):
-        commit(storage, [b"ours"], metadata_name=".metadata", replaced_files=(), draft=ours)
-    commit(storage, [b"another's"], metadata_name=".metadata", replaced_files=(), draft=anothers)
-    assert (tmp_path / ".metadata").read_bytes() == b"another's"
-    assert os.listdir(tmp_path) == [".metadata"]
+    ours.write([b"ours"])
+    anothers.write([b"another's"])
+    with pytest.raises(OSError, match="another process"):
+        ours.finish()
+    ours.remove()
+    ours.close()
+    anothers.finish()
+    assert Path(path).read_bytes() == b"another's"
+    anothers.close()
 
 
 @pytest.mark.parametrize("how", ["dcp.save", "split"])

@@ -15,7 +15,6 @@ import pytest
 
 from nostall._commit.publish import commit
 from nostall._model.jobs import FileImage, SealTable, WriteJob
-from nostall._model.shared_bytes import Piece
 from nostall._storage.places import storage_at
 from nostall._storage.port import Conflict, Storage
 from nostall._storage.posix_storage import PosixStorage
@@ -68,30 +67,24 @@ class _Overwriting(MemoryStorage):
 
 
 class _Careless(MemoryStorage):
-    def publish(self, name: str, content: Sequence[Piece], **options: Any) -> None:
+    def publish(self, name: str, content: Sequence[bytes], **options: Any) -> None:
         super().publish(name, content, **{**options, "expected": None})
 
 
 class _Hasty(MemoryStorage):
-    def publish(self, name: str, content: Sequence[Piece], **options: Any) -> None:
+    def publish(self, name: str, content: Sequence[bytes], **options: Any) -> None:
         before = options.pop("before", lambda: None)
         super().publish(name, content, **options)
         before()
 
 
 class _Tearing(MemoryStorage):
-    def publish(self, name: str, content: Sequence[Piece], **options: Any) -> None:
+    def publish(self, name: str, content: Sequence[bytes], **options: Any) -> None:
         super().publish(name, [b"half"])
         super().publish(name, content, **options)
 
 
-class _Forgetful(MemoryStorage):
-    def publish(self, name: str, content: Sequence[Piece], **options: Any) -> None:
-        draft = options.pop("draft", None)
-        super().publish(name, content if draft is None else content[2:], **options)
-
-
-@pytest.mark.parametrize("kind", [_Overwriting, _Careless, _Hasty, _Tearing, _Forgetful])
+@pytest.mark.parametrize("kind", [_Overwriting, _Careless, _Hasty, _Tearing])
 def test_the_contract_finds_a_storage_that_breaks_it(kind: type[MemoryStorage]) -> None:
     """Each rule is checked by something."""
     broken = []
@@ -130,11 +123,10 @@ def memory() -> MemoryStorage:
 
 
 def test_the_fake_fails_as_the_port_says(memory: MemoryStorage) -> None:
-    """A draft is known by the name of what it becomes; giving an upload up never raises."""
-    memory.draft(".metadata").write([b"new "])
+    """Giving an upload up never raises."""
     memory.fail("abort", EIO)
     memory.put("new.distcp", 1).close()
-    assert memory.operations == [("draft", ".metadata"), ("put", "new.distcp")]
+    assert memory.operations == [("put", "new.distcp")]
 
 
 def test_replaced_files_are_determined_after_the_publication(memory: MemoryStorage) -> None:
@@ -148,13 +140,10 @@ def test_replaced_files_are_determined_after_the_publication(memory: MemoryStora
 
 
 def test_a_commit_that_storage_refuses_removes_nothing(memory: MemoryStorage) -> None:
-    """The error names the place and the reason; the draft goes."""
-    draft = memory.draft(".metadata")
-    draft.write([b"new "])
-    memory.operations.clear()
+    """The error names the place and the reason."""
     memory.fail("publish", EIO)
     with pytest.raises(WriteError, match="storage is away") as caught:
-        _commit(memory, draft=draft)
+        _commit(memory)
     assert (caught.value.errno, caught.value.path) == (errno.EIO, "memory:///.metadata")
     assert memory.operations == []
     assert sorted(memory.list()) == [".metadata", "old.distcp"]

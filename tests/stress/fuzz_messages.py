@@ -16,7 +16,6 @@ from functools import lru_cache
 from random import Random
 
 from nostall._model.jobs import Failure, RankReport
-from nostall._model.shared_bytes import SharedPart
 from nostall._storage.posix import close_all
 from nostall._storage.posix_files import PosixFiles
 from nostall._writer.child import _Waiting
@@ -25,7 +24,7 @@ from nostall._writer.faults import Faults
 from nostall._writer.framing import Message, Receiver, encode
 from nostall._writer.handle import WriterProcess
 from nostall._writer.main import _Writer
-from nostall._writer.messages import created_to_message, progress_to_message, shared_to_message
+from nostall._writer.messages import created_to_message, progress_to_message
 from nostall._writer.position import Position
 from nostall._writer.seals import plan_chunks
 from nostall.errors import ProtocolError
@@ -145,7 +144,6 @@ def _good_messages() -> tuple[list[Message], list[Message]]:
         {"type": "map", "block": 1, "nbytes": 1 << 16, "descriptors": 1},
         *({"type": "unmap", "block": 1}, {"type": "forget_seals", "number": 3}),
         {"type": "cancel", "job": "j"},
-        shared_to_message("shared 0", [SharedPart(0, 0, 1 << 16)], sync=False),
     ]
     progress = progress_to_message("j/0/0", 4096)
     created = created_to_message("j/0/0", "__0_0.distcp")

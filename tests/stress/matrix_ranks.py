@@ -33,7 +33,6 @@ from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.testing import Fault, Hold, inject, reset
 from stress.matrix_cells import Cell
-from support.long_metadata import treat_metadata_as_long
 from support.states import schedule
 from support.waiting import wait_until
 
@@ -113,8 +112,7 @@ def fail_and_go_on(stage: Stage, rank: int, hold: Hold | None) -> None:
 
 
 def become_known(stage: Stage, queue: AsyncCallsQueue, rank: int) -> None:
-    """Save elsewhere, until a save is committed before anybody polls; metadata count as long."""
-    treat_metadata_as_long()
+    """Save elsewhere, until a save is committed before anybody polls."""
     for number in range(_LEARNING):
         save(replace(stage, path=stage.path.with_name(f"learning-{number}")), queue, rank, 1)
     path = stage.path.with_name("known")
@@ -245,7 +243,6 @@ CLOSING_S = 10.0
 
 def still_open(path: Path) -> list[str]:
     """What this process has open or mapped of nostall's, which has been reset."""
-    _caches.clear()  # it has metadata in shared memory
     gc.collect()  # of what a failure's traceback holds
     for thread in threading.enumerate():
         if thread.name == "nostall-closing":  # storage takes its time to give back removed files

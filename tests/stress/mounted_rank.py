@@ -31,7 +31,6 @@ from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
-from support.long_metadata import treat_metadata_as_long
 from support.states import schedule
 from support.waiting import wait_until
 
@@ -41,7 +40,6 @@ _LEFT_BEHIND = (
     "nostall-storage",
     "nostall-writer",
     "nostall-io",
-    "nostall-ahead",
     "nostall-commit",
 )
 
@@ -148,7 +146,6 @@ def main(rank: str, world_size: str, meeting: str, mount: str, options: str) -> 
     faulthandler.register(signal.SIGUSR1)  # for who wants to know where it is stuck
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print is no answer
-    treat_metadata_as_long()
     nostall.configure(EngineOptions(**json.loads(options)))
     dist.init_process_group(
         "gloo",

@@ -49,7 +49,6 @@ from nostall.core import AsyncCallsQueue
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.testing import writer_pids
-from support.long_metadata import treat_metadata_as_long
 from support.states import schedule
 
 RANKS = 2
@@ -79,8 +78,6 @@ def train(rank: int, root: Path, store: Path, first: int, tell: int) -> None:
         os.write(tell, (json.dumps(what) + "\n").encode())
 
     torch.set_num_threads(1)
-    if first % 2:  # in some lives
-        treat_metadata_as_long()
     nostall.configure(EngineOptions(chunk_nbytes=64 << 10, io_threads=2))
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS

@@ -27,7 +27,6 @@ from nostall._model.jobs import (
     WriteWork,
 )
 from nostall._model.names import is_shard_name
-from nostall._model.shared_bytes import SharedPart
 from nostall._writer.framing import MAX_MESSAGE_NBYTES, Message, Receiver, encode, send
 from nostall._writer.handle import SEALS_KEPT, SealsSent
 from nostall._writer.main import _Writer
@@ -39,8 +38,6 @@ from nostall._writer.messages import (
     report_to_message,
     seals_from_message,
     seals_to_message,
-    shared_from_message,
-    shared_to_message,
 )
 from nostall.errors import ProtocolError
 from support.messages import example_messages, example_table, over_the_wire
@@ -111,7 +108,6 @@ JOBS = built(
     sys_path=tuples(PATHS),
     faults=tuples(st.dictionaries(TEXT, NUMBERS | TEXT, max_size=2)),
 )
-SHARED = dict.fromkeys(SharedPart._fields, NUMBERS)
 
 
 @settings(max_examples=60)
@@ -124,15 +120,6 @@ def test_a_job_arrives_as_it_was_sent(job: WriteJob) -> None:
     there = job_from_message(over_the_wire(job_to_message(job, 7)), {7: arrived})
     assert there == job
     assert repr(there) == repr(job)  # named tuples of other classes are equal
-
-
-@given(job=TEXT, parts=st.lists(built(SharedPart, **SHARED), max_size=3), sync=...)
-def test_a_request_to_write_shared_memory_arrives_as_it_was_sent(
-    job: str, parts: list[SharedPart], *, sync: bool
-) -> None:
-    """The descriptors are sent beside it."""
-    message = over_the_wire(shared_to_message(job, parts, sync=sync))
-    assert repr(shared_from_message(message)) == repr((job, parts, sync))
 
 
 @given(report=REPORTS)

@@ -131,13 +131,6 @@ class KnownResults:
             self._published = replace(last, files=files, publication=publication)
         return publication
 
-    def expected(self, planned: Metadata) -> Publication | None:
-        """The last publication: this save's, but for names of files, if ranks write the same."""
-        last = self._published
-        if last is None or not last.is_of(planned):
-            return None
-        return last.publication
-
     def note_published(
         self, outcomes: Sequence[RankOutcome], planned: Metadata, publication: Publication
     ) -> None:

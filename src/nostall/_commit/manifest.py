@@ -30,7 +30,6 @@ from nostall._commit.index.writing import WrittenIndex
 from nostall._model import checksum
 from nostall._model.jobs import MOST_NBYTES
 from nostall._model.names import is_shard_name
-from nostall._model.shared_bytes import Piece
 from nostall._model.values import WrittenFile
 from nostall._version import __version__
 from nostall.errors import DamagedCheckpointError
@@ -71,13 +70,13 @@ class Manifest:
 
 
 def with_manifest(
-    metadata: Sequence[Piece],
+    metadata: Sequence[bytes],
     files: Sequence[WrittenFile],
     *,
     crc32: int,
     committed_at_s: float,
     index: WrittenIndex | None = None,
-) -> tuple[Piece, ...]:
+) -> tuple[bytes, ...]:
     """The content of a ``.metadata`` file, in pieces: pickle, index and manifest.
 
     Args:
@@ -94,7 +93,7 @@ def with_manifest(
         "metadata": {"nbytes": sum(map(len, metadata)), "crc32": _hex(crc32)},
         "files": [],
     }
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[bytes, ...] = ()
     if index is not None:
         plain["index"] = {"nbytes": index.nbytes, "crc32": _hex(index.crc32)}
         pieces = index.body, index.tables

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from types import NoneType
 from typing import Any
@@ -30,7 +30,6 @@ from nostall._commit.result_columns import Places, RankResults, StorageData, pla
 from nostall._model import checksum
 from nostall._model.collection import no_collection
 from nostall._model.names import FileFormat
-from nostall._model.shared_bytes import Piece, SharedBytes
 
 _log = logging.getLogger("nostall")
 
@@ -49,7 +48,7 @@ def complete_metadata(metadata: Metadata, results: Sequence[RankResults]) -> Met
 class Publication:
     """Pickled metadata of a finished save without ``storage_meta``; reusable by equal saves."""
 
-    program: tuple[Piece, ...]
+    program: tuple[bytes, ...]
     """The pickle, in pieces, without its STOP instruction."""
     storage_data: StorageData
     files: frozenset[str]
@@ -58,8 +57,6 @@ class Publication:
     """Whether no item is named like a file; otherwise the pickle may have one text for both."""
     index: WrittenIndex | None
     """Of the items; ``None`` if it cannot represent all that the metadata says."""
-    shared: SharedBytes | None = None
-    """What long pieces of program and index are parts of, if others can read them there."""
 
     @cached_property
     def nbytes(self) -> int:
@@ -69,42 +66,23 @@ class Publication:
     @cached_property
     def crc32(self) -> int:
         """CRC-32 of the program."""
-        after = checksum.crc32 if self.shared is None else self.shared.crc32
-        return reduce(lambda crc32, piece: after(piece, crc32), self.program, 0)
+        return reduce(lambda crc32, piece: checksum.crc32(piece, crc32), self.program, 0)
 
-    def content(self, storage_meta: StorageMeta | None) -> tuple[Piece, ...]:
+    def content(self, storage_meta: StorageMeta | None) -> tuple[bytes, ...]:
         """The content of a ``.metadata`` file, in pieces: joining costs more than writing them."""
         return (*self.program, end_of_program(storage_meta))
 
-    def content_before_files(self, storage_meta: StorageMeta | None) -> tuple[Piece, ...]:
-        """The same, and the index up to its tables: all that is not about the files of one save."""
-        content = self.content(storage_meta)
-        return content if self.index is None else (*content, self.index.body)
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies have bytes of their own."""
-        index = self.index and replace(self.index, body=bytes(self.index.body))
         copied = partial(
             _with_places,
             self.storage_data.parts,
             program=(b"".join(self.program),),
             files=self.files,
             is_renamable=self.is_renamable,
-            index=index,
+            index=self.index,
         )
         return copied, ()
-
-    def to_share(self) -> Publication:
-        """The same in memory that other processes can read; unchanged if there is none left."""
-        index = self.index
-        try:
-            shared = SharedBytes((*self.program, b"" if index is None else index.body))
-        except OSError as error:  # this process writes them, then
-            _log.debug("metadata are not shared with the writer process: %s", error)
-            return self
-        if index is not None:
-            index = replace(index, body=shared.piece(self.nbytes, shared.nbytes))
-        return replace(self, program=(shared.piece(0, self.nbytes),), index=index, shared=shared)
 
     def renamed(self, names: Mapping[str, str]) -> Publication | None:
         """The same with other names of shard files; ``None`` if names in the pickle are ambiguous.
@@ -123,40 +101,34 @@ class Publication:
             files=frozenset(names.values()),
             is_renamable=self.is_renamable,
             index=None if self.index is None else self.index.renamed(names),
-            shared=self.shared,
         )
         vars(renamed)["_cut"] = cut  # saves another search
         return renamed
 
     @cached_property
-    def _cut(self) -> list[Piece | str] | None:
+    def _cut(self) -> list[bytes | str] | None:
         """The program, with file names as separate texts: each occurs once, as pickle memoizes."""
         # An fqn that is the same object as a file name would be pickled as a reference to it. Names
         # are made by the layout, so other texts are other objects.
         if not self.is_renamable:
             return None
-        shared = self.shared
-        program = memoryview(self.program[0] if shared else b"".join(self.program))
-
-        def part(begin: int, end: int) -> Piece:
-            return shared.piece(begin, end) if shared else bytes(program[begin:end])
-
+        program = b"".join(self.program)
         names = {_pickled(name): name for name in self.files}
         lengths = {len(pickled) for pickled in names}
-        pieces: list[Piece | str] = []
+        pieces: list[bytes | str] = []
         done = 0
         # All names have one of these suffixes; searching for each of them would be too slow.
         for found in _SUFFIXES.finditer(program):
             end = found.end()
             for begin in (max(0, end - length) for length in lengths):
-                name = names.get(bytes(program[begin:end]))
+                name = names.get(program[begin:end])
                 if name is not None:
-                    pieces += [part(done, begin), name]
+                    pieces += [program[done:begin], name]
                     done = end
         seen = [each for each in pieces if isinstance(each, str)]
         if sorted(seen) != sorted(self.files):
             return None
-        return [*pieces, part(done, len(program))]
+        return [*pieces, program[done:]]
 
 
 def _with_places(parts: Sequence[Places], **others: Any) -> Publication:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from nostall._model.shared_bytes import Piece
-from nostall._storage.port import Conflict, Draft, Storage, reason, version_of
+from nostall._storage.port import Conflict, Storage, reason, version_of
 from nostall.errors import NotDurableError, WriteError
 
 _log = logging.getLogger("nostall")
@@ -17,11 +16,10 @@ _log = logging.getLogger("nostall")
 
 def commit(
     storage: Storage,
-    metadata: Sequence[Piece],
+    metadata: Sequence[bytes],
     *,
     metadata_name: str,
     replaced_files: Iterable[str],
-    draft: Draft | None = None,
     at: Callable[[str], None] = lambda _: None,
 ) -> tuple[str, ...]:
     """Publish a checkpoint.
@@ -31,7 +29,6 @@ def commit(
         metadata: Content of the metadata file, in pieces.
         metadata_name: ``.metadata``, or a rank's own name for saves without coordination.
         replaced_files: Names that are unreferenced after publishing; iterated only then.
-        draft: Holds much of the metadata already; published or removed here.
         at: Called before the metadata is written (``"commit"``) and before it is published
             (``"publish"``); may raise an error of storage.
 
@@ -47,7 +44,6 @@ def commit(
         storage.publish(
             metadata_name,
             metadata,
-            draft=draft,
             # Of two saves at once, the second one must see the first.
             expected=version_of(storage.stat, metadata_name)
             if storage.publishes_conditionally
@@ -56,11 +52,7 @@ def commit(
         )
     except NotDurableError:
         raise
-    except BaseException as error:  # an interrupt, too, leaves no draft
-        if draft is not None:
-            draft.remove()
-        if not isinstance(error, Exception):
-            raise
+    except Exception as error:
         raise WriteError(
             f"the metadata could not be published: {reason(error)}",
             errno=error.errno if isinstance(error, OSError) else None,
@@ -70,9 +62,6 @@ def commit(
             if isinstance(error, Conflict)
             else "the previous checkpoint, if there was one, is untouched",
         ) from error
-    finally:
-        if draft is not None:
-            draft.close()
     try:
         return tuple(replaced_files)
     except Exception:  # the checkpoint exists, so the save has succeeded

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
-from nostall._commit.ahead import is_worth_it
 from nostall._commit.collect import collect, require_one_directory
 from nostall._commit.known_results import KnownResults, RankOutcome
 from nostall._commit.publication import Publication
@@ -44,8 +43,6 @@ def publication_of_outcomes(
     outcomes: Sequence[RankOutcome],
     results: Sequence[RankResults],
     known: KnownResults,
-    *,
-    to_share: bool = False,
 ) -> Publication:
     """A publication made anew, which later saves of the same results use again.
 
@@ -54,12 +51,9 @@ def publication_of_outcomes(
         outcomes: Of all ranks.
         results: Those that the outcomes are or refer to.
         known: Where the publication is kept.
-        to_share: Whether a writer process is to write it then, if it is long.
     """
     everything = known.under_new_names(outcomes, results)
     publication = publication_of_results(metadata, everything)
-    if to_share and is_worth_it(publication):
-        publication = publication.to_share()
     known.note_published(outcomes, metadata, publication)
     return publication
 
@@ -208,7 +202,6 @@ def publish(
             finished,
             default_engine(),
             sync=settings.options.sync_files,
-            ahead=save.ahead,
             written_here=written_here,
             visit=save.visit,
             exclusive=settings.options.exclusive,

@@ -19,7 +19,6 @@ from itertools import chain
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from nostall import _torch
-from nostall._commit.ahead import WrittenAhead
 from nostall._commit.collect import require_all_present
 from nostall._commit.manifest import with_manifest
 from nostall._commit.metadata import planned_indices
@@ -29,7 +28,6 @@ from nostall._commit.result_columns import RankResults
 from nostall._engine import Engine
 from nostall._model import checksum
 from nostall._model.collection import no_collection
-from nostall._model.shared_bytes import Piece
 from nostall._model.threads import start_apart
 from nostall._model.values import RankFiles
 from nostall._save.leftovers import abort_unfinished, files_of, unused
@@ -56,7 +54,7 @@ _log = logging.getLogger("nostall")
 class FinishedMetadata:
     """The content of a metadata file."""
 
-    content: Sequence[Piece]
+    content: Sequence[bytes]
     """In pieces."""
     storage_meta: StorageMeta | None
     """DCP's part that is specific to this save."""
@@ -117,7 +115,6 @@ def publish(
     engine: Engine,
     *,
     sync: bool,
-    ahead: WrittenAhead | None,
     written_here: str | None,
     visit: Visit | None,
     exclusive: bool = False,
@@ -130,7 +127,6 @@ def publish(
         finished: The result of :func:`finish_metadata`.
         engine: The engine whose next save waits until a replaced checkpoint's space is free.
         sync: Whether to fsync.
-        ahead: The part that was written ahead, if any.
         written_here: Name of a file that this rank wrote for the checkpoint, if any.
         visit: This rank's part of the save; it ends before another save may commit here.
         exclusive: Whether no other job saves to the directory.
@@ -178,7 +174,6 @@ def publish(
                 finished.content,
                 metadata_name=name,
                 replaced_files=left_over,
-                draft=None if ahead is None else ahead.take(timeout_s),
                 at=at,
             )
             paths = [storage.where(each) for each in names]

@@ -8,20 +8,16 @@ results and figures; nothing about a save is kept elsewhere.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
-from nostall._commit.ahead import WrittenAhead, is_worth_it
-from nostall._commit.publication import Publication
 from nostall._engine import Engine, default_engine
 from nostall._memory.fence import SnapshotFence
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
@@ -141,24 +137,17 @@ class RankSave:
         self,
         known: session.KnownSave,
         sources: list[torch.Tensor | bytes],
-        expected: Publication | None = None,
-        storage_meta: StorageMeta | None = None,
     ) -> None:
         """As :meth:`prepare`, for a structure that was saved before.
 
         Args:
             known: The reusable part of that save.
             sources: One per item of the plan: the live tensor, or the bytes.
-            expected: On the coordinator, the publication, but for the names of files.
-            storage_meta: There, DCP's part of the metadata that is specific to this save.
         """
         # Looked up a moment ago on the coordinator: one thread for storage less.
         with self._target(known.share.plan, replaces=self._may_replace) as target:
             prepared = session.prepare_known(known, sources, target=target, engine=default_engine())
-            split = SplitSave(prepared)
-            if expected is not None and prepared.known is not None:
-                split.ahead = written_ahead(expected, storage_meta, prepared.files, self.settings)
-        self._state = split
+            self._state = SplitSave(prepared)
 
     def learn(self, state_dict: dict[str, Any], flat: dict[str, Any]) -> session.KnownSave | None:
         """The reusable part of the prepared save, before staging; ``None`` if nothing is safe.
@@ -386,11 +375,6 @@ class RankSave:
     # --- its end --------------------------------------------------------------------------------
 
     @property
-    def ahead(self) -> WrittenAhead | None:
-        """Metadata that is written together with the files, if any."""
-        return self._state.ahead if isinstance(self._state, SplitSave) else None
-
-    @property
     def visit(self) -> Visit | None:
         """This save's presence in its directory; ``None`` before it is planned."""
         return self._state.visit if isinstance(self._state, SplitSave | Written) else None
@@ -436,31 +420,3 @@ def _write(
     if isinstance(report, RankFailed):
         remove_in_time(sorted(prepared.target.progress.created))
     return prepared, report
-
-
-def written_ahead(
-    expected: Publication,
-    storage_meta: StorageMeta | None,
-    files: Sequence[str],
-    settings: WriterSettings,
-) -> WrittenAhead | None:
-    """Metadata to write ahead; ``None`` if it is short, or all of it would be written again.
-
-    Args:
-        expected: All but the names of files.
-        storage_meta: DCP's part that is specific to this save.
-        files: Names of this rank's files.
-        settings: The settings of the writer.
-    """
-    # Names of other lengths move what comes after them.
-    fits = set(map(len, files)) <= set(map(len, expected.files))
-    if not (fits and is_worth_it(expected)):
-        return None
-    sync, shared = settings.options.sync_files, expected.shared
-    return WrittenAhead(
-        settings.directory,
-        os.path.basename(settings.metadata_path),
-        expected.content_before_files(storage_meta),
-        None if shared is None else partial(default_engine().write_shared, shared, sync=sync),
-        sync=sync,
-    )

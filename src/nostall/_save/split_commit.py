@@ -24,7 +24,6 @@ from nostall._save.finalize import FinishedMetadata, finish_metadata, is_unpubli
 from nostall._save.messages import Ending, RankMessage, decoded
 from nostall._save.rank_save import RankSave
 from nostall._save.split_plan import SaveSession
-from nostall._storage.places import is_address
 from nostall.errors import SaveError
 
 
@@ -102,10 +101,7 @@ def _decide(
     metadata = _metadata_to_publish(planned, session, changed)
     publication = None if changed else known.publication(outcomes, metadata)
     if publication is None:
-        is_in_files = not is_address(save.settings.directory)
-        publication = publication_of_outcomes(
-            metadata, outcomes, verdict.results, known, to_share=is_in_files
-        )
+        publication = publication_of_outcomes(metadata, outcomes, verdict.results, known)
     ending = Ending(
         failures={},
         published=True,

@@ -155,7 +155,7 @@ def plan_save(
         session.save, session.save_here = counted.save, counted.save_here
         session.reused_plans = cache.all_plans
         metadata = arguments.reusable(cache)
-        if not _prepare_known(arguments, cache, metadata, session):
+        if not _prepare_known(arguments, cache, session):
             metadata = _plan(arguments, session, alone=True)
     else:
         metadata = _plan(arguments, session, alone=False)
@@ -167,7 +167,6 @@ def plan_save(
 def _prepare_known(
     arguments: _SaveArguments,
     cache: CheckpointMetadataCache,
-    metadata: Metadata | None,
     session: SaveSession,
 ) -> bool:
     """Prepare a save without planning, if the last one had the same planner settings and structure.
@@ -175,7 +174,6 @@ def _prepare_known(
     Args:
         arguments: The save.
         cache: The cache, with the last save.
-        metadata: On the coordinator, the metadata to publish if nothing has changed.
         session: The save's session; its planner is set.
 
     Returns:
@@ -194,9 +192,7 @@ def _prepare_known(
         if sources is None:
             return False
         set_up_writer(writer, known.share.plan, session)
-        expected = None if metadata is None else cache.known_results.expected(metadata)
-        storage_meta = None if expected is None else writer.storage_meta()
-        writer._rank_save.prepare_known(known, sources, expected, storage_meta)
+        writer._rank_save.prepare_known(known, sources)
     except Exception as error:  # finalising reports it to every rank
         arguments.fail_later(error)
     return True

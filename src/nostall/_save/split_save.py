@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from torch.distributed.checkpoint.storage import WriteResult
 
-from nostall._commit.ahead import WrittenAhead
 from nostall._memory.fence import SnapshotFence
 from nostall._memory.overlap import changed_too_early
 from nostall._memory.snapshot import Snapshot
@@ -34,8 +33,6 @@ class SplitSave(BackgroundSave):
         target = prepared.target
         super().__init__(rank=prepared.rank, job=target.job, progress=target.progress)
         self.prepared = prepared
-        self.ahead: WrittenAhead | None = None
-        """On the coordinator: metadata that is written together with the files."""
         self.early: EarlyCommit | None = None
         """Its early commit, until it is over; ``None`` if it cannot be committed early."""
         self.is_scheduled = False
@@ -102,13 +99,7 @@ class SplitSave(BackgroundSave):
         """Wait for a snapshot and write it while the caller waits."""
         if isinstance(snapshot, Future):
             snapshot = self._await_snapshot(snapshot)
-        self._write_metadata_ahead()
         return write_here(snapshot, self.prepared.target, self.engine)
-
-    def _write_metadata_ahead(self) -> None:
-        # Not before the snapshot is taken: training waits for that, and it uses all cores.
-        if self.ahead is not None:
-            self.ahead.start()
 
     def _await_snapshot(self, staging: Future[Snapshot]) -> Snapshot:
         timeout_s = self.engine.options.save_timeout_s
@@ -143,7 +134,6 @@ class SplitSave(BackgroundSave):
         except BaseException:  # passed on; no write owns the snapshot yet
             give_up(snapshot, self.prepared.target, self.engine)
             raise
-        self._write_metadata_ahead()
         if self.aborted:  # meanwhile, by a caller that found no job to cancel
             self.engine.cancel(self.job, written)
         return written
@@ -173,8 +163,6 @@ class SplitSave(BackgroundSave):
                 self.progress.to(State.WRITTEN)
                 if (early := self.early) is not None:
                     early.begin()  # before the queue asks whether it is under way
-            elif self.ahead is not None:
-                self.ahead.drop()  # before the failure is visible
         finally:  # also if removing a file fails, for lack of memory, say
             super()._settle(report)
 
@@ -221,8 +209,6 @@ class SplitSave(BackgroundSave):
             if committed:
                 early.retire()
         self.progress.end()
-        if self.ahead is not None:
-            self.ahead.drop()
         self.visit.end(committed=committed)
 
     def results(self) -> list[WriteResult]:

@@ -12,18 +12,12 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple, NewType, Protocol, TypeAlias
-
-from nostall._model.shared_bytes import Piece, PlacedPiece
+from typing import NamedTuple, NewType, Protocol
 
 Version = NewType("Version", str)
 """Identifies one content of a name: an ETag, or inode, modification time and length."""
 ABSENT = Version("")
 """The version of a name that does not exist."""
-
-
-Elsewhere: TypeAlias = "Callable[[int, list[PlacedPiece]], list[PlacedPiece]]"
-"""Has another process write pieces of a file, given by its descriptor; returns the others."""
 
 
 class Conflict(OSError):
@@ -116,37 +110,6 @@ class Upload(Protocol):
         """Remove what was written, unless the file is finished; never raises. Idempotent."""
 
 
-class Draft(Protocol):
-    """A content that is stored before it is published, as far as it is known; readers see nothing.
-
-    What is published may differ from it.
-    """
-
-    @property
-    def where(self) -> str:
-        """Path or address, for errors and logs."""
-
-    def write(self, content: Sequence[Piece], *, elsewhere: Elsewhere | None = None) -> None:
-        """Store a content durably, in place of what was stored before.
-
-        Args:
-            content: In pieces.
-            elsewhere: Writes some of them if the draft is a file, as soon as that is made.
-        """
-
-    def is_untouched(self) -> bool:
-        """Whether storage still has all that was written."""
-
-    def remove(self) -> None:
-        """Give it up; errors are ignored. Idempotent.
-
-        Another thread may write to it or close it meanwhile.
-        """
-
-    def close(self) -> None:
-        """Release it, published or not; not while another thread writes. Idempotent."""
-
-
 class ReadableFiles(Protocol):
     """The files of one checkpoint, as loading needs them."""
 
@@ -218,15 +181,11 @@ class Storage(Files, Protocol):
     def remove_place(self) -> None:
         """Remove the directory, if it is one and empty, and make that durable."""
 
-    def draft(self, name: str) -> Draft:
-        """A draft of what will be published under a name; makes nothing yet."""
-
     def publish(
         self,
         name: str,
-        content: Sequence[Piece],
+        content: Sequence[bytes],
         *,
-        draft: Draft | None = None,
         expected: Version | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> None:
@@ -235,7 +194,6 @@ class Storage(Files, Protocol):
         Args:
             name: Its name.
             content: The whole content, in pieces.
-            draft: Holds much of it already; closed here, and removed if nothing is published.
             expected: Publish only if the name has this version; ``None`` for any.
             before: Called right before the instant; publishes nothing if it raises.
 

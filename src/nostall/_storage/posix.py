@@ -14,21 +14,16 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import stat
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import accumulate
 from weakref import WeakSet
 
-from nostall._model import shared_bytes
 from nostall._model.jobs import page_aligned
 from nostall._model.names import is_draft
-from nostall._model.shared_bytes import Piece, PlacedPiece, SharedPart
-from nostall._storage.port import Elsewhere
 
 _MOST_TO_HOLD = 64
 """Removed files; a rank has a few of them, and a process may open about a thousand."""
@@ -284,41 +279,28 @@ class UnfinishedFile:
     def __init__(self, path: str, *, sync: bool) -> None:
         self.where = path
         self._sync = sync
-        self._held: dict[int, Piece] = {}
-        """Long pieces, by offset."""
-        self._nbytes = 0
         self._opened: list[int] = []
         self._is_closed = False
         _unfinished.add(self)
 
-    def write(self, content: Sequence[Piece], *, elsewhere: Elsewhere | None = None) -> None:
-        """Give the file this content, and make it if this is the first time.
-
-        Long pieces that it holds already where they belong are not written again.
+    def write(self, content: Sequence[bytes]) -> None:
+        """Make the file, with this content.
 
         Args:
             content: In pieces.
-            elsewhere: Writes some of them.
 
         Raises:
             OSError: The system refused, or wrote nothing without an error.
         """
-        (fd,) = self._opened = self._opened or [self._made()]
-        begins = list(accumulate(map(len, content), initial=0))
-        nbytes = begins.pop()
-        places = list(zip(begins, content, strict=True))
-        held, self._held = self._held, {}
-        missing = [(at, piece) for at, piece in places if held.get(at) is not piece]
-        self._nbytes = max(self._nbytes, nbytes)
-        if elsewhere is not None:
-            missing = elsewhere(fd, missing)
-        _write_pieces(fd, missing, self.where)
-        if nbytes < self._nbytes:
-            os.ftruncate(fd, nbytes)
+        (fd,) = self._opened = [self._made()]
+        whole, at = memoryview(b"".join(content)), 0
+        while at < len(whole):
+            written = os.pwrite(fd, whole[at:], at)
+            if written == 0:
+                raise OSError(errno.EIO, _NOTHING_WRITTEN, self.where)
+            at += written
         if self._sync:
             os.fsync(fd)
-        self._nbytes = nbytes
-        self._held = {at: piece for at, piece in places if len(piece) >= shared_bytes.LONG_NBYTES}
 
     def _made(self) -> int:
         try:
@@ -327,17 +309,6 @@ class UnfinishedFile:
             # Never overwritten: it may be a link to another file, or have another name.
             os.unlink(self.where)
             return _create(self.where)
-
-    def is_untouched(self) -> bool:
-        """Whether the path is still this file, with the length written here.
-
-        Another process may have replaced it.
-        """
-        try:
-            named = os.stat(self.where)
-            return is_same(self._opened[0], self.where) and named.st_size == self._nbytes
-        except (IndexError, OSError):  # not made, or removed
-            return False
 
     def finish(self) -> tuple[int, int]:
         """Close the file: some file systems store it, or report a full disk, only then.
@@ -386,58 +357,6 @@ def _close_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_close_after_fork)
-
-
-def _write_pieces(fd: int, pieces: Sequence[PlacedPiece], path: str) -> None:
-    """Write pieces at their offsets; adjacent short ones together, as each write costs a call."""
-    at, joined = -1, bytearray()
-    for begin, piece in pieces:
-        if begin != at + len(joined) or len(joined) + len(piece) > shared_bytes.LONG_NBYTES:
-            _write_all(fd, joined, at, path)
-            at, joined = begin, bytearray()
-        if len(piece) >= shared_bytes.LONG_NBYTES:
-            _write_all(fd, piece, at, path)
-            at += len(piece)
-        else:
-            joined += piece
-    _write_all(fd, joined, at, path)
-
-
-def _write_all(fd: int, content: bytes | bytearray | memoryview, at: int, path: str) -> None:
-    """Write bytes at an offset.
-
-    Raises:
-        OSError: The system refused, or wrote nothing without an error.
-    """
-    rest = memoryview(content)
-    while rest:
-        written = os.pwrite(fd, rest, at)
-        if written == 0:
-            raise OSError(errno.EIO, _NOTHING_WRITTEN, path)
-        at += written
-        rest = rest[written:]
-
-
-def write_parts(fd: int, memory_fd: int, parts: Iterable[SharedPart], *, sync: bool) -> None:
-    """Write parts of shared memory to a file.
-
-    Args:
-        fd: The file's descriptor.
-        memory_fd: The memory's.
-        parts: What to write where.
-        sync: Whether to fsync the file.
-
-    Raises:
-        OSError: The system refused, or wrote nothing without an error.
-        ValueError: A part is outside of the memory.
-    """
-    memory = memoryview(mmap.mmap(memory_fd, 0, prot=mmap.PROT_READ))
-    for at, begin, nbytes in parts:
-        if begin + nbytes > len(memory):
-            raise ValueError("a part is outside of the memory")
-        _write_all(fd, memory[begin : begin + nbytes], at, f"descriptor {fd}")
-    if sync:
-        os.fsync(fd)
 
 
 def replace_file(path: str, by: str) -> None:

@@ -1,6 +1,6 @@
 """Publishing on a POSIX file system: write a temporary file, rename it, and settle all doubts.
 
-Order: write the temporary file (most of it may be written before), fsync it and the name of a new
+Order: write the temporary file, fsync it and the name of a new
 directory, ``os.replace``, fsync of the directory. A crash before the replacement leaves the
 previous content, a crash after it leaves the new one.
 """
@@ -14,9 +14,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from nostall._model.names import METADATA_SUFFIX
-from nostall._model.shared_bytes import Piece
 from nostall._model.threads import start_apart
-from nostall._storage.port import Conflict, Draft, Version, reason, version_of
+from nostall._storage.port import Conflict, Version, reason, version_of
 from nostall._storage.posix import (
     UnfinishedFile,
     identity_of,
@@ -51,21 +50,15 @@ class PosixStorage(PosixFiles):
     def remove_place(self) -> None:
         remove_directory(self._directory)
 
-    def draft(self, name: str) -> UnfinishedFile:
-        # A unique name: another process that saves to this directory must not publish this file.
-        return self._temporary(f".{os.urandom(4).hex()}{name}")
-
     def publish(
         self,
         name: str,
-        content: Sequence[Piece],
+        content: Sequence[bytes],
         *,
-        draft: Draft | None = None,
         expected: Version | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        assert draft is None or isinstance(draft, UnfinishedFile)
-        final, file = self.where(name), draft or self._temporary_for(name)
+        final, file = self.where(name), self._temporary_for(name)
         try:
             with _durable_name(self.where()) if self._sync else nullcontext():
                 file.write(content)
@@ -85,15 +78,14 @@ class PosixStorage(PosixFiles):
             make_name_durable(final, what="the new checkpoint")
 
     def _temporary_for(self, name: str) -> UnfinishedFile:
-        # A crash leaves it, and nobody looks for random names but a commit, for those of metadata.
-        return self.draft(name) if name.endswith(METADATA_SUFFIX) else self._temporary(name)
-
-    def _temporary(self, name: str) -> UnfinishedFile:
-        return UnfinishedFile(f"{self.where(name)}.tmp", sync=self._sync)
+        # Another process that saves to this directory must not publish this file. A crash leaves
+        # it, and nobody looks for random names but a commit, for those of metadata.
+        unique = f".{os.urandom(4).hex()}" if name.endswith(METADATA_SUFFIX) else ""
+        return UnfinishedFile(f"{self.where(unique + name)}.tmp", sync=self._sync)
 
 
 def _rename(
-    final: str, temporary: str, identity: tuple[int, int], content: Sequence[Piece]
+    final: str, temporary: str, identity: tuple[int, int], content: Sequence[bytes]
 ) -> None:
     """Rename the temporary file, and verify the result.
 
@@ -192,7 +184,7 @@ def make_name_durable(path: str, *, what: str) -> None:
 
 
 def _is_there(
-    path: str, identity: tuple[int, int], content: Sequence[Piece], *, raises: bool = False
+    path: str, identity: tuple[int, int], content: Sequence[bytes], *, raises: bool = False
 ) -> bool:
     """Whether the written metadata appears under its name."""
     try:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 from nostall._memory.arena import Block, Lease
 from nostall._model.interrupts import on_done
 from nostall._model.jobs import Failure, RankFailed, RankReport, SealTable, WriteJob
-from nostall._model.shared_bytes import SharedBytes, SharedPart
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.posix import remove_empty_files
 from nostall._writer.child import Addressed, ChildProcess, bare_arguments
@@ -22,7 +21,6 @@ from nostall._writer.messages import (
     progress_from_message,
     report_from_message,
     seals_to_message,
-    shared_to_message,
 )
 
 SEALS_KEPT = 16
@@ -122,28 +120,6 @@ class WriterProcess(ChildProcess[RankReport]):
         for message in announcement:
             yield message, ()
         yield job_to_message(job, number), ()
-
-    def write_shared(
-        self, fd: int, memory: SharedBytes, parts: Sequence[SharedPart], *, sync: bool
-    ) -> Future[RankReport]:
-        """Write parts of shared memory to a file of this process, at once, beside all jobs.
-
-        Args:
-            fd: The file's descriptor.
-            memory: The memory.
-            parts: What to write where.
-            sync: Whether to fsync the file.
-
-        Returns:
-            A future that always ends, as that of :meth:`submit`; its report has no receipts.
-        """
-        job = f"shared {next(self._numbers)}"
-
-        def on_death(failure: Failure) -> RankReport:
-            return RankFailed(rank=0, failure=failure)
-
-        message = shared_to_message(job, parts, sync=sync)
-        return self._ask(job, on_death, [(message, (fd, memory.fd))], holds=memory)
 
     @property
     def idle(self) -> bool:

@@ -26,14 +26,12 @@ from nostall._model.jobs import (
     Failure,
     RankFailed,
     RankReport,
-    RankWritten,
     SealTable,
     WriteJob,
     page_aligned,
 )
-from nostall._model.shared_bytes import SharedPart
 from nostall._storage.places import name_in
-from nostall._storage.posix import close_all, write_parts
+from nostall._storage.posix import close_all
 from nostall._storage.streams import StreamTarget
 from nostall._writer.files import describe, perform
 from nostall._writer.framing import Message, send
@@ -45,7 +43,6 @@ from nostall._writer.messages import (
     progress_to_message,
     report_to_message,
     seals_from_message,
-    shared_from_message,
 )
 from nostall._writer.parent import ignore_signals, make_importable, messages_from_parent
 from nostall._writer.position import Cancelled
@@ -119,8 +116,6 @@ class _Writer:
                 self._seals.pop(message["number"], None)
             case "write":
                 self._enqueue(message)
-            case "write_shared":
-                self._write_shared(message, descriptors)
             case "cancel":
                 self._cancel(message["job"])
 
@@ -136,21 +131,6 @@ class _Writer:
         cancelled = self._cancelled[job.job] = threading.Event()
         self._waiting[job.job] = job
         self._jobs.put((job, cancelled))
-
-    def _write_shared(self, message: Message, descriptors: list[int]) -> None:
-        """Write shared memory to a file of the trainer on another thread, and answer."""
-        job, parts, sync = shared_from_message(message)
-        file, memory = descriptors
-
-        def run() -> None:
-            self._answer(job, _shared_written(file, memory, parts, sync=sync))
-
-        try:
-            threading.Thread(target=run, name="nostall-shared", daemon=True).start()
-        except RuntimeError:  # the system cannot start one; this one has to go on reading
-            self._answer(job, _shared_failed("no thread could be started"))
-        else:
-            descriptors.clear()  # the thread closes them
 
     def write_jobs(self) -> None:
         """Write jobs forever, one at a time, in order."""
@@ -223,22 +203,6 @@ class _Writer:
 def _failed(job: WriteJob, error: BaseException) -> RankFailed:
     failure = describe(error, job, phase="write", path=job.directory)
     return RankFailed(rank=job.rank, failure=failure)
-
-
-def _shared_written(file: int, memory: int, parts: list[SharedPart], *, sync: bool) -> RankReport:
-    opened = [memory, file]
-    try:
-        write_parts(file, memory, parts, sync=sync)
-        os.close(opened.pop())  # some file systems report a full disk only then
-    except Exception as error:  # the trainer writes another file, and reports what it meets
-        return _shared_failed(repr(error))
-    finally:
-        close_all(opened)
-    return RankWritten(rank=0, receipts=())
-
-
-def _shared_failed(why: str) -> RankFailed:
-    return RankFailed(rank=0, failure=Failure(kind="WriteError", message=why, phase="commit"))
 
 
 def _streams(job: WriteJob) -> list[StreamTarget]:

@@ -27,7 +27,6 @@ from nostall._model.jobs import (
     WriteWork,
 )
 from nostall._model.names import is_shard_name
-from nostall._model.shared_bytes import SharedPart
 from nostall._writer.framing import Message
 from nostall.errors import ProtocolError
 
@@ -120,18 +119,6 @@ def job_from_message(message: Message, known: Mapping[int, Sequence[SealTable]])
         sys_path=tuple(_of(str, path) for path in _of(list, message["sys_path"])),
         faults=tuple(_of(dict, fault) for fault in _of(list, message["faults"])),
     )
-
-
-def shared_to_message(job: str, parts: Sequence[SharedPart], *, sync: bool) -> Message:
-    """A request to write shared memory to a file; the descriptors of both are sent with it."""
-    return {"type": "write_shared", "job": job, "parts": parts, "sync": sync}
-
-
-@_decoding("a request to write shared memory")
-def shared_from_message(message: Message) -> tuple[str, list[SharedPart], bool]:
-    """The job, the parts, and whether to fsync the file."""
-    parts = [SharedPart(*map(_count, part)) for part in message["parts"]]
-    return _of(str, message["job"]), parts, _of(bool, message["sync"])
 
 
 def report_to_message(job: str, report: RankReport) -> Message:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from nostall._model.shared_bytes import Piece
-from nostall._storage.port import ABSENT, Conflict, Draft, Elsewhere, Stat, Version
+from nostall._storage.port import ABSENT, Conflict, Stat, Version
 from nostall.errors import NotDurableError
 
 __all__ = ["MemoryStorage"]
@@ -113,20 +112,14 @@ class MemoryStorage:
                 self._files.pop(name, None)
                 self._names.discard(name)
 
-    def draft(self, name: str) -> _Draft:
-        return _Draft(self, name)
-
     def publish(
         self,
         name: str,
-        content: Sequence[Piece],
+        content: Sequence[bytes],
         *,
-        draft: Draft | None = None,
         expected: Version | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        if draft is not None:
-            draft.close()
         before()
         with self._doing("publish", name):
             present = self._files[name][1].version if name in self._files else ABSENT
@@ -207,31 +200,6 @@ class _Source:
             memory[: len(piece)] = piece
             offset += len(piece)
         return offset - begin
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
-@dataclass
-class _Draft:
-    storage: MemoryStorage
-    name: str
-
-    @property
-    def where(self) -> str:
-        return self.storage.where(self.name)
-
-    def write(self, content: Sequence[Piece], *, elsewhere: Elsewhere | None = None) -> None:
-        """Keeps nothing: what is published is given as a whole."""
-        del content, elsewhere
-        with self.storage._doing("draft", self.name):
-            pass
-
-    def is_untouched(self) -> bool:
-        return True
-
-    def remove(self) -> None:
-        """Does nothing: it is in no list."""
 
     def close(self) -> None:
         """Does nothing."""

@@ -127,38 +127,17 @@ def publishing_depends_on_what_was_there(storage: Storage) -> None:
 
 
 def publishing_can_be_given_up(storage: Storage) -> None:
-    """An error from ``before`` leaves the present content, nothing of the new one, and no draft."""
+    """An error from ``before`` leaves the present content, and nothing of the new one."""
     storage.publish(_PUBLISHED, [b"first"])
 
     def give_up() -> None:
         raise InterruptedError
 
-    for is_begun in (False, True):
-        draft = storage.draft(_PUBLISHED) if is_begun else None
-        if draft is not None:
-            draft.write([b"sec"])
-        with suppress(InterruptedError):
-            storage.publish(_PUBLISHED, [b"sec", b"ond"], draft=draft, before=give_up)
-            raise AssertionError("published although it was given up")
-        assert _read(storage, _PUBLISHED) == b"first"
-        assert storage.list() == [_PUBLISHED]
-
-
-def a_draft_is_published_or_removed(storage: Storage) -> None:
-    """It is invisible to readers, and what is published does not depend on it."""
-    contents = None, [b"a", b"b", b"c"], [b"A", b"b"], [b"", b"b", b"bb"], [b""]
-    for content in contents:
-        draft = storage.draft(_PUBLISHED)
-        draft.write([b"a", b"b"])
-        assert draft.is_untouched()
-        if content is not None:
-            storage.publish(_PUBLISHED, content, draft=draft)
-        for _ in range(2):
-            draft.remove()
-            draft.close()
-        assert storage.list() == ([] if content is None else [_PUBLISHED])
-        if content is not None:
-            assert _read(storage, _PUBLISHED) == b"".join(content)
+    with suppress(InterruptedError):
+        storage.publish(_PUBLISHED, [b"sec", b"ond"], before=give_up)
+        raise AssertionError("published although it was given up")
+    assert _read(storage, _PUBLISHED) == b"first"
+    assert storage.list() == [_PUBLISHED]
 
 
 CHECKS: tuple[Callable[[Storage], None], ...] = (
@@ -169,7 +148,6 @@ CHECKS: tuple[Callable[[Storage], None], ...] = (
     publishing_replaces_at_once,
     publishing_depends_on_what_was_there,
     publishing_can_be_given_up,
-    a_draft_is_published_or_removed,
 )
 """For any storage."""
 FILE_SYSTEM_CHECKS = (*CHECKS, an_existing_file_stays)

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.planner import SavePlanner as DCPSavePlanner
 import nostall
 from nostall._bench.simulating.exchange import Exchange
 from nostall._bench.simulating.state import ShardedState
-from nostall._commit.ahead import WrittenAhead
 from nostall._commit.known_results import KnownResults, Results, ResultsReference
 from nostall._commit.local_plans import compact, sharing
 from nostall._commit.result_columns import in_columns
@@ -26,8 +25,7 @@ from nostall._model.values import RankFiles, SaveId, WrittenFile
 from nostall._plan.together import global_plan_of, reusable_metadata, with_local_plans
 from nostall._save.by_name.plans import GroupPlans, PlanAnswer, PlanQuestion, SentPlan
 from nostall._save.messages import RankMessage
-from nostall._save.rank_save import RankSave, written_ahead
-from nostall._save.settings import WriterSettings
+from nostall._save.rank_save import RankSave
 from nostall._save.split_commit import commit_split_save
 from nostall._save.split_plan import SaveSession
 from nostall._save.written import WrittenItems
@@ -153,9 +151,7 @@ class SplitFunctions:
                 self._planned = with_local_plans(made.metadata, made.local)
             exchange.scatter("plan", made.final)
         planned = reusable_metadata(self._planned)
-        with exchange.coordinator("ahead"):
-            ahead = self._written_ahead(planned, writer)
-        save = _CoordinatorsSave(writer._rank_save.settings, ahead)
+        save = RankSave(writer._rank_save.settings)
         messages = exchange.gather("results", lambda rank: self._message(rank, path), state.ranks)
         session = SaveSession(None, False, 0)
         with exchange.coordinator("commit"):
@@ -186,19 +182,6 @@ class SplitFunctions:
         )
         return message.encoded()
 
-    def _written_ahead(
-        self, planned: Metadata, writer: FileSystemWriterAsync
-    ) -> WrittenAhead | None:
-        expected = self._known.expected(planned)
-        if expected is None:
-            return None
-        settings = writer._rank_save.settings
-        ahead = written_ahead(expected, writer.storage_meta(), [self._file(0)], settings)
-        if ahead is not None:
-            ahead.start()
-            ahead.settled.result()
-        return ahead
-
     def _file(self, rank: int) -> str:
         return self._state.file(rank)
 
@@ -214,18 +197,6 @@ class SplitFunctionsInPlace(SplitFunctions):
     def _file(self, rank: int) -> str:
         name = super()._file(rank)
         return name if not self._saves else name.replace(".", f"-{self._saves:08x}.")
-
-
-class _CoordinatorsSave(RankSave):
-    """A save without files, and with metadata that are written ahead."""
-
-    def __init__(self, settings: WriterSettings, ahead: WrittenAhead | None) -> None:
-        super().__init__(settings)
-        self._ahead = ahead
-
-    @property
-    def ahead(self) -> WrittenAhead | None:
-        return self._ahead
 
 
 class PlansByName:

@@ -19,14 +19,13 @@ from nostall._commit.index.columns import (
 )
 from nostall._commit.index.parsing import parsed
 from nostall._model import checksum
-from nostall._model.shared_bytes import Piece
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenIndex:
     """The bytes of an index."""
 
-    body: Piece
+    body: bytes
     """All but the tables."""
     properties: Sequence[Properties]
     files: Sequence[str]
@@ -80,7 +79,7 @@ def written(index: ItemIndex) -> WrittenIndex:
         UnicodeEncodeError: A name has a character that UTF-8 cannot represent.
     """
     made = encoded(index)
-    parsed(bytes(made.body) + made.tables, dict(zip(made.files, made.ends, strict=True)))
+    parsed(made.body + made.tables, dict(zip(made.files, made.ends, strict=True)))
     return made
 
 

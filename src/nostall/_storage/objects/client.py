@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from nostall._model.shared_bytes import Piece
 from nostall._storage.port import Stat, Version
 
 
@@ -33,7 +32,7 @@ class Parts(Protocol):
 class Client(Protocol):
     """The objects of one bucket. Methods may be called from several threads at once."""
 
-    def put(self, key: str, content: Sequence[Piece], *, expected: Version | None) -> None:
+    def put(self, key: str, content: Sequence[bytes], *, expected: Version | None) -> None:
         """Make or replace an object at one instant.
 
         Args:

@@ -15,9 +15,8 @@ from contextlib import suppress
 
 from nostall._model.jobs import page_aligned
 from nostall._model.names import is_ours_to_remove
-from nostall._model.shared_bytes import Piece
 from nostall._storage.objects.client import Client, Parts
-from nostall._storage.port import Conflict, Draft, Elsewhere, Stat, Version, may_pass, reason
+from nostall._storage.port import Conflict, Stat, Version, may_pass, reason
 from nostall._storage.posix_files import between
 from nostall.errors import NotDurableError
 
@@ -105,20 +104,14 @@ class ObjectStorage:
     def abort_unfinished(self, older_than_s: float) -> int:
         return self._client.abort_unfinished(self._prefix, older_than_s)
 
-    def draft(self, name: str) -> _NoDraft:
-        return _NoDraft(self.where(name))
-
     def publish(
         self,
         name: str,
-        content: Sequence[Piece],
+        content: Sequence[bytes],
         *,
-        draft: Draft | None = None,
         expected: Version | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        if draft is not None:
-            draft.close()
         before()
         try:
             self._client.put(self._key(name), content, expected=expected)
@@ -226,22 +219,3 @@ class _Source:
 
     def close(self) -> None:
         """Nothing to release."""
-
-
-class _NoDraft:
-    """Nothing is stored early: a put has the whole content."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def write(self, content: Sequence[Piece], *, elsewhere: Elsewhere | None = None) -> None:
-        """Does nothing."""
-
-    def is_untouched(self) -> bool:
-        return True
-
-    def remove(self) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""

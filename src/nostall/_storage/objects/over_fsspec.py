@@ -16,7 +16,6 @@ from functools import lru_cache, partial
 from typing import Any
 
 from nostall._model.names import is_ours_to_remove
-from nostall._model.shared_bytes import Piece
 from nostall._storage.port import ABSENT, Conflict, Stat, Version, version_of
 from nostall.errors import OptionError
 
@@ -37,7 +36,7 @@ class FsspecClient:
         self._fs = _file_system(protocol, os.getpid())
         self._lock = threading.Lock()
 
-    def put(self, key: str, content: Sequence[Piece], *, expected: Version | None) -> None:
+    def put(self, key: str, content: Sequence[bytes], *, expected: Version | None) -> None:
         body = b"".join(content)
         with _errors(self._where(key)):
             if expected == ABSENT:

@@ -23,7 +23,6 @@ from math import inf
 from typing import Any
 
 from nostall._model.names import is_ours_to_remove
-from nostall._model.shared_bytes import Piece
 from nostall._storage.objects.s3_errors import errno_of_code, errors_at
 from nostall._storage.port import ABSENT, Conflict, Stat, Version, may_pass, version_of
 from nostall.errors import OptionError
@@ -49,7 +48,7 @@ class S3Client:
         self._bucket = bucket
         self._s3 = _connected(os.getpid())
 
-    def put(self, key: str, content: Sequence[Piece], *, expected: Version | None) -> None:
+    def put(self, key: str, content: Sequence[bytes], *, expected: Version | None) -> None:
         condition: dict[str, str] = {}
         if expected is not None:
             condition = {"IfNoneMatch": "*"} if expected == ABSENT else {"IfMatch": expected}
