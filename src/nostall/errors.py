@@ -11,7 +11,7 @@
     │   ├── SaveTimeoutError  (also TimeoutError) a deadline passed
     │   ├── SaveAbortedError                      the save was aborted on request
     │   ├── RankLostError     (also RuntimeError) another rank has ended or cannot be reached
-    │   ├── RankMismatchError (also RuntimeError) ranks differ in the request or the directory
+    │   ├── RankMismatchError (also RuntimeError) ranks differ in request, directory or shapes
     │   ├── IncompleteSaveError                   a planned item has no result
     │   └── CheckpointExistsError                 a committed checkpoint exists, overwrite=False
     ├── NotDurableError       (also OSError)      a published checkpoint may not survive power loss
@@ -187,7 +187,7 @@ class RankLostError(SaveError, RuntimeError):
 
 
 class RankMismatchError(SaveError, RuntimeError):
-    """Ranks differ in the scheduled requests, in the request to finalise or in the directory."""
+    """Ranks differ in their requests, in the directory, or in the shape of a tensor."""
 
 
 class IncompleteSaveError(SaveError):

@@ -35,9 +35,9 @@ from nostall._commit.local_plans import (
     sharing,
 )
 from nostall._commit.metadata import PLANS_KEY, load_metadata, local_plans_in
-from nostall._plan.global_plan import plan_columns
+from nostall._plan.global_plan import plan_columns, require_one_shape
 from nostall._save.by_name.plans import SentPlan
-from nostall.errors import UntrustedMetadataError
+from nostall.errors import RankMismatchError, UntrustedMetadataError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn]
 
@@ -271,3 +271,24 @@ def test_damaged_plans_equal_no_plan(columns: Any) -> None:
     with pytest.raises(UntrustedMetadataError, match="are not plans"):
         loaded[0]
     assert not matches_loaded(loaded, rank=0, world_size=1, local=SavePlan([]))
+
+
+def test_shapes_that_differ_between_ranks_are_refused() -> None:
+    """Only one of the tensors would be saved; the error names both shapes and their ranks."""
+    whole, part = WriteItemType.TENSOR, WriteItemType.SHARD
+
+    def plans(*last: WriteItem) -> list[Any]:
+        items = [item("a", whole, (0,), (4,), (4,)), item("b", WriteItemType.BYTE_IO)]
+        items.append(item("c", part, (0,), (3,), (6,)))
+        equal = [compact(SavePlan(items, planner_data={})) for _ in range(2)]
+        return sharing([*equal, compact(SavePlan([*last], planner_data={}))])
+
+    alike = [item("a", whole, (0,), (4,), (4,)), item("b", whole, (0,), (2,), (2,))]
+    require_one_shape(plans(*alike, item("c", part, (3,), (3,), (6,))))
+    for kind, place, name in (
+        (whole, ((0,), (5,), (5,)), "a"),
+        (whole, ((0, 0), (4, 1), (4, 1)), "a"),
+        (part, ((3,), (4,), (7,)), "c"),
+    ):
+        with pytest.raises(RankMismatchError, match=rf"{name} differs.* rank 0 and .* rank 2"):
+            require_one_shape(plans(item(name, kind, *place)))

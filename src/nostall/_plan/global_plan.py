@@ -31,7 +31,8 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from nostall import _torch
-from nostall._commit.local_plans import SHARD, PlanColumns
+from nostall._commit.local_plans import SHARD, CompactPlan, PlanColumns
+from nostall.errors import RankMismatchError
 
 _Size = tuple[int, ...]
 _Chunk = tuple[_Size, _Size]
@@ -77,6 +78,34 @@ def plan_columns(
         if before is None or plan.planner_data is not before.planner_data:
             mappings.update(plan.planner_data)
     return shares, replace(metadata, planner_data=mappings)
+
+
+def require_one_shape(plans: Sequence[CompactPlan]) -> None:
+    """Refuse tensors of one name whose shapes differ between ranks: only one would be saved.
+
+    Plans of an unusual form are not looked at.
+
+    Raises:
+        RankMismatchError: There are some.
+    """
+    found: dict[str, _Size] = {}
+    before: PlanColumns | None = None
+    for rank, plan in enumerate(plans):
+        if not isinstance(plan, PlanColumns):
+            continue
+        if before is not None and plan.names is before.names and plan.shapes is before.shapes:
+            continue  # equal ranks share their columns
+        before = plan
+        for name, offsets, shape in zip(plan.names, plan.offsets, plan.shapes, strict=True):
+            if offsets is not None and found.setdefault(name, shape) != shape:
+                named = (isinstance(each, PlanColumns) and name in each.names for each in plans)
+                raise RankMismatchError(
+                    f"the shape of {name} differs between ranks:"
+                    f" {found[name]} on rank {[*named].index(True)} and {shape} on rank {rank}",
+                    phase="plan",
+                    hint="name it differently on each rank; in the state of a CheckpointManager,"
+                    " put an object that has it into PerRank",
+                )
 
 
 # --- who writes what several ranks have ---------------------------------------------------------

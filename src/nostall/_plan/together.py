@@ -33,7 +33,7 @@ from nostall._commit.metadata import local_plans_in
 from nostall._model.collection import no_collection
 from nostall._model.values import MOST_SERIES, SaveId
 from nostall._plan.cache import CachedPlans
-from nostall._plan.global_plan import Share, plan_columns
+from nostall._plan.global_plan import Share, plan_columns, require_one_shape
 from nostall._plan.planner import is_stocks_own, planner_failures
 from nostall._ranks.failures import exception_for, sendable
 from nostall._ranks.group import Coordination
@@ -276,6 +276,7 @@ def global_plan_of(
     plans: list[CompactPlan], writer: PlanningWriter, planner: SavePlanner
 ) -> GlobalPlan:
     """The global plan; every rank computes the same one."""
+    require_one_shape(plans)
     columns = [plan for plan in plans if isinstance(plan, PlanColumns)]
     if len(columns) == len(plans) and is_stocks_own(planner) and writer._ignores_items:
         made = plan_columns(columns, to_lowest_rank=planner.dedup_save_to_lowest_rank)
@@ -354,6 +355,8 @@ def replanned_metadata(
             phase="commit",
             hint="the next save plans anew",
         )
+    now = [compact(changed[rank]) if rank in changed else each for rank, each in enumerate(before)]
+    require_one_shape(now if is_stocks_own(planner) else ())
     plans = [changed.get(rank) or in_full(plan) for rank, plan in enumerate(before)]
     _, metadata = planner.create_global_plan(plans)
     return with_local_plans(metadata, plans)

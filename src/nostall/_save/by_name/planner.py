@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlanner as DCPSavePlanner
 
 from nostall._engine import Engine
 from nostall._model.collection import no_collection
-from nostall._plan.global_plan import plan_columns
+from nostall._plan.global_plan import plan_columns, require_one_shape
 from nostall._plan.items import require_representable
 from nostall._save import session
 from nostall._save.by_name.plans import (
@@ -131,6 +131,7 @@ class SavePlanner(DefaultSavePlanner):
         """The global plan; from columns, if all plans have come so."""
         items: list[Any] = [each.items for each in plans]
         columns = [each.columns for each in items if isinstance(each, ItemsInColumns)]
+        require_one_shape(columns)
         made = None
         if len(columns) == len(plans):
             to_lowest_rank = self.dedup_save_to_lowest_rank
