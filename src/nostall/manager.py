@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -82,6 +82,8 @@ class Restored:
 
     step: int
     metrics: Mapping[str, float]
+    state: MutableMapping[str, Any] = field(repr=False)
+    """The state that was passed, with the restored values."""
     _extra: object
 
     @property
@@ -453,7 +455,8 @@ class CheckpointManager:
         step has no deadline, as in ``dcp.load``.
 
         Args:
-            state: As for :meth:`save`; it may lack keys of the step.
+            state: As for :meth:`save`; it may lack keys of the step. The state dict of an optimizer
+                in place of the optimizer is refused, as the optimizer would keep its old values.
             step: The step; by default the highest complete one. Higher ones that are damaged are
                 skipped with a warning.
             rng: Whether to set the random number generators of Python, NumPy, torch and the current
@@ -503,7 +506,7 @@ class CheckpointManager:
                 cache.set_cached_global_metadata(metadata)  # the next save may reuse its plans
         with together(coordination):
             extra = restoration.finish(rng=rng)
-        return Restored(step=about.step, metrics=about.metrics, _extra=extra)
+        return Restored(step=about.step, metrics=about.metrics, state=state, _extra=extra)
 
     def _choose(self, step: int | None, hold: ExitStack, *, verify: bool) -> About | None:
         if verify:

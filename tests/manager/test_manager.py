@@ -412,6 +412,49 @@ def test_an_object_that_was_not_saved_is_refused(tmp_path: Path) -> None:
         assert "the state does not fit step 1: the step lacks new" in error
 
 
+@pytest.mark.parametrize("call", ["save", "restore"])
+@pytest.mark.parametrize("what", ["optimizer", "learning rate scheduler", "gradient scaler"])
+def test_state_dicts_in_place_of_objects_are_refused(tmp_path: Path, what: str, call: str) -> None:
+    """Restoring would fill the dictionary, and the object would keep its old values."""
+    job = Job()
+    job.train(1)
+    scaler: Any = torch.amp.GradScaler("cpu")
+    objects = {"optimizer": job.optimizer, "learning rate scheduler": job.scheduler}
+    state = {"model": job.model.state_dict(), "all": [objects.get(what, scaler).state_dict()]}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"model": job.model.state_dict(), "all": [{}]})
+        manager.wait()
+        with pytest.raises(OptionError, match=rf"'all\.0' is the state dict of an? {what}.*object"):
+            manager.save(2, state) if call == "save" else manager.restore(state)
+        assert manager.all_steps() == [1]
+
+
+def test_what_was_restored_has_the_values_that_replace_others(tmp_path: Path) -> None:
+    """A plain value can only be replaced in the dictionary, which may be nobody's."""
+    job = Job()
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"model": job.model, "seen": 7, "note": {"a": 1}})
+        manager.wait()
+        restored = manager.restore({"model": job.model, "seen": 0, "note": {}})
+    assert restored is not None
+    assert (restored.state["seen"], restored.state["note"]) == (7, {"a": 1})
+    assert "Linear" not in repr(restored)
+
+
+@pytest.mark.parametrize("kind", ["module", "dictionary"])
+def test_what_is_on_the_meta_device_is_refused(tmp_path: Path, kind: str) -> None:
+    """It has no memory to load into."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"model": nn.Linear(3, 3)})
+        manager.wait()
+        model = nn.Linear(3, 3, device="meta")
+        state = {"model": model if kind == "module" else model.state_dict()}
+        with pytest.raises(OptionError, match=r"model\.bias: on the meta device, without memory"):
+            manager.restore(state)
+        model.to_empty(device="cpu")
+        assert manager.restore({"model": model}) is not None
+
+
 # --- which step -----------------------------------------------------------------------------------
 
 

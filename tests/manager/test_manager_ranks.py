@@ -80,6 +80,65 @@ def test_a_state_that_does_not_fit_on_one_rank_is_an_error_on_all(found: Found) 
     assert all(each["unfit"]["unchanged"] for each in found)
 
 
+@pytest.mark.parametrize("what", ["dictionary", "list", "object", "optimizer"])
+def test_tensors_of_one_name_and_different_shapes_are_refused(found: Found, what: str) -> None:
+    """A rank does not get another rank's tensor: the save names both shapes, and what to do."""
+    for each in found:
+        error = each["other_shapes"][what]
+        assert error.startswith("CheckpointException")
+        assert "(4,) on rank 0 and (5,) on rank 1" in error
+        assert "PerRank" in error
+
+
+def test_a_shape_that_changes_on_one_rank_is_refused(found: Found) -> None:
+    """When ranks plan alone, before the commit; the next save with equal shapes is committed."""
+    for each in found:
+        error = each["other_shapes"]["later"]
+        assert "the shape of x differs between ranks: (4,) on rank 0 and (5,) on rank 1" in error
+
+
+def test_per_rank_tensors_may_have_any_shape(found: Found) -> None:
+    """Each rank gets its own."""
+    assert [each["other_shapes"]["per rank"] for each in found] == [str([0.0] * 4), str([1.0] * 5)]
+
+
+@pytest.mark.parametrize("name", ["factored", "LBFGS"])
+def test_state_of_other_shapes_than_parameters_is_distributed_as_it_was(
+    found: Found, name: str
+) -> None:
+    """Factored moments and flattened gradients under FSDP2: the new optimizer goes on equally."""
+    for each in found:
+        restored, saved = each["factored"][name]["placements"]
+        assert any("Replicate" in of_tensor for of_tensor in saved)
+        assert restored == saved
+        losses, expected = each["factored"][name]["losses"]
+        assert losses == expected
+
+
+@pytest.mark.parametrize("name", ["factored", "LBFGS"])
+def test_distributed_state_is_whole_for_plain_parameters(found: Found, name: str) -> None:
+    """One process that has the whole model gets plain tensors, and goes on."""
+    for each in found:
+        facts = each["factored"][name]
+        assert {line.split(" ", 1)[1] for line in facts["plain"]} == {"None"}
+        assert facts["plain loss"] == pytest.approx(facts["losses"][0][0])
+
+
+def test_state_of_unknown_placement_is_refused(found: Found) -> None:
+    """From a job whose parameters were plain: the next step under FSDP2 would fail in torch."""
+    for each in found:
+        assert each["factored"]["unknown"].startswith("OptionError: the object 'optimizer'")
+        assert "how optimizer.state.0.rows was distributed" in each["factored"]["unknown"]
+        assert each["factored"]["after one step"] == "none"
+
+
+def test_a_model_on_the_meta_device_is_refused_on_ranks(found: Found) -> None:
+    """It has no memory to load into; torch would fill tensors that the model does not have."""
+    for each in found:
+        error = each["on_meta"]["error"]
+        assert "model.weight, model.bias: on the meta device, without memory" in error
+
+
 @pytest.mark.parametrize("where", ["everywhere", "on rank 1"])
 def test_restoring_without_numpy_says_so(found: Found, where: str) -> None:
     """Ranks save without it, but torch loads with it; one without it is an error on all."""

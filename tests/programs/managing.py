@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 
 import nostall
-from nostall import CheckpointManager, KeepLatest, PerRank
+from nostall import CheckpointManager, KeepLatest, PerRank, _torch
 from nostall._manager import choosing, steps
 from nostall._storage import posix_files
 from nostall.errors import NostallError
@@ -45,6 +46,9 @@ def everything(out: Path) -> Facts:
         closed,
         on_more_ranks,
         unfit,
+        other_shapes,
+        factored,
+        on_meta,
         without_numpy,
     ]
     found = {}
@@ -291,6 +295,147 @@ def unfit(out: Path) -> Facts:
         state = {"weight": torch.zeros(3 + dist.get_rank())}
         found = {"error": _error_of(lambda: manager.restore(state))}
     return {**found, "unchanged": not state["weight"].any().item()}
+
+
+class Holding:
+    """An object with a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> Facts:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state: Facts) -> None:
+        self.tensor = state["tensor"]
+
+
+def _as_long_as(length: int) -> dict[str, Any]:
+    """States with a tensor of this length."""
+    tensor = torch.full((length,), float(length))
+    parameter = nn.Parameter(torch.ones(length))
+    optimizer = torch.optim.SGD([parameter], momentum=0.9)
+    parameter.grad = torch.ones(length)
+    optimizer.step()
+    return {
+        "dictionary": {"a": tensor},
+        "list": [tensor],
+        "object": Holding(tensor),
+        "optimizer": optimizer,
+    }
+
+
+def other_shapes(out: Path) -> Facts:
+    """Ranks have tensors of one name and other shapes: from the first save on, and later."""
+    rank = dist.get_rank()
+    found = {}
+    for name, value in _as_long_as(4 + rank).items():
+        with CheckpointManager(out / name) as manager:
+            found[name] = _error_of(lambda: manager.save(1, {"x": value}))  # noqa: B023  # now
+    with CheckpointManager(out / "later") as manager:
+        for step in (1, 2, 3):  # so that plans are known, and ranks plan alone
+            manager.save(step, {"x": torch.ones(4)}).result()
+        found["later"] = _error_of(lambda: manager.save(4, {"x": torch.ones(4 + rank)}).result())
+        manager.save(5, {"x": torch.ones(5)}).result()
+    state = {"x": PerRank(Holding(torch.full((4 + rank,), float(rank))))}
+    with CheckpointManager(out / "per rank") as manager:
+        manager.save(1, state)
+        state["x"].stateful.load_state_dict({"tensor": torch.zeros(1)})
+        manager.restore(state)
+    found["per rank"] = str(state["x"].stateful.state_dict()["tensor"].tolist())
+    return found
+
+
+class Factored(torch.optim.Optimizer):
+    """Has means of rows, which are sharded as the parameter is, and of columns, which are not."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for group in self.param_groups:
+            for each in group["params"]:
+                gradient, state = each.grad, self.state[each]
+                if gradient.dim() < 2:
+                    continue
+                rows, columns = gradient.square().mean(1), gradient.square().mean(0)
+                if isinstance(columns, DTensor):
+                    columns = columns.redistribute(placements=[Replicate()])
+                if not state:
+                    state["rows"], state["columns"] = rows, columns
+                state["rows"].lerp_(rows, 0.5)
+                state["columns"].lerp_(columns, 0.5)
+                each.data.add_(state["rows"].unsqueeze(1) * state["columns"], alpha=-group["lr"])
+        return loss
+
+
+def factored(out: Path) -> Facts:
+    """Optimizers whose state has other shapes than parameters, into new ones, under FSDP2."""
+    made: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "factored": Factored,
+        "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3),
+    }
+
+    def fresh(
+        name: str, seed: int, *, sharded: bool = True
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4))
+        if sharded:
+            fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        return model, made[name](model.parameters())
+
+    def train(model: nn.Module, optimizer: Any) -> float:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(torch.ones(2, 6)).square().sum()
+            loss.backward()
+            return loss
+
+        return float(optimizer.step(closure))
+
+    def placements(optimizer: torch.optim.Optimizer) -> list[str]:
+        flat, _ = _torch.flatten_state_dict(dict(optimizer.state_dict()["state"]))
+        return [f"{name} {getattr(each, 'placements', None)}" for name, each in flat.items()]
+
+    found: Facts = {}
+    for name in made:
+        job = fresh(name, 0)
+        with CheckpointManager(out / name) as manager:
+            manager.save(0, {"optimizer": job[1]})  # before its first step it has no state
+            train(*job)
+            train(*job)
+            manager.save(2, dict(zip(("model", "optimizer"), job, strict=True)))
+            manager.wait()
+            other = fresh(name, 1)
+            manager.restore(dict(zip(("model", "optimizer"), other, strict=True)))
+        found[name] = {
+            "placements": [placements(other[1]), placements(job[1])],
+            "losses": [[train(*each) for _ in range(3)] for each in (other, job)],
+        }
+        plain = fresh(name, 1, sharded=False)
+        CheckpointManager(out / name).restore(dict(zip(("model", "optimizer"), plain, strict=True)))
+        found[name] |= {"plain": placements(plain[1]), "plain loss": train(*plain)}
+    with CheckpointManager(out / "unknown") as manager:
+        plain = fresh("factored", 0, sharded=False)
+        train(*plain)
+        manager.save(1, {"optimizer": plain[1]})
+        manager.wait()
+        model, optimizer = fresh("factored", 0)
+        found["unknown"] = _error_of(lambda: manager.restore({"optimizer": optimizer}))
+        train(model, optimizer)
+        found["after one step"] = _error_of(lambda: manager.restore({"optimizer": optimizer}))
+        train(model, optimizer)
+    return found
+
+
+def on_meta(out: Path) -> Facts:
+    """The model of the new job has no memory."""
+    with CheckpointManager(out) as manager:
+        manager.save(1, {"model": nn.Linear(3, 3)})
+        model = nn.Linear(3, 3, device="meta")
+        return {"error": _error_of(lambda: manager.restore({"model": model}))}
 
 
 def without_numpy(out: Path) -> Facts:

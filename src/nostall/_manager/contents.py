@@ -22,15 +22,15 @@ import io
 import json
 import pickle
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import DataLoader
 
 from nostall import _torch
@@ -70,7 +70,7 @@ def require_state(state: object, parts: tuple[str, ...]) -> None:
 
     Raises:
         OptionError: It is not a mapping, has a key that is not a string or is reserved, has a data
-            loader without a state, or lacks a part.
+            loader without a state, has a state dict instead of an object, or lacks a part.
     """
     if not isinstance(state, Mapping):
         raise OptionError(
@@ -86,12 +86,42 @@ def require_state(state: object, parts: tuple[str, ...]) -> None:
                 hint="use one with state_dict and load_state_dict, such as torchdata's"
                 " StatefulDataLoader, in PerRank; or save the number of batches",
             )
+        _require_objects(key, state[key])
     missing = [part for part in parts if part not in state]
     if missing:
         raise OptionError(f"the state lacks the parts {missing}", hint="pass all parts")
 
 
+_STATE_DICTS = {
+    "an optimizer": {"state", "param_groups"},
+    "a learning rate scheduler": {"last_epoch", "_step_count"},
+    "a gradient scaler": {"growth_factor", "_growth_tracker"},
+}
+"""Keys of state dicts whose objects would keep their old values when the dictionary is filled."""
+
+
+def _require_objects(name: str, value: object) -> None:
+    if isinstance(value, dict):
+        for kind, keys in _STATE_DICTS.items():
+            if keys <= value.keys():
+                raise OptionError(
+                    f"{name!r} is the state dict of {kind}: restoring would fill this dictionary,"
+                    " and the object would keep its old values",
+                    hint="pass the object itself, or one with state_dict and load_state_dict that"
+                    " has it",
+                )
+        for key, each in value.items():
+            _require_objects(f"{name}.{key}", each)
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            _require_objects(f"{name}.{number}", each)
+
+
 # --- saving ---------------------------------------------------------------------------------------
+
+Placements: TypeAlias = "dict[str, list[int | None] | None]"
+"""By the name of a tensor, the dimension that is sharded over each dimension of the mesh, if any;
+``None`` for placements of another kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +136,9 @@ class About:
     """Names of the parts that the step was saved in; none if it is one checkpoint."""
     save: str
     """Names the save: the same in all parts."""
+    placements: Placements | None
+    """Of the optimizers' distributed tensors that are not placed as their parameters are; ``None``
+    if no parameter was distributed."""
 
 
 def capture(
@@ -133,6 +166,7 @@ def capture(
     """
     items: dict[str, Any] = {}
     exact: dict[str, Any] = {}
+    placements: Placements | None = None
     for key, value in state.items():
         if isinstance(value, PerRank):
             exact[key] = value.stateful.state_dict()
@@ -140,6 +174,9 @@ def capture(
         items[key] = value.state_dict() if isinstance(value, Stateful) else value
         if _is_exact(value, items[key]):
             exact[key] = items[key]
+        parameters = parameters_of(value)
+        if any(isinstance(each, DTensor) for each in parameters):
+            placements = {**(placements or {}), **_placed_otherwise(key, items[key], parameters)}
     named = {key: exact[key] for key in exact if key in items}
     own = {"extra": extra, "rng": rng_states(), "objects": exact}
     try:
@@ -156,7 +193,8 @@ def capture(
     divided = _in_parts(items, parts)
     if rank == 0:
         about = {"format": _FORMAT, "step": step, "metrics": metrics, "exact": sorted(exact)}
-        content = json.dumps({**about, "parts": parts, "save": uuid.uuid4().hex})
+        about |= {"parts": parts, "save": uuid.uuid4().hex, "placements": placements}
+        content = json.dumps(about)
         for part in divided:
             part[ABOUT] = _as_tensor(content.encode())
     return divided
@@ -182,6 +220,37 @@ def _is_exact(value: object, state: object) -> bool:
         return True
     leaves = _torch.flatten_state_dict({"": state})[0].values()
     return not any(isinstance(leaf, DTensor | _torch.ShardedTensor) for leaf in leaves)
+
+
+def parameters_of(value: object) -> list[torch.Tensor]:
+    """An optimizer's parameters in the order in which its state numbers them; else none."""
+    groups = value.param_groups if isinstance(value, torch.optim.Optimizer) else ()
+    return [each for group in groups for each in group["params"]]
+
+
+def parameter_at(path: tuple[Any, ...], parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The parameter to which an optimizer's tensor at ``(key, "state", number, name)`` belongs."""
+    if path[1:2] != ("state",) or len(path) < 4 or not str(path[2]).isdecimal():
+        return None
+    number = int(path[2])
+    return parameters[number] if number < len(parameters) else None
+
+
+def _placed_otherwise(key: str, state: object, parameters: Sequence[torch.Tensor]) -> Placements:
+    """The placements of distributed tensors that are not placed as their parameters are."""
+    flat, paths = _torch.flatten_state_dict({key: state})
+    found: Placements = {}
+    for name, each in flat.items():
+        if isinstance(each, DTensor):
+            parameter = parameter_at(paths[name], parameters)
+            if not isinstance(parameter, DTensor) or (parameter.shape, parameter.placements) != (
+                each.shape,
+                each.placements,
+            ):
+                usual = all(type(place) in (Shard, Replicate) for place in each.placements)
+                dimensions = [getattr(place, "dim", None) for place in each.placements]
+                found[name] = dimensions if usual else None
+    return found
 
 
 def key_of_rank(rank: int) -> str:
@@ -262,4 +331,14 @@ def _about(plain: Mapping[str, Any]) -> About:
         exact=frozenset(map(str, plain["exact"])),
         parts=tuple(map(str, plain["parts"])),
         save=str(plain["save"]),
+        placements=_placements(plain.get("placements")),
     )
+
+
+def _placements(plain: Mapping[str, Any] | None) -> Placements | None:
+    if plain is None:  # also in steps of older versions
+        return None
+    return {
+        name: None if places is None else [None if dim is None else int(dim) for dim in places]
+        for name, places in plain.items()
+    }

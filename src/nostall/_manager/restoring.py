@@ -15,9 +15,17 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
 from nostall import _torch
-from nostall._manager.contents import About, PerRank, index_of_part, key_of_rank
+from nostall._manager.contents import (
+    About,
+    PerRank,
+    index_of_part,
+    key_of_rank,
+    parameter_at,
+    parameters_of,
+)
 from nostall._manager.rng import set_rng_states
 from nostall._manager.stand_ins import OwnUnpickler, Unavailable, found_in
 from nostall._model.wording import some
@@ -62,6 +70,7 @@ class Restoration:
         self._step = about.step
         self._checkpoints = checkpoints
         self._exact = about.exact
+        self._placements = about.placements
         self._parts = parts
         self._readers = [CachedMetadataFileSystemReader(path) for path in checkpoints]
         self.metadata = [reader.read_metadata() for reader in self._readers]
@@ -77,6 +86,15 @@ class Restoration:
         for name, value in state.items():
             self._add(name, value)
         for number, items in enumerate(self._items):
+            flat, _ = _torch.flatten_state_dict(dict(items))
+            if bare := [
+                name
+                for name, each in flat.items()
+                if isinstance(each, torch.Tensor) and each.is_meta
+            ]:
+                why = f"{some(bare)}: on the meta device, without memory to load into;"
+                why += " Module.to_empty gives it some"
+                raise self._does_not_fit("the state", why, number)
             if lost := _beneath_empty(items, self.metadata[number]):
                 why = f"it holds {some(lost)}, for which the state has an empty dictionary"
                 raise self._does_not_fit("the state", why, number)
@@ -111,11 +129,46 @@ class Restoration:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """A tensor for each saved one of an exact object: the present one, or a new one."""
         flat, _ = _torch.flatten_state_dict({key: present})
-        metadata = self.metadata[number]
+        metadata, parameters = self.metadata[number], parameters_of(value)
         for name, entry in metadata.state_dict_metadata.items():
             path = (metadata.planner_data or {}).get(name, ())
             if path[:1] == (key,) and isinstance(entry, TensorStorageMetadata):
-                yield name, _template(entry, flat.get(name), _parameter_of(value, path))
+                made = self._template(name, entry, flat.get(name), parameter_at(path, parameters))
+                if made is None:
+                    why = f"it does not say how {name} was distributed; let the optimizer take a"
+                    why += " step first, or restore an object around get_state_dict"
+                    raise self._does_not_fit(f"the object {key!r}", why, number)
+                yield name, made
+
+    def _template(
+        self,
+        name: str,
+        entry: TensorStorageMetadata,
+        present: object,
+        parameter: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """The tensor to load an item into; ``None`` if it is not known how to distribute it.
+
+        Args:
+            name: The name of the item.
+            entry: The saved tensor.
+            present: What the object has under this name, if anything.
+            parameter: The optimizer's parameter that it belongs to, if any.
+        """
+        size, dtype, known = entry.size, entry.properties.dtype, self._placements
+        if isinstance(present, torch.Tensor) and (present.shape, present.dtype) == (size, dtype):
+            return present
+        if isinstance(parameter, DTensor) and known is not None and name in known:
+            places, mesh = known[name], parameter.device_mesh
+            if places is None or len(places) != mesh.ndim:
+                return None
+            placements = [Replicate() if each is None else Shard(each) for each in places]
+            return empty(size, dtype=dtype, device_mesh=mesh, placements=placements)
+        if parameter is not None and parameter.shape == size:
+            return torch.empty_like(parameter, dtype=dtype)
+        if isinstance(parameter, DTensor) and known is None and size:
+            return None
+        return torch.empty(size, dtype=dtype)
 
     def load(self, process_group: dist.ProcessGroup | None) -> None:
         """Read the values; returns when all ranks have. Collective.
@@ -291,30 +344,3 @@ def _bytes_metadata(saved: Mapping[str, Any], key: str) -> TensorStorageMetadata
     if not isinstance(entry, TensorStorageMetadata):
         raise DamagedCheckpointError(f"the step has no item {key!r}", phase="read")
     return entry
-
-
-def _template(
-    entry: TensorStorageMetadata, present: object, parameter: torch.Tensor | None
-) -> torch.Tensor:
-    """The tensor to load an item into.
-
-    Args:
-        entry: The saved tensor.
-        present: What the object has under this name, if anything.
-        parameter: The optimizer's parameter that it belongs to, if any: it has the same placement.
-    """
-    dtype = entry.properties.dtype
-    if isinstance(present, torch.Tensor) and (present.shape, present.dtype) == (entry.size, dtype):
-        return present
-    if parameter is not None and parameter.shape == entry.size:
-        return torch.empty_like(parameter, dtype=dtype)
-    return torch.empty(entry.size, dtype=dtype)
-
-
-def _parameter_of(value: object, path: tuple[Any, ...]) -> torch.Tensor | None:
-    """The parameter to which an optimizer's tensor at ``(key, "state", number, name)`` belongs."""
-    if not isinstance(value, torch.optim.Optimizer) or path[1:2] != ("state",) or len(path) < 4:
-        return None
-    parameters = [each for group in value.param_groups for each in group["params"]]
-    number = int(path[2]) if str(path[2]).isdecimal() else len(parameters)
-    return parameters[number] if number < len(parameters) else None
