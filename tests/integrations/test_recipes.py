@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from nostall.integrity import is_complete
 from support import loaded
@@ -60,9 +61,13 @@ def test_a_plain_loop_keeps_its_newest_checkpoints(tmp_path: Path) -> None:
     saved = sorted((tmp_path / "run").iterdir())
     assert [path.name for path in saved] == ["step-30", "step-40"]
     assert all(map(is_complete, saved))
-    found = {"model": {"module.weight": torch.zeros(16, 16)}, "step": 0}
+    model = torch.nn.Linear(16, 16)  # as on the page about resuming: of a job that has not begun
+    optimizer = torch.optim.AdamW(model.parameters())
+    own, moments = get_state_dict(model, optimizer)
+    found = {"model": own, "optimizer": moments, "step": 0}
     dcp.load(found, checkpoint_id=saved[1])
-    assert found["step"] == 40
+    set_state_dict(model, optimizer, model_state_dict=own, optim_state_dict=moments)
+    assert (found["step"], optimizer.state[model.weight]["step"]) == (40, 40)
 
 
 @needs("ray")

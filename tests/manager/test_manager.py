@@ -418,14 +418,19 @@ def test_state_dicts_in_place_of_objects_are_refused(tmp_path: Path, what: str, 
     """Restoring would fill the dictionary, and the object would keep its old values."""
     job = Job()
     job.train(1)
-    scaler: Any = torch.amp.GradScaler("cpu")
-    objects = {"optimizer": job.optimizer, "learning rate scheduler": job.scheduler}
-    state = {"model": job.model.state_dict(), "all": [objects.get(what, scaler).state_dict()]}
+    objects: dict[str, Any] = {
+        "optimizer": job.optimizer,
+        "learning rate scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(job.optimizer),
+        "gradient scaler": torch.amp.GradScaler("cpu"),
+    }
+    state = {"model": job.model.state_dict(), "all": [objects[what].state_dict()]}
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"model": job.model.state_dict(), "all": [{}]})
         manager.wait()
         with pytest.raises(OptionError, match=rf"'all\.0' is the state dict of an? {what}.*object"):
             manager.save(2, state) if call == "save" else manager.restore(state)
+        with pytest.raises(OptionError, match="'s' is the state dict of a learning rate scheduler"):
+            manager.restore({"s": job.scheduler.state_dict()})
         assert manager.all_steps() == [1]
 
 

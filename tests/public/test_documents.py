@@ -184,6 +184,32 @@ def test_the_program_of_the_tutorial_resumes(ran: Path) -> None:
     assert [line for line in log if not line.startswith("[Gloo]")] == shown  # torch 2.9's own lines
 
 
+LOOKS_AT_MOMENTS = """
+saved = {key: torch.zeros(256, 64) for key in ("exp_avg", "exp_avg_sq")}
+names = {f"optimizer.state.0.weight.{key}": each for key, each in saved.items()}
+dcp.load(names, checkpoint_id="checkpoints/step-3")
+held = optimizer.state[model[0].weight]
+assert saved["exp_avg"].any() and held["step"] == 2, held
+assert all(torch.equal(each, held[key]) for key, each in saved.items())
+"""
+
+
+@pytest.mark.slow
+def test_the_tutorial_loads_in_a_new_process(ran: Path) -> None:
+    """AdamW's moments are those that were saved, although the optimizer has not begun."""
+    (loads, _) = code_blocks("tutorial.md", "Load it")
+    ended = subprocess.run(
+        [*loaded.python(), "-c", loads + LOOKS_AT_MOMENTS],
+        cwd=ran / "tutorial",
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": WARNINGS},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.slow
 def test_the_program_on_the_page_about_resuming_resumes_in_a_new_process(tmp_path: Path) -> None:
     """The optimizer's state, the schedule and the generators are those that were saved."""

@@ -94,7 +94,7 @@ def require_state(state: object, parts: tuple[str, ...]) -> None:
 
 _STATE_DICTS = {
     "an optimizer": {"state", "param_groups"},
-    "a learning rate scheduler": {"last_epoch", "_step_count"},
+    "a learning rate scheduler": {"last_epoch", "_last_lr"},
     "a gradient scaler": {"growth_factor", "_growth_tracker"},
 }
 """Keys of state dicts whose objects would keep their old values when the dictionary is filled."""
