@@ -446,18 +446,23 @@ def test_what_was_restored_has_the_values_that_replace_others(tmp_path: Path) ->
     assert "Linear" not in repr(restored)
 
 
-@pytest.mark.parametrize("kind", ["module", "dictionary"])
+@pytest.mark.parametrize("kind", ["module", "dictionary", "optimizer"])
 def test_what_is_on_the_meta_device_is_refused(tmp_path: Path, kind: str) -> None:
-    """It has no memory to load into."""
+    """It has no memory to load into; an optimizer of such parameters neither."""
+    job = Job()
+    job.train(1)
     with CheckpointManager(tmp_path) as manager:
-        manager.save(1, {"model": nn.Linear(3, 3)})
+        manager.save(1, {"model": job.model, "dictionary": {"a": torch.ones(3)}, **job.state})
         manager.wait()
-        model = nn.Linear(3, 3, device="meta")
-        state = {"model": model if kind == "module" else model.state_dict()}
-        with pytest.raises(OptionError, match=r"model\.bias: on the meta device, without memory"):
-            manager.restore(state)
-        model.to_empty(device="cpu")
-        assert manager.restore({"model": model}) is not None
+        model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(), nn.Linear(16, 1)).to("meta")
+        states: dict[str, dict[str, Any]] = {
+            "module": {"model": model},
+            "dictionary": {"dictionary": {"a": torch.ones(3, device="meta")}},
+            "optimizer": {"optimizer": torch.optim.AdamW(model.parameters())},
+        }
+        with pytest.raises(OptionError, match="on the meta device, without memory to load into"):
+            manager.restore(states[kind])
+        assert manager.restore({"model": model.to_empty(device="cpu")}) is not None
 
 
 # --- which step -----------------------------------------------------------------------------------

@@ -128,7 +128,7 @@ def test_state_of_unknown_placement_is_refused(found: Found) -> None:
     """From a job whose parameters were plain: the next step under FSDP2 would fail in torch."""
     for each in found:
         assert each["factored"]["unknown"].startswith("OptionError: the object 'optimizer'")
-        assert "how optimizer.state.0.rows was distributed" in each["factored"]["unknown"]
+        assert "how optimizer.state.0.rows is to be distributed" in each["factored"]["unknown"]
         assert each["factored"]["after one step"] == "none"
 
 

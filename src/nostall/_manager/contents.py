@@ -175,7 +175,7 @@ def capture(
         if _is_exact(value, items[key]):
             exact[key] = items[key]
         parameters = parameters_of(value)
-        if any(isinstance(each, DTensor) for each in parameters):
+        if rank == 0 and any(isinstance(each, DTensor) for each in parameters):
             placements = {**(placements or {}), **_placed_otherwise(key, items[key], parameters)}
     named = {key: exact[key] for key in exact if key in items}
     own = {"extra": extra, "rng": rng_states(), "objects": exact}

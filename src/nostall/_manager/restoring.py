@@ -86,15 +86,6 @@ class Restoration:
         for name, value in state.items():
             self._add(name, value)
         for number, items in enumerate(self._items):
-            flat, _ = _torch.flatten_state_dict(dict(items))
-            if bare := [
-                name
-                for name, each in flat.items()
-                if isinstance(each, torch.Tensor) and each.is_meta
-            ]:
-                why = f"{some(bare)}: on the meta device, without memory to load into;"
-                why += " Module.to_empty gives it some"
-                raise self._does_not_fit("the state", why, number)
             if lost := _beneath_empty(items, self.metadata[number]):
                 why = f"it holds {some(lost)}, for which the state has an empty dictionary"
                 raise self._does_not_fit("the state", why, number)
@@ -105,8 +96,14 @@ class Restoration:
             return
         number = index_of_part(key, self._parts)
         present = value.state_dict() if isinstance(value, Stateful) else value
+        parameters = parameters_of(value)
+        flat, _ = _torch.flatten_state_dict({key: present, f"parameters of {key}": parameters})
+        tensors = {name: each for name, each in flat.items() if isinstance(each, torch.Tensor)}
+        if bare := [name for name, each in tensors.items() if each.is_meta]:
+            why = f"{some(bare)}: on the meta device, without memory to load into;"
+            raise self._does_not_fit("the state", f"{why} Module.to_empty gives it some", number)
         if key in self._exact:
-            self._items[number].update(self._templates(key, value, present, number))
+            self._items[number].update(self._templates(key, tensors, parameters, number))
         else:
             self._items[number][key] = present
 
@@ -125,18 +122,22 @@ class Restoration:
             raise OptionError(f"the step has no state of {key!r} per rank", hint="leave it out")
 
     def _templates(
-        self, key: str, value: object, present: object, number: int
+        self,
+        key: str,
+        present: Mapping[str, torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        number: int,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """A tensor for each saved one of an exact object: the present one, or a new one."""
-        flat, _ = _torch.flatten_state_dict({key: present})
-        metadata, parameters = self.metadata[number], parameters_of(value)
+        metadata = self.metadata[number]
         for name, entry in metadata.state_dict_metadata.items():
             path = (metadata.planner_data or {}).get(name, ())
             if path[:1] == (key,) and isinstance(entry, TensorStorageMetadata):
-                made = self._template(name, entry, flat.get(name), parameter_at(path, parameters))
+                parameter = parameter_at(path, parameters)
+                made = self._template(name, entry, present.get(name), parameter)
                 if made is None:
-                    why = f"it does not say how {name} was distributed; let the optimizer take a"
-                    why += " step first, or restore an object around get_state_dict"
+                    why = f"it is not known how {name} is to be distributed; let the optimizer take"
+                    why += " a step first, or save and restore an object around get_state_dict"
                     raise self._does_not_fit(f"the object {key!r}", why, number)
                 yield name, made
 
@@ -144,7 +145,7 @@ class Restoration:
         self,
         name: str,
         entry: TensorStorageMetadata,
-        present: object,
+        present: torch.Tensor | None,
         parameter: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """The tensor to load an item into; ``None`` if it is not known how to distribute it.
@@ -156,7 +157,7 @@ class Restoration:
             parameter: The optimizer's parameter that it belongs to, if any.
         """
         size, dtype, known = entry.size, entry.properties.dtype, self._placements
-        if isinstance(present, torch.Tensor) and (present.shape, present.dtype) == (size, dtype):
+        if present is not None and (present.shape, present.dtype) == (size, dtype):
             return present
         if isinstance(parameter, DTensor) and known is not None and name in known:
             places, mesh = known[name], parameter.device_mesh

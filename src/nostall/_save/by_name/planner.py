@@ -131,9 +131,9 @@ class SavePlanner(DefaultSavePlanner):
         """The global plan; from columns, if all plans have come so."""
         items: list[Any] = [each.items for each in plans]
         columns = [each.columns for each in items if isinstance(each, ItemsInColumns)]
-        require_one_shape(columns)
         made = None
         if len(columns) == len(plans):
+            require_one_shape(columns)
             to_lowest_rank = self.dedup_save_to_lowest_rank
             made = plan_columns(columns, to_lowest_rank=to_lowest_rank)
         if made is None:
